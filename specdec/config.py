@@ -1,0 +1,85 @@
+"""Options, as frozen dataclasses that raise :class:`ConfigError` when built wrong."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .errors import ConfigError
+
+DEFAULT_BATCH_SIZE = 8
+DEFAULT_NUM_DRAFT_TOKENS = 3
+DEFAULT_PREFILL_STEP_SIZE = 512
+DEFAULT_MAX_TOKENS = 256
+
+
+def _require(condition: bool, name: str, value: object, rule: str) -> None:
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}: it must be {rule}")
+
+
+def _require_int(name: str, value: object, low: int | None = None) -> None:
+    whole = isinstance(value, int) and not isinstance(value, bool)
+    rule = "a whole number" if low is None else f"a whole number, {low} or more"
+    _require(whole and (low is None or value >= low), name, value, rule)  # type: ignore[operator]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """How the engine runs; the same for every request.
+
+    Args:
+        batch_size: rows that decode together.
+        num_draft_tokens: tokens proposed per round; 0 decodes plainly.
+        prefill_step_size: prompt tokens per row in one prefill forward.
+        read_bucket: cache columns handed to attention are rounded up to a
+            multiple of this; ``None`` takes the backend's default
+            (:func:`specdec.backend.defaults`).
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    batch_size: int = DEFAULT_BATCH_SIZE
+    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
+    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
+    read_bucket: int | None = None
+
+    def __post_init__(self) -> None:
+        _require_int("batch_size", self.batch_size, 1)
+        _require_int("num_draft_tokens", self.num_draft_tokens, 0)
+        _require_int("prefill_step_size", self.prefill_step_size, 1)
+        if self.read_bucket is not None:
+            _require_int("read_bucket", self.read_bucket, 1)
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    Args:
+        max_tokens: most tokens to generate, 1 or more.
+        temperature: 0 is greedy; above 0 the target's distribution is
+            ``softmax(logits / temperature)``.
+        seed: of the request's random draws (taken modulo 2**32); the draw at
+            a position depends on the seed and the position alone.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    temperature: float = 0.0
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        _require_int("max_tokens", self.max_tokens, 1)
+        number = isinstance(self.temperature, int | float) and not isinstance(
+            self.temperature, bool
+        )
+        _require(
+            number and 0 <= self.temperature < float("inf"),
+            "temperature",
+            self.temperature,
+            "a finite number, 0 or more",
+        )
+        _require_int("seed", self.seed)

@@ -1,0 +1,50 @@
+"""Every error that specdec raises on purpose, in one tree.
+
+    SpecdecError
+    ├── ConfigError            an option has a value that cannot work (also a ValueError)
+    ├── PromptError            a prompt, or a prompt file, cannot be used (also a ValueError)
+    ├── ModelError
+    │   ├── ModelNotFoundError     no model under that name
+    │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
+    │   └── VocabularyMismatchError  target and draft do not share a vocabulary
+    ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
+    └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
+
+Each message is one line that names the way out; the command line prints it as it is.
+"""
+
+
+class SpecdecError(Exception):
+    """Base of every error raised on purpose by specdec."""
+
+
+class ConfigError(SpecdecError, ValueError):
+    """An option has a value that cannot work."""
+
+
+class PromptError(SpecdecError, ValueError):
+    """A prompt, or a prompt file, cannot be used."""
+
+
+class ModelError(SpecdecError):
+    """A model cannot be used as asked."""
+
+
+class ModelNotFoundError(ModelError):
+    """No model was found under the given name."""
+
+
+class UnsupportedModelError(ModelError):
+    """The model, or a part of it, is not supported; the message names the part."""
+
+
+class VocabularyMismatchError(ModelError):
+    """Target and draft do not share a vocabulary; the message names what differs."""
+
+
+class CacheError(SpecdecError, ValueError):
+    """A cache was asked for something that it cannot do."""
+
+
+class CompilerMissingError(SpecdecError):
+    """MLX's CPU backend compiles kernels at run time and found no C++ compiler."""

@@ -1,0 +1,1 @@
+"""Loading models: MLX folders, hub ids, GGUF files; vocabulary checks."""
