@@ -1,0 +1,114 @@
+"""What differs between MLX's backends: defaults, the compiler, the versions.
+
+MLX is imported inside the functions, so that naming a type from here is free.
+"""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from dataclasses import dataclass
+from importlib import metadata
+from typing import Literal
+
+from .errors import CompilerMissingError
+
+_INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
+
+
+@dataclass(frozen=True)
+class BackendDefaults:
+    """How the engine shapes its work where it runs.
+
+    Args:
+        name: of the backend.
+        read_bucket: cache columns handed to attention are rounded up to a
+            multiple of this. CUDA builds an attention plan for every new shape
+            (about 40 ms each); a CPU pays for every extra column instead.
+        repeat_shapes: keep shapes identical from round to round, even when
+            that computes a little more, because each new one costs.
+        lookahead: rounds that the host reads behind the device. The CPU has
+            nothing to hide behind, so that its rounds are read at once.
+    """
+
+    name: Literal["cpu", "cuda", "metal"]
+    read_bucket: int
+    repeat_shapes: bool
+    lookahead: int
+
+
+_DEFAULTS = {
+    each.name: each
+    for each in (
+        BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=0),
+        BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1),
+        BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
+    )
+}
+
+
+def defaults() -> BackendDefaults:
+    """The defaults of MLX's default device."""
+    import mlx.core as mx
+
+    if mx.default_device().type == mx.DeviceType.cpu:
+        return _DEFAULTS["cpu"]
+    return _DEFAULTS["metal" if mx.metal.is_available() else "cuda"]
+
+
+def check_compiler() -> str | None:
+    """Check that MLX's CPU backend can compile its fused kernels.
+
+    MLX calls ``g++`` by that name (``$CXX`` and ``clang++`` do not count). Where
+    there is none it runs unfused, which is only a little slower; where there is
+    one that does not work, the first fused kernel fails.
+
+    Returns:
+        ``None`` when all is well, or one line to show where ``g++`` is missing.
+
+    Raises:
+        CompilerMissingError: ``g++`` is there and MLX cannot compile with it.
+    """
+    import mlx.core as mx
+
+    if defaults().name != "cpu":
+        return None
+    if shutil.which("g++") is None:
+        return f"no g++ found, so MLX runs without fused kernels ({_INSTALL})"
+    try:
+        # MLX keeps the compiled kernel on disk: half a second, once.
+        mx.eval(mx.compile(_fused)(mx.zeros(1)))
+    except RuntimeError as error:
+        reason = str(error).rpartition("the output is:")[2].strip().splitlines()
+        raise CompilerMissingError(
+            f"MLX cannot compile its kernels: {reason[0] if reason else error} "
+            f"(repair g++, or take it off PATH to run unfused; {_INSTALL})"
+        ) from error
+    return None
+
+
+def describe() -> dict[str, str]:
+    """Versions and device, for reports."""
+    import mlx.core as mx
+
+    device = mx.device_info().get("device_name", "unknown")
+    return {
+        "specdec": _version("mlx-specdec"),
+        "mlx": _version("mlx"),
+        "mlx_lm": _version("mlx-lm"),
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "backend": defaults().name,
+        "device": str(device),
+    }
+
+
+def _fused(x):  # type: ignore[no-untyped-def]
+    return (x + 1) * 2
+
+
+def _version(distribution: str) -> str:
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError:  # run from a tree that is not installed
+        return "unknown"
