@@ -1,0 +1,283 @@
+"""Prompts: what a caller or a file gives, turned into token ids. No mlx here."""
+
+from __future__ import annotations
+
+import json
+import operator
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from .errors import PromptError
+
+Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+_PROMPT_KEYS = ("prompt", "question", "messages", "turns")
+_EXPECTED = "an object with one of " + ", ".join(f'"{key}"' for key in _PROMPT_KEYS)
+
+
+@dataclass(frozen=True)
+class EncodedPrompt:
+    """A prompt ready for the model.
+
+    ``text`` is a string prompt as it was given, messages as the chat template
+    renders them, and a token list as the tokenizer decodes it.
+    """
+
+    text: str
+    token_ids: tuple[int, ...]
+
+
+def encode_all(
+    tokenizer: Any,
+    prompts: Iterable[Prompt],
+    *,
+    system_prompt: str | None = None,
+    ignore_chat_template: bool = False,
+) -> list[EncodedPrompt]:
+    """Encode several prompts; an error names the index of the prompt that has it."""
+    if isinstance(prompts, str):
+        raise PromptError("prompts is one string: pass a list of prompts, [prompt]")
+    encoded = []
+    for index, prompt in enumerate(prompts):
+        try:
+            encoded.append(
+                encode(
+                    tokenizer,
+                    prompt,
+                    system_prompt=system_prompt,
+                    ignore_chat_template=ignore_chat_template,
+                )
+            )
+        except PromptError as error:
+            raise PromptError(f"prompt {index}: {error}") from error
+    return encoded
+
+
+def encode(
+    tokenizer: Any,
+    prompt: Prompt,
+    *,
+    system_prompt: str | None = None,
+    ignore_chat_template: bool = False,
+) -> EncodedPrompt:
+    """Encode one prompt.
+
+    A string becomes a user turn of the tokenizer's chat template where there is
+    one; with ``ignore_chat_template``, or without a template, it is encoded raw,
+    with special tokens unless it begins with the BOS token already, as mlx-lm
+    does. Chat messages need a template. Token ids are taken as they are.
+
+    Args:
+        tokenizer: mlx-lm's ``TokenizerWrapper``, or one of transformers.
+        prompt: a string, chat messages, or token ids.
+        system_prompt: system turn of prompts that bring none of their own.
+        ignore_chat_template: encode strings raw.
+
+    Raises:
+        PromptError: the prompt is empty, or cannot be encoded as asked.
+    """
+    has_template = not ignore_chat_template and _has_chat_template(tokenizer)
+    if system_prompt is not None and not has_template:
+        raise PromptError(
+            "a system prompt needs a chat template: leave it out"
+            + (", or do not ignore the template" if ignore_chat_template else "")
+        )
+    if isinstance(prompt, str):
+        _check_text(prompt)
+        if not has_template:
+            return EncodedPrompt(prompt, _encode_raw(tokenizer, prompt))
+        rendered = _render(
+            tokenizer, [{"role": "user", "content": prompt}], system_prompt
+        )
+        return EncodedPrompt(prompt, _encode_rendered(tokenizer, rendered))
+    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+        raise PromptError(
+            "expected a string, a list of chat messages or a list of token ids, "
+            f"not {type(prompt).__name__}"
+        )
+    if not prompt:
+        raise PromptError("it is empty")
+    if not isinstance(prompt[0], Mapping):
+        if system_prompt is not None:
+            raise PromptError("a system prompt cannot be added to token ids")
+        token_ids = _check_token_ids(prompt, len(tokenizer))
+        return EncodedPrompt(tokenizer.decode(list(token_ids)), token_ids)
+    if not has_template:
+        raise PromptError(
+            "chat messages need a chat template, and "
+            + (
+                "it is ignored: give the prompt as a string"
+                if ignore_chat_template
+                else "this tokenizer has none: give the prompt as a string"
+            )
+        )
+    rendered = _render(tokenizer, _check_messages(prompt), system_prompt)
+    return EncodedPrompt(rendered, _encode_rendered(tokenizer, rendered))
+
+
+def read_prompts(path: str | Path) -> list[Prompt]:
+    """Read prompts from a file, or from standard input for ``-``.
+
+    Plain text holds one prompt a line. JSON lines (known by their suffix, or by
+    a first line that is a JSON object) hold ``prompt``, ``question``,
+    ``messages`` or ``turns``, the first of these that is there. Of ``turns``
+    (Spec-Bench, MT-Bench) only the first turn is used. Blank lines are skipped.
+
+    Raises:
+        PromptError: the file cannot be read, holds no prompt, or has a line
+            that is not what was expected (named).
+    """
+    name = "standard input" if str(path) == "-" else str(path)
+    # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
+    lines = _decode(_read(path, name), name).replace("\r\n", "\n").split("\n")
+    numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
+    if not numbered:
+        raise PromptError(f"{name}: no prompts in it: give one on each line")
+    json_lines = Path(path).suffix.lower() in {".jsonl", ".ndjson", ".json"}
+    if json_lines or _is_json_object(numbered[0][1]):
+        return [_prompt_of(line, f"{name}:{n}") for n, line in numbered]
+    return [line for _, line in numbered]
+
+
+def _has_chat_template(tokenizer: Any) -> bool:
+    # mlx-lm's wrapper also knows templates that are not on the tokenizer.
+    if hasattr(tokenizer, "has_chat_template"):
+        return bool(tokenizer.has_chat_template)
+    return getattr(tokenizer, "chat_template", None) is not None
+
+
+def _check_text(text: str) -> None:
+    if not text.strip():
+        raise PromptError("it is empty")
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise PromptError(
+            f"character {error.start} is half of a surrogate pair, not Unicode text"
+        ) from error
+
+
+def _encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
+    bos = tokenizer.bos_token
+    has_bos = bos is not None and text.startswith(bos)
+    return tuple(tokenizer.encode(text, add_special_tokens=not has_bos))
+
+
+def _encode_rendered(tokenizer: Any, text: str) -> tuple[int, ...]:
+    # The template has written the special tokens, BOS among them.
+    return tuple(tokenizer.encode(text, add_special_tokens=False))
+
+
+def _render(
+    tokenizer: Any, messages: list[Mapping[str, Any]], system_prompt: str | None
+) -> str:
+    if system_prompt is not None and messages[0]["role"] != "system":
+        messages = [{"role": "system", "content": system_prompt}, *messages]
+    try:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+    except Exception as error:  # a template raises what its author chose
+        reason = " ".join(str(error).split())
+        raise PromptError(
+            f"the chat template refuses these messages: {reason}"
+        ) from error
+
+
+def _check_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+    for message in messages:
+        if (
+            not isinstance(message, Mapping)
+            or not isinstance(message.get("role"), str)
+            or not isinstance(message.get("content"), str)
+        ):
+            raise PromptError(
+                'a chat message is {"role": "user", "content": "..."}, '
+                f"not {_short(message)}"
+            )
+        _check_text(message["content"])
+    return list(messages)
+
+
+def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
+    for token in token_ids:
+        try:
+            valid = not isinstance(token, bool) and (
+                0 <= operator.index(token) < vocabulary
+            )
+        except TypeError:
+            valid = False
+        if not valid:
+            raise PromptError(
+                f"a token id is a whole number from 0 to {vocabulary - 1}, "
+                f"not {_short(token)}"
+            )
+    return tuple(operator.index(token) for token in token_ids)
+
+
+def _read(path: str | Path, name: str) -> bytes:
+    if str(path) == "-":
+        return sys.stdin.buffer.read()
+    try:
+        return Path(path).read_bytes()
+    except FileNotFoundError as error:
+        raise PromptError(f"{name}: no such file") from error
+    except IsADirectoryError as error:
+        raise PromptError(f"{name}: is a folder: name a file in it") from error
+    except OSError as error:
+        raise PromptError(f"{name}: cannot be read: {error.strerror}") from error
+
+
+def _decode(data: bytes, name: str) -> str:
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise PromptError(
+            f"{name}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}): "
+            "save the file as UTF-8"
+        ) from error
+
+
+def _is_json_object(line: str) -> bool:
+    try:
+        return isinstance(json.loads(line), dict)
+    except ValueError:
+        return False
+
+
+def _prompt_of(line: str, where: str) -> Prompt:
+    try:
+        row = json.loads(line)
+    except ValueError as error:
+        raise PromptError(
+            f"{where}: not JSON ({error}): expected {_EXPECTED} on each line"
+        ) from error
+    key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
+    if key is None:
+        raise PromptError(f"{where}: expected {_EXPECTED}, not {_short(row)}")
+    prompt = row[key]
+    try:
+        if key == "messages":
+            if not isinstance(prompt, list) or not prompt:
+                raise PromptError("expected a list of chat messages")
+            return _check_messages(prompt)
+        if key == "turns":
+            prompt = prompt[0] if isinstance(prompt, list) and prompt else None
+        if not isinstance(prompt, str):
+            kind = "a list of strings" if key == "turns" else "a string"
+            raise PromptError(f"expected {kind}")
+        _check_text(prompt)
+    except PromptError as error:
+        raise PromptError(f'{where}: "{key}": {error}') from error
+    return str(prompt)
+
+
+def _short(value: object) -> str:
+    text = repr(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
