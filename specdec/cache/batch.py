@@ -1,0 +1,552 @@
+"""What all batch caches share: growth, padding, trim, filter, extend, extract, merge.
+
+A cache here is a storage (dense or quantized), a layout (linear or ring) and
+mask rules, chosen by the subclasses in :mod:`specdec.cache.kinds`. It speaks
+mlx-lm's cache protocol, so mlx-lm's own models and generators can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, ClassVar, TypeVar
+
+import mlx.core as mx
+
+from ..errors import CacheError
+from .memo import Memo
+from .positions import (
+    Layout,
+    RingLayout,
+    Rule,
+    SlidingRule,
+    additive_mask,
+    grown_capacity,
+    round_up,
+    visible_slots,
+)
+from .storage import Arrays, Codec, Storage
+
+C = TypeVar("C", bound="BatchCache")
+RowCounts = mx.array | Sequence[int]
+
+
+class BatchCache:
+    """Keys and values of one layer for a batch of rows, each with its own length.
+
+    Row ``i`` has kept ``offset[i]`` tokens. New tokens go behind each row's own
+    last one: rows have no holes, and shorter rows are padded on the right, which
+    the mask hides.
+
+    ::
+
+        offset = [3, 1, 4]        writing 2 tokens      keeping [1, 0, 2] of them
+        [a b c . . .]             [a b c A B .]         [a b c A . .]
+        [d . . . . .]        ->   [d D E . . .]    ->   [d . . . . .]
+        [e f g h . .]             [e f g h F G]         [e f g h F G]
+
+    Args:
+        batch_size: number of rows.
+        codec, layout, rules: how to store, where, and what a query may see.
+        max_length: most positions a row can ever hold, when that is known;
+            capacity never passes it.
+        read_bucket: columns handed to attention are rounded up to a multiple of
+            this, so that shapes repeat; 1 hands over exactly what is held.
+        memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
+        options: further arguments of the subclass's constructor, all plain.
+
+    Attributes:
+        offset: tokens kept by every row, ``mx.array`` of shape (B,).
+    """
+
+    #: mlx-lm's class for one sequence of this kind.
+    single: ClassVar[type[Any]]
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        codec: Codec,
+        layout: Layout,
+        rules: tuple[Rule, ...] = (),
+        max_length: int | None = None,
+        read_bucket: int = 1,
+        memo: Memo | None = None,
+        options: Mapping[str, int | None] | None = None,
+    ):
+        if batch_size < 0:
+            raise CacheError(f"batch_size is {batch_size}: it must be 0 or more")
+        if read_bucket < 1:
+            raise CacheError(f"read_bucket is {read_bucket}: it must be 1 or more")
+        self.layout = layout
+        self.rules = rules
+        self.max_length = max_length
+        self.read_bucket = read_bucket
+        # The constructor's arguments, to make another cache like this one.
+        self._options: dict[str, int | None] = {
+            **(options or {}),
+            "max_length": max_length,
+            "read_bucket": read_bucket,
+        }
+        self._memo = memo or Memo()
+        self._storage = Storage(codec)
+        self.offset = self._memo.get(
+            "zeros", (), batch_size, lambda: mx.zeros((batch_size,), mx.int32)
+        )
+        # Host knowledge: no row is longer than _longest; none is shorter
+        # either while _uniform. Neither needs the device.
+        self._longest = 0
+        self._uniform = True
+        # Right padding announced by prepare(), not yet taken back.
+        self._lengths: list[int] | None = None
+        self._right_padding: list[int] | None = None
+
+    # -- sizes ------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return int(self.offset.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated per row."""
+        return self._storage.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._storage.nbytes
+
+    def empty(self) -> bool:
+        """Whether nothing has ever been stored."""
+        return self._storage.arrays is None
+
+    def size(self) -> int:
+        """Tokens kept by the longest row (reads ``offset`` unless it is known)."""
+        return self._measure_longest()
+
+    def _measure_longest(self) -> int:
+        if not self._uniform and self.batch_size:
+            offset: list[int] = self.offset.tolist()  # type: ignore[assignment]
+            self.note_lengths(longest=max(offset), shortest=min(offset))
+        return self._longest
+
+    def note_lengths(self, *, longest: int, shortest: int = 0) -> None:
+        """Tell the cache what the host has learnt of ``offset``.
+
+        A tighter bound keeps the columns read, and the capacity, small. Never
+        necessary, never checked: ``longest`` must be true.
+        """
+        self._longest = min(self._longest, longest)
+        self._uniform = self._uniform or shortest == longest
+
+    # -- writing and reading ----------------------------------------------
+
+    def _limit(self) -> int | None:
+        limits = [n for n in (self.layout.num_slots, self.max_length) if n is not None]
+        return min(limits, default=None)
+
+    def _slots_needed(self, length: int) -> int:
+        """Slots for rows of up to ``length`` tokens."""
+        slots = self.layout.num_slots
+        return length if slots is None else min(length, slots)
+
+    def _longest_after(self, num_tokens: int) -> int:
+        """Upper bound on the longest row once ``num_tokens`` are written."""
+        longest = self._longest + num_tokens
+        if self._slots_needed(longest) > max(self.capacity, 1):
+            # The bound is loose after per-sequence trims; look before growing.
+            longest = self._measure_longest() + num_tokens
+        return longest
+
+    def _capacity_for(self, longest: int) -> int:
+        needed = self._slots_needed(longest)
+        if needed <= self.capacity:
+            return self.capacity
+        return grown_capacity(needed, self._limit())
+
+    def _extent(self, longest: int, capacity: int) -> int:
+        """Columns that attention reads when rows are up to ``longest`` long."""
+        return min(capacity, round_up(longest, self.read_bucket))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Write new tokens behind every row's last one; return what attention reads.
+
+        Args:
+            keys, values: shape (B, kv_heads, S, head_dim).
+
+        Returns:
+            Keys and values of ``extent`` columns, (B, kv_heads, extent, head_dim);
+            for a quantized cache, triples (packed, scales, biases).
+
+        Raises:
+            CacheError: the rows do not fit ``max_length`` or the ring.
+        """
+        rows, num_tokens = keys.shape[0], keys.shape[2]
+        if rows != self.batch_size:
+            raise CacheError(
+                f"{rows} rows were written to a cache of {self.batch_size}"
+            )
+        longest = self._longest_after(num_tokens)
+        self._check_write(num_tokens, longest)
+        updates = self._storage.codec.encode(keys, values)
+        capacity = self._capacity_for(longest)
+        if self.empty():
+            self._storage.allocate_like(updates, rows, capacity)
+        else:
+            self._storage.grow(capacity)
+        offset = self.offset
+        slots = self._memo.get(
+            ("slots", self.layout),
+            (offset,),
+            num_tokens,
+            lambda: self.layout.slots(offset[:, None] + mx.arange(num_tokens)),
+        )
+        self._storage.write(updates, slots)
+        self._advance(num_tokens, longest)
+        return self._storage.read(self._extent(longest, capacity))
+
+    def _advance(self, num_tokens: int, longest: int) -> None:
+        offset = self.offset
+        self._longest = longest
+        if self._lengths is None:
+            self.offset = self._memo.get(
+                "advance", (offset,), num_tokens, lambda: offset + num_tokens
+            )
+            return
+        # A row whose announced length is reached takes no more: what was
+        # written behind it is padding, overwritten by its next real token.
+        valid = [min(num_tokens, n) for n in self._lengths]
+        self._lengths = [n - v for n, v in zip(self._lengths, valid, strict=True)]
+        self._uniform = self._uniform and len(set(valid)) <= 1
+        self.offset = self._memo.get(
+            "advance", (offset,), tuple(valid), lambda: offset + mx.array(valid)
+        )
+        self._note_trim(num_tokens - min(valid, default=num_tokens))
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What attention reads, without writing (layers that share keys use it)."""
+        return self._storage.read(self._extent(self._longest, self.capacity))
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm's name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        """The mask for ``N`` new tokens per row, to be called before they are written.
+
+        Args:
+            window_size: the model's own sliding window, in addition to the
+                cache's rules.
+
+        Returns:
+            An array of shape (B, 1, N, extent), additive in the cache's dtype
+            (boolean before anything is stored); or what mlx-lm's caches return
+            where no array is needed: ``None`` for one query that sees every
+            column, ``"causal"`` for several.
+        """
+        longest = self._longest_after(N)
+        extent = self._extent(longest, self._capacity_for(longest))
+        rules = self._rules_within(window_size, longest)
+        # Exactly the rows' own columns, oldest first: no array needed.
+        if self._uniform and extent == longest and not rules and not return_array:
+            return None if N == 1 else "causal"
+        offset, dtype, layout = self.offset, self._storage.dtype, self.layout
+
+        def compute() -> mx.array:
+            visible = visible_slots(layout, rules, offset, N, extent)
+            return visible if dtype is None else additive_mask(visible, dtype)
+
+        params = (N, extent, str(dtype), rules)
+        return self._memo.get(("mask", layout, window_size), (offset,), params, compute)
+
+    def _rules_within(self, window_size: int | None, longest: int) -> tuple[Rule, ...]:
+        """The rules that can hide something from rows of up to ``longest``."""
+        rules = self.rules
+        if window_size is not None and SlidingRule(window_size) not in rules:
+            rules = (*rules, SlidingRule(window_size))
+        return tuple(r for r in rules if r.span < longest)
+
+    # -- trimming ----------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        """Whether kept tokens can be taken back (rings: up to a bound)."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Take the last ``n`` tokens of every row back (all of a shorter row).
+
+        Returns:
+            How many tokens the longest row lost.
+        """
+        lost = min(n, self._measure_longest())
+        if lost > 0:
+            uniform, longest = self._uniform, self._longest
+            self.trim_per_sequence([lost] * self.batch_size)
+            self._longest, self._uniform = longest - lost, uniform
+        return lost
+
+    def trim_per_sequence(self, n: RowCounts, at_most: int | None = None) -> None:
+        """Take the last ``n[i]`` tokens of row ``i`` back: no copy, no synchronisation.
+
+        Args:
+            n: tokens to drop per row, shape (B,), 0 or more; a row loses no more
+                than it has.
+            at_most: the largest value that ``n`` can hold, when the host knows
+                it. A ring that may have wrapped needs it to be sure that the
+                trim can be undone, and otherwise reads ``n``.
+
+        Raises:
+            CacheError: ``n`` has another length than the batch, is negative, or
+                takes back more than a ring still holds.
+        """
+        if isinstance(n, mx.array):
+            counts = n
+            if at_most is None and self._trim_budget() is not None:
+                at_most = int(n.max()) if n.size else 0
+        else:
+            values = [int(v) for v in n]
+            if min(values, default=0) < 0:
+                raise CacheError(f"trim_per_sequence got {min(values)}: 0 or more")
+            at_most = max(values, default=0)
+            counts = self._memo.get(
+                "counts", (), tuple(values), lambda: mx.array(values, mx.int32)
+            )
+        if counts.shape != self.offset.shape:
+            raise CacheError(
+                f"trim_per_sequence got shape {tuple(counts.shape)}: "
+                f"it must be ({self.batch_size},), one count per row"
+            )
+        self._note_trim(at_most)
+        offset = self.offset
+        self.offset = self._memo.get(
+            "trim", (offset, counts), None, lambda: mx.maximum(offset - counts, 0)
+        )
+        self._uniform = False
+
+    # Rings override these four: a linear cache can undo everything.
+
+    def _check_write(self, num_tokens: int, longest: int) -> None:
+        """Refuse a write that would destroy what its own queries see."""
+
+    def _trim_budget(self) -> int | None:
+        """Tokens per row that can be taken back now; ``None``: all of them."""
+        return None
+
+    def _note_trim(self, at_most: int | None) -> None:
+        """Account for a trim of up to ``at_most`` tokens, or refuse it."""
+
+    def _same_shape(self: C, others: Sequence[C]) -> None:
+        """Make ``self`` and ``others`` joinable (equal layouts)."""
+
+    # -- padding -----------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce that the next writes are padded on the right.
+
+        Args:
+            lengths: real tokens of every row in the writes to come; what follows
+                them is padding and never counts as kept.
+            right_padding: padding of every row, taken back by :meth:`finalize`
+                when ``lengths`` is not given.
+
+        Raises:
+            CacheError: left padding, which these caches do not have.
+        """
+        if left_padding is not None and any(left_padding):
+            raise CacheError(
+                "left padding is not supported: pad on the right and pass lengths"
+            )
+        if right_padding is None or not any(right_padding):
+            return
+        if lengths is not None:
+            self._lengths = [int(n) for n in lengths]
+        else:
+            self._right_padding = [int(n) for n in right_padding]
+
+    def finalize(self) -> None:
+        """End what :meth:`prepare` began."""
+        self._lengths = None
+        if self._right_padding is not None:
+            self.trim_per_sequence(self._right_padding)
+            self._right_padding = None
+
+    # -- rows --------------------------------------------------------------
+
+    def filter(self, batch_indices: RowCounts) -> None:
+        """Keep just the given rows, in that order (none is allowed)."""
+        if isinstance(batch_indices, mx.array):
+            rows = batch_indices
+        else:
+            indices = [int(i) for i in batch_indices]
+            rows = self._memo.get(
+                "rows", (), tuple(indices), lambda: mx.array(indices, mx.int32)
+            )
+            if self._lengths is not None:
+                self._lengths = [self._lengths[i] for i in indices]
+        self._storage.take_rows(rows)
+        offset = self.offset
+        self.offset = self._memo.get(
+            "filter",
+            (offset, rows),
+            None,
+            lambda: offset[rows] if rows.shape[0] else offset[:0],
+        )
+
+    def extend(self: C, other: C) -> None:
+        """Append the rows of ``other``, which may be longer, shorter or empty."""
+        self._join([self, other])
+
+    def _join(self: C, parts: Sequence[C]) -> None:
+        """Become the rows of ``parts``, in order; ``self`` may be one of them."""
+        self._same_shape(parts)
+        limits = [p.max_length for p in parts]
+        known = [n for n in limits if n is not None]
+        self.max_length = max(known) if len(known) == len(limits) else None
+        self._options["max_length"] = self.max_length
+        self._storage = Storage.stack([(p._storage, p.batch_size) for p in parts])
+        filled = [p for p in parts if p.batch_size]
+        longest = max((p._longest for p in filled), default=0)
+        self._uniform = all(p._uniform and p._longest == longest for p in filled)
+        self._longest = longest
+        offsets = tuple(p.offset for p in parts)
+        self.offset = self._memo.get(
+            "join", offsets, None, lambda: mx.concatenate(list(offsets))
+        )
+
+    # -- single sequences and state ------------------------------------------
+
+    def extract(self, idx: int) -> Any:
+        """Row ``idx`` as mlx-lm's own cache of one sequence, exact contents."""
+        length = int(self.offset[idx].item())
+        if self.empty() or length == 0:
+            return self._make_single(None, 0)
+        slots = self.layout.slots(mx.array(self._row_positions(length)))
+        return self._make_single(self._storage.row(idx, slots), length)
+
+    def _row_positions(self, length: int) -> list[int]:
+        """Positions that a sequence of ``length`` still holds, ascending."""
+        return list(range(length))
+
+    def _make_single(self, arrays: Arrays | None, length: int) -> Any:
+        raise NotImplementedError
+
+    def _insert_single(self, cache: Any) -> None:
+        """Fill an empty cache of one row from mlx-lm's cache of one sequence."""
+        raise NotImplementedError
+
+    def _like(self: C, batch_size: int) -> C:
+        """An empty cache with the same settings."""
+        return type(self)(batch_size, **self._options)  # type: ignore[arg-type]
+
+    def _convert(self, other: BatchCache) -> None:
+        """Become ``other``, stored by this cache's codec (same layout)."""
+        arrays = other._storage.arrays
+        if arrays is not None:
+            dense = other._storage.codec.present(arrays)
+            self._storage.arrays = self._storage.codec.encode(*dense)
+        self.offset = other.offset
+        self._longest, self._uniform = other._longest, other._uniform
+        self._lengths, self._right_padding = other._lengths, other._right_padding
+        self._restore_bookkeeping(other._bookkeeping())
+
+    def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
+        """Become one row of ``length`` tokens holding ``positions``."""
+        capacity = self._capacity_for(length)
+        self._storage.allocate_like(arrays, 1, capacity)
+        self._storage.write(arrays, self.layout.slots(mx.array([list(positions)])))
+        self.offset = mx.array([length], mx.int32)
+        self._longest, self._uniform = length, True
+
+    @classmethod
+    def merge(cls: type[C], caches: Sequence[Any]) -> C:
+        """One batch cache from several of one sequence: mlx-lm's or of this class.
+
+        Raises:
+            CacheError: nothing to merge, or caches with different settings.
+        """
+        if not caches:
+            raise CacheError("merge needs at least one cache")
+        parts = [c if isinstance(c, cls) else cls._from_single(c) for c in caches]
+        merged = parts[0]._like(0)
+        merged._join(parts)
+        return merged
+
+    @classmethod
+    def _from_single(cls: type[C], cache: Any) -> C:
+        if not isinstance(cache, cls.single):
+            raise CacheError(
+                f"a {type(cache).__name__} cannot become part of a {cls.__name__}"
+            )
+        made = cls._like_single(cache)
+        if not cache.empty():
+            made._insert_single(cache)
+        return made
+
+    @classmethod
+    def _like_single(cls: type[C], cache: Any) -> C:
+        """An empty cache of one row, with the settings of mlx-lm's ``cache``."""
+        return cls(1)
+
+    @property
+    def keys(self) -> Any:
+        """All allocated keys, or ``None``."""
+        arrays = self._storage.arrays
+        return None if arrays is None else self._storage.codec.present(arrays)[0]
+
+    @property
+    def values(self) -> Any:
+        """All allocated values, or ``None``."""
+        arrays = self._storage.arrays
+        return None if arrays is None else self._storage.codec.present(arrays)[1]
+
+    def _bookkeeping(self) -> tuple[int, ...]:
+        """Host counters that ``state`` has to carry, beside the longest row."""
+        return ()
+
+    def _restore_bookkeeping(self, counters: tuple[int, ...]) -> None:
+        """Take back what :meth:`_bookkeeping` gave."""
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(keys, values, offset, *options, *counters): all of the cache."""
+        return (
+            self.keys,
+            self.values,
+            self.offset,
+            *self._options.values(),
+            *self._bookkeeping(),
+        )
+
+    @state.setter
+    def state(self, v: tuple[Any, ...]) -> None:
+        keys, values, offset, *rest = v
+        names = list(self._options)
+        options = dict(zip(names, rest, strict=False))
+        type(self).__init__(self, 0, **options)  # type: ignore[arg-type]
+        if keys is not None:
+            self._storage.arrays = self._storage.codec.collect(keys, values)
+        self.offset = offset
+        lengths: list[int] = offset.tolist()
+        self._longest = max(lengths, default=0)
+        self._uniform = len(set(lengths)) <= 1
+        self._restore_bookkeeping(tuple(rest[len(names) :]))
+
+    @classmethod
+    def from_state(cls: type[C], state: tuple[Any, ...]) -> C:
+        """A cache with the given ``state``."""
+        made = cls._blank()
+        made.state = state
+        return made
+
+    @classmethod
+    def _blank(cls: type[C]) -> C:
+        """An empty cache with any settings."""
+        return cls(0)

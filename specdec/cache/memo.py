@@ -1,0 +1,49 @@
+"""Computing once per forward what every layer of a model needs.
+
+All layers of a model advance in lockstep: positions, slots, masks and trims are
+equal for all that share a layout. The layers' caches share one :class:`Memo`
+and ask it with the very array objects they hold; whoever asks first computes.
+A cache that is out of step holds other objects and simply computes its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from typing import TypeVar
+
+import mlx.core as mx
+
+T = TypeVar("T")
+
+
+class Memo:
+    """The last result of each computation, found by the identity of its inputs."""
+
+    def __init__(self) -> None:
+        self._last: dict[Hashable, tuple[tuple[mx.array, ...], Hashable, object]] = {}
+
+    def get(
+        self,
+        name: Hashable,
+        arrays: tuple[mx.array, ...],
+        params: Hashable,
+        compute: Callable[[], T],
+    ) -> T:
+        """``compute()``, or its last result under ``name`` if nothing changed.
+
+        Args:
+            arrays: inputs compared by identity (kept alive meanwhile).
+            params: inputs compared by value.
+        """
+        last = self._last.get(name)
+        if last is not None:
+            old_arrays, old_params, result = last
+            if (
+                old_params == params
+                and len(old_arrays) == len(arrays)
+                and all(a is b for a, b in zip(old_arrays, arrays, strict=True))
+            ):
+                return result  # type: ignore[return-value]
+        result = compute()
+        self._last[name] = (arrays, params, result)
+        return result

@@ -1,0 +1,183 @@
+"""The invariant of every cache, as pure functions of positions.
+
+Row ``i`` of a batch has kept ``offset[i]`` tokens, at positions
+``0 .. offset[i] - 1``. A *layout* says which slot holds a position; a *rule*
+says which positions a query may see. Both are independent of how keys and
+values are stored. A slot is visible to a query iff the newest position written
+to it, counted up to the row's last one, is at or before the query and allowed
+by the rule: padding, rejected draft tokens and unwritten slots need no
+bookkeeping of their own, because their positions lie behind the query.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..errors import CacheError
+
+
+class Layout(Protocol):
+    """Which slot holds which position."""
+
+    @property
+    def num_slots(self) -> int | None:
+        """Slots that the layout uses at most; ``None`` when it has no end."""
+
+    def slots(self, positions: mx.array) -> mx.array:
+        """The slot of every position; same shape."""
+
+    def held(self, num_slots: int, last: mx.array) -> mx.array:
+        """The newest position at or below ``last`` in each slot.
+
+        Args:
+            num_slots: slots to describe, counted from the first.
+            last: newest position of every row, shape (B,).
+
+        Returns:
+            Shape (B, num_slots), or (1, num_slots) when rows do not differ.
+            Negative where the row has written nothing.
+        """
+
+
+@dataclass(frozen=True)
+class LinearLayout:
+    """Position ``p`` lies in slot ``p``."""
+
+    @property
+    def num_slots(self) -> int | None:
+        return None
+
+    def slots(self, positions: mx.array) -> mx.array:
+        return positions
+
+    def held(self, num_slots: int, last: mx.array) -> mx.array:
+        # Slots behind `last` name positions that no query can see.
+        return mx.arange(num_slots)[None]
+
+
+@dataclass(frozen=True)
+class RingLayout:
+    """The first ``keep`` positions are pinned; the others share ``ring`` slots.
+
+    ``slot(p) = p`` for ``p < keep``, else ``keep + (p - keep) % ring``.
+    """
+
+    ring: int
+    keep: int = 0
+
+    @property
+    def num_slots(self) -> int | None:
+        return self.keep + self.ring
+
+    def slots(self, positions: mx.array) -> mx.array:
+        wrapped = (positions - self.keep) % self.ring + self.keep
+        return mx.where(positions < self.keep, positions, wrapped)
+
+    def held(self, num_slots: int, last: mx.array) -> mx.array:
+        slot = mx.arange(num_slots)[None]
+        last = last[:, None]
+        newest = last - (last - slot) % self.ring
+        # A slot of the ring that was never reached would name a pinned position.
+        newest = mx.where(newest < self.keep, -1, newest)
+        return mx.where(slot < self.keep, slot, newest)
+
+
+class Rule(Protocol):
+    """Which earlier positions a query may attend to."""
+
+    @property
+    def span(self) -> int:
+        """Nothing is hidden from rows of up to this many tokens."""
+
+    def visible(self, keys: mx.array, queries: mx.array) -> mx.array:
+        """Boolean, broadcast over positions ``keys`` and ``queries``."""
+
+
+@dataclass(frozen=True)
+class SlidingRule:
+    """The newest ``window`` positions, the query's own included, and ``keep`` sinks."""
+
+    window: int
+    keep: int = 0
+
+    @property
+    def span(self) -> int:
+        return self.window
+
+    def visible(self, keys: mx.array, queries: mx.array) -> mx.array:
+        near = keys > queries - self.window
+        return near | (keys < self.keep) if self.keep else near
+
+
+@dataclass(frozen=True)
+class ChunkedRule:
+    """Positions of the query's own chunk of ``chunk`` positions."""
+
+    chunk: int
+
+    @property
+    def span(self) -> int:
+        return self.chunk
+
+    def visible(self, keys: mx.array, queries: mx.array) -> mx.array:
+        return keys // self.chunk == queries // self.chunk
+
+
+def visible_slots(
+    layout: Layout,
+    rules: Iterable[Rule],
+    offset: mx.array,
+    num_tokens: int,
+    num_slots: int,
+) -> mx.array:
+    """Which slots the next ``num_tokens`` queries of every row may attend to.
+
+    Args:
+        offset: tokens kept by every row before those are written, shape (B,).
+
+    Returns:
+        Boolean, shape (B, 1, num_tokens, num_slots). Every query sees at least
+        its own key, so no row of a softmax is empty.
+    """
+    queries = (offset[:, None] + mx.arange(num_tokens))[:, :, None]
+    keys = layout.held(num_slots, offset + (num_tokens - 1))[:, None, :]
+    visible = keys <= queries
+    if layout.num_slots is not None:
+        visible = visible & (keys >= 0)
+    for rule in rules:
+        visible = visible & rule.visible(keys, queries)
+    return visible[:, None]
+
+
+def additive_mask(visible: mx.array, dtype: mx.Dtype) -> mx.array:
+    """0 where visible, minus infinity elsewhere, in the model's ``dtype``."""
+    return mx.where(visible, mx.array(0, dtype), mx.array(-float("inf"), dtype))
+
+
+def round_up(n: int, multiple: int) -> int:
+    """The smallest multiple of ``multiple`` that is at least ``n``."""
+    return -(-n // multiple) * multiple
+
+
+FIRST_CAPACITY = 256
+
+
+def grown_capacity(needed: int, limit: int | None = None) -> int:
+    """Slots to allocate for ``needed``: 256, 512, 1024, ..., never past ``limit``.
+
+    Raises:
+        CacheError: ``needed`` is more than ``limit``.
+    """
+    if limit is not None and needed > limit:
+        raise CacheError(
+            f"a row needs {needed} cache slots and the cache was made for {limit}: "
+            "make it with a larger max_length"
+        )
+    capacity = FIRST_CAPACITY
+    while capacity < needed:
+        capacity *= 2
+    return capacity if limit is None else min(capacity, limit)
