@@ -130,9 +130,9 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         PromptError: the file cannot be read, holds no prompt, or has a line
             that is not what was expected (named).
     """
-    name = "standard input" if str(path) == "-" else str(path)
+    name = _name(path)
     # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
-    lines = _decode(_read(path, name), name).replace("\r\n", "\n").split("\n")
+    lines = read_text(path).replace("\r\n", "\n").split("\n")
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise PromptError(f"{name}: no prompts in it: give one on each line")
@@ -140,6 +140,28 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     if json_lines or _is_json_object(numbered[0][1]):
         return [_prompt_of(line, f"{name}:{n}") for n, line in numbered]
     return [line for _, line in numbered]
+
+
+def read_text(path: str | Path) -> str:
+    """Read a UTF-8 file, or standard input for ``-``.
+
+    Raises:
+        PromptError: it cannot be read, or is not UTF-8.
+    """
+    name = _name(path)
+    data = _read(path, name)
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        line = data.count(b"\n", 0, error.start) + 1
+        raise PromptError(
+            f"{name}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}): "
+            "save the file as UTF-8"
+        ) from error
+
+
+def _name(path: str | Path) -> str:
+    return "standard input" if str(path) == "-" else str(path)
 
 
 def _has_chat_template(tokenizer: Any) -> bool:
@@ -231,17 +253,6 @@ def _read(path: str | Path, name: str) -> bytes:
         raise PromptError(f"{name}: is a folder: name a file in it") from error
     except OSError as error:
         raise PromptError(f"{name}: cannot be read: {error.strerror}") from error
-
-
-def _decode(data: bytes, name: str) -> str:
-    try:
-        return data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
-        raise PromptError(
-            f"{name}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}): "
-            "save the file as UTF-8"
-        ) from error
 
 
 def _is_json_object(line: str) -> bool:

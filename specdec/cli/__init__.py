@@ -1,0 +1,46 @@
+"""The command line. Only click is imported here: ``--help`` answers at once."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+from .convert import convert
+from .report import report
+from .run import run
+
+__all__ = ["main"]
+
+
+class _Group(click.Group):
+    """A group whose errors are one line each, whatever raised them."""
+
+    def main(self, *args: Any, **extra: Any) -> Any:
+        click_main: Callable[..., Any] = super().main
+        if not extra.pop("standalone_mode", True):
+            return click_main(*args, standalone_mode=False, **extra)
+        try:
+            sys.exit(click_main(*args, standalone_mode=False, **extra))
+        except Exception as error:
+            sys.exit(report(error))
+
+
+@click.group(
+    "specdec",
+    cls=_Group,
+    context_settings={"help_option_names": ["-h", "--help"]},
+)
+@click.version_option(None, package_name="mlx-specdec", prog_name="specdec")
+def main() -> None:
+    """Batched speculative decoding for MLX.
+
+    The output is the target model's own, token for token; a draft only makes it
+    come faster.
+    """
+
+
+main.add_command(run)
+main.add_command(convert)

@@ -1,0 +1,24 @@
+"""``specdec convert``: a GGUF file as a folder that mlx-lm loads."""
+
+from __future__ import annotations
+
+import click
+
+from .quiet import silence_third_parties
+
+
+@click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
+@click.argument("file", metavar="FILE.gguf")
+@click.argument("out_dir", metavar="OUT_DIR")
+@click.option(
+    "--bits",
+    type=click.Choice(["4", "8", "16"]),
+    help="Bits per weight; 16 is not quantized. Without it, as the file has them.",
+)
+def convert(file: str, out_dir: str, bits: str | None) -> None:
+    """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads."""
+    silence_third_parties()
+    from ..models import convert as convert_model
+
+    convert_model(file, out_dir, bits=int(bits) if bits else None)
+    click.echo(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)

@@ -1,0 +1,118 @@
+"""Where results go: text to standard output, JSON lines to a file, progress."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from typing import TYPE_CHECKING, Any, Self, TextIO
+
+from ..prompts import Prompt
+from ..sequence import GenerationResult, StreamEvent
+
+if TYPE_CHECKING:
+    from ..stats import RunStats
+
+
+class Sink:
+    """Takes stream events; keeps what has finished, whatever happens then.
+
+    One prompt is streamed as it comes. Several are written whole, each under a
+    header line, in the order of the prompts; the JSON lines in the order in
+    which the prompts finish.
+    """
+
+    def __init__(self, prompts: Sequence[Prompt], output: TextIO | None) -> None:
+        self._prompts = prompts
+        self._output = output
+        self._waiting: dict[int, GenerationResult] = {}
+        self._next = 0
+        self.finished = 0
+        if output is not None and os.path.isfile(output.name):
+            output.truncate(0)
+        if hasattr(sys.stdout, "reconfigure"):
+            # A terminal that lacks a character shows "?" instead of an error.
+            sys.stdout.reconfigure(errors="replace")
+
+    def take(self, event: StreamEvent) -> None:
+        """Write what an event makes ready."""
+        if len(self._prompts) == 1:
+            self._write(event.text)
+        if event.result is None:
+            return
+        self.finished += 1
+        if self._output is not None:
+            line = json.dumps(event.result.to_dict(), ensure_ascii=False)
+            self._output.write(line + "\n")
+            self._output.flush()
+        if len(self._prompts) == 1:
+            self._write("\n")
+            return
+        self._waiting[event.index] = event.result
+        while self._next in self._waiting:
+            self._write_block(self._waiting.pop(self._next))
+            self._next += 1
+
+    def close(self) -> None:
+        """Write the finished results that waited for an earlier prompt."""
+        for index in sorted(self._waiting):
+            self._write_block(self._waiting.pop(index))
+        if len(self._prompts) == 1 and not self.finished:
+            self._write("\n")
+
+    def _write_block(self, result: GenerationResult) -> None:
+        title = _title(self._prompts[result.index])
+        self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+
+
+class Progress:
+    """A progress bar on standard error, where that is a terminal."""
+
+    def __init__(self, num_prompts: int, *, quiet: bool) -> None:
+        from tqdm import tqdm
+
+        streaming = num_prompts == 1 and sys.stdout.isatty()
+        self._bar = tqdm(
+            total=num_prompts,
+            unit="prompt",
+            miniters=0,  # tokens move the bar as well as finished prompts
+            leave=False,
+            disable=quiet or streaming or not sys.stderr.isatty(),
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self._bar.close()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Take the bar off the screen while something else is written to it."""
+        context: AbstractContextManager[Any] = self._bar.external_write_mode(
+            file=sys.stdout
+        )
+        return context
+
+    def show(self, event: StreamEvent, stats: RunStats) -> None:
+        """Move the bar by one event."""
+        self._bar.set_postfix_str(
+            f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
+            refresh=False,
+        )
+        self._bar.update(int(event.result is not None))
+
+
+def _title(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        last = prompt[-1]
+        text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
+    text = " ".join(text.split())
+    return text if len(text) <= 70 else f"{text[:67]}..."

@@ -1,0 +1,59 @@
+"""Errors, as the command line shows them: one line and an exit code."""
+
+from __future__ import annotations
+
+import os
+import traceback
+
+import click
+
+from ..errors import ConfigError, SpecdecError
+
+DEBUG = "SPECDEC_DEBUG"
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+
+def report(error: Exception) -> int:
+    """Print one line to standard error; return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return USAGE
+    if isinstance(error, click.Abort):
+        click.echo("specdec: interrupted", err=True)
+        return INTERRUPTED
+    if debugging():
+        traceback.print_exception(error)
+    message, code = _describe(error)
+    click.echo(f"specdec: error: {' '.join(message.split())}", err=True)
+    return code
+
+
+def debugging() -> bool:
+    """Whether SPECDEC_DEBUG asks for tracebacks."""
+    return os.environ.get(DEBUG, "") not in ("", "0")
+
+
+def _describe(error: Exception) -> tuple[str, int]:
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "specdec"
+        return f"{error.format_message()} (see: {command} --help)", USAGE
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, SpecdecError):
+        return str(error), USAGE if isinstance(error, ConfigError) else FAILURE
+    if isinstance(error, ImportError) and _is_mlx(error):
+        return (
+            "MLX has no backend here: pip install 'mlx-specdec[cpu]', or [cuda12] "
+            f"or [cuda13] for an NVIDIA GPU ({error})",
+            FAILURE,
+        )
+    return (
+        f"unexpected {type(error).__name__}: {error} "
+        f"(set {DEBUG}=1 to see where it comes from)",
+        FAILURE,
+    )
+
+
+def _is_mlx(error: ImportError) -> bool:
+    return (error.name or "").partition(".")[0] == "mlx" or "libmlx" in str(error)

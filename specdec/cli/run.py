@@ -1,0 +1,264 @@
+"""``specdec run``: decode prompts; text to standard output, the rest beside it."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, TextIO
+
+import click
+
+from ..config import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_PREFILL_STEP_SIZE,
+    EngineConfig,
+    SamplingParams,
+)
+from ..prompts import Prompt, read_prompts, read_text
+from .output import Progress, Sink
+from .quiet import silence_third_parties
+from .report import INTERRUPTED
+
+if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
+
+
+@click.command(short_help="Decode prompts with a target model and a draft.")
+@click.option(
+    "--target",
+    "--model",
+    metavar="MODEL",
+    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
+)
+@click.option(
+    "--draft",
+    "--draft-model",
+    metavar="MODEL",
+    help="Draft model, named like the target, or self:4bit (self:2bit, self:3bit, "
+    "self:8bit): the target's own weights, quantized. [default: none]",
+)
+@click.option(
+    "--prompt",
+    "-p",
+    "texts",
+    multiple=True,
+    metavar="TEXT",
+    help="A prompt; repeat it for more. '-' reads one from standard input.",
+)
+@click.option(
+    "--prompts",
+    "file",
+    metavar="FILE",
+    help="Prompts, one a line: text, or JSON with prompt, question, messages or "
+    "turns (the first turn). [default: standard input, unless --prompt is given]",
+)
+@click.option(
+    "--batch",
+    "--batch-size",
+    "batch_size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_BATCH_SIZE,
+    show_default=True,
+    help="Prompts that decode together.",
+)
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_MAX_TOKENS,
+    show_default=True,
+    help="Most tokens to generate for a prompt.",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 is greedy.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Seed of the first prompt's draws; each next prompt's is one more.",
+)
+@click.option(
+    "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
+)
+@click.option(
+    "--ignore-chat-template",
+    is_flag=True,
+    help="Encode prompts raw, without the chat template.",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=DEFAULT_NUM_DRAFT_TOKENS,
+    show_default=True,
+    help="Tokens that the draft proposes in a round.",
+)
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_PREFILL_STEP_SIZE,
+    show_default=True,
+    help="Prompt tokens per row in one forward; less takes less memory.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Load the weights in this type. [default: as they are stored]",
+)
+@click.option(
+    "--output",
+    "output_file",
+    metavar="FILE.jsonl",
+    help="Write one JSON object per prompt, as each finishes.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
+def run(
+    *,
+    target: str | None,
+    draft: str | None,
+    texts: tuple[str, ...],
+    file: str | None,
+    batch_size: int,
+    max_tokens: int,
+    temp: float,
+    seed: int,
+    system_prompt: str | None,
+    ignore_chat_template: bool,
+    num_draft_tokens: int,
+    prefill_step_size: int,
+    dtype: str | None,
+    output_file: str | None,
+    quiet: bool,
+) -> None:
+    """Decode prompts with a target model and, if one is named, a draft.
+
+    Text goes to standard output, progress and a summary to standard error. The
+    draft and the batch change how fast the text comes, not which text.
+
+    \b
+      specdec run --prompt "What is MLX?"
+      specdec run --draft self:4bit --prompts questions.jsonl --output out.jsonl
+    """  # noqa: D301 - click's mark for lines to keep
+    # What can be wrong is found here, before a model is loaded.
+    config = EngineConfig(
+        batch_size=batch_size,
+        num_draft_tokens=num_draft_tokens,
+        prefill_step_size=prefill_step_size,
+    )
+    params = SamplingParams(max_tokens=max_tokens, temperature=temp, seed=seed)
+    if ignore_chat_template and system_prompt is not None:
+        raise click.UsageError(
+            "--system-prompt needs the chat template: leave out --ignore-chat-template"
+        )
+    prompts = _collect(texts, file)
+    output = None
+    if output_file is not None:
+        output = _open_output(output_file, file)
+        click.get_current_context().call_on_close(output.close)
+
+    silence_third_parties()
+    from ..backend import check_compiler
+    from ..decoder import SpecDecoder
+
+    note = check_compiler()
+    if note and not quiet:
+        click.echo(f"specdec: note: {note}", err=True)
+    decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
+
+    sink = Sink(prompts, output)
+    interrupted = False
+    with Progress(len(prompts), quiet=quiet) as progress:
+        try:
+            for event in decoder.stream(
+                prompts,
+                params,
+                system_prompt=system_prompt,
+                ignore_chat_template=ignore_chat_template,
+            ):
+                with progress.aside():
+                    sink.take(event)
+                progress.show(event, decoder.stats)
+        except KeyboardInterrupt:
+            interrupted = True
+        finally:
+            with progress.aside():
+                sink.close()
+    if interrupted:
+        click.echo(
+            f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts finished",
+            err=True,
+        )
+    if not quiet:
+        click.echo(_summary(decoder), err=True)
+    if interrupted:
+        sys.exit(INTERRUPTED)
+
+
+def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
+    prompts: list[Prompt] = []
+    for text in texts:
+        prompts.append(read_text("-") if text == "-" else text)
+        if not text.strip():
+            raise click.UsageError("--prompt is empty: give it a text")
+    if file is not None:
+        prompts += read_prompts(file)
+    elif not prompts:
+        if sys.stdin.isatty():
+            raise click.UsageError(
+                "no prompts: give --prompt TEXT, --prompts FILE, or standard input"
+            )
+        prompts += read_prompts("-")
+    return prompts
+
+
+def _open_output(path: str, prompts_file: str | None) -> TextIO:
+    """Open for appending: what the file holds stays until a model is loaded."""
+    try:
+        output = open(path, "a", encoding="utf-8")  # noqa: SIM115 - the caller closes
+    except OSError as error:
+        reason = error.strerror
+        folder = os.path.dirname(path)
+        if folder and not os.path.isdir(folder):
+            reason = f"there is no folder {folder}: create it first"
+        raise click.UsageError(
+            f"--output {path} cannot be written: {reason}"
+        ) from error
+    if prompts_file not in (None, "-") and os.path.samefile(path, prompts_file):
+        raise click.UsageError("--output is the file of --prompts: name another")
+    return output
+
+
+def _summary(decoder: SpecDecoder) -> str:
+    stats = decoder.stats
+    draft = decoder.draft_name
+    speculating = draft is not None and decoder.config.num_draft_tokens > 0
+    lines = {
+        "target": decoder.target_name,
+        "draft": f"{draft}, {decoder.config.num_draft_tokens} tokens a round"
+        if speculating
+        else "none",
+        "prefill": f"{stats.prompts} prompts, {stats.prompt_tokens} tokens, "
+        f"{stats.prefill_tokens_per_second:.1f} tokens/s",
+        "decode": f"{stats.generated_tokens} tokens, {stats.rounds} rounds, "
+        f"{stats.tokens_per_second:.1f} tokens/s",
+        "acceptance": f"rate {stats.acceptance_rate:.3f}, "
+        f"length {stats.acceptance_length:.2f} tokens a round"
+        if speculating
+        else None,
+        "peak memory": f"{stats.peak_memory_bytes / 1e9:.2f} GB",
+    }
+    return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items() if value)

@@ -1,0 +1,115 @@
+"""The command line with a decoder that needs no model."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from types import ModuleType
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specdec.cli import main
+from specdec.config import EngineConfig
+from specdec.sequence import GenerationResult, StreamEvent
+from specdec.stats import RunStats
+
+
+def result_of(index: int, prompt: str, text: str) -> GenerationResult:
+    return GenerationResult(
+        index=index,
+        prompt=prompt,
+        text=text,
+        token_ids=list(range(len(text.split()))),
+        finish_reason="stop",
+        prompt_tokens=5,
+        rounds=2,
+        drafted=6,
+        accepted=3,
+    )
+
+
+STATS = RunStats(
+    prompts=2,
+    prompt_tokens=10,
+    generated_tokens=8,
+    decode_tokens=6,
+    prefill_seconds=0.5,
+    decode_seconds=2.0,
+    rounds=2,
+    row_rounds=4,
+    drafted=12,
+    accepted=6,
+    peak_memory_bytes=1_500_000_000,
+)
+
+
+@dataclass
+class FakeDecoder:
+    """Answers each prompt in two events; the last prompt finishes first.
+
+    ``calls`` holds what the command line asked for; ``raises`` is raised when
+    loading, or, where it is a pair, after so many events.
+    """
+
+    calls: dict[str, Any] = field(default_factory=dict)
+    raises: BaseException | tuple[int, BaseException] | None = None
+    stats: RunStats = STATS
+    config: EngineConfig = field(default_factory=EngineConfig)
+    target_name: str = "the-target"
+    draft_name: str | None = None
+
+    def from_pretrained(
+        self,
+        target: str | None = None,
+        draft: str | None = None,
+        *,
+        dtype: str | None = None,
+        config: EngineConfig | None = None,
+    ) -> FakeDecoder:
+        if isinstance(self.raises, BaseException):
+            raise self.raises
+        self.calls.update(target=target, draft=draft, dtype=dtype, config=config)
+        self.config = config or EngineConfig()
+        self.draft_name = draft
+        return self
+
+    def stream(
+        self, prompts: Sequence[Any], params: Any = None, **options: Any
+    ) -> Iterator[StreamEvent]:
+        self.calls.update(prompts=list(prompts), params=params, **options)
+        for n, event in enumerate(self._events(prompts)):
+            if isinstance(self.raises, tuple) and n == self.raises[0]:
+                raise self.raises[1]
+            yield event
+
+    def _events(self, prompts: Sequence[Any]) -> Iterator[StreamEvent]:
+        for index in range(len(prompts)):
+            yield StreamEvent(index=index, text="Bonjour", token_ids=[1])
+        for index, prompt in reversed(list(enumerate(prompts))):
+            result = result_of(index, str(prompt), f"Bonjour n°{index}")
+            yield StreamEvent(
+                index=index, text=f" n°{index}", token_ids=[2, 3], result=result
+            )
+
+
+@pytest.fixture
+def decoder(monkeypatch: pytest.MonkeyPatch) -> FakeDecoder:
+    fake = FakeDecoder()
+    module = ModuleType("specdec.decoder")
+    module.SpecDecoder = fake  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "specdec.decoder", module)
+    monkeypatch.setattr("specdec.backend.check_compiler", lambda: None)
+    return fake
+
+
+@pytest.fixture
+def specdec(decoder: FakeDecoder) -> Callable[..., Result]:
+    """Run the command line: ``specdec("run", "-p", "Hi", stdin="...")``."""
+
+    def invoke(*arguments: str, stdin: str | bytes | None = None) -> Result:
+        return CliRunner().invoke(main, arguments, input=stdin)
+
+    return invoke

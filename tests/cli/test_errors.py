@@ -1,0 +1,161 @@
+"""Every mistake typed once, as a newcomer would: one line that names the fix."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from specdec.errors import (
+    CacheError,
+    CompilerMissingError,
+    ConfigError,
+    ModelNotFoundError,
+    PromptError,
+    SpecdecError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
+
+from .conftest import FakeDecoder
+
+Specdec = Callable[..., Result]
+
+
+@pytest.fixture
+def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("folder").mkdir()
+    Path("empty.txt").write_text("\n  \n")
+    Path("latin1.txt").write_bytes("fine\ncafé\n".encode("latin-1"))
+    Path("bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "no end}\n')
+    Path("keys.jsonl").write_text('{"text": "Hi"}\n')
+    Path("good.txt").write_text("Hi\n")
+
+
+MISTAKES = [
+    ("rnu", 2, "No such command 'rnu'. Did you mean 'run'? (see: specdec --help)"),
+    ("run hello", 2, "unexpected extra argument (hello) (see: specdec run --help)"),
+    ("run -p Hi --max-token 5", 2, "No such option '--max-token'"),
+    ("run -p Hi --max-tokens 0", 2, "'--max-tokens' / '-m': 0 is not in the range"),
+    ("run -p Hi --max-tokens many", 2, "'many' is not a valid integer"),
+    ("run -p Hi --max-tokens", 2, "'--max-tokens' requires an argument"),
+    ("run -p Hi --batch 0", 2, "'--batch' / '--batch-size': 0 is not in the range"),
+    ("run -p Hi --num-draft-tokens -1", 2, "'--num-draft-tokens': -1 is not in"),
+    ("run -p Hi --prefill-step-size 0", 2, "'--prefill-step-size': 0 is not in"),
+    ("run -p Hi --temp -1", 2, "'--temp': -1.0 is not in the range"),
+    ("run -p Hi --temp nan", 2, "temperature is nan: it must be a finite number"),
+    ("run -p Hi --temp hot", 2, "'--temp': 'hot' is not a valid float"),
+    ("run -p Hi --seed x", 2, "'--seed': 'x' is not a valid integer"),
+    ("run -p Hi --dtype fp16", 2, "'fp16' is not one of 'float32', 'bfloat16'"),
+    ("run -p Hi --ignore-chat-template --system-prompt S", 2, "leave out --ignore"),
+    ("run --prompt=", 2, "--prompt is empty: give it a text"),
+    ("run --prompts missing.txt", 1, "missing.txt: no such file"),
+    ("run --prompts folder", 1, "folder: is a folder: name a file in it"),
+    ("run --prompts empty.txt", 1, "empty.txt: no prompts in it"),
+    ("run --prompts latin1.txt", 1, "latin1.txt:2: not UTF-8 text (byte 0xe9)"),
+    ("run --prompts bad.jsonl", 1, "bad.jsonl:2: not JSON"),
+    ("run --prompts keys.jsonl", 1, 'keys.jsonl:1: expected an object with one of "'),
+    ("run", 1, "standard input: no prompts in it"),
+    ("run -p Hi --output folder", 2, "--output folder cannot be written: Is a dir"),
+    ("run -p Hi --output no/out.jsonl", 2, "there is no folder no: create it first"),
+    (
+        "run --prompts good.txt --output good.txt",
+        2,
+        "--output is the file of --prompts",
+    ),
+    ("convert", 2, "Missing argument 'FILE.gguf'. (see: specdec convert --help)"),
+    ("convert model.gguf", 2, "Missing argument 'OUT_DIR'"),
+    ("convert model.gguf out --bits 5", 2, "'5' is not one of '4', '8', '16'"),
+]
+
+
+@pytest.mark.usefixtures("files")
+@pytest.mark.parametrize(("line", "code", "message"), MISTAKES)
+def test_mistakes(
+    specdec: Specdec, decoder: FakeDecoder, line: str, code: int, message: str
+) -> None:
+    result = specdec(*line.split())
+    assert result.exit_code == code
+    assert result.stdout == ""
+    (only,) = result.stderr.splitlines()
+    assert only.startswith("specdec: error: ")
+    assert message in only
+    assert decoder.calls == {}, "found before a model is loaded"
+    assert Path("good.txt").read_text() == "Hi\n"
+
+
+def test_no_prompts_on_a_terminal(
+    specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # CliRunner replaces sys.stdin itself: its class is what can be patched.
+    monkeypatch.setattr("click.testing._NamedTextIOWrapper.isatty", lambda self: True)
+    result = specdec("run")
+    assert result.exit_code == 2
+    assert "no prompts: give --prompt TEXT, --prompts FILE" in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("error", "code"),
+    [
+        (ConfigError("bits is 5: it must be 4"), 2),
+        (PromptError("prompt 0: it is empty"), 1),
+        (ModelNotFoundError("no model at x: name a folder"), 1),
+        (UnsupportedModelError("the model's ArraysCache is not supported"), 1),
+        (VocabularyMismatchError("token 5 differs"), 1),
+        (CacheError("trimming 5 of 3 tokens"), 1),
+        (CompilerMissingError("MLX cannot compile its kernels"), 1),
+    ],
+)
+def test_errors_on_purpose_are_printed_as_they_are(
+    specdec: Specdec, decoder: FakeDecoder, error: SpecdecError, code: int
+) -> None:
+    decoder.raises = error
+    result = specdec("run", "-p", "Hi")
+    assert result.exit_code == code
+    assert result.stderr == f"specdec: error: {error}\n"
+
+
+def test_unexpected_errors_are_one_line_with_a_way_to_see_more(
+    specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder.raises = RuntimeError("first line\nsecond line")
+    result = specdec("run", "-p", "Hi")
+    assert result.exit_code == 1
+    assert result.stderr == (
+        "specdec: error: unexpected RuntimeError: first line second line "
+        "(set SPECDEC_DEBUG=1 to see where it comes from)\n"
+    )
+    monkeypatch.setenv("SPECDEC_DEBUG", "1")
+    assert "Traceback" in specdec("run", "-p", "Hi").stderr
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        ModuleNotFoundError("No module named 'mlx'", name="mlx"),
+        ModuleNotFoundError("No module named 'mlx.core'", name="mlx.core"),
+        ImportError("libmlx.so: cannot open shared object file: No such file"),
+    ],
+)
+def test_mlx_without_a_backend(
+    specdec: Specdec, decoder: FakeDecoder, error: ImportError
+) -> None:
+    decoder.raises = error
+    result = specdec("run", "-p", "Hi")
+    assert result.exit_code == 1
+    assert "pip install 'mlx-specdec[cpu]'" in result.stderr
+
+
+def test_no_arguments_show_the_help(specdec: Specdec) -> None:
+    result = specdec()
+    assert result.exit_code == 2
+    assert "Usage:" in result.stderr
+
+
+def test_version(specdec: Specdec) -> None:
+    result = specdec("--version")
+    assert result.exit_code == 0
+    assert result.stdout.startswith("specdec, version ")

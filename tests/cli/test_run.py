@@ -1,0 +1,229 @@
+"""``specdec run``: what goes to standard output, to standard error and to files."""
+
+from __future__ import annotations
+
+import io
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import Result
+
+from specdec.cli.output import Sink
+from specdec.config import EngineConfig, SamplingParams
+
+from .conftest import FakeDecoder
+
+Specdec = Callable[..., Result]
+
+FIELDS = {
+    "index",
+    "prompt",
+    "text",
+    "token_ids",
+    "finish_reason",
+    "prompt_tokens",
+    "generated_tokens",
+    "rounds",
+    "drafted",
+    "accepted",
+    "acceptance_rate",
+    "acceptance_length",
+}
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in path.read_text("utf-8").splitlines()]
+
+
+def test_one_prompt_is_streamed_and_nothing_else_is_on_stdout(specdec: Specdec) -> None:
+    result = specdec("run", "--prompt", "Hi")
+    assert result.exit_code == 0
+    assert result.stdout == "Bonjour n°0\n"
+
+
+def test_several_prompts_come_whole_and_in_order(specdec: Specdec) -> None:
+    """The fake finishes its last prompt first."""
+    result = specdec("run", "-p", "Hi", "-p", "two\nlines " + "x" * 100)
+    title = ("two lines " + "x" * 100)[:67] + "..."
+    assert result.stdout == (
+        f"== [0] Hi\nBonjour n°0\n\n== [1] {title}\nBonjour n°1\n\n"
+    )
+
+
+def test_output_lines_come_as_rows_finish(specdec: Specdec, tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("of an earlier run\n")
+    assert specdec("run", "-p", "a", "-p", "b", "--output", str(path)).exit_code == 0
+    rows = read_lines(path)
+    assert [row["index"] for row in rows] == [1, 0]
+    assert all(row.keys() == FIELDS for row in rows)
+    assert rows[0]["text"] == "Bonjour n°1"
+    assert "n°" in path.read_text("utf-8"), "text stays readable in the file"
+
+
+def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> None:
+    arguments = (
+        "--target T --draft self:4bit --batch 3 --num-draft-tokens 5 --dtype float32 "
+        "--prefill-step-size 64 --max-tokens 7 --temp 0.5 --seed 9 --system-prompt S"
+    )
+    assert specdec("run", "-p", "Hi", *arguments.split()).exit_code == 0
+    assert decoder.calls == {
+        "target": "T",
+        "draft": "self:4bit",
+        "dtype": "float32",
+        "config": EngineConfig(batch_size=3, num_draft_tokens=5, prefill_step_size=64),
+        "prompts": ["Hi"],
+        "params": SamplingParams(max_tokens=7, temperature=0.5, seed=9),
+        "system_prompt": "S",
+        "ignore_chat_template": False,
+    }
+
+
+def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
+    arguments = "--model T --draft-model D -m 4 --batch-size 2 --ignore-chat-template"
+    assert specdec("run", "-p", "Hi", *arguments.split()).exit_code == 0
+    assert (decoder.calls["target"], decoder.calls["draft"]) == ("T", "D")
+    assert decoder.calls["params"].max_tokens == 4
+    assert decoder.calls["config"].batch_size == 2
+    assert decoder.calls["ignore_chat_template"] is True
+
+
+def test_defaults_are_those_of_the_library(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    assert specdec("run", "-p", "Hi").exit_code == 0
+    assert decoder.calls["target"] is None
+    assert decoder.calls["config"] == EngineConfig()
+    assert decoder.calls["params"] == SamplingParams()
+
+
+def test_summary_on_stderr(specdec: Specdec) -> None:
+    result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
+    assert result.stderr.splitlines() == [
+        "target:      the-target",
+        "draft:       self:4bit, 3 tokens a round",
+        "prefill:     2 prompts, 10 tokens, 20.0 tokens/s",
+        "decode:      8 tokens, 2 rounds, 3.0 tokens/s",
+        "acceptance:  rate 0.500, length 2.50 tokens a round",
+        "peak memory: 1.50 GB",
+    ]
+
+
+@pytest.mark.parametrize("arguments", [[], ["--draft", "D", "--num-draft-tokens", "0"]])
+def test_summary_of_plain_decoding_has_no_acceptance(
+    specdec: Specdec, arguments: list[str]
+) -> None:
+    stderr = specdec("run", "-p", "Hi", *arguments).stderr
+    assert "draft:       none" in stderr
+    assert "acceptance" not in stderr
+
+
+def test_quiet(specdec: Specdec) -> None:
+    assert specdec("run", "-p", "Hi", "--quiet").stderr == ""
+
+
+def test_compiler_note(specdec: Specdec, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.backend.check_compiler", lambda: "no g++ found")
+    assert "specdec: note: no g++ found\n" in specdec("run", "-p", "Hi").stderr
+
+
+def test_prompts_from_files_and_options_together(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\ntwo\n")
+    assert specdec("run", "-p", "zero", "--prompts", str(path)).exit_code == 0
+    assert decoder.calls["prompts"] == ["zero", "one", "two"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "stdin", "prompts"),
+    [
+        ([], "one\ntwo\n", ["one", "two"]),
+        ([], '{"question": "one"}\n{"question": "two"}\n', ["one", "two"]),
+        (["--prompts", "-"], "one\n", ["one"]),
+        (["-p", "-"], "one\ntwo\n", ["one\ntwo\n"]),
+    ],
+)
+def test_standard_input(
+    specdec: Specdec,
+    decoder: FakeDecoder,
+    arguments: list[str],
+    stdin: str,
+    prompts: list[str],
+) -> None:
+    assert specdec("run", *arguments, stdin=stdin).exit_code == 0
+    assert decoder.calls["prompts"] == prompts
+
+
+def test_ctrl_c_keeps_the_finished_rows(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """Interrupted when rows 2 and 1 have finished; rows 0 and 1 come before 2."""
+    decoder.raises = (5, KeyboardInterrupt())
+    path = tmp_path / "out.jsonl"
+    result = specdec(
+        "run", "-p", "a", "-p", "b", "-p", "c", "--output", str(path), "--quiet"
+    )
+    assert result.exit_code == 130
+    assert [row["index"] for row in read_lines(path)] == [2, 1]
+    assert result.stdout == "== [1] b\nBonjour n°1\n\n== [2] c\nBonjour n°2\n\n"
+    assert result.stderr == "specdec: interrupted: 2 of 3 prompts finished\n"
+
+
+def test_ctrl_c_while_loading(specdec: Specdec, decoder: FakeDecoder) -> None:
+    decoder.raises = KeyboardInterrupt()
+    result = specdec("run", "-p", "a")
+    assert result.exit_code == 130
+    assert result.stderr.split() == ["specdec:", "interrupted"]
+
+
+def test_a_failure_keeps_the_finished_rows(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    decoder.raises = (3, RuntimeError("out of memory"))
+    path = tmp_path / "out.jsonl"
+    result = specdec("run", "-p", "a", "-p", "b", "--output", str(path))
+    assert result.exit_code == 1
+    assert [row["index"] for row in read_lines(path)] == [1]
+    assert result.stdout == "== [1] b\nBonjour n°1\n\n"
+
+
+def test_broken_pipe_is_quiet(
+    specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def write(self: Sink, text: str) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr(Sink, "_write", write)
+    result = specdec("run", "-p", "a", "-p", "b")
+    assert result.exit_code == 1
+    assert result.output == ""
+
+
+def test_a_terminal_without_the_character_gets_a_question_mark(
+    specdec: Specdec, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    sink = Sink(["a"], None)
+    sink._write("n°0")
+    assert raw.getvalue() == b"n?0"
+
+
+def test_importing_the_command_line_imports_nothing_heavy() -> None:
+    """``specdec --help`` answers at once."""
+    code = (
+        "import sys, specdec.cli\n"
+        "heavy = {'mlx', 'mlx_lm', 'transformers', 'numpy', 'tqdm'}\n"
+        "print(heavy & set(sys.modules))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == "set()\n"

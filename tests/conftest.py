@@ -1,0 +1,102 @@
+"""Fixtures for every test: real weights, and small random models without files."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import settings
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from specdec.models import LoadedModel
+
+# No test reaches for the network; a hub id that is not there fails at once.
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+# MLX compiles on first use: one slow example says nothing.
+settings.register_profile("specdec", deadline=None, max_examples=50)
+settings.load_profile("specdec")
+
+_REAL_FIXTURES = {"smollm2", "smollm2_path"}
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Mark the tests that use real weights, so that none is forgotten."""
+    for item in items:
+        if _REAL_FIXTURES & set(getattr(item, "fixturenames", ())):
+            item.add_marker(pytest.mark.real)
+
+
+@pytest.fixture(scope="session")
+def smollm2_path() -> Path:
+    """Where the default target's GGUF file is; its absence is a failure."""
+    from specdec.errors import ModelNotFoundError
+    from specdec.models import default_target
+
+    try:
+        return Path(default_target())
+    except ModelNotFoundError as error:
+        pytest.fail(
+            f"{error}; scripts/test does it; -m 'not real' leaves these tests out",
+            pytrace=False,
+        )
+
+
+@pytest.fixture(scope="session")
+def smollm2(smollm2_path: Path) -> LoadedModel:
+    """SmolLM2-135M-Instruct in float32, loaded once."""
+    from specdec.models import load
+
+    return load(str(smollm2_path), dtype="float32")
+
+
+@pytest.fixture(scope="session")
+def tiny_model() -> Callable[..., nn.Module]:
+    """Build a small random float32 model of mlx-lm: ``tiny_model("llama", seed=1)``.
+
+    Further keywords replace the model's arguments, by mlx-lm's names.
+    """
+    return _tiny_model
+
+
+def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Module:
+    import importlib
+
+    import mlx.core as mx
+    from mlx.utils import tree_map
+
+    module = importlib.import_module(f"mlx_lm.models.{arch}")
+    arguments: dict[str, Any] = {
+        "model_type": arch,
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "intermediate_size": 64,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 10000.0,
+        "max_position_embeddings": 4096,
+        "tie_word_embeddings": True,
+        **overrides,
+    }
+    mx.random.seed(seed)
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
+
+    def draw(weight: mx.array) -> mx.array:
+        # Wider than the default, so that logits lie far apart; norms stay.
+        if weight.ndim == 1:
+            return weight
+        return mx.random.normal(weight.shape) * (2 * weight.shape[-1] ** -0.5)
+
+    model.update(tree_map(draw, model.parameters()))
+    model.set_dtype(mx.float32)
+    mx.eval(model.parameters())
+    return model.eval()
