@@ -94,7 +94,8 @@ def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Modu
         # Wider than the default, so that logits lie far apart; norms stay.
         if weight.ndim == 1:
             return weight
-        return mx.random.normal(weight.shape) * (2 * weight.shape[-1] ** -0.5)
+        scale: float = 2 * weight.shape[-1] ** -0.5
+        return mx.random.normal(weight.shape) * scale
 
     model.update(tree_map(draw, model.parameters()))
     model.set_dtype(mx.float32)

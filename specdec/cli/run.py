@@ -227,8 +227,11 @@ def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
 
 def _open_output(path: str, prompts_file: str | None) -> TextIO:
     """Open for appending: what the file holds stays until a model is loaded."""
+    both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
+    if both_exist and os.path.samefile(path, str(prompts_file)):
+        raise click.UsageError("--output is the file of --prompts: name another")
     try:
-        output = open(path, "a", encoding="utf-8")  # noqa: SIM115 - the caller closes
+        return open(path, "a", encoding="utf-8")
     except OSError as error:
         reason = error.strerror
         folder = os.path.dirname(path)
@@ -237,9 +240,6 @@ def _open_output(path: str, prompts_file: str | None) -> TextIO:
         raise click.UsageError(
             f"--output {path} cannot be written: {reason}"
         ) from error
-    if prompts_file not in (None, "-") and os.path.samefile(path, prompts_file):
-        raise click.UsageError("--output is the file of --prompts: name another")
-    return output
 
 
 def _summary(decoder: SpecDecoder) -> str:
