@@ -1,0 +1,55 @@
+"""Batched speculative decoding for MLX: every row keeps the tokens accepted for it."""
+
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from .config import EngineConfig, SamplingParams
+from .errors import (
+    CacheError,
+    CompilerMissingError,
+    ConfigError,
+    ModelError,
+    ModelNotFoundError,
+    PromptError,
+    SpecdecError,
+    UnsupportedModelError,
+    VocabularyMismatchError,
+)
+from .sequence import GenerationResult, StreamEvent
+from .stats import RunStats
+
+if TYPE_CHECKING:
+    from .decoder import SpecDecoder
+
+try:
+    __version__ = metadata.version("mlx-specdec")
+except metadata.PackageNotFoundError:  # a source tree that is not installed
+    __version__ = "0+unknown"
+
+__all__ = [
+    "CacheError",
+    "CompilerMissingError",
+    "ConfigError",
+    "EngineConfig",
+    "GenerationResult",
+    "ModelError",
+    "ModelNotFoundError",
+    "PromptError",
+    "RunStats",
+    "SamplingParams",
+    "SpecDecoder",
+    "SpecdecError",
+    "StreamEvent",
+    "UnsupportedModelError",
+    "VocabularyMismatchError",
+    "__version__",
+]
+
+
+def __getattr__(name: str) -> Any:
+    # Importing the decoder loads mlx and transformers, which takes seconds.
+    if name == "SpecDecoder":
+        from .decoder import SpecDecoder
+
+        return SpecDecoder
+    raise AttributeError(f"module 'specdec' has no attribute {name!r}")

@@ -1,0 +1,286 @@
+"""The Python API: load a target and a draft, generate for many prompts."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from . import backend
+from .config import EngineConfig, SamplingParams
+from .drafters import Drafter, DraftModel
+from .engine import RowBatch, RowOutput
+from .errors import ConfigError
+from .models import (
+    LoadedModel,
+    check_same_vocabulary,
+    default_target,
+    load,
+    load_draft,
+)
+from .models.runner import ModelRunner
+from .prompts import Prompt, encode_all
+from .scheduler import waves
+from .sequence import GenerationResult, Request, StreamEvent
+from .sequence import Sequence as TokenSequence
+from .stats import RunStats
+
+
+class SpecDecoder:
+    """Decodes many prompts at once, with a draft model or without one.
+
+    Output is the target's own: for every draft, batch and draft length the same
+    tokens that the target would produce alone (see docs/exactness.md).
+
+    Args:
+        target: the model whose output is wanted.
+        draft: a model of the same vocabulary that proposes tokens.
+        config: batch size, draft length, prefill chunk.
+
+    Raises:
+        VocabularyMismatchError: target and draft do not share a vocabulary.
+        UnsupportedModelError: a model needs a cache that is not supported.
+    """
+
+    def __init__(
+        self,
+        target: LoadedModel,
+        draft: LoadedModel | None = None,
+        *,
+        config: EngineConfig | None = None,
+    ):
+        self.config = config or EngineConfig()
+        self.tokenizer: Any = target.tokenizer
+        self.target_name = target.name
+        self.draft_name = None if draft is None else draft.name
+        self.stats = RunStats()
+        self._backend = backend.defaults()
+        if draft is not None:
+            check_same_vocabulary(target, draft)
+        self._target = ModelRunner(target.model, target.name)
+        self._drafter: Drafter | None = None
+        if draft is not None and self.config.num_draft_tokens:
+            self._drafter = DraftModel(
+                ModelRunner(draft.model, draft.name),
+                vocab_size=self._target.vocab_size,
+                prefill_step_size=self.config.prefill_step_size,
+                max_draft_tokens=self.config.num_draft_tokens,
+                read_bucket=self.config.read_bucket or self._backend.read_bucket,
+            )
+
+    @classmethod
+    def from_pretrained(
+        cls,
+        target: str | None = None,
+        draft: str | None = None,
+        *,
+        dtype: str | None = None,
+        config: EngineConfig | None = None,
+    ) -> SpecDecoder:
+        """Load models by name.
+
+        Args:
+            target: MLX model folder, hub id or ``.gguf`` file; ``None`` takes the
+                installed default model.
+            draft: the same, or ``self:4bit`` (2, 3, 8) for the target's own
+                weights quantized in memory.
+            dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
+                weights as stored.
+            config: batch size, draft length, prefill chunk.
+
+        Raises:
+            ModelNotFoundError: there is no such model.
+            VocabularyMismatchError, UnsupportedModelError: they do not fit.
+        """
+        loaded = load(target or default_target(), dtype=dtype)
+        loaded_draft = None
+        if draft is not None:
+            loaded_draft = load_draft(draft, loaded, dtype=dtype)
+        return cls(loaded, loaded_draft, config=config)
+
+    def generate(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        system_prompt: str | None = None,
+        ignore_chat_template: bool = False,
+    ) -> list[GenerationResult]:
+        """Generate for all prompts; results in the order of the prompts.
+
+        Args:
+            prompts: strings, lists of chat messages, or lists of token ids. A
+                string is a user turn where the model has a chat template.
+            params: for all prompts, or one for each. When one is given for all,
+                prompt ``i`` draws with seed ``params.seed + i``.
+            system_prompt: put before string prompts by the chat template.
+            ignore_chat_template: encode strings as they are.
+
+        Raises:
+            PromptError: a prompt is empty or cannot be encoded.
+            ConfigError: ``params`` are not as many as the prompts.
+        """
+        events = self.stream(
+            prompts,
+            params,
+            system_prompt=system_prompt,
+            ignore_chat_template=ignore_chat_template,
+        )
+        results = [event.result for event in events if event.result is not None]
+        return sorted(results, key=lambda result: result.index)
+
+    def stream(
+        self,
+        prompts: Iterable[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        system_prompt: str | None = None,
+        ignore_chat_template: bool = False,
+    ) -> Iterator[StreamEvent]:
+        """As :meth:`generate`, yielding what every round adds to each row.
+
+        Prompts and options are checked at the call, before the first event is
+        asked for.
+        """
+        encoded = encode_all(
+            self.tokenizer,
+            prompts,
+            system_prompt=system_prompt,
+            ignore_chat_template=ignore_chat_template,
+        )
+        requests = [
+            Request(i, e.text, e.token_ids, p)
+            for i, (e, p) in enumerate(
+                zip(encoded, _per_prompt(params, len(encoded)), strict=True)
+            )
+        ]
+        return self._stream(requests)
+
+    def _stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
+        self.stats = RunStats()
+        eos = frozenset(self.tokenizer.eos_token_ids)
+        with _wired_memory():
+            for wave in waves(requests, self.config.batch_size):
+                sequences = [TokenSequence(request, eos) for request in wave]
+                batch = RowBatch(
+                    self._target, self._drafter, sequences, self.config, self._backend
+                )
+                texts = {r.index: self.tokenizer.detokenizer for r in wave}
+                for outputs in self._steps(batch):
+                    for output in outputs:
+                        yield from self._events(output, texts)
+
+    def _steps(self, batch: RowBatch) -> Iterator[list[RowOutput]]:
+        """Prefill and rounds of one wave, timed; the caller's own time is not."""
+        start = time.perf_counter()
+        outputs = batch.prefill()
+        self._count(outputs, prefill_seconds=time.perf_counter() - start)
+        yield outputs
+        rounds = batch.run()
+        while True:
+            start = time.perf_counter()
+            more = next(rounds, None)
+            elapsed = time.perf_counter() - start
+            if more is None:
+                self.stats = replace(
+                    self.stats, decode_seconds=self.stats.decode_seconds + elapsed
+                )
+                return
+            self._count(more, decode_seconds=elapsed, rounds=1)
+            yield more
+
+    def _count(
+        self,
+        outputs: list[RowOutput],
+        *,
+        prefill_seconds: float = 0.0,
+        decode_seconds: float = 0.0,
+        rounds: int = 0,
+    ) -> None:
+        tokens = sum(len(output.token_ids) for output in outputs)
+        s = self.stats
+        self.stats = replace(
+            s,
+            generated_tokens=s.generated_tokens + tokens,
+            decode_tokens=s.decode_tokens + (tokens if rounds else 0),
+            prefill_seconds=s.prefill_seconds + prefill_seconds,
+            decode_seconds=s.decode_seconds + decode_seconds,
+            rounds=s.rounds + rounds,
+            peak_memory_bytes=mx.get_peak_memory(),
+        )
+
+    def _events(
+        self, output: RowOutput, detokenizers: dict[int, Any]
+    ) -> Iterator[StreamEvent]:
+        sequence, request = output.sequence, output.sequence.request
+        # A row that ended is in the rounds still in flight; it emits no more.
+        detokenizer = detokenizers.get(request.index)
+        if detokenizer is None:
+            return
+        for token in output.token_ids:
+            detokenizer.add_token(token)
+        result = None
+        if sequence.finish_reason is not None:
+            del detokenizers[request.index]
+            detokenizer.finalize()
+        text = detokenizer.last_segment
+        if sequence.finish_reason is not None:
+            result = self._result(sequence, detokenizer.text)
+        yield StreamEvent(
+            index=request.index, text=text, token_ids=output.token_ids, result=result
+        )
+
+    def _result(self, sequence: TokenSequence, text: str) -> GenerationResult:
+        request = sequence.request
+        assert sequence.finish_reason is not None
+        s = self.stats
+        self.stats = replace(
+            s,
+            prompts=s.prompts + 1,
+            prompt_tokens=s.prompt_tokens + len(request.prompt_tokens),
+            row_rounds=s.row_rounds + sequence.rounds,
+            drafted=s.drafted + sequence.drafted,
+            accepted=s.accepted + sequence.accepted,
+        )
+        return GenerationResult(
+            index=request.index,
+            prompt=request.prompt,
+            text=text,
+            token_ids=sequence.tokens,
+            finish_reason=sequence.finish_reason,
+            prompt_tokens=len(request.prompt_tokens),
+            rounds=sequence.rounds,
+            drafted=sequence.drafted,
+            accepted=sequence.accepted,
+        )
+
+
+def _per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, n: int
+) -> list[SamplingParams]:
+    """One set of options per prompt; shared ones differ in their seed."""
+    if params is None or isinstance(params, SamplingParams):
+        shared = params or SamplingParams()
+        return [replace(shared, seed=shared.seed + i) for i in range(n)]
+    if len(params) != n:
+        raise ConfigError(
+            f"{len(params)} SamplingParams for {n} prompts: give one, or one for each"
+        )
+    return list(params)
+
+
+@contextmanager
+def _wired_memory() -> Iterator[None]:
+    """Keep models resident where the device has a recommended working set (Metal)."""
+    before = maybe_set_recommended_wired_limit()
+    try:
+        yield
+    finally:
+        if before is not None:
+            mx.synchronize()
+            mx.set_wired_limit(before)

@@ -1,0 +1,62 @@
+"""The protocol that every drafter follows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+import mlx.core as mx
+
+from ..sampling import RowSampling
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a drafter is told when a round begins.
+
+    Args:
+        num_draft_tokens: k, how many tokens to propose for every row.
+        tail: the last two committed tokens of every row, shape (B, 2).
+        active: rows still being decoded, shape (B,), boolean; what is proposed
+            for the others is ignored.
+        sampling, noise: how the target will choose. A drafter that samples with
+            this noise is accepted most often; ``noise`` is ``None`` when every
+            row is greedy, else of shape (B, k + 1, V).
+    """
+
+    num_draft_tokens: int
+    tail: mx.array
+    active: mx.array
+    sampling: RowSampling
+    noise: mx.array | None
+
+
+class Drafter(Protocol):
+    """Proposes tokens; whatever it proposes, the output is the target's.
+
+    A batch calls :meth:`start` and :meth:`prefill` once, then for every round
+    :meth:`propose` (unless k is 0) and :meth:`commit`. Nothing here may wait for
+    the device.
+    """
+
+    def start(self, batch_size: int, max_length: int) -> None:
+        """Forget the last batch; rows will hold up to ``max_length`` tokens."""
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        """Take the prompts of all rows."""
+
+    def propose(self, round: Round) -> mx.array:
+        """``round.num_draft_tokens`` tokens for every row, shape (B, k), int32."""
+
+    def commit(self, round: Round, chosen: mx.array, kept: mx.array) -> None:
+        """Learn what the round kept: ``chosen[i, :kept[i]]`` of row ``i``.
+
+        Called for rounds without proposals too (k = 0).
+        """
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """Committed tokens of the longest and shortest row, as the host knows."""
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows, in that order."""
