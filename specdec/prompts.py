@@ -93,7 +93,7 @@ def encode(
             tokenizer, [{"role": "user", "content": prompt}], system_prompt
         )
         return EncodedPrompt(prompt, _encode_rendered(tokenizer, rendered))
-    if isinstance(prompt, Mapping) or not isinstance(prompt, Sequence):
+    if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Sequence):
         raise PromptError(
             "expected a string, a list of chat messages or a list of token ids, "
             f"not {type(prompt).__name__}"

@@ -1,0 +1,123 @@
+"""Defaults follow MLX's device; the compiler check tells what MLX would meet."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import mlx.core as mx
+import pytest
+
+from specdec import backend
+from specdec.errors import CompilerMissingError
+
+needs_cpu_backend = pytest.mark.skipif(
+    backend.defaults().name != "cpu", reason="MLX runs on a GPU here"
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "metal", "expected"),
+    [
+        (mx.cpu, False, ("cpu", 1, False, 0)),
+        (mx.cpu, True, ("cpu", 1, False, 0)),
+        (mx.gpu, False, ("cuda", 256, True, 1)),
+        (mx.gpu, True, ("metal", 256, True, 1)),
+    ],
+)
+def test_defaults(
+    monkeypatch: pytest.MonkeyPatch,
+    device: mx.DeviceType,
+    metal: bool,
+    expected: tuple[str, int, bool, int],
+) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
+    monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
+    found = backend.defaults()
+    assert expected == (
+        found.name,
+        found.read_bucket,
+        found.repeat_shapes,
+        found.lookahead,
+    )
+
+
+def test_a_gpu_needs_no_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(mx, "default_device", lambda: mx.Device(mx.gpu))
+    monkeypatch.setenv("PATH", "")
+    assert backend.check_compiler() is None
+
+
+def run_check(tmp_path: Path, gxx: str | None) -> str:
+    """Run the check, then a fused kernel, in a process that finds ``gxx`` as g++."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+    (folder / "sh").symlink_to("/bin/sh")
+    if gxx is not None:
+        (folder / "g++").write_text(f"#!/bin/sh\n{gxx}\n")
+        (folder / "g++").chmod(0o755)
+    code = (
+        "import mlx.core as mx\n"
+        "from specdec import backend, errors\n"
+        "try:\n"
+        "    print(backend.check_compiler())\n"
+        "except errors.CompilerMissingError as error:\n"
+        "    print('refused:', error)\n"
+        "else:\n"
+        "    print(mx.compile(lambda x: mx.tanh(x) * 2)(mx.zeros(1)).item())\n"
+    )
+    # Its own folder for kernels, so that none compiled earlier is found.
+    environment = {**os.environ, "PATH": str(folder), "TMPDIR": str(tmp_path)}
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        check=True,
+        env=environment,
+    )
+    return done.stdout
+
+
+@needs_cpu_backend
+def test_mlx_runs_without_a_compiler_and_the_note_says_so(tmp_path: Path) -> None:
+    """CXX and clang++ do not count: MLX calls g++ by name."""
+    note, value = run_check(tmp_path, None).splitlines()
+    assert note.startswith("no g++ found, so MLX runs without fused kernels")
+    assert "apt-get install g++" in note
+    assert value == "0.0"
+
+
+@needs_cpu_backend
+def test_a_compiler_that_fails_is_refused(tmp_path: Path) -> None:
+    """It answers --version, as MLX asks, and cannot compile."""
+    gxx = '[ "$1" = --version ] || { echo "cmath: No such file"; exit 1; }'
+    (line,) = run_check(tmp_path, gxx).splitlines()
+    assert line.startswith(
+        "refused: MLX cannot compile its kernels: cmath: No such file (repair g++"
+    )
+
+
+@needs_cpu_backend
+def test_this_machine_passes() -> None:
+    """What the other tests need."""
+    try:
+        backend.check_compiler()
+    except CompilerMissingError as error:
+        pytest.fail(str(error))
+
+
+def test_describe_is_for_reports() -> None:
+    described = backend.describe()
+    assert described.keys() == {
+        "specdec",
+        "mlx",
+        "mlx_lm",
+        "python",
+        "platform",
+        "backend",
+        "device",
+    }
+    assert all(isinstance(value, str) and value for value in described.values())
+    assert described["mlx_lm"].startswith("0.32.")

@@ -1,0 +1,319 @@
+"""Prompts of every form become token ids; what cannot be used is named."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from specdec.errors import PromptError
+from specdec.prompts import encode, encode_all, read_prompts
+
+if TYPE_CHECKING:
+    from specdec.models import LoadedModel
+
+
+class FakeTokenizer:
+    """One id per character; BOS is id 0, written ``^`` by the template."""
+
+    bos_token: str | None = "^"
+
+    def __init__(self, *, template: bool = True) -> None:
+        self.has_chat_template = template
+
+    def __len__(self) -> int:
+        return 128
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        ids = [0 if char == "^" else ord(char) for char in text]
+        return [0, *ids] if add_special_tokens else ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        return "".join("^" if i == 0 else chr(i) for i in ids)
+
+    def apply_chat_template(
+        self,
+        messages: Sequence[Mapping[str, str]],
+        *,
+        tokenize: bool,
+        add_generation_prompt: bool,
+    ) -> str:
+        assert not tokenize
+        assert add_generation_prompt
+        if messages[-1]["role"] == "robot":
+            raise ValueError("only user and\nassistant roles")
+        return "^" + "".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>"
+
+
+USER = {"role": "user", "content": "Hi"}
+
+
+def test_a_string_is_a_user_turn() -> None:
+    """The text stays the caller's; the template's BOS is not doubled."""
+    tokenizer = FakeTokenizer()
+    encoded = encode(tokenizer, "Hi")
+    assert encoded.text == "Hi"
+    assert tokenizer.decode(encoded.token_ids) == "^<user>Hi<a>"
+
+
+@pytest.mark.parametrize(
+    ("template", "options"), [(False, {}), (True, {"ignore_chat_template": True})]
+)
+@pytest.mark.parametrize("text", ["Hi", "^Hi"])
+def test_a_raw_string_has_one_bos(
+    template: bool, options: dict[str, Any], text: str
+) -> None:
+    tokenizer = FakeTokenizer(template=template)
+    encoded = encode(tokenizer, text, **options)
+    assert encoded.text == text
+    assert tokenizer.decode(encoded.token_ids) == "^Hi"
+
+
+def test_a_tokenizer_without_bos_gets_its_special_tokens() -> None:
+    tokenizer = FakeTokenizer(template=False)
+    tokenizer.bos_token = None
+    assert encode(tokenizer, "^Hi").token_ids == (0, 0, ord("H"), ord("i"))
+
+
+def test_messages_go_through_the_template() -> None:
+    tokenizer = FakeTokenizer()
+    encoded = encode(tokenizer, [USER, {"role": "assistant", "content": "Yo"}, USER])
+    assert encoded.text == "^<user>Hi<assistant>Yo<user>Hi<a>"
+    assert tokenizer.decode(encoded.token_ids) == encoded.text
+
+
+def test_a_system_prompt_is_for_prompts_that_have_none() -> None:
+    tokenizer = FakeTokenizer()
+    own = [{"role": "system", "content": "own"}, USER]
+    texts = [
+        tokenizer.decode(encode(tokenizer, prompt, system_prompt="S").token_ids)
+        for prompt in ("Hi", [USER], own)
+    ]
+    assert texts == [
+        "^<system>S<user>Hi<a>",
+        "^<system>S<user>Hi<a>",
+        "^<system>own<user>Hi<a>",
+    ]
+
+
+@pytest.mark.parametrize("ids", [[5, 127, 0], (5,), range(3)])
+def test_token_ids_are_taken_as_they_are(ids: Sequence[int]) -> None:
+    encoded = encode(FakeTokenizer(), ids)
+    assert encoded.token_ids == tuple(ids)
+    assert encoded.text == FakeTokenizer().decode(ids)
+
+
+def test_a_tokenizer_of_transformers_says_by_its_template() -> None:
+    """It has ``chat_template``, and no ``has_chat_template``."""
+    fake = FakeTokenizer()
+    plain = SimpleNamespace(
+        chat_template=None, bos_token=fake.bos_token, encode=fake.encode
+    )
+    assert fake.decode(encode(plain, "Hi").token_ids) == "^Hi"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        ("", "it is empty"),
+        (" \n", "it is empty"),
+        ([], "it is empty"),
+        ("a\ud800", "character 1 is half of a surrogate pair"),
+        ([128], "a token id is a whole number from 0 to 127, not 128"),
+        ([3, -1], "not -1"),
+        ([3, 1.0], "not 1.0"),
+        ([True], "not True"),
+        (["Hi"], "not 'Hi'"),
+        (5, "expected a string, a list of chat messages or a list of token ids"),
+        (None, "not NoneType"),
+        (USER, "not dict"),
+        (b"Hi", "not bytes"),
+        ([USER, "Hi"], "a chat message is"),
+        ([{"role": "user"}], "a chat message is"),
+        ([{"role": "user", "content": None}], "a chat message is"),
+        ([{"content": "Hi"}], "a chat message is"),
+        ([{"role": "user", "content": " "}], "it is empty"),
+        (
+            [{"role": "robot", "content": "Hi"}],
+            "the chat template refuses these messages: only user and assistant roles",
+        ),
+    ],
+)
+def test_prompts_that_cannot_be_used(prompt: Any, message: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        encode_all(FakeTokenizer(), ["fine", prompt])
+    assert str(caught.value).startswith("prompt 1: ")
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("template", "prompt", "options", "message"),
+    [
+        (False, [USER], {}, "this tokenizer has none"),
+        (True, [USER], {"ignore_chat_template": True}, "it is ignored"),
+        (False, "Hi", {"system_prompt": "S"}, "a system prompt needs a chat template"),
+        (
+            True,
+            "Hi",
+            {"system_prompt": "S", "ignore_chat_template": True},
+            "do not ignore the template",
+        ),
+        (True, [5], {"system_prompt": "S"}, "cannot be added to token ids"),
+    ],
+)
+def test_no_option_is_dropped_silently(
+    template: bool, prompt: Any, options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(PromptError, match=message):
+        encode(FakeTokenizer(template=template), prompt, **options)
+
+
+def test_one_string_is_not_a_list_of_prompts() -> None:
+    with pytest.raises(PromptError, match=r"pass a list of prompts, \[prompt\]"):
+        encode_all(FakeTokenizer(), "Hi")
+
+
+def test_smollm2_gets_the_tokens_that_mlx_lm_gives_it(smollm2: LoadedModel) -> None:
+    """Template on and off, against mlx-lm's own steps for the same prompt."""
+    tokenizer = smollm2.tokenizer
+    messages = [{"role": "user", "content": "What is 6 x 7?"}]
+    rendered = tokenizer.apply_chat_template(
+        messages, tokenize=False, add_generation_prompt=True
+    )
+    expected = tokenizer.encode(rendered, add_special_tokens=False)
+    assert encode(tokenizer, "What is 6 x 7?").token_ids == tuple(expected)
+    assert encode(tokenizer, messages).token_ids == tuple(expected)
+    assert encode(tokenizer, expected).token_ids == tuple(expected)
+    raw = encode(tokenizer, "What is 6 x 7?", ignore_chat_template=True)
+    assert raw.token_ids == tuple(tokenizer.encode("What is 6 x 7?"))
+
+
+Write = Callable[..., Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> Write:
+    def write(content: str | bytes, name: str = "prompts.txt") -> Path:
+        path = tmp_path / name
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
+        return path
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("content", "prompts"),
+    [
+        ("one\ntwo", ["one", "two"]),
+        ("\none\n\n  \ntwo\n", ["one", "two"]),
+        ("one\r\ntwo\r\n", ["one", "two"]),
+        ("\ufeffone\n", ["one"]),
+        ("  indented\n", ["  indented"]),
+        ("{not json}\n", ["{not json}"]),
+        ('"quoted"\n', ['"quoted"']),
+        ("5\n", ["5"]),
+        ("a\u2028b\n", ["a\u2028b"]),
+    ],
+)
+def test_text_lines(write: Write, content: str, prompts: list[str]) -> None:
+    assert read_prompts(write(content)) == prompts
+
+
+@pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.JSONL", "prompts.txt"])
+def test_json_lines_are_known_by_suffix_and_by_content(write: Write, name: str) -> None:
+    rows: list[dict[str, Any]] = [
+        {"prompt": "one\nline", "question": "not this"},
+        {"question": "two", "answer": "2"},
+        {"messages": [USER]},
+        {"question_id": 81, "category": "writing", "turns": ["first", "second"]},
+        {"prompt": "a\u2028b"},
+    ]
+    text = "\n\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    assert read_prompts(write(text, name)) == [
+        "one\nline",
+        "two",
+        [USER],
+        "first",
+        "a\u2028b",
+    ]
+
+
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.lists(st.text().filter(lambda text: text.strip()), min_size=1))
+def test_any_text_survives_json_lines(write: Write, texts: list[str]) -> None:
+    lines = "".join(json.dumps({"prompt": text}) + "\n" for text in texts)
+    assert read_prompts(write(lines)) == texts
+
+
+@pytest.mark.parametrize(
+    ("content", "name", "message"),
+    [
+        ("", "empty.txt", "empty.txt: no prompts in it: give one on each line"),
+        (" \n\n", "blank.jsonl", "blank.jsonl: no prompts in it"),
+        ("Hi\n", "text.jsonl", "text.jsonl:1: not JSON (Expecting value"),
+        ('{"prompt": "a"}\nHi\n', "mixed.txt", "mixed.txt:2: not JSON"),
+        ('[\n {"prompt": "a"}\n]\n', "array.json", "array.json:1: not JSON"),
+        ('\n{"text": "a"}\n', "a.jsonl", 'a.jsonl:2: expected an object with one of "'),
+        ('["a"]\n', "a.jsonl", "a.jsonl:1: expected an object with one of"),
+        ('{"prompt": 5}\n', "a.jsonl", 'a.jsonl:1: "prompt": expected a string'),
+        ('{"prompt": ""}\n', "a.jsonl", 'a.jsonl:1: "prompt": it is empty'),
+        ('{"question": null}\n', "a.jsonl", '"question": expected a string'),
+        ('{"prompt": "\\ud800"}\n', "a.jsonl", "half of a surrogate pair"),
+        ('{"turns": []}\n', "a.jsonl", '"turns": expected a list of strings'),
+        ('{"turns": "Hi"}\n', "a.jsonl", '"turns": expected a list of strings'),
+        ('{"messages": []}\n', "a.jsonl", '"messages": expected a list of chat'),
+        ('{"messages": ["Hi"]}\n', "a.jsonl", '"messages": a chat message is'),
+        (b"caf\xe9\n", "latin.txt", "latin.txt:1: not UTF-8 text (byte 0xe9)"),
+        (b"ok\n\xff\xfeh\x00", "utf16.txt", "utf16.txt:2: not UTF-8 text"),
+    ],
+)
+def test_files_that_cannot_be_used(
+    write: Write, content: str | bytes, name: str, message: str
+) -> None:
+    path = write(content, name)
+    with pytest.raises(PromptError) as caught:
+        read_prompts(path)
+    assert message in str(caught.value)
+    assert str(caught.value).startswith(str(path))
+    assert "\n" not in str(caught.value)
+
+
+def test_missing_file_and_folder(tmp_path: Path) -> None:
+    with pytest.raises(PromptError, match="no such file"):
+        read_prompts(tmp_path / "missing.txt")
+    with pytest.raises(PromptError, match="is a folder: name a file in it"):
+        read_prompts(tmp_path)
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads every file"
+)
+def test_unreadable_file(write: Write) -> None:
+    path = write("Hi\n")
+    path.chmod(0)
+    with pytest.raises(PromptError, match="cannot be read: Permission denied"):
+        read_prompts(path)
+
+
+def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    def give(data: bytes) -> None:
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
+
+    give('{"prompt": "café"}\n'.encode())
+    assert read_prompts("-") == ["café"]
+    give(b"")
+    with pytest.raises(PromptError, match="standard input: no prompts in it"):
+        read_prompts("-")
+    give(b"\xff")
+    with pytest.raises(PromptError, match="standard input:1: not UTF-8"):
+        read_prompts("-")
