@@ -1,1 +1,16 @@
 """Loading models: MLX folders, hub ids, GGUF files; vocabulary checks."""
+
+from .convert import convert
+from .loaded import LoadedModel
+from .loading import SELF_DRAFTS, default_target, load, load_draft
+from .vocabulary import check_same_vocabulary
+
+__all__ = [
+    "SELF_DRAFTS",
+    "LoadedModel",
+    "check_same_vocabulary",
+    "convert",
+    "default_target",
+    "load",
+    "load_draft",
+]

@@ -1,0 +1,59 @@
+"""A streaming detokenizer whose text always equals ``tokenizer.decode``."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from mlx_lm.tokenizer_utils import StreamingDetokenizer
+
+
+class ExactStreamingDetokenizer(StreamingDetokenizer):
+    """Text of tokens as they come, for any tokenizer, in linear time.
+
+    New tokens are decoded behind those of the last piece, so that what a decoder
+    does at the start of a text (dropping a space) happens only there; mlx-lm's
+    own classes drop a leading space that ``decode`` keeps. Text is held back
+    while it ends inside a character. Nothing is decoded until text is asked for.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        self._tokenizer = tokenizer
+        self.reset()
+
+    def reset(self) -> None:
+        """Forget every token."""
+        self.offset = 0
+        self.tokens: list[int] = []
+        self._text = ""
+        # tokens[:_start] are done with; tokens[_start:_read] are in the text,
+        # and give the rest their context.
+        self._start = 0
+        self._read = 0
+        self._context = ""
+
+    def add_token(self, token: int) -> None:
+        """Take one token id."""
+        self.tokens.append(token)
+
+    def finalize(self) -> None:
+        """Emit what was held back, also when it ends inside a character."""
+        self._advance(force=True)
+
+    @property
+    def text(self) -> str:  # type: ignore[override]
+        """The text so far, as far as its characters are complete."""
+        self._advance(force=False)
+        return self._text
+
+    def _advance(self, *, force: bool) -> None:
+        if self._read == len(self.tokens):
+            return
+        text = self._decode(self.tokens[self._start :])
+        if not force and text.endswith("\ufffd"):
+            return
+        self._text += text[len(self._context) :]
+        self._start, self._read = self._read, len(self.tokens)
+        self._context = self._decode(self.tokens[self._start :])
+
+    def _decode(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))

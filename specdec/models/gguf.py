@@ -1,0 +1,35 @@
+"""GGUF files as models of mlx-lm: the file in, model, tokenizer and config out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from .gguf_header import read_header
+from .gguf_tokenizer import build_tokenizer
+from .gguf_weights import WeightFormat, build_model
+
+
+def load_gguf(
+    path: str | Path, form: WeightFormat | None = None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Read a GGUF file of architecture llama, qwen2, qwen3 or gemma3.
+
+    Args:
+        path: the file.
+        form: what the weights become; by default Q4_0, Q4_1 and Q8_0 stay
+            packed and everything else is in 16 bits.
+
+    Raises:
+        ModelNotFoundError: there is no such file.
+        UnsupportedModelError: something in it is not supported; it is named.
+        ModelError: the file is cut short, corrupt or incomplete.
+    """
+    file = read_header(path)
+    tokenizer = build_tokenizer(file)
+    model, config = build_model(file, form or WeightFormat())
+    config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
+    return model, tokenizer, config

@@ -1,0 +1,288 @@
+"""A Hugging Face fast tokenizer from the metadata of a GGUF file."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from tokenizers import (
+    AddedToken,
+    Regex,
+    Tokenizer,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    processors,
+)
+from transformers import PreTrainedTokenizerFast
+
+from ..errors import ModelError, UnsupportedModelError
+from .detokenizer import ExactStreamingDetokenizer
+from .gguf_header import GGUFFile
+
+# tokenizer.ggml.token_type
+_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+
+_SPACE = "\u2581"  # what SentencePiece writes for a space
+
+# Tokens that end a turn or a text, beside those that the metadata names.
+_END_TOKENS = (
+    "<|im_end|>",
+    "<|endoftext|>",
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|end_of_text|>",
+    "<|end|>",
+    "<end_of_turn>",
+    "</s>",
+)
+
+_CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+
+
+def _modern_split(digits: str) -> pre_tokenizers.PreTokenizer:
+    """The split of Llama 3 and Qwen 2, which differ in how digits group."""
+    pattern = (
+        _CONTRACTIONS
+        + r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+        + digits
+        + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    )
+    return pre_tokenizers.Sequence(
+        [
+            pre_tokenizers.Split(Regex(pattern), behavior="isolated"),
+            pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False),
+        ]
+    )
+
+
+def _byte_level(pre: str, file: GGUFFile) -> pre_tokenizers.PreTokenizer:
+    """The pre-tokenizer that ``tokenizer.ggml.pre`` names."""
+    gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    if pre in ("default", "gpt-2"):
+        return gpt2
+    if pre == "smollm":
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        return pre_tokenizers.Sequence([digits, gpt2])
+    if pre in _LLAMA3:
+        return _modern_split(r"\p{N}{1,3}")
+    if pre in _QWEN2:
+        return _modern_split(r"\p{N}")
+    raise UnsupportedModelError(
+        f"{file.path} uses the pre-tokenizer {pre!r}, which is not supported: use a "
+        "file with smollm, qwen2, llama-bpe or gpt-2, or an MLX folder"
+    )
+
+
+_LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe"})
+_QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
+
+
+def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
+    """The file's tokenizer, wrapped as mlx-lm wraps its own.
+
+    ``eos_token_ids`` has every token that ends a turn or a text: those that the
+    metadata names and the usual ones of the vocabulary. Unused tokens that only
+    pad the vocabulary to the size of the embedding are left out.
+
+    Raises:
+        UnsupportedModelError: the kind of tokenizer is not supported.
+        ModelError: the file has no tokenizer.
+    """
+    metadata = _TokenizerMetadata(file)
+    if metadata.model == "gpt2":
+        tokenizer = _build_byte_level_bpe(metadata)
+    elif metadata.model == "llama":
+        tokenizer = _build_sentencepiece_bpe(metadata)
+    else:
+        raise UnsupportedModelError(
+            f"{file.path} has a tokenizer of kind {metadata.model!r}, which is not "
+            "supported: use a file with gpt2 or llama, or an MLX folder"
+        )
+    _add_special_tokens(tokenizer, metadata)
+    _add_bos(tokenizer, metadata)
+    names = {
+        f"{role}_token": metadata.tokens[token]
+        for role, token in metadata.roles.items()
+    }
+    fast = PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        clean_up_tokenization_spaces=False,
+        chat_template=metadata.chat_template,
+        **names,
+    )
+    return TokenizerWrapper(
+        fast, ExactStreamingDetokenizer, eos_token_ids=metadata.end_tokens()
+    )
+
+
+class _TokenizerMetadata:
+    """The tokenizer's metadata, checked."""
+
+    def __init__(self, file: GGUFFile) -> None:
+        self.file = file
+        get = file.metadata.get
+        self.model = str(get("tokenizer.ggml.model"))
+        tokens = get("tokenizer.ggml.tokens")
+        if not tokens:
+            raise ModelError(
+                f"{file.path} holds no tokenizer: use a file that llama.cpp can run"
+            )
+        types = get("tokenizer.ggml.token_type") or [1] * len(tokens)
+        if len(types) != len(tokens):
+            raise ModelError(
+                f"{file.path} has {len(tokens)} tokens and {len(types)} token types: "
+                "download it again"
+            )
+        size = len(tokens)
+        while (
+            size
+            and types[size - 1] == _UNUSED
+            and re.fullmatch(r"\[PAD\d+\]", tokens[size - 1])
+        ):
+            size -= 1
+        self.tokens: list[str] = tokens[:size]
+        self.types: list[int] = types[:size]
+        self.scores: list[float] = (get("tokenizer.ggml.scores") or [])[:size]
+        self.merges: list[str] = get("tokenizer.ggml.merges") or []
+        self.pre = str(get("tokenizer.ggml.pre", "default"))
+        self.chat_template: str | None = get("tokenizer.chat_template")
+        spm = self.model == "llama"
+        self.add_space_prefix = bool(get("tokenizer.ggml.add_space_prefix", spm))
+        default_bos = spm or self.pre in _LLAMA3
+        self.add_bos = bool(get("tokenizer.ggml.add_bos_token", default_bos))
+        self.roles = {
+            role: int(token)
+            for role, key in (
+                ("bos", "bos"),
+                ("eos", "eos"),
+                ("unk", "unknown"),
+                ("pad", "padding"),
+            )
+            if (token := get(f"tokenizer.ggml.{key}_token_id")) is not None
+            and 0 <= token < size
+        }
+
+    def end_tokens(self) -> set[int]:
+        """Ids of the tokens that end a turn or a text."""
+        keys = ("eos", "eot", "eom")
+        named = (self.file.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in keys)
+        ends = {int(token) for token in named if token is not None}
+        special = (_CONTROL, _USER_DEFINED)
+        ends.update(
+            index
+            for index, (token, kind) in enumerate(
+                zip(self.tokens, self.types, strict=True)
+            )
+            if kind in special and token in _END_TOKENS
+        )
+        return ends
+
+
+def _build_byte_level_bpe(metadata: _TokenizerMetadata) -> Tokenizer:
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata.merges]
+    vocabulary = {token: index for index, token in enumerate(metadata.tokens)}
+    tokenizer = Tokenizer(
+        _bpe(
+            metadata,
+            vocab=vocabulary,
+            merges=merges,
+            ignore_merges=metadata.pre in _LLAMA3,
+        )
+    )
+    tokenizer.pre_tokenizer = _byte_level(metadata.pre, metadata.file)
+    if metadata.pre in _QWEN2:
+        tokenizer.normalizer = normalizers.NFC()
+    tokenizer.decoder = decoders.ByteLevel()
+    return tokenizer
+
+
+def _build_sentencepiece_bpe(metadata: _TokenizerMetadata) -> Tokenizer:
+    if len(metadata.scores) != len(metadata.tokens):
+        raise ModelError(
+            f"{metadata.file.path} has a SentencePiece tokenizer without scores: "
+            "convert it again with a current llama.cpp"
+        )
+    # Converters write user-defined runs of spaces as such; as pieces they are
+    # in SentencePiece's spelling, like all others.
+    metadata.tokens = [token.replace(" ", _SPACE) for token in metadata.tokens]
+    vocabulary = {token: index for index, token in enumerate(metadata.tokens)}
+    unknown = metadata.roles.get("unk")
+    tokenizer = Tokenizer(
+        _bpe(
+            metadata,
+            vocab=vocabulary,
+            merges=_merges_by_score(metadata, vocabulary),
+            byte_fallback=True,
+            fuse_unk=True,
+            unk_token=None if unknown is None else metadata.tokens[unknown],
+        )
+    )
+    spaces = normalizers.Replace(" ", _SPACE)
+    parts = [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if metadata.add_space_prefix:
+        tokenizer.normalizer = normalizers.Sequence(
+            [normalizers.Prepend(_SPACE), spaces]
+        )
+        parts.append(decoders.Strip(" ", 1, 0))
+    else:
+        tokenizer.normalizer = spaces
+    tokenizer.decoder = decoders.Sequence(parts)
+    return tokenizer
+
+
+def _bpe(metadata: _TokenizerMetadata, **options: Any) -> models.BPE:
+    try:
+        return models.BPE(**options)
+    except Exception as error:  # the Rust side raises bare Exception
+        raise ModelError(
+            f"{metadata.file.path} has a tokenizer that does not fit together "
+            f"({error}): download it again"
+        ) from error
+
+
+def _merges_by_score(
+    metadata: _TokenizerMetadata, vocabulary: dict[str, int]
+) -> list[tuple[str, str]]:
+    """SentencePiece merges the neighbours whose join has the highest score.
+
+    So the merges are all ways to split a piece into two pieces, best first.
+    """
+    ranked = sorted(
+        (i for i, kind in enumerate(metadata.types) if kind == 1),
+        key=lambda i: -metadata.scores[i],
+    )
+    tokens = metadata.tokens
+    return [
+        (token[:cut], token[cut:])
+        for token in (tokens[i] for i in ranked)
+        for cut in range(1, len(token))
+        if token[:cut] in vocabulary and token[cut:] in vocabulary
+    ]
+
+
+def _add_special_tokens(tokenizer: Tokenizer, metadata: _TokenizerMetadata) -> None:
+    control, user_defined = [], []
+    for token, kind in zip(metadata.tokens, metadata.types, strict=True):
+        if kind in (_CONTROL, _UNKNOWN):
+            control.append(AddedToken(token, special=True, normalized=False))
+        elif kind == _USER_DEFINED:
+            # A run of spaces is found in the text after spaces were replaced.
+            spaced = _SPACE in token
+            user_defined.append(AddedToken(token, special=False, normalized=spaced))
+    tokenizer.add_special_tokens(control)
+    tokenizer.add_tokens(user_defined)
+
+
+def _add_bos(tokenizer: Tokenizer, metadata: _TokenizerMetadata) -> None:
+    if not metadata.add_bos or "bos" not in metadata.roles:
+        return
+    index = metadata.roles["bos"]
+    token = metadata.tokens[index]
+    tokenizer.post_processor = processors.TemplateProcessing(
+        single=f"{token}:0 $A:0",
+        pair=f"{token}:0 $A:0 {token}:1 $B:1",
+        special_tokens=[(token, index)],
+    )

@@ -1,0 +1,193 @@
+"""The weights of a GGUF file under mlx-lm's names, and the model made of them."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..errors import ModelError, UnsupportedModelError
+from .gguf_config import STORED_DTYPES, architecture_of, build_config
+from .gguf_header import TENSOR_TYPES, GGUFFile, TensorInfo
+from .gguf_tensors import (
+    GROUP_SIZE,
+    is_packed,
+    read_float,
+    read_packed,
+)
+
+_TOP = {
+    "token_embd": "model.embed_tokens",
+    "output_norm": "model.norm",
+    "output": "lm_head",
+}
+_BLOCK = {
+    "attn_q": "self_attn.q_proj",
+    "attn_k": "self_attn.k_proj",
+    "attn_v": "self_attn.v_proj",
+    "attn_output": "self_attn.o_proj",
+    "attn_q_norm": "self_attn.q_norm",
+    "attn_k_norm": "self_attn.k_norm",
+    "ffn_gate": "mlp.gate_proj",
+    "ffn_up": "mlp.up_proj",
+    "ffn_down": "mlp.down_proj",
+    "attn_norm": "input_layernorm",
+    "ffn_norm": "post_attention_layernorm",
+}
+_GEMMA3_BLOCK = {
+    **_BLOCK,
+    "post_attention_norm": "post_attention_layernorm",
+    "ffn_norm": "pre_feedforward_layernorm",
+    "post_ffw_norm": "post_feedforward_layernorm",
+}
+# Read for the configuration, or of no use to a model in MLX.
+_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+
+
+@dataclass(frozen=True, kw_only=True)
+class WeightFormat:
+    """What the weights become.
+
+    Args:
+        dtype: of the floats, ``None`` for the architecture's 16-bit type.
+        floats: nothing stays packed; otherwise what MLX can keep packed does.
+        bits: quantize every matrix to this many bits (over ``group_size``
+            columns; a matrix that the group does not divide stays as floats).
+        group_size: of ``bits``.
+    """
+
+    dtype: mx.Dtype | None = None
+    floats: bool = False
+    bits: int | None = None
+    group_size: int = 64
+
+
+@dataclass(frozen=True)
+class Quantization:
+    """How one layer is packed."""
+
+    group_size: int
+    bits: int
+
+
+def mlx_name(file: GGUFFile, name: str) -> str:
+    """mlx-lm's name of a tensor.
+
+    Raises:
+        UnsupportedModelError: no layer of the architecture has such a tensor.
+    """
+    block = _GEMMA3_BLOCK if architecture_of(file) == "gemma3" else _BLOCK
+    layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
+    if layer and layer[2] in block:
+        return f"model.layers.{layer[1]}.{block[layer[2]]}.{layer[3]}"
+    top = re.fullmatch(r"(\w+)\.weight", name)
+    if top and top[1] in _TOP:
+        return f"{_TOP[top[1]]}.weight"
+    raise UnsupportedModelError(
+        f"{file.path} has the tensor {name}, which is not supported for "
+        f"{architecture_of(file)}: use an MLX folder"
+    )
+
+
+def _used_tensors(file: GGUFFile, tied: bool) -> Iterator[tuple[str, TensorInfo]]:
+    """Each weight's name in mlx-lm and where to read it."""
+    for name, info in file.tensors.items():
+        if name in _NOT_WEIGHTS or (tied and name == "output.weight"):
+            continue
+        source = info
+        if name == "token_embd.weight" and tied and "output.weight" in file.tensors:
+            # One matrix, quantized twice: take the finer one for both.
+            source = max(info, file.tensors["output.weight"], key=_bits_per_weight)
+        yield mlx_name(file, name), source
+
+
+def _bits_per_weight(info: TensorInfo) -> float:
+    _, block, size = TENSOR_TYPES[info.type_id]
+    return 8 * size / block
+
+
+def read_weights(
+    file: GGUFFile, config: dict[str, Any], form: WeightFormat
+) -> tuple[dict[str, mx.array], dict[str, Quantization]]:
+    """Every weight, evaluated, and how the packed layers are packed.
+
+    One tensor is in float32 at a time, and of a large one only a part.
+
+    Raises:
+        UnsupportedModelError: a tensor or its quantization is not supported.
+    """
+    dtype = form.dtype or STORED_DTYPES[architecture_of(file)]
+    weights: dict[str, mx.array] = {}
+    packed: dict[str, Quantization] = {}
+    for name, info in _used_tensors(file, config["tie_word_embeddings"]):
+        if not form.floats and form.bits is None and is_packed(info):
+            stored = read_packed(file, info, dtype)
+            layer = name.removesuffix(".weight")
+            weights[name] = stored.weight
+            weights[f"{layer}.scales"] = stored.scales
+            weights[f"{layer}.biases"] = stored.biases
+            packed[layer] = Quantization(GROUP_SIZE, stored.bits)
+            continue
+        # Gemma's norms hold 1 + w; mlx-lm adds the 1 itself.
+        shift = -1.0 if "gemma3" in config["model_type"] and "norm" in name else 0.0
+        array = read_float(file, info, dtype, add=shift)
+        if form.bits is None or array.ndim != 2 or array.shape[-1] % form.group_size:
+            weights[name] = array
+            continue
+        layer = name.removesuffix(".weight")
+        quantized = mx.quantize(array, group_size=form.group_size, bits=form.bits)
+        mx.eval(quantized)
+        for part, value in zip(("weight", "scales", "biases"), quantized, strict=True):
+            weights[f"{layer}.{part}"] = value
+        packed[layer] = Quantization(form.group_size, form.bits)
+    return weights, packed
+
+
+def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:
+    """``config["quantization"]``: the commonest kind, and the layers that differ."""
+    common = Counter(packed.values()).most_common(1)[0][0]
+    entry: dict[str, Any] = {"group_size": common.group_size, "bits": common.bits}
+    for layer, kind in packed.items():
+        if kind != common:
+            entry[layer] = {"group_size": kind.group_size, "bits": kind.bits}
+    return entry
+
+
+def build_model(file: GGUFFile, form: WeightFormat) -> tuple[nn.Module, dict[str, Any]]:
+    """The file's model, evaluated, and its configuration.
+
+    Raises:
+        UnsupportedModelError: a part of the model is not supported.
+        ModelError: the file lacks weights or has some of a wrong shape.
+    """
+    config = build_config(file)
+    weights, packed = read_weights(file, config, form)
+    module = import_module(f"mlx_lm.models.{config['model_type']}")
+    model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    if hasattr(model, "sanitize"):
+        weights = model.sanitize(weights)
+    if packed:
+        config["quantization"] = quantization_entry(packed)
+        nn.quantize(
+            model,
+            class_predicate=lambda path, _: (
+                vars(packed[path]) if path in packed else False
+            ),
+        )
+    try:
+        model.load_weights(list(weights.items()), strict=True)
+    except ValueError as error:
+        detail = " ".join(str(error).split())
+        raise ModelError(
+            f"{file.path} does not hold the weights of its own configuration "
+            f"({detail}): download it again"
+        ) from error
+    model.eval()
+    mx.eval(model.parameters())
+    return model, config

@@ -1,0 +1,27 @@
+"""A model in memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run, and what belongs to it.
+
+    Args:
+        model: an mlx-lm model; its weights are evaluated.
+        tokenizer: mlx-lm's wrapper; the text that its streaming detokenizer
+            yields equals ``tokenizer.decode``.
+        config: the model's configuration, as in ``config.json``.
+        name: what the user gave.
+    """
+
+    model: nn.Module
+    tokenizer: TokenizerWrapper
+    config: dict[str, Any]
+    name: str

