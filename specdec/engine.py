@@ -155,10 +155,10 @@ class RowBatch:
         # 1. propose
         first = self.target.offset + 1
         noise = self._sampling.noise(first, k + 1, self.target.vocab_size)
-        round = Round(k, self._tail, self._active, self._sampling, noise)
+        round_ = Round(k, self._tail, self._active, self._sampling, noise)
         inputs = self._tail[:, 1:]
         if k and self.drafter is not None:
-            inputs = mx.concatenate([inputs, self.drafter.propose(round)], axis=1)
+            inputs = mx.concatenate([inputs, self.drafter.propose(round_)], axis=1)
         # 2. verify: the target chooses for each proposal and one behind the last
         chosen = choose(self.target.forward(inputs), self._sampling, noise)
         # 3. accept
@@ -168,7 +168,7 @@ class RowBatch:
             self.target.trim_per_sequence(k + 1 - kept, k + 1)
         # 5. commit
         if self.drafter is not None:
-            self.drafter.commit(round, chosen, kept)
+            self.drafter.commit(round_, chosen, kept)
         self._tail = next_tail(self._tail, chosen, kept)
         packed = mx.concatenate([kept[:, None], chosen], axis=1)
         mx.async_eval(packed, self._tail, self.target.offset)

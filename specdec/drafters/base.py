@@ -46,10 +46,10 @@ class Drafter(Protocol):
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
         """Take the prompts of all rows."""
 
-    def propose(self, round: Round) -> mx.array:
-        """``round.num_draft_tokens`` tokens for every row, shape (B, k), int32."""
+    def propose(self, round_: Round) -> mx.array:
+        """``round_.num_draft_tokens`` tokens for every row, shape (B, k), int32."""
 
-    def commit(self, round: Round, chosen: mx.array, kept: mx.array) -> None:
+    def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
         """Learn what the round kept: ``chosen[i, :kept[i]]`` of row ``i``.
 
         Called for rounds without proposals too (k = 0).

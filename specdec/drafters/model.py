@@ -59,16 +59,16 @@ class DraftModel:
         self._runner.prefill([p[:-1] for p in prompts])
         self._runner.end_prefill()
 
-    def propose(self, round: Round) -> mx.array:
-        """k tokens per row, shape (B, k)."""
-        inputs = round.tail
+    def propose(self, round_: Round) -> mx.array:
+        """Choose k tokens per row, shape (B, k)."""
+        inputs = round_.tail
         if self._unseen is not None:
-            self._catch_up(self._unseen[:, :-2], round.active)
+            self._catch_up(self._unseen[:, :-2], round_.active)
         proposed = []
-        for j in range(round.num_draft_tokens):
+        for j in range(round_.num_draft_tokens):
             logits = self._forward(inputs)[:, -1:, : self._vocab_size]
-            noise = None if round.noise is None else round.noise[:, j : j + 1]
-            inputs = choose(logits, round.sampling, noise)
+            noise = None if round_.noise is None else round_.noise[:, j : j + 1]
+            inputs = choose(logits, round_.sampling, noise)
             proposed.append(inputs)
         return mx.concatenate(proposed, axis=1)
 
@@ -88,13 +88,13 @@ class DraftModel:
             self._runner.trim_per_sequence(mx.where(active, 0, width), width)
         self._unseen = None
 
-    def commit(self, round: Round, chosen: mx.array, kept: mx.array) -> None:
+    def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
         """Keep what was accepted; remember what a round without proposals added."""
-        written = round.num_draft_tokens + 1
-        if round.num_draft_tokens:
+        written = round_.num_draft_tokens + 1
+        if round_.num_draft_tokens:
             self._runner.trim_per_sequence(written - kept, written)
             return
-        seen = round.tail if self._unseen is None else self._unseen
+        seen = round_.tail if self._unseen is None else self._unseen
         self._unseen = mx.concatenate([seen, chosen], axis=1)
 
     def note_lengths(self, longest: int, shortest: int) -> None:

@@ -1,0 +1,89 @@
+"""The reference: what mlx-lm produces for one sequence, one token at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig, SamplingParams
+from specdec.drafters import Drafter, DraftModel
+from specdec.engine import RowBatch
+from specdec.models.runner import ModelRunner
+from specdec.scheduler import waves
+from specdec.sequence import Request
+from specdec.sequence import Sequence as TokenSequence
+
+# Rounds read at once with exact shapes, and one behind with bucketed shapes.
+AT_ONCE = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=0)
+BEHIND = BackendDefaults("cuda", read_bucket=64, repeat_shapes=True, lookahead=1)
+
+
+def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
+    """mlx-lm's plain greedy decoding."""
+    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens)
+    return [int(token) for token, _ in steps]
+
+
+def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """Plain decoding with the noise that the request's seed and positions name."""
+    cache = make_prompt_cache(model)
+    inputs, tokens = list(prompt), []
+    for position in range(len(prompt), len(prompt) + params.max_tokens):
+        logits = model(mx.array([inputs]), cache=cache)[0, -1]
+        if params.temperature:
+            key = mx.array([params.seed % 2**32, position], mx.uint32)
+            noise = mx.random.gumbel(logits.shape, key=key)
+            logits = logits / params.temperature + noise
+        inputs = [int(mx.argmax(logits))]
+        tokens += inputs
+    return tokens
+
+
+def run_rows(
+    target: Any,
+    draft: Any | None,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    batch_size: int = 8,
+    num_draft_tokens: int = 3,
+    backend: BackendDefaults = AT_ONCE,
+    prefill_step_size: int = 16,
+    eos: frozenset[int] = frozenset(),
+    drafter: Drafter | None = None,
+) -> list[TokenSequence]:
+    """Decode through the engine; the finished rows, in the order of the prompts."""
+    config = EngineConfig(
+        batch_size=batch_size,
+        num_draft_tokens=num_draft_tokens,
+        prefill_step_size=prefill_step_size,
+    )
+    runner = ModelRunner(target, "target")
+    if draft is not None:
+        drafter = DraftModel(
+            ModelRunner(draft, "draft"),
+            vocab_size=runner.vocab_size,
+            prefill_step_size=prefill_step_size,
+            max_draft_tokens=num_draft_tokens,
+            read_bucket=backend.read_bucket,
+        )
+    requests = [
+        Request(i, "", tuple(prompt), p)
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
+    rows = []
+    for wave in waves(requests, batch_size):
+        batch = RowBatch(
+            runner, drafter, [TokenSequence(r, eos) for r in wave], config, backend
+        )
+        sequences = batch.rows
+        batch.prefill()
+        for _ in batch.run():
+            pass
+        rows += sequences
+    return rows

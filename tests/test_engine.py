@@ -1,0 +1,305 @@
+"""Whole runs on small random models in float32: token for token what mlx-lm gives."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
+
+from specdec.backend import BackendDefaults
+from specdec.config import SamplingParams
+from specdec.drafters import Round
+
+VOCAB = 97
+LENGTHS = (1, 7, 30, 2, 70, 3, 16, 33)
+BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
+    other = tiny_model("llama", seed=5, num_hidden_layers=1)
+    near = tiny_model("llama", seed=0)
+    noise = mx.random.normal(near.model.embed_tokens.weight.shape, key=mx.random.key(1))
+    near.model.embed_tokens.weight = near.model.embed_tokens.weight + 0.15 * noise
+    return {"perfect": target, "near": near, "unrelated": other, "none": None}
+
+
+class AlwaysWrong:
+    """Proposes what the target will not choose: its own choice plus one."""
+
+    def __init__(self, continuations: Sequence[Sequence[int]]):
+        self._all = [[*c, 0] for c in continuations]
+        self._rows: list[list[int]] = []
+        self._seen: list[int] = []
+
+    def start(self, batch_size: int, max_length: int) -> None:
+        self._rows, self._all = self._all[:batch_size], self._all[batch_size:]
+        self._seen = [1] * batch_size
+
+    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+        pass
+
+    def propose(self, round_: Round) -> mx.array:
+        k = round_.num_draft_tokens
+        nexts = [
+            [(t + 1) % VOCAB for t in [*row[n:], *([0] * k)][:k]]
+            for row, n in zip(self._rows, self._seen, strict=True)
+        ]
+        return mx.array(nexts, mx.int32)
+
+    def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
+        counts: list[int] = kept.tolist()  # type: ignore[assignment]
+        self._seen = [n + c for n, c in zip(self._seen, counts, strict=True)]
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        pass
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self._rows = [self._rows[i] for i in rows]
+        self._seen = [self._seen[i] for i in rows]
+
+
+@BACKENDS
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+@pytest.mark.parametrize("k", [1, 4, 7])
+@pytest.mark.parametrize("draft", ["perfect", "near", "unrelated", "none"])
+def test_greedy_equals_mlx_lm(
+    target: Any,
+    drafts: dict[str, Any],
+    prompts: list[list[int]],
+    draft: str,
+    k: int,
+    batch_size: int,
+    backend: BackendDefaults,
+) -> None:
+    params = [SamplingParams(max_tokens=21 + i % 3) for i in range(len(prompts))]
+    rows = run_rows(
+        target,
+        drafts[draft],
+        prompts,
+        params,
+        batch_size=batch_size,
+        num_draft_tokens=k,
+        backend=backend,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+        assert row.finish_reason == "length"
+    drafted = sum(r.drafted for r in rows)
+    accepted = sum(r.accepted for r in rows)
+    if draft == "perfect":
+        assert accepted == drafted > 0
+    elif draft == "near":
+        assert 0 < accepted < drafted
+    elif draft == "none":
+        assert drafted == 0
+
+
+@BACKENDS
+def test_a_draft_that_is_always_wrong(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults
+) -> None:
+    expected = [greedy(target, p, 15) for p in prompts]
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=15)] * 8,
+        batch_size=4,
+        num_draft_tokens=3,
+        backend=backend,
+        drafter=AlwaysWrong(expected),
+    )
+    assert [r.tokens for r in rows] == expected
+    assert sum(r.accepted for r in rows) == 0
+    assert all(r.rounds == 14 for r in rows)
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["near", "unrelated", "none"])
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (3, 1)])
+def test_sampling_is_a_function_of_the_request(
+    target: Any,
+    drafts: dict[str, Any],
+    prompts: list[list[int]],
+    draft: str,
+    k: int,
+    batch_size: int,
+    backend: BackendDefaults,
+) -> None:
+    """Sampled and greedy rows in one batch, each equal to plain decoding alone."""
+    params = [
+        SamplingParams(max_tokens=20, temperature=t, seed=100 + i)
+        for i, t in enumerate((0.0, 0.5, 1.0, 1.5, 0.0, 0.7, 1.0, 2.0))
+    ]
+    rows = run_rows(
+        target,
+        drafts[draft],
+        prompts,
+        params,
+        batch_size=batch_size,
+        num_draft_tokens=k,
+        backend=backend,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == sampled(target, prompt, p)
+    if draft == "near":
+        assert sum(r.accepted for r in rows) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("k", [1, 2, 5])
+def test_nothing_is_emitted_or_counted_behind_the_end(
+    target: Any, prompts: list[list[int]], k: int, backend: BackendDefaults
+) -> None:
+    """Every token of row 0's own continuation serves once as the EOS token."""
+    whole = [greedy(target, p, 24) for p in prompts]
+    for eos in dict.fromkeys(whole[0][:10]):
+        rows = run_rows(
+            target,
+            target,
+            prompts,
+            [SamplingParams(max_tokens=24)] * 8,
+            num_draft_tokens=k,
+            backend=backend,
+            eos=frozenset({eos}),
+        )
+        for row, tokens in zip(rows, whole, strict=True):
+            expected = tokens[: tokens.index(eos)] if eos in tokens else tokens
+            assert row.tokens == expected
+            assert row.finish_reason == ("stop" if eos in tokens else "length")
+            # A perfect draft: every token used was accepted, but for the extras.
+            assert row.accepted == row.drafted
+            used = len(expected) + (eos in tokens)
+            assert used - 1 - row.rounds <= row.accepted <= used - 1
+
+
+@BACKENDS
+@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
+def test_short_requests(
+    target: Any, prompts: list[list[int]], max_tokens: int, backend: BackendDefaults
+) -> None:
+    rows = run_rows(
+        target,
+        target,
+        prompts,
+        [SamplingParams(max_tokens=max_tokens)] * 8,
+        num_draft_tokens=3,
+        backend=backend,
+    )
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.tokens == greedy(target, prompt, max_tokens)
+
+
+@pytest.mark.parametrize("step", [1, 5, 64, 512])
+def test_the_prefill_chunk_changes_nothing(
+    target: Any, drafts: dict[str, Any], prompts: list[list[int]], step: int
+) -> None:
+    params = [SamplingParams(max_tokens=10)] * 8
+    for backend in (AT_ONCE, BEHIND):
+        rows = run_rows(
+            target,
+            drafts["near"],
+            prompts,
+            params,
+            backend=backend,
+            prefill_step_size=step,
+        )
+        for row, prompt in zip(rows, prompts, strict=True):
+            assert row.tokens == greedy(target, prompt, 10)
+
+
+def test_a_draft_with_a_padded_or_cut_embedding(
+    target: Any, tiny_model: Callable[..., Any], prompts: list[list[int]]
+) -> None:
+    for vocab in (VOCAB + 31, VOCAB - 20):
+        draft = tiny_model("llama", seed=5, vocab_size=vocab)
+        for temperature in (0.0, 1.0):
+            params = [SamplingParams(max_tokens=10, temperature=temperature)] * 8
+            rows = run_rows(target, draft, prompts, params)
+            for row, prompt, p in zip(rows, prompts, params, strict=True):
+                assert row.tokens == sampled(target, prompt, p)
+
+
+class TestFaultsAreCaught:
+    """Each fault, planted in the round, changes the output of the test above."""
+
+    def differs(self, target: Any, draft: Any, prompts: list[list[int]]) -> bool:
+        rows = run_rows(target, draft, prompts, [SamplingParams(max_tokens=20)] * 8)
+        expected = [greedy(target, p, 20) for p in prompts]
+        return [r.tokens for r in rows] != expected
+
+    def test_no_fault(
+        self, target: Any, drafts: dict[str, Any], prompts: list[list[int]]
+    ) -> None:
+        assert not self.differs(target, drafts["near"], prompts)
+
+    @pytest.mark.parametrize("error", [-1, 1])
+    def test_a_trim_off_by_one(
+        self,
+        target: Any,
+        drafts: dict[str, Any],
+        prompts: list[list[int]],
+        error: int,
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from specdec.models.runner import ModelRunner
+
+        trim = ModelRunner.trim_per_sequence
+
+        def faulty(self: ModelRunner, n: Any, at_most: int) -> None:
+            off = n if isinstance(n, list) else mx.maximum(n + error, 0)
+            trim(self, off, at_most + 1)
+
+        monkeypatch.setattr(ModelRunner, "trim_per_sequence", faulty)
+        assert self.differs(target, drafts["near"], prompts)
+
+    def test_trimming_every_row_to_the_batchs_minimum(
+        self,
+        target: Any,
+        drafts: dict[str, Any],
+        prompts: list[list[int]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        from specdec.models.runner import ModelRunner
+
+        trim = ModelRunner.trim_per_sequence
+
+        def faulty(self: ModelRunner, n: Any, at_most: int) -> None:
+            uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
+            trim(self, uniform, at_most)
+
+        monkeypatch.setattr(ModelRunner, "trim_per_sequence", faulty)
+        assert self.differs(target, drafts["near"], prompts)
+
+    def test_one_token_too_many_kept(
+        self,
+        target: Any,
+        drafts: dict[str, Any],
+        prompts: list[list[int]],
+        monkeypatch: pytest.MonkeyPatch,
+    ) -> None:
+        import specdec.engine
+
+        def faulty(proposed: mx.array, chosen: mx.array, active: mx.array) -> mx.array:
+            from specdec.verification import count_kept
+
+            return mx.minimum(count_kept(proposed, chosen, active) + 1, chosen.shape[1])
+
+        monkeypatch.setattr(specdec.engine, "count_kept", faulty)
+        assert self.differs(target, drafts["near"], prompts)
