@@ -1,23 +1,32 @@
-"""Batch KV caches with per-sequence trim, one invariant for all (see docs/caches.md)."""
+"""Batch KV caches with per-sequence trim, on one invariant (docs/caches.md)."""
 
-from .adopt import adopt_caches
+from .adopt import CacheOptions, adopt_caches, check_caches, maybe_quantize
 from .batch import BatchCache
 from .kinds import (
     BatchChunkedKVCache,
     BatchKVCache,
+    BatchQuantizedChunkedKVCache,
     BatchQuantizedKVCache,
     BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
 )
+from .members import BatchCacheList
 from .memo import Memo
+from .ring import RingCache
 
 __all__ = [
     "BatchCache",
+    "BatchCacheList",
     "BatchChunkedKVCache",
     "BatchKVCache",
+    "BatchQuantizedChunkedKVCache",
     "BatchQuantizedKVCache",
     "BatchQuantizedRotatingKVCache",
     "BatchRotatingKVCache",
+    "CacheOptions",
     "Memo",
+    "RingCache",
     "adopt_caches",
+    "check_caches",
+    "maybe_quantize",
 ]

@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+import re
+import sys
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..errors import UnsupportedModelError
-from .batch import BatchCache
-from .kinds import BatchKVCache, BatchRotatingKVCache
+from ..errors import CacheError, UnsupportedModelError
+from .batch import BatchCache, Settings
+from .kinds import (
+    BatchChunkedKVCache,
+    BatchKVCache,
+    BatchQuantizedChunkedKVCache,
+    BatchQuantizedKVCache,
+    BatchQuantizedRotatingKVCache,
+    BatchRotatingKVCache,
+)
+from .members import BatchCacheList
 from .memo import Memo
+from .storage import QuantizedCodec
+
+LayerCache = BatchCache | BatchCacheList
+
+# First tokens that mlx-lm keeps when a cache is bounded by max_kv_size.
+MAX_KV_SIZE_KEEP = 4
 
 
 @dataclass(frozen=True)
@@ -19,76 +36,229 @@ class CacheOptions:
     """What the engine knows when it makes caches.
 
     Args:
-        max_write: most tokens written in one call (prefill chunk or k + 1).
+        max_write: most tokens written in one call (prefill chunk or k + 1), and
+            most that a ring can take back.
         read_bucket, max_length: see :class:`~specdec.cache.batch.BatchCache`.
+        kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
+        kv_group_size: elements that share a scale.
+        quantized_kv_start: caches stay dense until the longest row holds this
+            many tokens; see :func:`maybe_quantize`.
+        max_kv_size: full-attention layers keep the first 4 tokens and the newest
+            ``max_kv_size - 4``.
+
+    Raises:
+        CacheError: a value is out of range.
     """
 
     max_write: int
     read_bucket: int = 1
     max_length: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 0
+    max_kv_size: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.kv_bits is not None:
+            QuantizedCodec(self.kv_bits, self.kv_group_size)
+        if self.quantized_kv_start < 0:
+            raise CacheError(
+                f"quantized_kv_start is {self.quantized_kv_start}: it must be 0 or more"
+            )
+        if self.max_kv_size is not None and self.max_kv_size <= MAX_KV_SIZE_KEEP:
+            raise CacheError(
+                f"max_kv_size is {self.max_kv_size}: it must be more than the "
+                f"{MAX_KV_SIZE_KEEP} first tokens that are always kept"
+            )
 
 
-Adopter = Callable[[Any, int, CacheOptions, Memo], BatchCache]
+SUPPORTED = (
+    mlx_lm_cache.KVCache,
+    mlx_lm_cache.RotatingKVCache,
+    mlx_lm_cache.QuantizedKVCache,
+    mlx_lm_cache.ChunkedKVCache,
+    mlx_lm_cache.CacheList,
+)
 
 
-def _adopt_full(
-    cache: Any, batch_size: int, options: CacheOptions, memo: Memo
-) -> BatchCache:
-    return BatchKVCache(
+def _unsupported(cache: Any) -> str | None:
+    """Name of the first class, of ``cache`` or its members, without counterpart."""
+    # Exact types: a subclass may well behave differently.
+    if type(cache) not in SUPPORTED:
+        return type(cache).__name__
+    members = cache.caches if isinstance(cache, mlx_lm_cache.CacheList) else ()
+    return next((name for m in members if (name := _unsupported(m))), None)
+
+
+def _make(
+    cache: Any, batch_size: int, options: CacheOptions, settings: Settings
+) -> LayerCache:
+    """The batch counterpart of mlx-lm's ``cache``, empty."""
+    if isinstance(cache, mlx_lm_cache.CacheList):
+        made = [_make(m, batch_size, options, settings) for m in cache.caches]
+        return BatchCacheList(*made)  # type: ignore[arg-type]  # lists do not nest
+    now = options.kv_bits is not None and options.quantized_kv_start == 0
+    stored: dict[str, Any] = {}
+    if isinstance(cache, mlx_lm_cache.QuantizedKVCache):
+        stored = {"bits": cache.bits, "group_size": cache.group_size}
+    elif now:
+        stored = {"bits": options.kv_bits, "group_size": options.kv_group_size}
+    if isinstance(cache, mlx_lm_cache.ChunkedKVCache):
+        chunked = BatchQuantizedChunkedKVCache if stored else BatchChunkedKVCache
+        return chunked(
+            batch_size,
+            chunk_size=cache.chunk_size,
+            max_write=options.max_write,
+            **stored,
+            **settings,
+        )
+    if isinstance(cache, mlx_lm_cache.RotatingKVCache):
+        bounds = cache.max_size, cache.keep
+    elif options.max_kv_size is not None:
+        bounds = options.max_kv_size, MAX_KV_SIZE_KEEP
+    else:
+        linear = BatchQuantizedKVCache if stored else BatchKVCache
+        return linear(batch_size, **stored, **settings)
+    rotating = BatchQuantizedRotatingKVCache if stored else BatchRotatingKVCache
+    return rotating(
         batch_size,
-        max_length=options.max_length,
-        read_bucket=options.read_bucket,
-        memo=memo,
-    )
-
-
-def _adopt_rotating(
-    cache: Any, batch_size: int, options: CacheOptions, memo: Memo
-) -> BatchCache:
-    return BatchRotatingKVCache(
-        batch_size,
-        max_size=cache.max_size,
-        keep=cache.keep,
+        max_size=bounds[0],
+        keep=bounds[1],
         max_write=options.max_write,
-        max_length=options.max_length,
-        read_bucket=options.read_bucket,
-        memo=memo,
+        **stored,
+        **settings,
     )
 
 
-# Exact types: a subclass may well behave differently.
-_ADOPTERS: dict[type[Any], Adopter] = {
-    mlx_lm_cache.KVCache: _adopt_full,
-    mlx_lm_cache.RotatingKVCache: _adopt_rotating,
-}
+# mx.where(mask, ...), mask & ..., ~mask and the like.
+_BOOLEAN_USE = re.compile(r"where\(\s*mask\b|[&|~]\s*mask\b|\bmask\s*[&|]")
 
 
-def check_caches(model: Any, name: str) -> None:
-    """Refuse a model that asks for a cache without a batch counterpart.
+def reads_boolean_masks(model: Any) -> bool:
+    """Whether the model's code takes a mask for a boolean array.
+
+    mlx-lm's caches return boolean masks, and attention that is not mlx-lm's own
+    function (multi-head latent attention, mostly) may depend on it. An additive
+    mask would be read upside down there, silently.
+    """
+    modules = {type(m).__module__ for _, m in model.named_modules()}
+    for name in modules:
+        if name.partition(".")[0] == "mlx":
+            continue
+        try:
+            source = inspect.getsource(sys.modules[name])
+        except (KeyError, OSError, TypeError):
+            return True  # cannot tell
+        if _BOOLEAN_USE.search(source):
+            return True
+    return False
+
+
+def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> None:
+    """Refuse a model that the batch caches cannot serve, before any work.
+
+    Beside the classes that the model asks for, its own code is tried: a forward
+    of rows with different lengths is built, not computed. That shows models
+    which read ``cache.offset`` as one number, head sizes that the quantization
+    group does not divide, and attention that takes no quantized keys.
 
     Raises:
-        UnsupportedModelError: names the model, the layer and the cache class.
+        UnsupportedModelError: names the model and what is not supported.
     """
+    _check_classes(model, name)
+    options = options or CacheOptions(max_write=2)
+    options = CacheOptions(
+        max_write=2,
+        kv_bits=options.kv_bits,
+        kv_group_size=options.kv_group_size,
+        max_kv_size=options.max_kv_size,
+    )
+    caches = adopt_caches(model, 3, options, name)
+    tokens = mx.zeros((3, 2), mx.int32)
+    try:
+        model(tokens, cache=caches)
+        for cache in caches:
+            cache.trim_per_sequence([0, 1, 2])
+        model(tokens, cache=caches)
+    except Exception as error:  # whatever a model's code raises
+        stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
+        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        raise UnsupportedModelError(
+            f"{name}: its code ({type(model).__module__}) does not work with batch "
+            f"caches{stored}: {type(error).__name__}: {reason}"
+        ) from error
+
+
+def _check_classes(model: Any, name: str) -> None:
     for layer, cache in enumerate(mlx_lm_cache.make_prompt_cache(model)):
-        if type(cache) not in _ADOPTERS:
-            supported = ", ".join(t.__name__ for t in _ADOPTERS)
+        if unsupported := _unsupported(cache):
+            supported = ", ".join(t.__name__ for t in SUPPORTED)
             raise UnsupportedModelError(
-                f"{name}: layer {layer} asks for a {type(cache).__name__}, which "
-                f"has no batch counterpart yet (supported: {supported})"
+                f"{name}: layer {layer} asks for a {unsupported}, which has no batch "
+                f"counterpart yet (supported: {supported})"
             )
 
 
 def adopt_caches(
     model: Any, batch_size: int, options: CacheOptions, name: str = "model"
-) -> list[BatchCache]:
+) -> list[Any]:
     """One batch cache for each that ``model`` asks for, empty, sharing one memo.
 
+    Returns:
+        A list of :data:`LayerCache`.
+
     Raises:
-        UnsupportedModelError: see :func:`check_caches`.
+        UnsupportedModelError: the model asks for a class without counterpart.
     """
-    check_caches(model, name)
-    memo = Memo()
+    _check_classes(model, name)
+    settings: Settings = {
+        "max_length": options.max_length,
+        "read_bucket": options.read_bucket,
+        "additive_mask": not reads_boolean_masks(model),
+        "memo": Memo(),
+    }
     return [
-        _ADOPTERS[type(c)](c, batch_size, options, memo)
-        for c in mlx_lm_cache.make_prompt_cache(model)
+        _make(cache, batch_size, options, settings)
+        for cache in mlx_lm_cache.make_prompt_cache(model)
     ]
+
+
+def maybe_quantize(
+    caches: list[Any], options: CacheOptions, longest: int | None = None
+) -> bool:
+    """Quantize dense caches, in place in the list, once they are long enough.
+
+    To be called between forwards, like mlx-lm's ``maybe_quantize_kv_cache``.
+    All layers change in one call, when the longest row of the batch holds
+    ``options.quantized_kv_start`` tokens.
+
+    Args:
+        longest: tokens of the longest row; without it the caches are asked,
+            which waits for the device.
+
+    Returns:
+        Whether anything changed.
+    """
+    if options.kv_bits is None or not any(map(_is_dense, caches)):
+        return False
+    if longest is None:
+        longest = max(int(c.offset.max()) if c.batch_size else 0 for c in caches)
+    if longest < options.quantized_kv_start:
+        return False
+    for i, cache in enumerate(caches):
+        caches[i] = _quantized(cache, options)
+    return True
+
+
+def _is_dense(cache: LayerCache) -> bool:
+    if isinstance(cache, BatchCacheList):
+        return any(map(_is_dense, cache.caches))
+    return hasattr(cache, "to_quantized")
+
+
+def _quantized(cache: Any, options: CacheOptions) -> Any:
+    if isinstance(cache, BatchCacheList):
+        return BatchCacheList(*(_quantized(c, options) for c in cache.caches))
+    if not _is_dense(cache):
+        return cache
+    return cache.to_quantized(group_size=options.kv_group_size, bits=options.kv_bits)

@@ -8,7 +8,7 @@ mlx-lm's cache protocol, so mlx-lm's own models and generators can use it.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, TypedDict, TypeVar
 
 import mlx.core as mx
 
@@ -16,7 +16,6 @@ from ..errors import CacheError
 from .memo import Memo
 from .positions import (
     Layout,
-    RingLayout,
     Rule,
     SlidingRule,
     additive_mask,
@@ -28,6 +27,16 @@ from .storage import Arrays, Codec, Storage
 
 C = TypeVar("C", bound="BatchCache")
 RowCounts = mx.array | Sequence[int]
+Options = Mapping[str, int | None]
+
+
+class Settings(TypedDict, total=False):
+    """Arguments that every cache takes, see :class:`BatchCache`."""
+
+    max_length: int | None
+    read_bucket: int
+    additive_mask: bool
+    memo: Memo | None
 
 
 class BatchCache:
@@ -51,6 +60,9 @@ class BatchCache:
             capacity never passes it.
         read_bucket: columns handed to attention are rounded up to a multiple of
             this, so that shapes repeat; 1 hands over exactly what is held.
+        additive_mask: whether mask arrays are additive in the cache's dtype
+            (faster on a GPU) rather than boolean, which is what mlx-lm's caches
+            return and some of its models rely on.
         memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -59,7 +71,7 @@ class BatchCache:
     """
 
     #: mlx-lm's class for one sequence of this kind.
-    single: ClassVar[type[Any]]
+    single: ClassVar[Any]
 
     def __init__(
         self,
@@ -70,24 +82,29 @@ class BatchCache:
         rules: tuple[Rule, ...] = (),
         max_length: int | None = None,
         read_bucket: int = 1,
+        additive_mask: bool = False,
         memo: Memo | None = None,
-        options: Mapping[str, int | None] | None = None,
+        options: Options | None = None,
     ):
         if batch_size < 0:
             raise CacheError(f"batch_size is {batch_size}: it must be 0 or more")
         if read_bucket < 1:
             raise CacheError(f"read_bucket is {read_bucket}: it must be 1 or more")
+        if max_length is not None and max_length < 1:
+            raise CacheError(f"max_length is {max_length}: it must be 1 or more")
         self.layout = layout
         self.rules = rules
         self.max_length = max_length
         self.read_bucket = read_bucket
+        self.additive_mask = additive_mask
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
             "max_length": max_length,
             "read_bucket": read_bucket,
+            "additive_mask": additive_mask,
         }
-        self._memo = memo or Memo()
+        self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
         self.offset = self._memo.get(
             "zeros", (), batch_size, lambda: mx.zeros((batch_size,), mx.int32)
@@ -118,7 +135,7 @@ class BatchCache:
         return self._storage.nbytes
 
     def empty(self) -> bool:
-        """Whether nothing has ever been stored."""
+        """Whether nothing is allocated: never written, or no rows left."""
         return self._storage.arrays is None
 
     def size(self) -> int:
@@ -126,7 +143,7 @@ class BatchCache:
         return self._measure_longest()
 
     def _measure_longest(self) -> int:
-        if not self._uniform and self.batch_size:
+        if not self._uniform:
             offset: list[int] = self.offset.tolist()  # type: ignore[assignment]
             self.note_lengths(longest=max(offset), shortest=min(offset))
         return self._longest
@@ -191,20 +208,23 @@ class BatchCache:
         self._check_write(num_tokens, longest)
         updates = self._storage.codec.encode(keys, values)
         capacity = self._capacity_for(longest)
-        if self.empty():
-            self._storage.allocate_like(updates, rows, capacity)
+        if self.empty():  # so all rows start in slot 0
+            self._storage.write_first(updates, capacity)
         else:
             self._storage.grow(capacity)
-        offset = self.offset
-        slots = self._memo.get(
-            ("slots", self.layout),
-            (offset,),
-            num_tokens,
-            lambda: self.layout.slots(offset[:, None] + mx.arange(num_tokens)),
-        )
-        self._storage.write(updates, slots)
+            self._storage.write(updates, self._next_slots(num_tokens))
         self._advance(num_tokens, longest)
         return self._storage.read(self._extent(longest, capacity))
+
+    def _next_slots(self, num_tokens: int) -> mx.array:
+        """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
+        offset, layout = self.offset, self.layout
+        return self._memo.get(
+            ("slots", layout),
+            (offset,),
+            num_tokens,
+            lambda: layout.slots(offset[:, None] + mx.arange(num_tokens)),
+        )
 
     def _advance(self, num_tokens: int, longest: int) -> None:
         offset = self.offset
@@ -218,6 +238,7 @@ class BatchCache:
         # written behind it is padding, overwritten by its next real token.
         valid = [min(num_tokens, n) for n in self._lengths]
         self._lengths = [n - v for n, v in zip(self._lengths, valid, strict=True)]
+        self._longest = longest - num_tokens + max(valid, default=0)
         self._uniform = self._uniform and len(set(valid)) <= 1
         self.offset = self._memo.get(
             "advance", (offset,), tuple(valid), lambda: offset + mx.array(valid)
@@ -241,10 +262,10 @@ class BatchCache:
                 cache's rules.
 
         Returns:
-            An array of shape (B, 1, N, extent), additive in the cache's dtype
-            (boolean before anything is stored); or what mlx-lm's caches return
-            where no array is needed: ``None`` for one query that sees every
-            column, ``"causal"`` for several.
+            An array of shape (B, 1, N, extent), boolean, or additive where the
+            cache was made so (and has stored something, so knows its dtype); or
+            what mlx-lm's caches return where no array is needed: ``None`` for
+            one query that sees every column, ``"causal"`` for several.
         """
         longest = self._longest_after(N)
         extent = self._extent(longest, self._capacity_for(longest))
@@ -252,7 +273,8 @@ class BatchCache:
         # Exactly the rows' own columns, oldest first: no array needed.
         if self._uniform and extent == longest and not rules and not return_array:
             return None if N == 1 else "causal"
-        offset, dtype, layout = self.offset, self._storage.dtype, self.layout
+        offset, layout = self.offset, self.layout
+        dtype = self._storage.dtype if self.additive_mask else None
 
         def compute() -> mx.array:
             visible = visible_slots(layout, rules, offset, N, extent)
@@ -268,6 +290,9 @@ class BatchCache:
             rules = (*rules, SlidingRule(window_size))
         return tuple(r for r in rules if r.span < longest)
 
+    def resize(self, max_write: int) -> None:
+        """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
+
     # -- trimming ----------------------------------------------------------
 
     def is_trimmable(self) -> bool:
@@ -280,8 +305,8 @@ class BatchCache:
         Returns:
             How many tokens the longest row lost.
         """
-        lost = min(n, self._measure_longest())
-        if lost > 0:
+        lost = max(0, min(n, self._measure_longest()))
+        if lost:
             uniform, longest = self._uniform, self._longest
             self.trim_per_sequence([lost] * self.batch_size)
             self._longest, self._uniform = longest - lost, uniform
@@ -302,7 +327,8 @@ class BatchCache:
                 takes back more than a ring still holds.
         """
         if isinstance(n, mx.array):
-            counts = n
+            # An unsigned count would make the offsets 64 bits wide.
+            counts = n if n.dtype == mx.int32 else n.astype(mx.int32)
             if at_most is None and self._trim_budget() is not None:
                 at_most = int(n.max()) if n.size else 0
         else:
@@ -323,7 +349,8 @@ class BatchCache:
         self.offset = self._memo.get(
             "trim", (offset, counts), None, lambda: mx.maximum(offset - counts, 0)
         )
-        self._uniform = False
+        # One row stays uniform only if the host knows what it lost.
+        self._uniform = self._uniform and at_most == 0
 
     # Rings override these four: a linear cache can undo everything.
 
@@ -354,21 +381,28 @@ class BatchCache:
         Args:
             lengths: real tokens of every row in the writes to come; what follows
                 them is padding and never counts as kept.
-            right_padding: padding of every row, taken back by :meth:`finalize`
-                when ``lengths`` is not given.
+            right_padding: padding of every row; without ``lengths`` it is taken
+                back by :meth:`finalize`, which a ring can do only for as much
+                padding as it can trim.
 
         Raises:
-            CacheError: left padding, which these caches do not have.
+            CacheError: left padding, which these caches do not have, or counts
+                for another number of rows.
         """
         if left_padding is not None and any(left_padding):
             raise CacheError(
                 "left padding is not supported: pad on the right and pass lengths"
             )
-        if right_padding is None or not any(right_padding):
+        for counts in (lengths, right_padding):
+            if counts is not None and len(counts) != self.batch_size:
+                raise CacheError(
+                    f"prepare got {len(counts)} counts for {self.batch_size} rows"
+                )
+        if right_padding is not None and not any(right_padding):
             return
         if lengths is not None:
             self._lengths = [int(n) for n in lengths]
-        else:
+        elif right_padding is not None:
             self._right_padding = [int(n) for n in right_padding]
 
     def finalize(self) -> None:
@@ -381,17 +415,27 @@ class BatchCache:
     # -- rows --------------------------------------------------------------
 
     def filter(self, batch_indices: RowCounts) -> None:
-        """Keep just the given rows, in that order (none is allowed)."""
+        """Keep just the given rows, in that order (none is allowed).
+
+        Raises:
+            CacheError: there is no such row, or padding is announced.
+        """
+        if self._lengths is not None or self._right_padding is not None:
+            raise CacheError("rows cannot be filtered between prepare and finalize")
         if isinstance(batch_indices, mx.array):
             rows = batch_indices
         else:
             indices = [int(i) for i in batch_indices]
+            if not all(0 <= i < self.batch_size for i in indices):
+                raise CacheError(
+                    f"filter got rows {indices}: the batch has {self.batch_size}"
+                )
             rows = self._memo.get(
                 "rows", (), tuple(indices), lambda: mx.array(indices, mx.int32)
             )
-            if self._lengths is not None:
-                self._lengths = [self._lengths[i] for i in indices]
         self._storage.take_rows(rows)
+        if rows.shape[0] == 0:
+            self._forget_rows()
         offset = self.offset
         self.offset = self._memo.get(
             "filter",
@@ -400,9 +444,25 @@ class BatchCache:
             lambda: offset[rows] if rows.shape[0] else offset[:0],
         )
 
+    def _forget_rows(self) -> None:
+        """No row is left: neither is what the host knew of them."""
+        self._longest, self._uniform = 0, True
+
     def extend(self: C, other: C) -> None:
-        """Append the rows of ``other``, which may be longer, shorter or empty."""
-        self._join([self, other])
+        """Append the rows of ``other``, which may be longer, shorter or empty.
+
+        Raises:
+            CacheError: ``other`` is of another kind or has other settings.
+        """
+        self._join([self, self._matching(other)])
+
+    def _matching(self: C, other: BatchCache) -> C:
+        """``other``, in a form whose rows can join this cache's."""
+        if not isinstance(other, type(self)):
+            raise CacheError(
+                f"a {type(other).__name__} cannot join a {type(self).__name__}"
+            )
+        return other
 
     def _join(self: C, parts: Sequence[C]) -> None:
         """Become the rows of ``parts``, in order; ``self`` may be one of them."""
@@ -425,7 +485,8 @@ class BatchCache:
 
     def extract(self, idx: int) -> Any:
         """Row ``idx`` as mlx-lm's own cache of one sequence, exact contents."""
-        length = int(self.offset[idx].item())
+        lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
+        length = lengths[idx]
         if self.empty() or length == 0:
             return self._make_single(None, 0)
         slots = self.layout.slots(mx.array(self._row_positions(length)))
@@ -444,7 +505,9 @@ class BatchCache:
 
     def _like(self: C, batch_size: int) -> C:
         """An empty cache with the same settings."""
-        return type(self)(batch_size, **self._options)  # type: ignore[arg-type]
+        make: Any = type(self)
+        made: C = make(batch_size, memo=self._memo, **self._options)
+        return made
 
     def _convert(self, other: BatchCache) -> None:
         """Become ``other``, stored by this cache's codec (same layout)."""
@@ -459,9 +522,11 @@ class BatchCache:
 
     def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
         """Become one row of ``length`` tokens holding ``positions``."""
-        capacity = self._capacity_for(length)
-        self._storage.allocate_like(arrays, 1, capacity)
-        self._storage.write(arrays, self.layout.slots(mx.array([list(positions)])))
+        slots = self.layout.slots(mx.array([list(positions)], mx.int32))
+        self._storage.write_first(
+            tuple(a[:, :, :0] for a in arrays), self._capacity_for(length)
+        )
+        self._storage.write(arrays, slots)
         self.offset = mx.array([length], mx.int32)
         self._longest, self._uniform = length, True
 
@@ -486,14 +551,14 @@ class BatchCache:
                 f"a {type(cache).__name__} cannot become part of a {cls.__name__}"
             )
         made = cls._like_single(cache)
-        if not cache.empty():
+        if not cache.empty() and cache.offset:
             made._insert_single(cache)
         return made
 
     @classmethod
     def _like_single(cls: type[C], cache: Any) -> C:
         """An empty cache of one row, with the settings of mlx-lm's ``cache``."""
-        return cls(1)
+        raise NotImplementedError
 
     @property
     def keys(self) -> Any:
@@ -516,28 +581,24 @@ class BatchCache:
 
     @property
     def state(self) -> tuple[Any, ...]:
-        """(keys, values, offset, *options, *counters): all of the cache."""
-        return (
-            self.keys,
-            self.values,
-            self.offset,
-            *self._options.values(),
-            *self._bookkeeping(),
-        )
+        """(keys, values, offset, options and counters): all of the cache."""
+        plain = [*self._options.values(), *self._bookkeeping()]
+        return self.keys, self.values, self.offset, plain
 
     @state.setter
     def state(self, v: tuple[Any, ...]) -> None:
-        keys, values, offset, *rest = v
-        names = list(self._options)
-        options = dict(zip(names, rest, strict=False))
-        type(self).__init__(self, 0, **options)  # type: ignore[arg-type]
+        keys, values, offset, plain = v
+        options = dict(zip(self._options, plain, strict=False))
+        counters = tuple(plain[len(options) :])
+        restart: Any = type(self).__init__
+        restart(self, 0, memo=self._memo, **options)
         if keys is not None:
             self._storage.arrays = self._storage.codec.collect(keys, values)
         self.offset = offset
         lengths: list[int] = offset.tolist()
         self._longest = max(lengths, default=0)
         self._uniform = len(set(lengths)) <= 1
-        self._restore_bookkeeping(tuple(rest[len(names) :]))
+        self._restore_bookkeeping(counters)
 
     @classmethod
     def from_state(cls: type[C], state: tuple[Any, ...]) -> C:
@@ -549,4 +610,4 @@ class BatchCache:
     @classmethod
     def _blank(cls: type[C]) -> C:
         """An empty cache with any settings."""
-        return cls(0)
+        raise NotImplementedError

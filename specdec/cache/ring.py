@@ -9,16 +9,20 @@ back only what has not destroyed a position that would become visible again:
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, Self
+from collections.abc import Sequence
+from typing import Self, Unpack
 
 import mlx.core as mx
 
 from ..errors import CacheError
-from .batch import BatchCache
-from .memo import Memo
+from .batch import BatchCache, Options, Settings
 from .positions import RingLayout, Rule, grown_capacity
-from .storage import Codec
+from .storage import Arrays, Codec
+
+
+def _check_max_write(max_write: int) -> None:
+    if max_write < 1:
+        raise CacheError(f"max_write is {max_write}: it must be 1 or more")
 
 
 class RingCache(BatchCache):
@@ -39,33 +43,28 @@ class RingCache(BatchCache):
         keep: int,
         max_write: int,
         rules: tuple[Rule, ...],
-        max_length: int | None,
-        read_bucket: int,
-        memo: Memo | None,
-        options: Mapping[str, int | None],
+        options: Options,
+        **settings: Unpack[Settings],
     ):
         if window < 1 or keep < 0:
             raise CacheError(
                 f"a ring of window {window} and keep {keep} holds nothing: window "
                 "must be 1 or more, keep 0 or more"
             )
-        if not 1 <= max_write:
-            raise CacheError(f"max_write is {max_write}: it must be 1 or more")
+        _check_max_write(max_write)
         super().__init__(
             batch_size,
             codec=codec,
             layout=RingLayout(window + max_write - 1, keep),
             rules=rules,
-            max_length=max_length,
-            read_bucket=read_bucket,
-            memo=memo,
             options={**options, "max_write": max_write},
+            **settings,
         )
         self.window = window
         self.keep = keep
         self.max_write = max_write
-        # Host bounds over rows: tokens ever written, and, for rows that may
-        # have wrapped, how many of those are taken back.
+        # Host bounds over rows: tokens ever written, and, once a row may have
+        # lost positions to a write behind them, how many of those are taken back.
         self._reach = 0
         self._undone = 0
 
@@ -116,7 +115,11 @@ class RingCache(BatchCache):
 
         Shrinking after prefill returns memory; only the newest
         ``keep + window + max_write - 1`` positions stay.
+
+        Raises:
+            CacheError: ``max_write`` is less than 1.
         """
+        _check_max_write(max_write)
         if max_write == self.max_write:
             return
         longest = self._measure_longest()
@@ -128,13 +131,19 @@ class RingCache(BatchCache):
         self.max_write = self._options["max_write"] = max_write
         self.layout = RingLayout(self.window + max_write - 1, self.keep)
         self._reach = max(longest, self._slots + 1) if wrapped else longest
-        if self.empty() or not self.batch_size:
+        if self.empty():
             return
-        needed = self._slots_needed(longest)
-        capacity = grown_capacity(needed, self._limit())
-        held = self.layout.held(capacity, self.offset - 1)
-        source = mx.minimum(old.slots(mx.maximum(held, 0)), old_capacity - 1)
-        self._storage.take_slots(source)
+        capacity = grown_capacity(self._slots_needed(longest), self._limit())
+        offset, layout = self.offset, self.layout
+
+        def sources() -> mx.array:
+            held = layout.held(capacity, offset - 1)
+            return mx.minimum(old.slots(mx.maximum(held, 0)), old_capacity - 1)
+
+        params = (capacity, old_capacity)
+        self._storage.take_slots(
+            self._memo.get(("relay", old, layout), (offset,), params, sources)
+        )
 
     def _same_shape(self, others: Sequence[Self]) -> None:
         parts = [self, *others]
@@ -145,20 +154,39 @@ class RingCache(BatchCache):
             part.resize(widest)
 
     def _join(self, parts: Sequence[Self]) -> None:
+        filled = [p for p in parts if p.batch_size]
+        reach = max((p._reach for p in filled), default=0)
+        undone = max((p._undone for p in filled), default=0)
         super()._join(parts)
-        self._reach = max((p._reach for p in parts), default=0)
-        self._undone = max((p._undone for p in parts), default=0)
+        self._reach, self._undone = reach, undone
+
+    def _forget_rows(self) -> None:
+        super()._forget_rows()
+        self._reach = self._undone = 0
 
     def _row_positions(self, length: int) -> list[int]:
+        # Of the oldest one a wrapped ring may be bereft after a trim; the next
+        # query no longer sees it, but mlx-lm's cache counts on its place.
         if length <= self.keep + self.window:
             return list(range(length))
         return [*range(self.keep), *range(length - self.window, length)]
 
-    def _fill_row(
-        self, arrays: tuple[mx.array, ...], positions: Sequence[int], length: int
-    ) -> None:
-        super()._fill_row(arrays, positions, length)
-        self._reach = length
+    def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
+        """As in the base class; what is missing is missing as after a wrap."""
+        ring = self._slots - self.keep
+        held = [
+            (slot, p)
+            for slot, p in enumerate(positions)
+            if p < self.keep or p >= length - ring
+        ]
+        chosen = mx.array([slot for slot, _ in held])
+        kept = [p for _, p in held]
+        super()._fill_row(tuple(a[:, :, chosen] for a in arrays), kept, length)
+        self._reach, self._undone = length, 0
+        oldest = next((p for p in kept if p >= self.keep), self.keep)
+        if oldest > self.keep:
+            self._reach = max(length, self._slots + 1)
+            self._undone = max(0, oldest + ring - length)
 
     def _bookkeeping(self) -> tuple[int, ...]:
         return self._reach, self._undone

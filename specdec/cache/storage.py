@@ -21,6 +21,10 @@ Arrays = tuple[mx.array, ...]
 class Codec(Protocol):
     """How keys and values are represented."""
 
+    @property
+    def options(self) -> dict[str, int]:
+        """Arguments of a cache's constructor that lead to this codec."""
+
     def encode(self, keys: mx.array, values: mx.array) -> Arrays:
         """Arrays to store for ``keys`` and ``values`` of shape (B, H, S, D)."""
 
@@ -34,6 +38,10 @@ class Codec(Protocol):
 @dataclass(frozen=True)
 class DenseCodec:
     """Keys and values as they are."""
+
+    @property
+    def options(self) -> dict[str, int]:
+        return {}
 
     def encode(self, keys: mx.array, values: mx.array) -> Arrays:
         return keys, values
@@ -60,6 +68,10 @@ class QuantizedCodec:
                 f"kv group size is {self.group_size}: it must be 32, 64 or 128"
             )
 
+    @property
+    def options(self) -> dict[str, int]:
+        return {"bits": self.bits, "group_size": self.group_size}
+
     def encode(self, keys: mx.array, values: mx.array) -> Arrays:
         return self._quantize(keys) + self._quantize(values)
 
@@ -76,6 +88,14 @@ class QuantizedCodec:
 
     def collect(self, keys: Any, values: Any) -> Arrays:
         return tuple(keys) + tuple(values)
+
+
+def _widened(arrays: Arrays, capacity: int) -> Arrays:
+    """Copies of ``arrays`` with zeroed slots appended up to ``capacity``."""
+    # With nothing to append still a copy: the arrays of a first write may be
+    # views of something larger.
+    more = capacity - arrays[0].shape[2]
+    return tuple(mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in arrays)
 
 
 class Storage:
@@ -105,25 +125,27 @@ class Storage:
         # The last array is the values, or their biases: in the model's dtype.
         return None if self.arrays is None else self.arrays[-1].dtype
 
-    def allocate_like(self, arrays: Arrays, rows: int, capacity: int) -> None:
-        """Allocate zeros with the heads, features and dtypes of ``arrays``."""
-        self.arrays = tuple(
-            mx.zeros((rows, a.shape[1], capacity, a.shape[3]), a.dtype) for a in arrays
-        )
-
     def grow(self, capacity: int) -> None:
         """Append zeroed slots up to ``capacity``; one copy, nothing else held."""
         if self.arrays is not None and capacity > self.capacity:
-            more = capacity - self.capacity
-            widths = [(0, 0), (0, 0), (0, more), (0, 0)]
-            self.arrays = tuple(mx.pad(a, widths) for a in self.arrays)
+            self.arrays = _widened(self.arrays, capacity)
 
     def write(self, updates: Arrays, slots: mx.array) -> None:
-        """Scatter ``updates`` of shape (B, H, S, D) to ``slots`` of shape (B, S)."""
+        """Put ``updates``, shape (B, H, S, D), into ``slots``, shape (B, S).
+
+        Arrays handed out before keep what they held; when nobody holds them any
+        more, MLX writes in place.
+        """
         assert self.arrays is not None
-        rows = mx.arange(slots.shape[0])[:, None]
-        for array, update in zip(self.arrays, updates, strict=True):
-            array[rows, :, slots] = update.transpose(0, 2, 1, 3)
+        index = slots[:, None, :, None]
+        self.arrays = tuple(
+            mx.put_along_axis(array, index, update, axis=2)
+            for array, update in zip(self.arrays, updates, strict=True)
+        )
+
+    def write_first(self, updates: Arrays, capacity: int) -> None:
+        """Allocate ``capacity`` slots; the first of them hold ``updates``."""
+        self.arrays = _widened(updates, capacity)
 
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""
@@ -133,10 +155,10 @@ class Storage:
         return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
 
     def take_rows(self, rows: mx.array) -> None:
-        """Keep the given rows, in that order."""
+        """Keep the given rows, in that order; with none, let go of the arrays."""
         if self.arrays is not None:
-            n = rows.shape[0]
-            self.arrays = tuple(a[rows] if n else a[:0] for a in self.arrays)
+            keep = rows.shape[0] > 0
+            self.arrays = tuple(a[rows] for a in self.arrays) if keep else None
 
     def take_slots(self, slots: mx.array) -> None:
         """Let slot ``j`` of row ``i`` hold what slot ``slots[i, j]`` held."""
@@ -161,16 +183,19 @@ class Storage:
         if any(s.codec != codec for s, _ in parts):
             raise CacheError("caches stored differently cannot be joined")
         capacity = max(s.capacity for s in filled)
-        first = filled[0].arrays
-        assert first is not None
-        columns = []
+        sample = filled[0].arrays
+        columns: list[Arrays] = []
         for storage, rows in parts:
-            part = cls(codec, storage.arrays)
-            if part.arrays is None:
-                part.allocate_like(first, rows, capacity)
-            part.grow(capacity)
-            assert part.arrays is not None
-            columns.append(part.arrays)
+            arrays = storage.arrays
+            if arrays is None:  # rows that hold nothing yet
+                assert sample is not None
+                arrays = tuple(
+                    mx.zeros((rows, a.shape[1], 0, a.shape[3]), a.dtype) for a in sample
+                )
+            if rows:
+                fits = arrays[0].shape[2] == capacity
+                columns.append(arrays if fits else _widened(arrays, capacity))
         return cls(
-            codec, tuple(mx.concatenate(c, axis=0) for c in zip(*columns, strict=True))
+            codec,
+            tuple(mx.concatenate(list(c), axis=0) for c in zip(*columns, strict=True)),
         )
