@@ -12,7 +12,8 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import CacheError, UnsupportedModelError
-from .batch import BatchCache, Settings
+from .batch import BatchCache
+from .core import Settings
 from .kinds import (
     BatchChunkedKVCache,
     BatchKVCache,
@@ -38,7 +39,7 @@ class CacheOptions:
     Args:
         max_write: most tokens written in one call (prefill chunk or k + 1), and
             most that a ring can take back.
-        read_bucket, max_length: see :class:`~specdec.cache.batch.BatchCache`.
+        read_bucket, max_length: see :class:`~specdec.cache.core.CacheCore`.
         kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
         kv_group_size: elements that share a scale.
         quantized_kv_start: caches stay dense until the longest row holds this

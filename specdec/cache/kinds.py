@@ -17,17 +17,15 @@ from typing import Any, ClassVar, Self, Unpack
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..errors import CacheError
-from .batch import BatchCache, Settings
+from .batch import BatchCache
+from .core import Settings
 from .positions import ChunkedRule, LinearLayout, SlidingRule
+from .quantized import Dense, Quantized, QuantizedRing
 from .ring import RingCache
 from .storage import Arrays, Codec, DenseCodec, QuantizedCodec
 
 DEFAULT_MAX_WRITE = 512
 DENSE = DenseCodec()
-
-
-# Layouts: what is written where, and how mlx-lm's cache of one sequence is read.
 
 
 class _Linear(BatchCache):
@@ -169,72 +167,10 @@ class _Chunked(RingCache):
         return made
 
 
-# Storage: dense caches can become quantized ones.
-
-
-class _Dense(BatchCache):
-    quantized: ClassVar[type[_Quantized]]
-
-    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
-        """This cache with its contents quantized; this one should be dropped.
-
-        Raises:
-            CacheError: bits or group size are not supported, or do not fit.
-        """
-        make: Any = self.quantized
-        options = {**self._options, "bits": bits, "group_size": group_size}
-        made = make(self.batch_size, memo=self._memo, **options)
-        made._convert(self)
-        return made
-
-
-class _Quantized(BatchCache):
-    """What mlx-lm's attention asks of a quantized cache."""
-
-    def _codec(self) -> QuantizedCodec:
-        codec = self._storage.codec
-        assert isinstance(codec, QuantizedCodec)
-        return codec
-
-    @property
-    def bits(self) -> int:
-        """Bits per stored key or value element."""
-        return self._codec().bits
-
-    @property
-    def group_size(self) -> int:
-        """Elements that share one scale and bias."""
-        return self._codec().group_size
-
-    def _matching(self, other: BatchCache) -> Self:
-        if isinstance(other, _Dense) and isinstance(self, other.quantized):
-            converted: Self = other.to_quantized(self.group_size, self.bits)
-            return converted
-        return super()._matching(other)
-
-
-class _NoSingle(_Quantized):
-    """A quantized ring: mlx-lm has no cache of one sequence to exchange with."""
-
-    @classmethod
-    def _from_single(cls, cache: Any) -> Self:
-        raise CacheError(
-            f"mlx-lm has no cache of one sequence for {cls.__name__}: merge into "
-            "the dense class and call to_quantized()"
-        )
-
-    def extract(self, idx: int) -> Any:
-        """Refused: mlx-lm has no class that could hold it."""
-        raise CacheError(
-            f"a row of {type(self).__name__} cannot be extracted: mlx-lm has no "
-            "class for it"
-        )
-
-
 # The public classes.
 
 
-class BatchQuantizedKVCache(_Quantized, _Linear):
+class BatchQuantizedKVCache(Quantized, _Linear):
     """Full attention on quantized keys and values: for ``QuantizedKVCache``.
 
     Tokens are quantized as they are written, and attention runs on the packed
@@ -244,7 +180,7 @@ class BatchQuantizedKVCache(_Quantized, _Linear):
         batch_size: number of rows.
         bits: 4 or 8.
         group_size: 32, 64 or 128; must divide the head size.
-        settings: see :class:`~specdec.cache.batch.BatchCache`.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     single: ClassVar[Any] = mlx_lm_cache.QuantizedKVCache
@@ -272,12 +208,12 @@ class BatchQuantizedKVCache(_Quantized, _Linear):
         return made
 
 
-class BatchKVCache(_Dense, _Linear):
+class BatchKVCache(Dense, _Linear):
     """Full attention, dense: stands in for mlx-lm's ``KVCache`` and ``BatchKVCache``.
 
     Args:
         batch_size: number of rows.
-        settings: see :class:`~specdec.cache.batch.BatchCache`.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     single: ClassVar[Any] = mlx_lm_cache.KVCache
@@ -293,13 +229,13 @@ class BatchKVCache(_Dense, _Linear):
         return made
 
 
-class BatchQuantizedRotatingKVCache(_NoSingle, _Rotating):
+class BatchQuantizedRotatingKVCache(QuantizedRing, _Rotating):
     """A sliding window on quantized keys and values; mlx-lm has no such cache.
 
     Args:
         batch_size, max_size, keep, max_write: as for :class:`BatchRotatingKVCache`.
         bits, group_size: as for :class:`BatchQuantizedKVCache`.
-        settings: see :class:`~specdec.cache.batch.BatchCache`.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     def __init__(
@@ -323,7 +259,7 @@ class BatchQuantizedRotatingKVCache(_NoSingle, _Rotating):
         )
 
 
-class BatchRotatingKVCache(_Dense, _Rotating):
+class BatchRotatingKVCache(Dense, _Rotating):
     """A sliding window, dense: for ``RotatingKVCache`` and ``BatchRotatingKVCache``.
 
     Args:
@@ -333,7 +269,7 @@ class BatchRotatingKVCache(_Dense, _Rotating):
         keep: first tokens that are never dropped (attention sinks).
         max_write: most tokens written in one call once a row may have wrapped,
             and most that can then be taken back.
-        settings: see :class:`~specdec.cache.batch.BatchCache`.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     quantized = BatchQuantizedRotatingKVCache
@@ -352,13 +288,13 @@ class BatchRotatingKVCache(_Dense, _Rotating):
         )
 
 
-class BatchQuantizedChunkedKVCache(_NoSingle, _Chunked):
+class BatchQuantizedChunkedKVCache(QuantizedRing, _Chunked):
     """Attention within chunks of positions, on quantized keys and values.
 
     Args:
         batch_size, chunk_size, max_write: as for :class:`BatchChunkedKVCache`.
         bits, group_size: as for :class:`BatchQuantizedKVCache`.
-        settings: see :class:`~specdec.cache.batch.BatchCache`.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     def __init__(
@@ -380,7 +316,7 @@ class BatchQuantizedChunkedKVCache(_NoSingle, _Chunked):
         )
 
 
-class BatchChunkedKVCache(_Dense, _Chunked):
+class BatchChunkedKVCache(Dense, _Chunked):
     """Attention within chunks of positions, dense: for ``ChunkedKVCache``.
 
     Args:
@@ -388,7 +324,7 @@ class BatchChunkedKVCache(_Dense, _Chunked):
         chunk_size: positions ``p`` and ``q`` see each other iff
             ``p // chunk_size == q // chunk_size`` (and ``p <= q``).
         max_write: as for :class:`BatchRotatingKVCache`.
-        settings: see :class:`~specdec.cache.batch.BatchCache`.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     quantized = BatchQuantizedChunkedKVCache

@@ -8,8 +8,8 @@ from typing import Any, Self
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from .batch import BatchCache, RowCounts
-from .ring import RingCache
+from .batch import BatchCache
+from .core import RowCounts
 
 
 class BatchCacheList:
@@ -53,7 +53,7 @@ class BatchCacheList:
         return all(c.empty() for c in self.caches)
 
     def note_lengths(self, *, longest: int, shortest: int = 0) -> None:
-        """As for :class:`~specdec.cache.batch.BatchCache`."""
+        """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:
             c.note_lengths(longest=longest, shortest=shortest)
 
@@ -66,23 +66,22 @@ class BatchCacheList:
         return max(c.trim(n) for c in self.caches)
 
     def trim_per_sequence(self, n: RowCounts, at_most: int | None = None) -> None:
-        """As for :class:`~specdec.cache.batch.BatchCache`."""
+        """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:
             c.trim_per_sequence(n, at_most=at_most)
 
     def resize(self, max_write: int) -> None:
-        """Resize the members that are rings."""
+        """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:
-            if isinstance(c, RingCache):
-                c.resize(max_write)
+            c.resize(max_write)
 
     def prepare(self, **kwargs: Any) -> None:
-        """As for :class:`~specdec.cache.batch.BatchCache`."""
+        """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:
             c.prepare(**kwargs)
 
     def finalize(self) -> None:
-        """As for :class:`~specdec.cache.batch.BatchCache`."""
+        """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:
             c.finalize()
 

@@ -158,6 +158,12 @@ def additive_mask(visible: mx.array, dtype: mx.Dtype) -> mx.array:
     return mx.where(visible, mx.array(0, dtype), mx.array(-float("inf"), dtype))
 
 
+def at_least(name: str, value: int, low: int) -> None:
+    """Raise :class:`CacheError` if ``value`` is less than ``low``."""
+    if value < low:
+        raise CacheError(f"{name} is {value}: it must be {low} or more")
+
+
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple

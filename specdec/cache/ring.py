@@ -15,14 +15,10 @@ from typing import Self, Unpack
 import mlx.core as mx
 
 from ..errors import CacheError
-from .batch import BatchCache, Options, Settings
-from .positions import RingLayout, Rule, grown_capacity
+from .batch import BatchCache
+from .core import Options, Settings
+from .positions import RingLayout, Rule, at_least, grown_capacity
 from .storage import Arrays, Codec
-
-
-def _check_max_write(max_write: int) -> None:
-    if max_write < 1:
-        raise CacheError(f"max_write is {max_write}: it must be 1 or more")
 
 
 class RingCache(BatchCache):
@@ -51,7 +47,7 @@ class RingCache(BatchCache):
                 f"a ring of window {window} and keep {keep} holds nothing: window "
                 "must be 1 or more, keep 0 or more"
             )
-        _check_max_write(max_write)
+        at_least("max_write", max_write, 1)
         super().__init__(
             batch_size,
             codec=codec,
@@ -119,7 +115,7 @@ class RingCache(BatchCache):
         Raises:
             CacheError: ``max_write`` is less than 1.
         """
-        _check_max_write(max_write)
+        at_least("max_write", max_write, 1)
         if max_write == self.max_write:
             return
         longest = self._measure_longest()

@@ -1,0 +1,402 @@
+"""The hot path of every batch cache: write, read, mask, trim, padding.
+
+A cache here is a storage (dense or quantized), a layout (linear or ring) and
+mask rules, chosen by the subclasses in :mod:`specdec.cache.kinds`. It speaks
+mlx-lm's cache protocol, so mlx-lm's own models and generators can use it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import mlx.core as mx
+
+from ..errors import CacheError
+from .memo import Memo
+from .positions import (
+    Layout,
+    Rule,
+    SlidingRule,
+    additive_mask,
+    at_least,
+    grown_capacity,
+    round_up,
+    visible_slots,
+)
+from .storage import Codec, Storage
+
+RowCounts = mx.array | Sequence[int]
+Options = Mapping[str, int | None]
+
+
+class Settings(TypedDict, total=False):
+    """Arguments that every cache takes, see :class:`CacheCore`."""
+
+    max_length: int | None
+    read_bucket: int
+    additive_mask: bool
+    memo: Memo | None
+
+
+class CacheCore:
+    """Keys and values of one layer for a batch of rows, each with its own length.
+
+    Row ``i`` has kept ``offset[i]`` tokens. New tokens go behind each row's own
+    last one: rows have no holes, and shorter rows are padded on the right, which
+    the mask hides.
+
+    ::
+
+        offset = [3, 1, 4]        writing 2 tokens      keeping [1, 0, 2] of them
+        [a b c . . .]             [a b c A B .]         [a b c A . .]
+        [d . . . . .]        ->   [d D E . . .]    ->   [d . . . . .]
+        [e f g h . .]             [e f g h F G]         [e f g h F G]
+
+    Args:
+        batch_size: number of rows.
+        codec, layout, rules: how to store, where, and what a query may see.
+        max_length: most positions a row can ever hold, when that is known;
+            capacity never passes it.
+        read_bucket: columns handed to attention are rounded up to a multiple of
+            this, so that shapes repeat; 1 hands over exactly what is held.
+        additive_mask: make masks additive (faster on a GPU), not boolean as
+            mlx-lm's caches do and some of its models rely on.
+        memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
+        options: further arguments of the subclass's constructor, all plain.
+
+    Attributes:
+        offset: tokens kept by every row, ``mx.array`` of shape (B,).
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        codec: Codec,
+        layout: Layout,
+        rules: tuple[Rule, ...] = (),
+        max_length: int | None = None,
+        read_bucket: int = 1,
+        additive_mask: bool = False,
+        memo: Memo | None = None,
+        options: Options | None = None,
+    ):
+        at_least("batch_size", batch_size, 0)
+        at_least("read_bucket", read_bucket, 1)
+        if max_length is not None:
+            at_least("max_length", max_length, 1)
+        self.layout = layout
+        self.rules = rules
+        self.max_length = max_length
+        self.read_bucket = read_bucket
+        self.additive_mask = additive_mask
+        # The constructor's arguments, to make another cache like this one.
+        self._options: dict[str, int | None] = {
+            **(options or {}),
+            "max_length": max_length,
+            "read_bucket": read_bucket,
+            "additive_mask": additive_mask,
+        }
+        self._memo = Memo() if memo is None else memo
+        self._storage = Storage(codec)
+        self.offset = self._memo.get(
+            "zeros", (), batch_size, lambda: mx.zeros((batch_size,), mx.int32)
+        )
+        # Host knowledge: no row is longer than _longest; none is shorter
+        # either while _uniform. Neither needs the device.
+        self._longest = 0
+        self._uniform = True
+        # Right padding announced by prepare(), not yet taken back.
+        self._lengths: list[int] | None = None
+        self._right_padding: list[int] | None = None
+
+    # -- sizes ------------------------------------------------------------
+
+    @property
+    def batch_size(self) -> int:
+        """Number of rows."""
+        return int(self.offset.shape[0])
+
+    @property
+    def capacity(self) -> int:
+        """Slots allocated per row."""
+        return self._storage.capacity
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes allocated."""
+        return self._storage.nbytes
+
+    def empty(self) -> bool:
+        """Whether nothing is allocated: never written, or no rows left."""
+        return self._storage.arrays is None
+
+    def size(self) -> int:
+        """Tokens kept by the longest row (reads ``offset`` unless it is known)."""
+        return self._measure_longest()
+
+    def _measure_longest(self) -> int:
+        if not self._uniform:
+            offset: list[int] = self.offset.tolist()  # type: ignore[assignment]
+            self.note_lengths(longest=max(offset), shortest=min(offset))
+        return self._longest
+
+    def note_lengths(self, *, longest: int, shortest: int = 0) -> None:
+        """Tell the cache what the host has learnt of ``offset``.
+
+        A tighter bound keeps the columns read, and the capacity, small. Never
+        necessary, never checked: ``longest`` must be true.
+        """
+        self._longest = min(self._longest, longest)
+        self._uniform = self._uniform or shortest == longest
+
+    # -- writing and reading ----------------------------------------------
+
+    def _limit(self) -> int | None:
+        limits = [n for n in (self.layout.num_slots, self.max_length) if n is not None]
+        return min(limits, default=None)
+
+    def _slots_needed(self, length: int) -> int:
+        """Slots for rows of up to ``length`` tokens."""
+        slots = self.layout.num_slots
+        return length if slots is None else min(length, slots)
+
+    def _longest_after(self, num_tokens: int) -> int:
+        """Upper bound on the longest row once ``num_tokens`` are written."""
+        longest = self._longest + num_tokens
+        if self._slots_needed(longest) > max(self.capacity, 1):
+            # The bound is loose after per-sequence trims; look before growing.
+            longest = self._measure_longest() + num_tokens
+        return longest
+
+    def _capacity_for(self, longest: int) -> int:
+        needed = self._slots_needed(longest)
+        if needed <= self.capacity:
+            return self.capacity
+        return grown_capacity(needed, self._limit())
+
+    def _extent(self, longest: int, capacity: int) -> int:
+        """Columns that attention reads when rows are up to ``longest`` long."""
+        return min(capacity, round_up(longest, self.read_bucket))
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
+        """Write new tokens behind every row's last one; return what attention reads.
+
+        Args:
+            keys, values: shape (B, kv_heads, S, head_dim).
+
+        Returns:
+            Keys and values of ``extent`` columns, (B, kv_heads, extent, head_dim);
+            for a quantized cache, triples (packed, scales, biases).
+
+        Raises:
+            CacheError: the rows do not fit ``max_length`` or the ring.
+        """
+        rows, num_tokens = keys.shape[0], keys.shape[2]
+        if rows != self.batch_size:
+            raise CacheError(
+                f"{rows} rows were written to a cache of {self.batch_size}"
+            )
+        longest = self._longest_after(num_tokens)
+        self._check_write(num_tokens, longest)
+        updates = self._storage.codec.encode(keys, values)
+        capacity = self._capacity_for(longest)
+        if self.empty():  # so all rows start in slot 0
+            self._storage.write_first(updates, capacity)
+        else:
+            self._storage.grow(capacity)
+            self._storage.write(updates, self._next_slots(num_tokens))
+        self._advance(num_tokens, longest)
+        return self._storage.read(self._extent(longest, capacity))
+
+    def _next_slots(self, num_tokens: int) -> mx.array:
+        """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
+        offset, layout = self.offset, self.layout
+        return self._memo.get(
+            ("slots", layout),
+            (offset,),
+            num_tokens,
+            lambda: layout.slots(offset[:, None] + mx.arange(num_tokens)),
+        )
+
+    def _advance(self, num_tokens: int, longest: int) -> None:
+        offset = self.offset
+        self._longest = longest
+        if self._lengths is None:
+            self.offset = self._memo.get(
+                "advance", (offset,), num_tokens, lambda: offset + num_tokens
+            )
+            return
+        # A row whose announced length is reached takes no more: what was
+        # written behind it is padding, overwritten by its next real token.
+        valid = [min(num_tokens, n) for n in self._lengths]
+        self._lengths = [n - v for n, v in zip(self._lengths, valid, strict=True)]
+        self._longest = longest - num_tokens + max(valid, default=0)
+        self._uniform = self._uniform and len(set(valid)) <= 1
+        self.offset = self._memo.get(
+            "advance", (offset,), tuple(valid), lambda: offset + mx.array(valid)
+        )
+        self._note_trim(num_tokens - min(valid, default=num_tokens))
+
+    def keys_and_values(self) -> tuple[Any, Any]:
+        """What attention reads, without writing (layers that share keys use it)."""
+        return self._storage.read(self._extent(self._longest, self.capacity))
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm's name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> mx.array | str | None:
+        """The mask for ``N`` new tokens per row, to be called before they are written.
+
+        Args:
+            window_size: the model's own sliding window, in addition to the
+                cache's rules.
+
+        Returns:
+            An array of shape (B, 1, N, extent), boolean, or additive where the
+            cache was made so (and has stored something, so knows its dtype); or
+            what mlx-lm's caches return where no array is needed: ``None`` for
+            one query that sees every column, ``"causal"`` for several.
+        """
+        longest = self._longest_after(N)
+        extent = self._extent(longest, self._capacity_for(longest))
+        rules = self._rules_within(window_size, longest)
+        # Exactly the rows' own columns, oldest first: no array needed.
+        if self._uniform and extent == longest and not rules and not return_array:
+            return None if N == 1 else "causal"
+        offset, layout = self.offset, self.layout
+        dtype = self._storage.dtype if self.additive_mask else None
+
+        def compute() -> mx.array:
+            visible = visible_slots(layout, rules, offset, N, extent)
+            return visible if dtype is None else additive_mask(visible, dtype)
+
+        params = (N, extent, str(dtype), rules)
+        return self._memo.get(("mask", layout, window_size), (offset,), params, compute)
+
+    def _rules_within(self, window_size: int | None, longest: int) -> tuple[Rule, ...]:
+        """The rules that can hide something from rows of up to ``longest``."""
+        rules = self.rules
+        if window_size is not None and SlidingRule(window_size) not in rules:
+            rules = (*rules, SlidingRule(window_size))
+        return tuple(r for r in rules if r.span < longest)
+
+    def resize(self, max_write: int) -> None:
+        """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
+
+    # -- trimming ----------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        """Whether kept tokens can be taken back (rings: up to a bound)."""
+        return True
+
+    def trim(self, n: int) -> int:
+        """Take the last ``n`` tokens of every row back (all of a shorter row).
+
+        Returns:
+            How many tokens the longest row lost.
+        """
+        lost = max(0, min(n, self._measure_longest()))
+        if lost:
+            self.trim_per_sequence([lost] * self.batch_size)
+        return lost
+
+    def trim_per_sequence(self, n: RowCounts, at_most: int | None = None) -> None:
+        """Take the last ``n[i]`` tokens of row ``i`` back: no copy, no synchronisation.
+
+        Args:
+            n: tokens to drop per row, shape (B,), 0 or more; a row loses no more
+                than it has.
+            at_most: the largest value that ``n`` can hold, when the host knows
+                it. A ring that may have wrapped needs it to be sure that the
+                trim can be undone, and otherwise reads ``n``.
+
+        Raises:
+            CacheError: ``n`` has another length than the batch, is negative, or
+                takes back more than a ring still holds.
+        """
+        if isinstance(n, mx.array):
+            # An unsigned count would make the offsets 64 bits wide.
+            counts = n if n.dtype == mx.int32 else n.astype(mx.int32)
+            fewest = 0
+            if at_most is None and self._trim_budget() is not None:
+                at_most = int(n.max()) if n.size else 0
+        else:
+            values = [int(v) for v in n]
+            fewest, at_most = min(values, default=0), max(values, default=0)
+            at_least("tokens to trim", fewest, 0)
+            counts = self._memo.get(
+                "counts", (), tuple(values), lambda: mx.array(values, mx.int32)
+            )
+        if counts.shape != self.offset.shape:
+            raise CacheError(
+                f"trim_per_sequence got shape {tuple(counts.shape)}: "
+                f"it must be ({self.batch_size},), one count per row"
+            )
+        self._note_trim(at_most)
+        offset = self.offset
+        self.offset = self._memo.get(
+            "trim", (offset, counts), None, lambda: mx.maximum(offset - counts, 0)
+        )
+        self._longest = max(0, self._longest - fewest)
+        self._uniform = self._uniform and fewest == at_most
+
+    # Rings override these three: a linear cache can undo everything.
+
+    def _check_write(self, num_tokens: int, longest: int) -> None:
+        """Refuse a write that would destroy what its own queries see."""
+
+    def _trim_budget(self) -> int | None:
+        """Tokens per row that can be taken back now; ``None``: all of them."""
+        return None
+
+    def _note_trim(self, at_most: int | None) -> None:
+        """Account for a trim of up to ``at_most`` tokens, or refuse it."""
+
+    # -- padding -----------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce that the next writes are padded on the right.
+
+        Args:
+            lengths: real tokens of every row in the writes to come; what follows
+                them is padding and never counts as kept.
+            right_padding: padding of every row; without ``lengths`` it is taken
+                back by :meth:`finalize`, which a ring can do only for as much
+                padding as it can trim.
+
+        Raises:
+            CacheError: left padding, which these caches do not have, or counts
+                for another number of rows.
+        """
+        if left_padding is not None and any(left_padding):
+            raise CacheError(
+                "left padding is not supported: pad on the right and pass lengths"
+            )
+        for counts in (lengths, right_padding):
+            if counts is not None and len(counts) != self.batch_size:
+                raise CacheError(
+                    f"prepare got {len(counts)} counts for {self.batch_size} rows"
+                )
+        if right_padding is not None and not any(right_padding):
+            return
+        if lengths is not None:
+            self._lengths = [int(n) for n in lengths]
+        elif right_padding is not None:
+            self._right_padding = [int(n) for n in right_padding]
+
+    def finalize(self) -> None:
+        """End what :meth:`prepare` began."""
+        self._lengths = None
+        if self._right_padding is not None:
+            self.trim_per_sequence(self._right_padding)
+            self._right_padding = None

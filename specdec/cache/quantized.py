@@ -1,0 +1,70 @@
+"""From dense to quantized storage, whatever the layout."""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar, Self
+
+from ..errors import CacheError
+from .batch import BatchCache
+from .storage import QuantizedCodec
+
+
+class Dense(BatchCache):
+    """Stores keys and values as they are."""
+
+    quantized: ClassVar[type[Quantized]]
+
+    def to_quantized(self, group_size: int = 64, bits: int = 4) -> Any:
+        """This cache with its contents quantized; this one should be dropped.
+
+        Raises:
+            CacheError: bits or group size are not supported, or do not fit.
+        """
+        make: Any = self.quantized
+        options = {**self._options, "bits": bits, "group_size": group_size}
+        made = make(self.batch_size, memo=self._memo, **options)
+        made._convert(self)
+        return made
+
+
+class Quantized(BatchCache):
+    """What mlx-lm's attention asks of a quantized cache."""
+
+    def _codec(self) -> QuantizedCodec:
+        codec = self._storage.codec
+        assert isinstance(codec, QuantizedCodec)
+        return codec
+
+    @property
+    def bits(self) -> int:
+        """Bits per stored key or value element."""
+        return self._codec().bits
+
+    @property
+    def group_size(self) -> int:
+        """Elements that share one scale and bias."""
+        return self._codec().group_size
+
+    def _matching(self, other: BatchCache) -> Self:
+        if isinstance(other, Dense) and isinstance(self, other.quantized):
+            converted: Self = other.to_quantized(self.group_size, self.bits)
+            return converted
+        return super()._matching(other)
+
+
+class QuantizedRing(Quantized):
+    """A quantized ring: mlx-lm has no cache of one sequence to exchange with."""
+
+    @classmethod
+    def _from_single(cls, cache: Any) -> Self:
+        raise CacheError(
+            f"mlx-lm has no cache of one sequence for {cls.__name__}: merge into "
+            "the dense class and call to_quantized()"
+        )
+
+    def extract(self, idx: int) -> Any:
+        """Refused: mlx-lm has no class that could hold it."""
+        raise CacheError(
+            f"a row of {type(self).__name__} cannot be extracted: mlx-lm has no "
+            "class for it"
+        )
