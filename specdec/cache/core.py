@@ -145,8 +145,7 @@ class CacheCore:
     def note_lengths(self, *, longest: int, shortest: int = 0) -> None:
         """Tell the cache what the host has learnt of ``offset``.
 
-        A tighter bound keeps the columns read, and the capacity, small. Never
-        necessary, never checked: ``longest`` must be true.
+        A tight bound keeps reads and capacity small. It is never checked.
         """
         self._longest = min(self._longest, longest)
         self._uniform = self._uniform or shortest == longest
@@ -311,8 +310,7 @@ class CacheCore:
             n: tokens to drop per row, shape (B,), 0 or more; a row loses no more
                 than it has.
             at_most: the largest value that ``n`` can hold, when the host knows
-                it. A ring that may have wrapped needs it to be sure that the
-                trim can be undone, and otherwise reads ``n``.
+                it. A ring that may have wrapped reads ``n`` without it.
 
         Raises:
             CacheError: ``n`` has another length than the batch, is negative, or
