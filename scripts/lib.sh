@@ -54,8 +54,9 @@ check_compiler() {
       "(Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++)"
 }
 
+# Make, or update, and enter .venv; sets backend: cpu, cuda12, cuda13 or nothing.
 use_venv() {
-  local python backend extras wanted
+  local python extras wanted
   backend="$(find_backend)"
   check_compiler
   extras="${backend:+$backend,}gguf,dev"

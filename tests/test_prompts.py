@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -295,14 +294,13 @@ def test_missing_file_and_folder(tmp_path: Path) -> None:
         read_prompts(tmp_path)
 
 
-@pytest.mark.skipif(
-    not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root reads every file"
-)
-def test_unreadable_file(write: Write) -> None:
-    path = write("Hi\n")
-    path.chmod(0)
+def test_unreadable_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(path: Path) -> bytes:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
     with pytest.raises(PromptError, match="cannot be read: Permission denied"):
-        read_prompts(path)
+        read_prompts(write("Hi\n"))
 
 
 def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,47 @@
+"""The command itself, on real weights, as it is typed."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PROMPTS = "Name a river in France.\nWhat is 6 times 7?\n"
+
+
+def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
+    """Standard output, standard error, and texts in the order of the prompts."""
+    output = tmp_path / "out.jsonl"
+    code = "from specdec.cli import main; main()"
+    options = ("--dtype", "float32", "--max-tokens", "8", "--output", str(output))
+    done = subprocess.run(
+        [sys.executable, "-c", code, "run", *options, *arguments],
+        input=PROMPTS,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    rows = [json.loads(line) for line in output.read_text("utf-8").splitlines()]
+    rows.sort(key=lambda row: row["index"])
+    return done.stdout, done.stderr, [row["text"] for row in rows]
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("smollm2_path")
+def test_run_with_the_default_target(tmp_path: Path) -> None:
+    """A draft and a batch change nothing that is written, and nothing else is."""
+    stdout, stderr, texts = run(tmp_path, "--batch", "1")
+    assert stdout == (
+        f"== [0] Name a river in France.\n{texts[0]}\n\n"
+        f"== [1] What is 6 times 7?\n{texts[1]}\n\n"
+    )
+    keys = [line.partition(":")[0] for line in stderr.splitlines()]
+    assert keys == ["target", "draft", "prefill", "decode", "peak memory"], stderr
+
+    drafted, stderr, _ = run(tmp_path, "--draft", "self:4bit", "--batch", "2")
+    assert drafted == stdout
+    assert "draft:       self:4bit, 3 tokens a round" in stderr
+    assert "acceptance:  rate 0." in stderr
