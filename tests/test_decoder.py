@@ -1,0 +1,186 @@
+"""The Python API, on a small random model with a tokenizer made here."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+
+from specdec import (
+    ConfigError,
+    EngineConfig,
+    PromptError,
+    SamplingParams,
+    SpecDecoder,
+    VocabularyMismatchError,
+)
+from specdec.models import LoadedModel
+from tests.plain import greedy
+
+PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+
+
+class Detokenizer:
+    """Tokens as their numbers, comma separated; two tokens make one piece."""
+
+    def __init__(self) -> None:
+        self._tokens: list[int] = []
+        self._shown = 0
+        self._ready = 0
+
+    @property
+    def text(self) -> str:
+        return "".join(f"{t}," for t in self._tokens)
+
+    @property
+    def last_segment(self) -> str:
+        segment = "".join(f"{t}," for t in self._tokens[self._shown : self._ready])
+        self._shown = self._ready
+        return segment
+
+    def add_token(self, token: int) -> None:
+        self._tokens.append(token)
+        self._ready = len(self._tokens) // 2 * 2
+
+    def finalize(self) -> None:
+        self._ready = len(self._tokens)
+
+
+@dataclass
+class Tokenizer:
+    """What the decoder asks of mlx-lm's TokenizerWrapper."""
+
+    vocabulary: dict[str, int]
+    eos_token_ids: frozenset[int] = frozenset()
+    chat_template: None = None
+    has_chat_template: bool = False
+    bos_token: None = None
+
+    def get_vocab(self) -> dict[str, int]:
+        return self.vocabulary
+
+    def __len__(self) -> int:
+        return len(self.vocabulary)
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.vocabulary)
+
+    @property
+    def detokenizer(self) -> Detokenizer:
+        return Detokenizer()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [self.vocabulary[c] for c in text]
+
+    def decode(self, tokens: list[int]) -> str:
+        return "".join(f"{t}," for t in tokens)
+
+
+def loaded(model: Any, name: str = "tiny", **options: Any) -> LoadedModel:
+    vocabulary = {chr(i + 161): i for i in range(97)}
+    tokenizer: Any = Tokenizer(vocabulary, **options)
+    return LoadedModel(model=model, tokenizer=tokenizer, config={}, name=name)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, 8])
+def test_results_come_in_the_order_of_the_prompts(target: Any, batch_size: int) -> None:
+    config = EngineConfig(batch_size=batch_size, num_draft_tokens=2)
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"), config=config)
+    params = [SamplingParams(max_tokens=n) for n in (9, 2, 5, 7)]
+    results = decoder.generate(PROMPTS, params)
+    assert [r.index for r in results] == [0, 1, 2, 3]
+    for result, prompt, p in zip(results, PROMPTS, params, strict=True):
+        assert result.token_ids == greedy(target, prompt, p.max_tokens)
+        assert result.text == "".join(f"{t}," for t in result.token_ids)
+        assert result.prompt_tokens == len(prompt)
+        assert result.finish_reason == "length"
+        assert result.accepted == result.drafted
+
+
+def test_stream_adds_up_to_the_results(target: Any) -> None:
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"))
+    params = SamplingParams(max_tokens=9)
+    texts: dict[int, str] = {}
+    tokens: dict[int, list[int]] = {}
+    results = {}
+    for event in decoder.stream(PROMPTS, params):
+        assert event.index not in results, "nothing may follow a result"
+        texts[event.index] = texts.get(event.index, "") + event.text
+        tokens.setdefault(event.index, []).extend(event.token_ids)
+        if event.result is not None:
+            results[event.index] = event.result
+    assert [results[i] for i in range(4)] == decoder.generate(PROMPTS, params)
+    for index, result in results.items():
+        assert texts[index] == result.text
+        assert tokens[index] == result.token_ids
+
+
+def test_stats_add_up(target: Any) -> None:
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"))
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=9))
+    stats = decoder.stats
+    assert stats.prompts == 4
+    assert stats.prompt_tokens == sum(map(len, PROMPTS))
+    assert stats.generated_tokens == 36
+    assert stats.decode_tokens == 32
+    assert stats.row_rounds == sum(r.rounds for r in results)
+    assert stats.drafted == sum(r.drafted for r in results)
+    assert stats.accepted == sum(r.accepted for r in results)
+    assert stats.rounds == 2
+    assert stats.prefill_seconds > 0
+    assert stats.tokens_per_second > 0
+
+
+def test_eos_ends_a_row_and_is_not_emitted(target: Any) -> None:
+    whole = greedy(target, PROMPTS[0], 9)
+    eos = whole[4]
+    decoder = SpecDecoder(loaded(target, eos_token_ids=frozenset({eos})))
+    (result,) = decoder.generate([PROMPTS[0]], SamplingParams(max_tokens=9))
+    assert result.token_ids == whole[: whole.index(eos)]
+    assert result.finish_reason == "stop"
+
+
+def test_one_seed_for_all_prompts_differs_from_row_to_row(target: Any) -> None:
+    decoder = SpecDecoder(loaded(target))
+    hot = SamplingParams(max_tokens=12, temperature=2.0, seed=3)
+    same = decoder.generate([[5, 6]] * 3, hot)
+    assert len({tuple(r.token_ids) for r in same}) == 3
+    alone = [
+        decoder.generate(
+            [[5, 6]], SamplingParams(max_tokens=12, temperature=2.0, seed=3 + i)
+        )[0]
+        for i in range(3)
+    ]
+    assert [r.token_ids for r in alone] == [r.token_ids for r in same]
+
+
+def test_errors_come_before_any_work(target: Any) -> None:
+    decoder = SpecDecoder(loaded(target))
+    with pytest.raises(PromptError, match="prompt 1"):
+        decoder.stream([[1], []])
+    with pytest.raises(ConfigError, match="2 SamplingParams for 3 prompts"):
+        decoder.stream([[1], [2], [3]], [SamplingParams()] * 2)
+    assert decoder.generate([]) == []
+
+
+def test_draft_of_another_vocabulary(target: Any) -> None:
+    other = loaded(target, "other")
+    other.tokenizer.vocabulary["one more"] = 97
+    with pytest.raises(VocabularyMismatchError):
+        SpecDecoder(loaded(target), other)
+
+
+def test_no_draft_tokens_means_no_draft(target: Any) -> None:
+    config = EngineConfig(num_draft_tokens=0)
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"), config=config)
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=4))
+    assert decoder.stats.drafted == 0
+    assert [r.token_ids for r in results] == [greedy(target, p, 4) for p in PROMPTS]
