@@ -105,8 +105,13 @@ def _git(*arguments: str) -> str:
 
 def command_line() -> str:
     """The command, with absolute paths cut to their last part."""
-    words = [Path(w).name if os.path.isabs(w) else w for w in sys.argv[1:]]
+    words = map(short, sys.argv[1:])
     return shlex.join(["python", "-m", f"benchmarks.{Path(sys.argv[0]).stem}", *words])
+
+
+def short(source: str) -> str:
+    """A model or file as reports name it: of an absolute path, the last part."""
+    return Path(source).name if os.path.isabs(source) else source
 
 
 # -- models and prompts ----------------------------------------------------

@@ -23,6 +23,7 @@ from benchmarks.common import (
     load_model,
     markdown_table,
     random_prompts,
+    short,
     show_spread,
     write_report,
 )
@@ -253,10 +254,6 @@ def explain(raw: Record, n: int) -> str:
     )
 
 
-def short(source: str | None) -> str | None:
-    return source and (source if ":" in source else source.rstrip("/").split("/")[-1])
-
-
 @click.command(context_settings={"show_default": True})
 @click.option("--target", required=True, help="Folder, hub id, .gguf, random:SHAPE.")
 @click.option("--draft", help="The same, self:4bit, or random:SHAPE:LAYERS.")
@@ -326,7 +323,7 @@ def main(
     raw = header_of("Decode rates")
     raw["options"] = {
         "target": short(target),
-        "draft": short(draft),
+        "draft": draft and short(draft),
         "prompts": path and short(path),
         "prompt_tokens": [len(p) for p in prompts],
         "batch": list(batches),

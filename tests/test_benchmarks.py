@@ -1,0 +1,69 @@
+"""The benchmark scripts run from end to end, and what they count adds up."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+
+
+def run(name: str, out: Path, *options: str) -> dict[str, Any]:
+    subprocess.run(
+        [sys.executable, "-m", f"benchmarks.{name}", *options, "--out", str(out)],
+        cwd=ROOT,
+        check=True,
+        capture_output=True,
+        timeout=300,
+    )
+    assert out.with_suffix(".md").read_text("utf-8").startswith("# ")
+    raw: dict[str, Any] = json.loads(out.with_suffix(".json").read_text("utf-8"))
+    return raw
+
+
+def test_decode(tmp_path: Path) -> None:
+    """Every system decodes the same tokens in float32, and as many are counted."""
+    raw = run(
+        "decode",
+        tmp_path / "decode",
+        *("--target", "random:tiny", "--draft", "random:tiny:1"),
+        *("--num-prompts", "4", "--batch", "4", "--num-draft-tokens", "2"),
+        *("--prompt-tokens", "12", "--max-tokens", "8", "--repeat", "1"),
+        *("--dtype", "float32"),
+    )
+    assert len(raw["passes"]) == 5
+    for passes in raw["passes"].values():
+        assert len(passes) == 2
+        for record in passes:
+            assert record["differences"] == []
+            assert sum(wave["generated_tokens"] for wave in record["waves"]) == 32
+    for name in ("mlx-lm plain B=1", "mlx-lm batch_generate B=4", "specdec B=4"):
+        waves = raw["passes"][name][0]["waves"]
+        assert sum(wave["decode_tokens"] for wave in waves) == 4 * 7
+    # A peer's first round brings its first token: none beside it counts.
+    for wave in raw["passes"]["mlx-lm speculative B=1 k=2"][0]["waves"]:
+        assert 8 - 3 <= wave["decode_tokens"] <= 8 - 1
+
+
+@pytest.mark.parametrize("draft_tokens", [1, 4])
+def test_verify_forward(tmp_path: Path, draft_tokens: int) -> None:
+    raw = run(
+        "verify_forward",
+        tmp_path / "verify",
+        *("--shape", "tiny", "--batch", "2", "--draft-tokens", str(draft_tokens)),
+        *("--context", "16", "--steps", "3"),
+    )
+    assert {len(f["blocking_ms"]) for f in raw["forwards"].values()} == {3}
+    assert set(raw["ratios"]) == {"exact verify", "bucket 256 verify", "mlx-lm verify"}
+
+
+def test_profile_round(tmp_path: Path) -> None:
+    raw = run("profile_round", tmp_path / "round", "--batch", "2", "--rounds", "2")
+    for phases in raw["rounds"].values():
+        total = phases.pop("round")
+        assert sum(phases.values()) == pytest.approx(total)
