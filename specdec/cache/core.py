@@ -138,8 +138,8 @@ class CacheCore:
 
     def _measure_longest(self) -> int:
         if not self._uniform:
-            offset: list[int] = self.offset.tolist()  # type: ignore[assignment]
-            self.note_lengths(longest=max(offset), shortest=min(offset))
+            n: list[int] = self.offset.tolist() or [0]  # type: ignore[assignment]
+            self.note_lengths(longest=max(n), shortest=min(n))
         return self._longest
 
     def note_lengths(self, *, longest: int, shortest: int = 0) -> None:

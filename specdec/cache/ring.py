@@ -150,6 +150,7 @@ class RingCache(BatchCache):
             part.resize(widest)
 
     def _join(self, parts: Sequence[Self]) -> None:
+        self._same_shape(parts)  # which changes what parts can undo
         filled = [p for p in parts if p.batch_size]
         reach = max((p._reach for p in filled), default=0)
         undone = max((p._undone for p in filled), default=0)
@@ -161,8 +162,8 @@ class RingCache(BatchCache):
         self._reach = self._undone = 0
 
     def _row_positions(self, length: int) -> list[int]:
-        # Of the oldest one a wrapped ring may be bereft after a trim; the next
-        # query no longer sees it, but mlx-lm's cache counts on its place.
+        # After a trim the oldest one may be overwritten: the next query does not
+        # see it any more, but mlx-lm's cache counts on its place.
         if length <= self.keep + self.window:
             return list(range(length))
         return [*range(self.keep), *range(length - self.window, length)]
@@ -179,10 +180,11 @@ class RingCache(BatchCache):
         kept = [p for _, p in held]
         super()._fill_row(tuple(a[:, :, chosen] for a in arrays), kept, length)
         self._reach, self._undone = length, 0
-        oldest = next((p for p in kept if p >= self.keep), self.keep)
-        if oldest > self.keep:
+        if length >= self.keep + self.window:
+            oldest = next(p for p in kept if p >= self.keep)
             self._reach = max(length, self._slots + 1)
-            self._undone = max(0, oldest + ring - length)
+            # One more: an extracted row's oldest may be stale (_row_positions).
+            self._undone = max(0, oldest + 1 + ring - length)
 
     def _bookkeeping(self) -> tuple[int, ...]:
         return self._reach, self._undone

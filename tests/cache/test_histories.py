@@ -1,0 +1,263 @@
+"""Any history of any cache attends to exactly what it should, and the check bites."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from specdec.cache import positions
+from specdec.cache.core import CacheCore
+from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
+from specdec.cache.ring import RingCache
+from specdec.cache.storage import Storage
+
+from .histories import BY_NAME, KINDS, History, Kind, Seeded, run
+
+CASES = 300  # per kind, of 20 steps
+Patch = pytest.MonkeyPatch
+
+
+@pytest.fixture(autouse=True)
+def _small_first_capacity(monkeypatch: Patch) -> None:
+    """Let linear caches grow within a few tokens."""
+    monkeypatch.setattr(positions, "FIRST_CAPACITY", 4)
+
+
+def run_many(kind: Kind) -> None:
+    for seed in range(CASES):
+        run(kind, Seeded(seed), 20)
+
+
+def kind_name(kind: Kind) -> str:
+    return kind.name
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+def test_seeded_histories(kind: Kind) -> None:
+    run_many(kind)
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+def test_long_histories(kind: Kind) -> None:
+    """Rings wrap a dozen times and more."""
+    ends = [run(kind, Seeded(-seed), 150) for seed in range(1, 11)]
+    assert max(len(row) for end in ends for row in end.rows) > 60
+
+
+class Drawn:
+    """Choices that hypothesis makes, and makes smaller when they fail."""
+
+    def __init__(self, draw: Callable[[Any], Any]):
+        self._draw = draw
+
+    def integer(self, low: int, high: int) -> int:
+        return int(self._draw(st.integers(low, high)))
+
+
+@pytest.mark.parametrize("kind", KINDS, ids=kind_name)
+@settings(max_examples=25)
+@given(data=st.data())
+def test_drawn_histories(kind: Kind, data: st.DataObject) -> None:
+    choices = Drawn(data.draw)
+    run(kind, choices, choices.integer(1, 12))
+
+
+# Faults: each is what a plausible mistake would do.
+
+
+def trim_one_too_few(patch: Patch) -> None:
+    right = CacheCore.trim_per_sequence
+
+    def wrong(self: CacheCore, n: Any, at_most: int | None = None) -> None:
+        before = self.offset
+        right(self, n, at_most)
+        self.offset = self.offset + (self.offset < before)
+
+    patch.setattr(CacheCore, "trim_per_sequence", wrong)
+
+
+def trim_one_too_many(patch: Patch) -> None:
+    right = CacheCore.trim_per_sequence
+
+    def wrong(self: CacheCore, n: Any, at_most: int | None = None) -> None:
+        before = self.offset
+        right(self, n, at_most)
+        self.offset = mx.maximum(self.offset - (self.offset < before), 0)
+
+    patch.setattr(CacheCore, "trim_per_sequence", wrong)
+
+
+def stale_key_visible(patch: Patch) -> None:
+    """A query sees the slot behind its own too: a rejected token, or padding."""
+    right = positions.visible_slots
+
+    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
+        return right(layout, rules, offset, n + 1, slots)[:, :, 1:]
+
+    patch.setattr("specdec.cache.core.visible_slots", wrong)
+
+
+def own_key_hidden(patch: Patch) -> None:
+    right = positions.visible_slots
+
+    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
+        return right(layout, rules, mx.maximum(offset - 1, 0), n, slots)
+
+    patch.setattr("specdec.cache.core.visible_slots", wrong)
+
+
+def write_modulus(patch: Patch) -> None:
+    def wrong(self: RingLayout, p: mx.array) -> mx.array:
+        ring = max(1, self.ring - 1)
+        return mx.where(p < self.keep, p, (p - self.keep) % ring + self.keep)
+
+    patch.setattr(RingLayout, "slots", wrong)
+
+
+def mask_modulus(patch: Patch) -> None:
+    right = RingLayout.held
+
+    def wrong(self: RingLayout, slots: int, last: mx.array) -> mx.array:
+        return right(RingLayout(self.ring + 1, self.keep), slots, last)
+
+    patch.setattr(RingLayout, "held", wrong)
+
+
+def ring_one_slot_short(patch: Patch) -> None:
+    patch.setattr(
+        "specdec.cache.ring.RingLayout",
+        lambda ring, keep=0: RingLayout(max(1, ring - 1), keep),
+    )
+
+
+def window_edge(by: int) -> Callable[[Patch], None]:
+    right = SlidingRule.visible
+
+    def plant(patch: Patch) -> None:
+        def wrong(self: SlidingRule, keys: mx.array, queries: mx.array) -> mx.array:
+            return right(SlidingRule(self.window + by, self.keep), keys, queries)
+
+        patch.setattr(SlidingRule, "visible", wrong)
+
+    return plant
+
+
+def window_forgotten_early(patch: Patch) -> None:
+    """Rows of one more than the window are taken to fit."""
+    patch.setattr(SlidingRule, "span", property(lambda self: self.window + 1))
+
+
+def sinks_dropped(patch: Patch) -> None:
+    right = SlidingRule.visible
+
+    def wrong(self: SlidingRule, keys: mx.array, queries: mx.array) -> mx.array:
+        return right(SlidingRule(self.window, 0), keys, queries)
+
+    patch.setattr(SlidingRule, "visible", wrong)
+
+
+def chunk_edge(patch: Patch) -> None:
+    def wrong(self: ChunkedRule, keys: mx.array, queries: mx.array) -> mx.array:
+        return (keys + 1) // self.chunk == (queries + 1) // self.chunk
+
+    patch.setattr(ChunkedRule, "visible", wrong)
+
+
+def padding_kept(patch: Patch) -> None:
+    patch.setattr(CacheCore, "prepare", lambda self, **kwargs: None)
+
+
+def budget_one_too_many(patch: Patch) -> None:
+    right = RingCache._trim_budget
+
+    def wrong(self: RingCache) -> int | None:
+        budget = right(self)
+        return None if budget is None else budget + 1
+
+    patch.setattr(RingCache, "_trim_budget", wrong)
+
+
+def resize_forgets_what_is_gone(patch: Patch) -> None:
+    right = RingCache.resize
+
+    def wrong(self: RingCache, max_write: int) -> None:
+        undone = self._undone
+        right(self, max_write)
+        self._undone = min(undone, self._undone)
+
+    patch.setattr(RingCache, "resize", wrong)
+
+
+def merge_forgets_what_is_gone(patch: Patch) -> None:
+    right = RingCache._fill_row
+
+    def wrong(self: RingCache, *args: Any) -> None:
+        right(self, *args)
+        self._undone = 0
+
+    patch.setattr(RingCache, "_fill_row", wrong)
+
+
+def write_alters_what_was_handed_out(patch: Patch) -> None:
+    def wrong(self: Storage, updates: Any, slots: mx.array) -> None:
+        rows = mx.arange(slots.shape[0])[:, None]
+        for array, update in zip(self.arrays or (), updates, strict=True):
+            array[rows, :, slots] = update.transpose(0, 2, 1, 3)
+
+    patch.setattr(Storage, "write", wrong)
+
+
+def rows_swapped(patch: Patch) -> None:
+    right = Storage.take_rows
+    patch.setattr(Storage, "take_rows", lambda self, rows: right(self, rows[::-1]))
+
+
+LINEAR, RING, KEEP, CHUNKED = "linear", "ring", "ring-keep", "chunked"
+FAULTS = [
+    (trim_one_too_few, LINEAR),
+    (trim_one_too_few, RING),
+    (trim_one_too_many, LINEAR),
+    (trim_one_too_many, CHUNKED),
+    (stale_key_visible, LINEAR),
+    (stale_key_visible, RING),
+    (stale_key_visible, "linear-8bit"),
+    (own_key_hidden, LINEAR),
+    (write_modulus, RING),
+    (mask_modulus, RING),
+    (mask_modulus, CHUNKED),
+    (ring_one_slot_short, RING),
+    (ring_one_slot_short, "ring-4bit"),
+    (window_edge(+1), RING),
+    (window_edge(-1), RING),
+    (window_edge(+1), "ring-4bit"),
+    (window_forgotten_early, RING),
+    (sinks_dropped, KEEP),
+    (chunk_edge, CHUNKED),
+    (padding_kept, LINEAR),
+    (padding_kept, RING),
+    (budget_one_too_many, RING),
+    (resize_forgets_what_is_gone, RING),
+    (merge_forgets_what_is_gone, RING),
+    (write_alters_what_was_handed_out, LINEAR),
+    (rows_swapped, LINEAR),
+]
+
+
+def fault_name(fault: Any) -> str:
+    return fault if isinstance(fault, str) else fault.__qualname__.partition(".")[0]
+
+
+@pytest.mark.parametrize(("plant", "name"), FAULTS, ids=fault_name)
+def test_planted_faults_are_found(
+    plant: Callable[[Patch], None], name: str, monkeypatch: Patch
+) -> None:
+    """By what queries attend to: offsets and sizes are not looked at here."""
+    monkeypatch.setattr(History, "check_sizes", lambda self: None)
+    plant(monkeypatch)
+    with pytest.raises(AssertionError, match=r"attends to|Not equal"):
+        run_many(BY_NAME[name])
