@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from ..prompts import Prompt
@@ -21,12 +21,18 @@ class Sink:
 
     One prompt is streamed as it comes. Several are written whole, each under a
     header line, in the order of the prompts; the JSON lines in the order in
-    which the prompts finish.
+    which the prompts finish. Standard output is written within ``aside()``.
     """
 
-    def __init__(self, prompts: Sequence[Prompt], output: TextIO | None) -> None:
+    def __init__(
+        self,
+        prompts: Sequence[Prompt],
+        output: TextIO | None,
+        aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self._prompts = prompts
         self._output = output
+        self._aside = aside
         self._waiting: dict[int, GenerationResult] = {}
         self._next = 0
         self.finished = 0
@@ -67,8 +73,9 @@ class Sink:
         self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
 
     def _write(self, text: str) -> None:
-        sys.stdout.write(text)
-        sys.stdout.flush()
+        with self._aside():
+            sys.stdout.write(text)
+            sys.stdout.flush()
 
 
 class Progress:
@@ -93,7 +100,9 @@ class Progress:
         self._bar.close()
 
     def aside(self) -> AbstractContextManager[Any]:
-        """Take the bar off the screen while something else is written to it."""
+        """Take the bar off the terminal while standard output is written to it."""
+        if not sys.stdout.isatty():
+            return nullcontext()
         context: AbstractContextManager[Any] = self._bar.external_write_mode(
             file=sys.stdout
         )

@@ -179,24 +179,23 @@ def run(
         click.echo(f"specdec: note: {note}", err=True)
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
 
-    sink = Sink(prompts, output)
+    events = decoder.stream(
+        prompts,
+        params,
+        system_prompt=system_prompt,
+        ignore_chat_template=ignore_chat_template,
+    )
     interrupted = False
     with Progress(len(prompts), quiet=quiet) as progress:
+        sink = Sink(prompts, output, progress.aside)
         try:
-            for event in decoder.stream(
-                prompts,
-                params,
-                system_prompt=system_prompt,
-                ignore_chat_template=ignore_chat_template,
-            ):
-                with progress.aside():
-                    sink.take(event)
+            for event in events:
+                sink.take(event)
                 progress.show(event, decoder.stats)
         except KeyboardInterrupt:
             interrupted = True
         finally:
-            with progress.aside():
-                sink.close()
+            sink.close()
     if interrupted:
         click.echo(
             f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts finished",
@@ -226,7 +225,7 @@ def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
 
 
 def _open_output(path: str, prompts_file: str | None) -> TextIO:
-    """Open for appending: what the file holds stays until a model is loaded."""
+    """Open for appending: what the file holds stays until decoding begins."""
     both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
     if both_exist and os.path.samefile(path, str(prompts_file)):
         raise click.UsageError("--output is the file of --prompts: name another")
@@ -251,7 +250,8 @@ def _summary(decoder: SpecDecoder) -> str:
         "draft": f"{draft}, {decoder.config.num_draft_tokens} tokens a round"
         if speculating
         else "none",
-        "prefill": f"{stats.prompts} prompts, {stats.prompt_tokens} tokens, "
+        "prefill": f"{stats.prompts} prompt{'s' * (stats.prompts != 1)}, "
+        f"{stats.prompt_tokens} tokens, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",
         "decode": f"{stats.generated_tokens} tokens, {stats.rounds} rounds, "
         f"{stats.tokens_per_second:.1f} tokens/s",

@@ -13,6 +13,7 @@ from click.testing import CliRunner, Result
 
 from specdec.cli import main
 from specdec.config import EngineConfig
+from specdec.errors import PromptError
 from specdec.sequence import GenerationResult, StreamEvent
 from specdec.stats import RunStats
 
@@ -51,7 +52,8 @@ class FakeDecoder:
     """Answers each prompt in two events; the last prompt finishes first.
 
     ``calls`` holds what the command line asked for; ``raises`` is raised when
-    loading, or, where it is a pair, after so many events.
+    loading, or, where it is a pair, after so many events. The prompt "unusable"
+    is refused.
     """
 
     calls: dict[str, Any] = field(default_factory=dict)
@@ -79,7 +81,12 @@ class FakeDecoder:
     def stream(
         self, prompts: Sequence[Any], params: Any = None, **options: Any
     ) -> Iterator[StreamEvent]:
+        if "unusable" in prompts:
+            raise PromptError("prompt 0: it is unusable")
         self.calls.update(prompts=list(prompts), params=params, **options)
+        return self._stream(prompts)
+
+    def _stream(self, prompts: Sequence[Any]) -> Iterator[StreamEvent]:
         for n, event in enumerate(self._events(prompts)):
             if isinstance(self.raises, tuple) and n == self.raises[0]:
                 raise self.raises[1]

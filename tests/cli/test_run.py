@@ -194,6 +194,18 @@ def test_a_failure_keeps_the_finished_rows(
     assert result.stdout == "== [1] b\nBonjour n°1\n\n"
 
 
+def test_a_refused_prompt_leaves_earlier_output_alone(
+    specdec: Specdec, tmp_path: Path
+) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text("of an earlier run\n")
+    result = specdec("run", "-p", "unusable", "--output", str(path))
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert result.stderr == "specdec: error: prompt 0: it is unusable\n"
+    assert path.read_text() == "of an earlier run\n"
+
+
 def test_broken_pipe_is_quiet(
     specdec: Specdec, monkeypatch: pytest.MonkeyPatch
 ) -> None:
