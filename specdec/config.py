@@ -34,6 +34,13 @@ class EngineConfig:
         read_bucket: cache columns handed to attention are rounded up to a
             multiple of this; ``None`` takes the backend's default
             (:func:`specdec.backend.defaults`).
+        kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
+        kv_group_size: 32, 64 or 128 elements share a scale; it must divide the
+            models' head size.
+        quantized_kv_start: quantize once the longest row of a batch holds this
+            many tokens.
+        max_kv_size: full-attention layers see each row's first 4 tokens and its
+            newest ``max_kv_size - 4``; ``None`` sees everything.
 
     Raises:
         ConfigError: a value is out of range.
@@ -43,6 +50,10 @@ class EngineConfig:
     num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
     prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
     read_bucket: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 0
+    max_kv_size: int | None = None
 
     def __post_init__(self) -> None:
         _require_int("batch_size", self.batch_size, 1)
@@ -50,6 +61,13 @@ class EngineConfig:
         _require_int("prefill_step_size", self.prefill_step_size, 1)
         if self.read_bucket is not None:
             _require_int("read_bucket", self.read_bucket, 1)
+        _require(self.kv_bits in (None, 4, 8), "kv_bits", self.kv_bits, "4 or 8")
+        groups = (32, 64, 128)
+        size = self.kv_group_size
+        _require(size in groups, "kv_group_size", size, "32, 64 or 128")
+        _require_int("quantized_kv_start", self.quantized_kv_start, 0)
+        if self.max_kv_size is not None:
+            _require_int("max_kv_size", self.max_kv_size, 5)
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -62,16 +62,17 @@ class SpecDecoder:
         self._backend = backend.defaults()
         if draft is not None:
             check_same_vocabulary(target, draft)
-        self._target = ModelRunner(target.model, target.name)
+        self._target = self._runner(target)
         self._drafter: Drafter | None = None
         if draft is not None and self.config.num_draft_tokens:
             self._drafter = DraftModel(
-                ModelRunner(draft.model, draft.name),
+                self._runner(draft),
                 vocab_size=self._target.vocab_size,
-                prefill_step_size=self.config.prefill_step_size,
                 max_draft_tokens=self.config.num_draft_tokens,
-                read_bucket=self.config.read_bucket or self._backend.read_bucket,
             )
+
+    def _runner(self, model: LoadedModel) -> ModelRunner:
+        return ModelRunner(model.model, model.name, self.config, self._backend)
 
     @classmethod
     def from_pretrained(

@@ -18,7 +18,7 @@ import mlx.core as mx
 from .backend import BackendDefaults
 from .config import EngineConfig
 from .drafters import Drafter, Round
-from .models.runner import ModelRunner, prefill_slots
+from .models.runner import ModelRunner
 from .sampling import RowSampling, choose
 from .sequence import Sequence
 from .verification import count_kept, next_tail
@@ -55,7 +55,7 @@ class RowBatch:
         target: runs the target model.
         drafter: proposes; ``None`` decodes plainly.
         sequences: the rows, none of them begun.
-        config: how many draft tokens, the prefill chunk.
+        config: how many draft tokens.
         backend: how to shape rounds.
     """
 
@@ -70,10 +70,8 @@ class RowBatch:
         self.target = target
         self.drafter = drafter
         self.rows = tuple(sequences)
-        self.config = config
         self.backend = backend
         self.num_draft_tokens = config.num_draft_tokens if drafter else 0
-        self.read_bucket = config.read_bucket or backend.read_bucket
         self._sampling = RowSampling.of([s.request.params for s in self.rows])
         self._active = mx.ones((len(self.rows),), mx.bool_)
         # Cached tokens per row, as far as the host has read.
@@ -86,11 +84,8 @@ class RowBatch:
         width = self.num_draft_tokens + 1
         requests = [s.request for s in self.rows]
         decode = max(len(r.prompt_tokens) + r.params.max_tokens for r in requests)
-        prefill = prefill_slots(
-            max(len(r.prompt_tokens) for r in requests),
-            self.config.prefill_step_size,
-            self.read_bucket,
-        )
+        longest = max(len(r.prompt_tokens) for r in requests)
+        prefill = self.target.prefill_slots(longest)
         # Rounds the host has not read may have gone past a row's end.
         return max(prefill, decode + (self.backend.lookahead + 1) * width)
 
@@ -99,11 +94,7 @@ class RowBatch:
         prompts = [s.request.prompt_tokens for s in self.rows]
         max_length = self.max_length()
         self.target.start(
-            len(prompts),
-            prefill_step_size=self.config.prefill_step_size,
-            max_round=self.num_draft_tokens + 1,
-            max_length=max_length,
-            read_bucket=self.read_bucket,
+            len(prompts), max_round=self.num_draft_tokens + 1, max_length=max_length
         )
         # The last token is fed alone: no chunk then computes logits it drops.
         self.target.prefill([p[:-1] for p in prompts])

@@ -56,21 +56,21 @@ def run_rows(
     prefill_step_size: int = 16,
     eos: frozenset[int] = frozenset(),
     drafter: Drafter | None = None,
+    **options: Any,
 ) -> list[TokenSequence]:
     """Decode through the engine; the finished rows, in the order of the prompts."""
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
         prefill_step_size=prefill_step_size,
+        **options,
     )
-    runner = ModelRunner(target, "target")
+    runner = ModelRunner(target, "target", config, backend)
     if draft is not None:
         drafter = DraftModel(
-            ModelRunner(draft, "draft"),
+            ModelRunner(draft, "draft", config, backend),
             vocab_size=runner.vocab_size,
-            prefill_step_size=prefill_step_size,
             max_draft_tokens=num_draft_tokens,
-            read_bucket=backend.read_bucket,
         )
     requests = [
         Request(i, "", tuple(prompt), p)

@@ -21,25 +21,14 @@ class DraftModel:
     Args:
         runner: the draft model.
         vocab_size: the target's number of logits; nothing beyond is proposed.
-        prefill_step_size, read_bucket: as the engine's.
         max_draft_tokens: largest k of any round.
     """
 
-    def __init__(
-        self,
-        runner: ModelRunner,
-        *,
-        vocab_size: int,
-        prefill_step_size: int,
-        max_draft_tokens: int,
-        read_bucket: int,
-    ):
+    def __init__(self, runner: ModelRunner, *, vocab_size: int, max_draft_tokens: int):
         self._runner = runner
         self._vocab_size = min(vocab_size, runner.vocab_size)
         self._clip = runner.vocab_size < vocab_size
-        self._prefill_step_size = prefill_step_size
         self._max_draft_tokens = max_draft_tokens
-        self._read_bucket = read_bucket
         # Committed tokens behind those in the cache, shape (B, 2 or more).
         self._unseen: mx.array | None = None
 
@@ -48,10 +37,8 @@ class DraftModel:
         self._unseen = None
         self._runner.start(
             batch_size,
-            prefill_step_size=self._prefill_step_size,
             max_round=max(2, self._max_draft_tokens + 1),
             max_length=max_length,
-            read_bucket=self._read_bucket,
         )
 
     def prefill(self, prompts: Sequence[Sequence[int]]) -> None:

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache import BatchCache
-from ..cache.adopt import CacheOptions, adopt_caches, check_caches
+from ..backend import BackendDefaults
+from ..cache.adopt import CacheOptions, adopt_caches, check_caches, maybe_quantize
 from ..cache.positions import round_up
-
-
-def prefill_slots(length: int, step_size: int, read_bucket: int) -> int:
-    """Slots that :meth:`ModelRunner.prefill` writes for ``length`` tokens."""
-    whole = length // step_size * step_size
-    return whole + min(step_size, round_up(length - whole, read_bucket))
+from ..config import EngineConfig
 
 
 class ModelRunner:
@@ -24,55 +21,68 @@ class ModelRunner:
     Args:
         model: an mlx-lm model.
         name: for messages.
+        config: the prefill chunk, how keys and values are kept.
+        backend: the columns that attention reads at a time.
 
     Raises:
-        UnsupportedModelError: the model asks for a cache that is not supported.
+        UnsupportedModelError: the batch caches cannot serve the model.
     """
 
-    def __init__(self, model: nn.Module, name: str):
-        check_caches(model, name)
+    def __init__(
+        self,
+        model: nn.Module,
+        name: str,
+        config: EngineConfig,
+        backend: BackendDefaults,
+    ):
         self.model = model
         self.name = name
+        self.prefill_step_size = config.prefill_step_size
+        self.read_bucket = config.read_bucket or backend.read_bucket
+        self._options = CacheOptions(
+            max_write=config.prefill_step_size,
+            read_bucket=self.read_bucket,
+            kv_bits=config.kv_bits,
+            kv_group_size=config.kv_group_size,
+            quantized_kv_start=config.quantized_kv_start,
+            max_kv_size=config.max_kv_size,
+        )
+        check_caches(model, name, self._options)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
-        self._caches: list[BatchCache] = []
-        self._prefill_step_size = 1
+        self._caches: list[Any] = []
         self._max_round = 1
-        self._read_bucket = 1
 
     @property
     def offset(self) -> mx.array:
         """Tokens kept by every row, shape (B,)."""
-        return self._caches[0].offset
+        offset: mx.array = self._caches[0].offset
+        return offset
 
     @property
     def nbytes(self) -> int:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
 
-    def start(
-        self,
-        batch_size: int,
-        *,
-        prefill_step_size: int,
-        max_round: int,
-        max_length: int,
-        read_bucket: int,
-    ) -> None:
+    def start(self, batch_size: int, *, max_round: int, max_length: int) -> None:
         """Make empty caches for ``batch_size`` rows of up to ``max_length`` tokens.
 
         Args:
             max_round: most tokens that a decode round writes.
         """
-        self._prefill_step_size = prefill_step_size
-        self._read_bucket = read_bucket
         self._max_round = max_round
-        options = CacheOptions(
-            max_write=max(prefill_step_size, max_round),
-            read_bucket=read_bucket,
+        options = replace(
+            self._options,
+            max_write=max(self.prefill_step_size, max_round),
             max_length=max_length,
         )
         self._caches = adopt_caches(self.model, batch_size, options, self.name)
+
+    def prefill_slots(self, length: int) -> int:
+        """Slots that :meth:`prefill` writes for a row of ``length`` tokens."""
+        step = self.prefill_step_size
+        whole = length // step * step
+        return whole + min(step, round_up(length - whole, self.read_bucket))
 
     def prefill(self, rows: Sequence[Sequence[int]]) -> None:
         """Write prompts of any lengths (0 too), one chunk at a time.
@@ -84,8 +94,8 @@ class ModelRunner:
         longest = max(lengths)
         done = 0
         while done < longest:
-            step = self._prefill_step_size
-            width = min(step, round_up(longest - done, self._read_bucket))
+            rest = round_up(longest - done, self.read_bucket)
+            width = min(self.prefill_step_size, rest)
             valid = [min(max(n - done, 0), width) for n in lengths]
             chunk = [
                 [*row[done : done + n], *([0] * (width - n))]
@@ -95,9 +105,10 @@ class ModelRunner:
             padding = [width - n for n in valid]
             if any(padding):
                 self.trim_per_sequence(padding, width)
+            done += width
+            maybe_quantize(self._caches, self._options, min(done, longest))
             mx.eval([c.state for c in self._caches])
             mx.clear_cache()
-            done += width
         self.note_lengths(longest, min(lengths))
 
     def forward(self, tokens: mx.array) -> mx.array:
@@ -114,6 +125,7 @@ class ModelRunner:
         """Tell the caches what the host knows of the rows' lengths."""
         for cache in self._caches:
             cache.note_lengths(longest=longest, shortest=shortest)
+        maybe_quantize(self._caches, self._options, longest)
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows, in that order."""
