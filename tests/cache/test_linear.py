@@ -1,0 +1,435 @@
+"""``BatchKVCache``: growth, extents, masks, rows and exchange with mlx-lm."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+
+from specdec.cache import BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache
+from specdec.errors import CacheError
+
+HEADS, DIM = 2, 8
+
+
+def tokens(rows: int, n: int, seed: int = 0) -> mx.array:
+    key = mx.random.key(seed)
+    return mx.random.normal((rows, HEADS, n, DIM), key=key)
+
+
+def write(cache: Any, n: int, seed: int = 0) -> Any:
+    x = tokens(cache.batch_size, n, seed)
+    return cache.update_and_fetch(x, -x)
+
+
+def filled(lengths: list[int], **settings: Any) -> BatchKVCache:
+    """Row ``i`` holds the first ``lengths[i]`` of the same tokens."""
+    cache = BatchKVCache(len(lengths), **settings)
+    write(cache, max(lengths))
+    cache.trim_per_sequence([max(lengths) - n for n in lengths])
+    return cache
+
+
+def equal(a: Any, b: Any) -> bool:
+    return bool(mx.array_equal(a, b))
+
+
+class TestGrowth:
+    def test_doubles_from_256(self) -> None:
+        cache = BatchKVCache(1)
+        capacities: list[int] = []
+        write(cache, 1)
+        for _ in range(32767 // 31):
+            write(cache, 31)
+            mx.eval(cache.state)
+            if not capacities or capacities[-1] != cache.capacity:
+                capacities.append(cache.capacity)
+        assert cache.size() == 32768
+        assert capacities == [256, 512, 1024, 2048, 4096, 8192, 16384, 32768]
+        # The first is an allocation, the other seven are growths.
+        assert len(capacities) - 1 == 7
+
+    @pytest.mark.parametrize(
+        ("writes", "capacity"),
+        [
+            ([1], 256),
+            ([256], 256),
+            ([257], 512),
+            ([256, 1], 512),
+            ([2048], 2048),
+            ([2048, 2048, 1], 8192),
+            ([1, 2048], 4096),
+            ([300, 5000], 8192),
+        ],
+    )
+    def test_capacity_after(self, writes: list[int], capacity: int) -> None:
+        cache = BatchKVCache(2)
+        for n in writes:
+            write(cache, n)
+        assert cache.capacity == capacity
+        assert cache.nbytes == 2 * 2 * HEADS * capacity * DIM * 4
+
+    def test_contents_survive(self) -> None:
+        cache = BatchKVCache(1)
+        x = tokens(1, 700)
+        for start in range(0, 700, 7):
+            part = x[:, :, start : start + 7]
+            keys, values = cache.update_and_fetch(part, -part)
+        assert equal(keys, x)
+        assert equal(values, -x)
+
+    def test_from_a_capacity_that_is_no_multiple_of_256(self) -> None:
+        cache = BatchKVCache(1)
+        x = tokens(1, 300)
+        cache.state = x, -x, mx.array([300], mx.int32), [None, 1, False]
+        assert cache.capacity == 300
+        keys, _ = write(cache, 1)
+        assert cache.capacity == 512
+        assert equal(keys[:, :, :300], x)
+
+    @pytest.mark.parametrize("max_length", [1, 100, 256, 300, 1000])
+    def test_never_passes_max_length(self, max_length: int) -> None:
+        cache = BatchKVCache(1, max_length=max_length, read_bucket=64)
+        for _ in range(max_length):
+            keys, _ = write(cache, 1)
+            assert cache.capacity <= max_length
+            assert keys.shape[2] <= max_length
+        with pytest.raises(CacheError, match=r"^[^\n]*max_length$") as caught:
+            write(cache, 1)
+        assert str(max_length + 1) in str(caught.value)
+        assert cache.size() == max_length
+
+    def test_a_loose_bound_does_not_grow_it(self) -> None:
+        """What per-sequence trims took back is looked up before growing."""
+        cache = BatchKVCache(2)
+        for _ in range(300):
+            write(cache, 5)
+            cache.trim_per_sequence(mx.array([4, 5]))
+        assert cache.offset.tolist() == [300, 0]
+        assert cache.capacity == 512
+
+    def test_needs_no_host_length_until_the_bound_is_reached(self) -> None:
+        cache = BatchKVCache(2, max_length=10)
+        write(cache, 8)
+        cache.trim_per_sequence(mx.array([8, 8]))
+        write(cache, 10)
+        assert cache.offset.tolist() == [10, 10]
+
+
+class TestReading:
+    @pytest.mark.parametrize("bucket", [1, 3, 64, 256])
+    def test_extent_is_bucketed(self, bucket: int) -> None:
+        cache = BatchKVCache(2, read_bucket=bucket)
+        for n in range(1, 300, 13):
+            mask = cache.make_mask(13, return_array=True)
+            keys, _ = write(cache, 13)
+            longest = 13 * (n // 13 + 1)
+            extent = min(-(-longest // bucket) * bucket, cache.capacity)
+            assert keys.shape[2] == extent
+            assert mask is not None
+            assert mask.shape[-1] == extent  # type: ignore[union-attr]
+
+    def test_noted_lengths_shrink_it(self) -> None:
+        cache = filled([90, 20])
+        cache.filter([1])
+        assert write(cache, 1)[0].shape[2] == 91
+        cache.note_lengths(longest=21, shortest=21)
+        assert cache.make_mask(1) is None
+        assert write(cache, 1)[0].shape[2] == 22
+
+    def test_mask_forms(self) -> None:
+        """What mlx-lm's caches return, wherever no array is needed."""
+        cache = BatchKVCache(2)
+        assert cache.make_mask(1) is None
+        assert cache.make_mask(5) == "causal"
+        assert cache.make_mask(5, return_array=True).dtype == mx.bool_  # type: ignore[union-attr]
+        write(cache, 4)
+        assert cache.make_mask(1) is None
+        assert cache.make_mask(3) == "causal"
+        assert cache.make_mask(3, window_size=7) == "causal"
+        narrow = cache.make_mask(3, window_size=6)
+        assert np.array(narrow)[0, 0].tolist() == [
+            [True] * 5 + [False] * 2,
+            [True] * 6 + [False],
+            [False] + [True] * 6,
+        ]
+        cache.trim_per_sequence([0, 0])
+        assert cache.make_mask(1) is None
+        cache.trim_per_sequence([0, 1])
+        ragged = cache.make_mask(1)
+        assert np.array(ragged)[:, 0, 0].tolist() == [[True] * 5, [True] * 4 + [False]]
+
+    def test_additive_masks_have_the_caches_type(self) -> None:
+        cache = BatchKVCache(1, additive_mask=True)
+        x = tokens(1, 3).astype(mx.bfloat16)
+        assert cache.make_mask(2, return_array=True).dtype == mx.bool_  # type: ignore[union-attr]
+        cache.update_and_fetch(x, x)
+        mask: Any = cache.make_mask(2, return_array=True)
+        assert mask.dtype == mx.bfloat16
+        infinite = float("-inf")
+        assert mask[0, 0].tolist() == [[0, 0, 0, 0, infinite], [0, 0, 0, 0, 0]]
+
+    def test_what_was_handed_out_does_not_change(self) -> None:
+        cache = BatchKVCache(1)
+        write(cache, 250)
+        keys, values = write(cache, 6)  # all 256 columns: the arrays themselves
+        state = cache.state
+        before = [np.array(x) for x in (keys, values, *state[:3])]
+        cache.trim(3)
+        write(cache, 3, seed=1)
+        write(cache, 1, seed=2)
+        after = [np.array(x) for x in (keys, values, *state[:3])]
+        for a, b in zip(before, after, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+    def test_writes_are_in_place(self) -> None:
+        """No second copy of the cache while nobody holds the first."""
+        cache = BatchKVCache(1)
+        x = mx.zeros((1, 8, 4096, 64))
+        cache.update_and_fetch(x, x)
+        del x
+        mx.eval(cache.state)
+        one = mx.zeros((1, 8, 1, 64))
+        cache.trim(10)
+        mx.eval(cache.state, one)
+        mx.reset_peak_memory()
+        before = mx.get_active_memory()
+        for _ in range(3):
+            mx.eval(cache.update_and_fetch(one, one))
+        assert mx.get_peak_memory() - before < cache.nbytes / 100
+
+
+class TestTrim:
+    def test_uniform(self) -> None:
+        cache = filled([5, 2])
+        assert cache.trim(3) == 3
+        assert cache.offset.tolist() == [2, 0]
+        assert cache.trim(9) == 2
+        assert cache.offset.tolist() == [0, 0]
+        assert cache.trim(1) == 0
+        assert cache.trim(-1) == 0
+
+    def test_a_row_loses_no_more_than_it_has(self) -> None:
+        cache = filled([5, 2])
+        cache.trim_per_sequence([3, 3])
+        assert cache.offset.tolist() == [2, 0]
+
+    def test_wrong_counts_are_refused(self) -> None:
+        cache = filled([5, 2])
+        for wrong in ([1], [1, 1, 1], mx.array([1]), mx.array([[1, 1]])):
+            with pytest.raises(CacheError, match="one count per row"):
+                cache.trim_per_sequence(wrong)
+        with pytest.raises(CacheError, match="0 or more"):
+            cache.trim_per_sequence([0, -1])
+        assert cache.offset.tolist() == [5, 2]
+
+    def test_offset_stays_32_bits(self) -> None:
+        cache = filled([5, 2])
+        cache.trim_per_sequence(mx.array([1, 1], mx.uint32))
+        assert cache.offset.dtype == mx.int32
+
+
+class TestPadding:
+    def test_lengths_over_several_chunks(self) -> None:
+        cache = BatchKVCache(3)
+        cache.prepare(lengths=[7, 2, 4], right_padding=[0, 5, 3])
+        write(cache, 3)
+        assert cache.offset.tolist() == [3, 2, 3]
+        write(cache, 3)
+        assert cache.offset.tolist() == [6, 2, 4]
+        write(cache, 1)
+        cache.finalize()
+        assert cache.offset.tolist() == [7, 2, 4]
+        write(cache, 1)
+        assert cache.offset.tolist() == [8, 3, 5]
+
+    def test_right_padding_alone(self) -> None:
+        cache = BatchKVCache(2)
+        cache.prepare(right_padding=[0, 2])
+        write(cache, 5)
+        cache.finalize()
+        assert cache.offset.tolist() == [5, 3]
+
+    def test_all_rows_padded(self) -> None:
+        cache = BatchKVCache(2)
+        cache.prepare(lengths=[3, 3], right_padding=[2, 2])
+        write(cache, 5)
+        cache.finalize()
+        assert cache.size() == 3
+        assert write(cache, 1)[0].shape[2] == 4
+
+    def test_refusals(self) -> None:
+        cache = BatchKVCache(2)
+        with pytest.raises(CacheError, match="left padding"):
+            cache.prepare(left_padding=[0, 1])
+        with pytest.raises(CacheError, match="2 rows"):
+            cache.prepare(lengths=[1])
+        cache.prepare(lengths=[1, 2], right_padding=[1, 0])
+        with pytest.raises(CacheError, match="between prepare and finalize"):
+            cache.filter([0])
+
+
+class TestRows:
+    def test_filter_to_one_and_none(self) -> None:
+        cache = filled([5, 2, 4])
+        cache.filter([2, 0])
+        assert cache.offset.tolist() == [4, 5]
+        cache.filter([0])
+        assert (cache.batch_size, cache.size()) == (1, 4)
+        cache.filter([])
+        assert (cache.batch_size, cache.size(), cache.nbytes) == (0, 0, 0)
+        assert cache.empty()
+
+    @pytest.mark.parametrize("rows", [[3], [-1], [0, 5]])
+    def test_filter_refuses_rows_that_are_not_there(self, rows: list[int]) -> None:
+        with pytest.raises(CacheError, match="batch has 3"):
+            filled([1, 2, 3]).filter(rows)
+
+    def test_extend_with_longer_rows(self) -> None:
+        cache, other = filled([3]), filled([300, 20])
+        cache.extend(other)
+        assert cache.offset.tolist() == [3, 300, 20]
+        assert cache.capacity == 512
+        for row, n in enumerate([3, 300, 20]):
+            assert cache.extract(row).offset == n
+        assert other.offset.tolist() == [300, 20]
+
+    @pytest.mark.parametrize("empty_rows", [0, 2])
+    def test_extend_into_and_by_empty(self, empty_rows: int) -> None:
+        cache = BatchKVCache(empty_rows)
+        cache.extend(filled([3, 5]))
+        assert cache.offset.tolist() == [0] * empty_rows + [3, 5]
+        cache.extend(BatchKVCache(1))
+        assert cache.offset.tolist() == [0] * empty_rows + [3, 5, 0]
+        write(cache, 2)
+        assert cache.size() == 7
+
+    def test_extend_after_filter_to_none_starts_afresh(self) -> None:
+        cache = filled([5000])
+        cache.filter([])
+        cache.extend(filled([3]))
+        assert cache.capacity == 256
+
+    def test_extend_refuses_other_kinds(self) -> None:
+        with pytest.raises(CacheError, match="cannot join"):
+            filled([3]).extend(BatchRotatingKVCache(1, max_size=4))  # type: ignore[arg-type]
+        with pytest.raises(CacheError, match="cannot join"):
+            filled([3]).extend(BatchQuantizedKVCache(1))  # type: ignore[arg-type]
+
+    def test_rows_must_match(self) -> None:
+        x = tokens(3, 1)
+        with pytest.raises(CacheError, match="3 rows were written to a cache of 2"):
+            BatchKVCache(2).update_and_fetch(x, x)
+
+
+class TestExchange:
+    def test_extract_is_exact(self) -> None:
+        cache = filled([5, 0, 3])
+        x = tokens(3, 5)
+        for row, n in enumerate([5, 0, 3]):
+            single = cache.extract(row)
+            assert type(single) is mlx_lm_cache.KVCache
+            assert single.offset == n
+            if n:
+                keys, values = single.keys_and_values()
+                assert equal(keys, x[row : row + 1, :, :n])
+                assert equal(values, -x[row : row + 1, :, :n])
+            else:
+                assert single.empty()
+
+    def test_extract_is_a_copy(self) -> None:
+        cache = filled([5])
+        single = cache.extract(0)
+        before = np.array(single.keys)
+        cache.trim(2)
+        write(cache, 2, seed=7)
+        np.testing.assert_array_equal(before, np.array(single.keys))
+
+    def test_merge_of_mlx_lm_caches(self) -> None:
+        singles = [mlx_lm_cache.KVCache() for _ in range(3)]
+        x = tokens(1, 300)
+        for cache, n in zip(singles, [300, 0, 7], strict=True):
+            if n:
+                cache.update_and_fetch(x[:, :, :n], -x[:, :, :n])
+        merged = BatchKVCache.merge(singles)
+        assert merged.offset.tolist() == [300, 0, 7]
+        assert equal(merged.extract(2).keys, x[:, :, :7])
+        assert equal(merged.extract(0).values, -x)
+
+    def test_merge_refuses(self) -> None:
+        with pytest.raises(CacheError, match="at least one"):
+            BatchKVCache.merge([])
+        with pytest.raises(CacheError, match="RotatingKVCache cannot become"):
+            BatchKVCache.merge([mlx_lm_cache.RotatingKVCache(4)])
+
+    def test_state_round_trip(self) -> None:
+        cache = filled([5, 2], max_length=700, read_bucket=4)
+        again = BatchKVCache.from_state(cache.state)
+        assert again.offset.tolist() == [5, 2]
+        assert (again.max_length, again.read_bucket) == (700, 4)
+        write(again, 300)
+        write(again, 300)
+        assert again.capacity == 700
+        assert cache.capacity == 256
+
+    def test_an_empty_state_round_trip(self) -> None:
+        again = BatchKVCache.from_state(BatchKVCache(3).state)
+        assert again.empty()
+        assert again.offset.tolist() == [0, 0, 0]
+
+    def test_mlx_lm_does_not_take_the_state_for_its_own(self) -> None:
+        """Both libraries have a BatchKVCache; a saved file names only the class."""
+        with pytest.raises(ValueError, match="unpack"):
+            mlx_lm_cache.BatchKVCache.from_state(filled([3]).state)
+
+    def test_deepcopy(self) -> None:
+        cache = filled([5, 2])
+        other = copy.deepcopy(cache)
+        write(other, 3, seed=3)
+        assert cache.offset.tolist() == [5, 2]
+        assert other.offset.tolist() == [8, 5]
+        assert equal(cache.extract(0).keys, tokens(2, 5)[:1])
+
+    def test_copies_of_a_model_still_share_their_memo(self) -> None:
+        from specdec.cache import Memo
+
+        memo = Memo()
+        caches = [BatchKVCache(2, memo=memo) for _ in range(2)]
+        for cache in caches:
+            write(cache, 3)
+        copies = copy.deepcopy(caches)
+        for cache in copies:
+            write(cache, 3)
+        assert copies[0].offset is copies[1].offset
+        assert caches[0].offset is not copies[0].offset
+
+
+def test_layers_share_what_they_compute() -> None:
+    from specdec.cache import Memo
+
+    memo = Memo()
+    caches = [BatchKVCache(2, memo=memo) for _ in range(3)]
+    n = mx.array([1, 2])
+    for cache in caches:
+        write(cache, 3)
+        cache.trim_per_sequence(n, at_most=2)
+        cache.filter([1, 0])
+    assert len({id(c.offset) for c in caches}) == 1
+    assert len({id(c.make_mask(2)) for c in caches}) == 1
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"batch_size": -1}, "batch_size is -1"),
+        ({"batch_size": 1, "read_bucket": 0}, "read_bucket is 0"),
+        ({"batch_size": 1, "max_length": 0}, "max_length is 0"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        BatchKVCache(**settings)

@@ -1,0 +1,328 @@
+"""Rings: what they hold, what they give back, and what they refuse."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from mlx_lm.models import cache as mlx_lm_cache
+
+from specdec.cache import (
+    BatchChunkedKVCache,
+    BatchRotatingKVCache,
+    RingCache,
+)
+from specdec.errors import CacheError
+
+from .histories import BY_NAME, KINDS, History, Seeded
+
+HEADS, DIM = 2, 8
+RINGS = [kind for kind in KINDS if kind.window is not None]
+
+
+def numbered(rows: int, first: int, n: int) -> mx.array:
+    """Tokens whose every element is their position."""
+    x = mx.arange(first, first + n).astype(mx.float32)[None, None, :, None]
+    return mx.broadcast_to(x, (rows, HEADS, n, DIM))
+
+
+def write(cache: Any, n: int, first: int | None = None) -> Any:
+    first = cache.size() if first is None else first
+    x = numbered(cache.batch_size, first, n)
+    return cache.update_and_fetch(x, x)
+
+
+def history(kind: Any, rows: int, max_write: int) -> History:
+    """One to be driven by hand."""
+    made = History.begin(kind, Seeded(0), 0)
+    made.max_write = max_write
+    made.cache = kind.make(rows, max_write=max_write)
+    made.rows = [[] for _ in range(rows)]
+    return made
+
+
+def extend_by(made: History, size: int) -> None:
+    new = [
+        list(range(made.next_token + i * size, made.next_token + (i + 1) * size))
+        for i in range(len(made.rows))
+    ]
+    made.next_token += size * len(made.rows)
+    made.write_tokens(new, [size] * len(made.rows))
+
+
+def cut(made: History, counts: list[int]) -> None:
+    made.cache.trim_per_sequence(counts)
+    pairs = zip(made.rows, counts, strict=True)
+    made.rows = [row[: len(row) - n] for row, n in pairs]
+
+
+@pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
+@pytest.mark.parametrize("max_write", [1, 2, 5])
+class TestBound:
+    def test_max_write_tokens_come_back_and_no_more(
+        self, kind: Any, max_write: int
+    ) -> None:
+        for extra in range(3 * max_write):
+            made = history(kind, 2, max_write)
+            for _ in range(12 + extra):
+                extend_by(made, 1)
+            before = made.cache.offset.tolist()
+            with pytest.raises(CacheError, match=f"can undo {max_write};"):
+                made.cache.trim_per_sequence([max_write + 1, 0])
+            assert made.cache.offset.tolist() == before
+            assert made.cache.is_trimmable()
+            cut(made, [max_write, 0])
+            assert not made.cache.is_trimmable()
+            with pytest.raises(CacheError, match="can undo 0;"):
+                made.cache.trim_per_sequence([0, 1])
+            for _ in range(2 * max_write):
+                extend_by(made, 1)  # checks what is attended to
+            assert made.cache.is_trimmable()
+
+    def test_the_count_is_read_where_the_host_does_not_know_it(
+        self, kind: Any, max_write: int
+    ) -> None:
+        made = history(kind, 2, max_write)
+        for _ in range(15):
+            extend_by(made, 1)
+        with pytest.raises(CacheError, match="cannot be taken back"):
+            made.cache.trim_per_sequence(mx.array([0, max_write + 1]))
+        made.cache.trim_per_sequence(mx.array([0, max_write]))
+
+    def test_one_write_takes_max_write_and_no_more(
+        self, kind: Any, max_write: int
+    ) -> None:
+        made = history(kind, 2, max_write)
+        slots = kind.keep + kind.window + max_write - 1
+        extend_by(made, slots)  # an empty ring takes all that it has
+        extend_by(made, max_write)
+        with pytest.raises(CacheError, match=rf"takes {max_write} at a time"):
+            extend_by(made, max_write + 1)
+        made = history(kind, 2, max_write)
+        with pytest.raises(CacheError, match="one write"):
+            extend_by(made, slots + 1)
+
+    def test_all_comes_back_before_it_wraps(self, kind: Any, max_write: int) -> None:
+        made = history(kind, 2, max_write)
+        slots = kind.keep + kind.window + max_write - 1
+        extend_by(made, slots)
+        cut(made, [slots, slots - 1])
+        extend_by(made, max_write)
+
+
+@pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
+class TestPadding:
+    def test_chunks_of_padding_evict_nothing(self, kind: Any) -> None:
+        """A short row sits through many chunks of a long row's prompt."""
+        made = history(kind, 3, 4)
+        lengths = [40, 3, 11]
+        made.cache.prepare(lengths=lengths, right_padding=[0, 37, 29])
+        for start in range(0, 40, 4):
+            valid = [min(max(n - start, 0), 4) for n in lengths]
+            new = [
+                list(range(made.next_token + 4 * i, made.next_token + 4 * i + 4))
+                for i in range(3)
+            ]
+            made.next_token += 12
+            made.write_tokens(new, valid)
+        made.cache.finalize()
+        assert made.cache.offset.tolist() == lengths
+        for _ in range(10):
+            extend_by(made, 1)
+
+
+@pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
+class TestResize:
+    @pytest.mark.parametrize("length", [3, 7, 30])
+    @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 2), (3, 3)])
+    def test_contents_survive(
+        self, kind: Any, before: int, after: int, length: int
+    ) -> None:
+        made = history(kind, 2, before)
+        for _ in range(length):
+            extend_by(made, 1)
+        cut(made, [0, 1])
+        made.cache.resize(after)
+        made.max_write = after
+        made.check_sizes()
+        for _ in range(3):
+            extend_by(made, after)
+
+    def test_refuses_nothing(self, kind: Any) -> None:
+        made = history(kind, 1, 2)
+        with pytest.raises(CacheError, match="max_write is 0"):
+            made.cache.resize(0)
+
+
+def test_shrinking_after_prefill_returns_the_bytes() -> None:
+    """Window 512, chunks of 512, rounds of 5: from 1023 slots to 516."""
+    cache = BatchRotatingKVCache(2, max_size=512, max_write=512)
+    for first in range(0, 2048, 512):
+        write(cache, 512, first)
+    per_slot = 2 * 2 * HEADS * DIM * 4
+    mx.eval(cache.state)
+    assert cache.nbytes == 1023 * per_slot
+    active = mx.get_active_memory()
+    cache.resize(5)
+    mx.eval(cache.state)
+    assert cache.nbytes == 516 * per_slot
+    freed = active - mx.get_active_memory()  # less the indices of the gather
+    assert 0.9 < freed / ((1023 - 516) * per_slot) <= 1
+    mask: Any = cache.make_mask(5)
+    keys, _ = write(cache, 5, 2048)
+    for query in range(5):
+        seen = np.array(keys)[0, 0, np.array(mask)[0, 0, query], 0]
+        assert sorted(seen) == list(range(2048 + query - 511, 2048 + query + 1))
+
+
+def test_a_ring_grows_to_its_size_only() -> None:
+    cache = BatchRotatingKVCache(1, max_size=512, max_write=89)
+    capacities = set()
+    for first in range(0, 2000, 50):
+        write(cache, 50, first)
+        capacities.add(cache.capacity)
+    assert capacities == {256, 512, 600}
+    short = BatchRotatingKVCache(1, max_size=512, max_write=89, max_length=300)
+    write(short, 89)
+    assert short.capacity == 256
+    for first in (89, 178):
+        write(short, 89, first)
+    assert short.capacity == 300
+
+
+class TestJoin:
+    @pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
+    @pytest.mark.parametrize(("left", "right"), [(1, 4), (4, 1), (2, 2)])
+    @pytest.mark.parametrize(("n", "m"), [(3, 20), (20, 3), (20, 21), (0, 20)])
+    def test_of_different_max_write(
+        self, kind: Any, left: int, right: int, n: int, m: int
+    ) -> None:
+        one, two = history(kind, 2, left), history(kind, 1, right)
+        for _ in range(n):
+            extend_by(one, 1)
+        two.next_token = one.next_token
+        for _ in range(m):
+            extend_by(two, 1)
+        one.cache.extend(two.cache)
+        one.rows += two.rows
+        one.next_token = two.next_token
+        one.max_write = max(left, right)
+        assert one.cache.max_write == one.max_write
+        one.check_sizes()
+        for _ in range(3):
+            extend_by(one, one.max_write)
+            cut(one, [one.max_write, 0, 1])
+
+    def test_of_different_windows_is_refused(self) -> None:
+        one = BatchRotatingKVCache(1, max_size=4)
+        for other in (
+            BatchRotatingKVCache(1, max_size=5),
+            BatchRotatingKVCache(1, max_size=5, keep=1),
+        ):
+            with pytest.raises(CacheError, match="window"):
+                one.extend(other)
+
+    def test_of_different_kinds_is_refused(self) -> None:
+        with pytest.raises(CacheError, match="cannot join"):
+            BatchRotatingKVCache(1, max_size=4).extend(
+                BatchChunkedKVCache(1, chunk_size=4)  # type: ignore[arg-type]
+            )
+
+
+class TestExchange:
+    @pytest.mark.parametrize("keep", [0, 2])
+    @pytest.mark.parametrize("length", [0, 3, 8, 9, 40])
+    def test_extract(self, keep: int, length: int) -> None:
+        cache = BatchRotatingKVCache(2, max_size=8, keep=keep, max_write=4)
+        for position in range(length):
+            write(cache, 1, position)
+        single = cache.extract(1)
+        assert type(single) is mlx_lm_cache.RotatingKVCache
+        assert (single.offset, single.keep, single.max_size) == (length, keep, 8)
+        if not length:
+            assert single.empty()
+            return
+        held = list(range(length))
+        if length > 8:
+            held = [*range(keep), *range(length - 8 + keep, length)]
+        assert np.array(single.keys)[0, 0, :, 0].tolist() == held
+
+    @pytest.mark.parametrize("keep", [0, 2])
+    @pytest.mark.parametrize("writes", [[3], [8], [5, 1, 1], [1] * 21, [30], [30, 1]])
+    def test_merge_of_mlx_lm_caches(self, writes: list[int], keep: int) -> None:
+        """Whatever order its columns have; the sinks stay."""
+        singles = []
+        for _ in range(2):
+            single = mlx_lm_cache.RotatingKVCache(8, keep=keep)
+            first = 0
+            for n in writes:
+                single.update_and_fetch(numbered(1, first, n), numbered(1, first, n))
+                first += n
+            singles.append(single)
+        merged = BatchRotatingKVCache.merge(singles)
+        length = sum(writes)
+        assert merged.offset.tolist() == [length, length]
+        assert merged.keep == keep
+        keys, _ = write(merged, 1, length)
+        merged.trim(1)
+        mask: Any = merged.make_mask(1, return_array=True)
+        seen = np.array(keys)[0, 0, np.array(mask)[0, 0, 0], 0]
+        near = range(max(keep, length + 1 - (8 - keep)), length + 1)
+        assert sorted(seen) == [*range(min(keep, length)), *near]
+
+    @pytest.mark.parametrize("length", [3, 8, 9, 40])
+    def test_chunked(self, length: int) -> None:
+        cache = BatchChunkedKVCache(1, chunk_size=8, max_write=4)
+        for position in range(length):
+            write(cache, 1, position)
+        single = cache.extract(0)
+        assert type(single) is mlx_lm_cache.ChunkedKVCache
+        held = list(range(max(0, length - 8), length))
+        assert (single.offset, single.start_position) == (length, held[0])
+        assert np.array(single.keys)[0, 0, :, 0].tolist() == held
+        merged = BatchChunkedKVCache.merge([single, single])
+        keys, _ = write(merged, 1, length)
+        merged.trim(1)
+        mask: Any = merged.make_mask(1, return_array=True)
+        seen = np.array(keys)[0, 0, np.array(mask)[0, 0, 0], 0]
+        assert sorted(seen) == list(range(length // 8 * 8, length + 1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"max_size": 0}, "window 0"),
+        ({"max_size": 4, "keep": 4}, "window 0"),
+        ({"max_size": 4, "keep": -1}, "keep -1"),
+        ({"max_size": 4, "max_write": 0}, "max_write is 0"),
+    ],
+)
+def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(CacheError, match=message):
+        BatchRotatingKVCache(1, **settings)
+
+
+@pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
+def test_state_carries_what_can_be_undone(kind: Any) -> None:
+    cache = kind.make(1, max_write=3)
+    heads: Callable[[int], mx.array] = lambda n: mx.ones((1, 2, n, 64))  # noqa: E731
+    for _ in range(20):
+        cache.update_and_fetch(heads(1), heads(1))
+    cache.trim(2)
+    again = type(cache).from_state(cache.state)
+    assert isinstance(again, RingCache)
+    assert again.max_write == 3
+    with pytest.raises(CacheError, match="can undo 1;"):
+        again.trim(2)
+    again.trim(1)
+
+
+def test_quantized_rings_have_no_single_form() -> None:
+    cache = BY_NAME["ring-4bit"].make(1)
+    with pytest.raises(CacheError, match="cannot be extracted"):
+        cache.extract(0)
+    with pytest.raises(CacheError, match="to_quantized"):
+        type(cache).merge([mlx_lm_cache.RotatingKVCache(4)])
