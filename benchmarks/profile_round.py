@@ -78,17 +78,15 @@ def profile(
 ) -> dict[str, float]:
     """Milliseconds of each phase in a mean round, the first ones left out."""
     warm_up = 4
-    target = ModelRunner(models[0], "target")
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=k)
     defaults = backend.defaults()
+    target = ModelRunner(models[0], "target", config, defaults)
     drafter = None
     if k:
         drafter = DraftModel(
-            ModelRunner(models[1], "draft"),
+            ModelRunner(models[1], "draft", config, defaults),
             vocab_size=target.vocab_size,
-            prefill_step_size=config.prefill_step_size,
             max_draft_tokens=k,
-            read_bucket=defaults.read_bucket,
         )
     # Enough that no row ends, whatever is accepted.
     params = SamplingParams(max_tokens=(rounds + warm_up + 2) * (k + 1) + 1)

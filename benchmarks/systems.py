@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -38,6 +38,7 @@ class Options:
     prefill_step_size: int
     eos_token_ids: frozenset[int] = frozenset()
     read_bucket: int | None = None
+    lookahead: int | None = None
 
 
 @dataclass
@@ -218,19 +219,19 @@ def engine(
         read_bucket=options.read_bucket,
     )
     defaults = backend.defaults()
+    if options.lookahead is not None:
+        defaults = replace(defaults, lookahead=options.lookahead)
     params = SamplingParams(max_tokens=options.max_tokens)
 
     def run(prompts: Prompts) -> Wave:
         # Made anew, so that nothing of an earlier run is in memory.
-        target = ModelRunner(model, "target")
+        target = ModelRunner(model, "target", config, defaults)
         drafter = None
         if draft is not None:
             drafter = DraftModel(
-                ModelRunner(draft, "draft"),
+                ModelRunner(draft, "draft", config, defaults),
                 vocab_size=target.vocab_size,
-                prefill_step_size=config.prefill_step_size,
                 max_draft_tokens=k,
-                read_bucket=config.read_bucket or defaults.read_bucket,
             )
         wave = Wave(len(prompts))
         sequences = [

@@ -27,6 +27,8 @@ from benchmarks.common import (
     random_model,
     write_report,
 )
+from specdec import backend
+from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
 
 PREFILL_STEP_SIZE = 512
@@ -52,15 +54,16 @@ class EngineRows:
         width: int,
         growth: int,
     ):
-        self._runner = ModelRunner(model, "model")
+        config = EngineConfig(
+            prefill_step_size=PREFILL_STEP_SIZE, read_bucket=read_bucket
+        )
+        self._runner = ModelRunner(model, "model", config, backend.defaults())
         self._none = mx.zeros((len(rows),), mx.int32)
         self._runner.start(
             len(rows),
-            prefill_step_size=PREFILL_STEP_SIZE,
             max_round=width,
             # Prefill pads its last chunk.
             max_length=max(map(len, rows)) + growth + PREFILL_STEP_SIZE,
-            read_bucket=read_bucket,
         )
         self._runner.prefill(rows)
         self._runner.end_prefill()

@@ -25,7 +25,7 @@ BEHIND = BackendDefaults("cuda", read_bucket=64, repeat_shapes=True, lookahead=1
 
 def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     """mlx-lm's plain greedy decoding."""
-    steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens)
+    steps = generate_step(mx.array(list(prompt)), model, max_tokens=max_tokens)
     return [int(token) for token, _ in steps]
 
 
@@ -76,7 +76,7 @@ def run_rows(
         Request(i, "", tuple(prompt), p)
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
-    rows = []
+    rows: list[TokenSequence] = []
     for wave in waves(requests, batch_size):
         batch = RowBatch(
             runner, drafter, [TokenSequence(r, eos) for r in wave], config, backend

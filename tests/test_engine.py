@@ -8,11 +8,11 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
 
 from specdec.backend import BackendDefaults
 from specdec.config import SamplingParams
 from specdec.drafters import Round
+from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
 
 VOCAB = 97
 LENGTHS = (1, 7, 30, 2, 70, 3, 16, 33)

@@ -79,7 +79,7 @@ def rounds(
     tail = mx.zeros((draws, 2), mx.int32)
     first = mx.ones((draws,), mx.int32)
     active = mx.ones((draws,), mx.bool_)
-    out = [[] for _ in range(draws)]
+    out: list[list[int]] = [[] for _ in range(draws)]
     while min(map(len, out)) < 3:
         noise = gumbel_noise(sampling.seed, first, k + 1, vocab)
         inputs = tail[:, 1:]
@@ -91,8 +91,9 @@ def rounds(
         kept = count_kept(inputs[:, 1:], chosen, active)
         tail = next_tail(tail, chosen, kept)
         first = first + kept
-        for row, n, tokens in zip(out, kept.tolist(), chosen.tolist(), strict=True):
-            row.extend(tokens[:n])
+        kept_rows, chosen_rows = np.array(kept), np.array(chosen)
+        for row, n, tokens in zip(out, kept_rows, chosen_rows, strict=True):
+            row.extend(tokens[:n].tolist())
     return np.array([row[:3] for row in out])
 
 

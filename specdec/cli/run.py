@@ -115,6 +115,33 @@ if TYPE_CHECKING:
     help="Prompt tokens per row in one forward; less takes less memory.",
 )
 @click.option(
+    "--max-kv-size",
+    type=click.IntRange(min=5),
+    metavar="N",
+    help="Full-attention layers see a row's first 4 tokens and its newest N - 4. "
+    "[default: all]",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["4", "8"]),
+    help="Keep keys and values of target and draft quantized. [default: as they are]",
+)
+@click.option(
+    "--kv-group-size",
+    type=click.Choice(["32", "64", "128"]),
+    default="64",
+    show_default=True,
+    help="Elements that share a scale, with --kv-bits.",
+)
+@click.option(
+    "--quantized-kv-start",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Quantize once the longest row holds N tokens, with --kv-bits.",
+)
+@click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
     help="Load the weights in this type. [default: as they are stored]",
@@ -140,6 +167,10 @@ def run(
     ignore_chat_template: bool,
     num_draft_tokens: int,
     prefill_step_size: int,
+    max_kv_size: int | None,
+    kv_bits: str | None,
+    kv_group_size: str,
+    quantized_kv_start: int,
     dtype: str | None,
     output_file: str | None,
     quiet: bool,
@@ -158,6 +189,10 @@ def run(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
         prefill_step_size=prefill_step_size,
+        max_kv_size=max_kv_size,
+        kv_bits=None if kv_bits is None else int(kv_bits),
+        kv_group_size=int(kv_group_size),
+        quantized_kv_start=quantized_kv_start,
     )
     params = SamplingParams(max_tokens=max_tokens, temperature=temp, seed=seed)
     if ignore_chat_template and system_prompt is not None:

@@ -93,4 +93,4 @@ class DraftModel:
         """Keep just the given rows."""
         self._runner.filter(rows)
         if self._unseen is not None:
-            self._unseen = self._unseen[mx.array(rows, mx.int32)]
+            self._unseen = self._unseen[mx.array(list(rows), mx.int32)]
