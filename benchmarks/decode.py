@@ -273,6 +273,7 @@ def explain(raw: Record, n: int) -> str:
 @click.option("--ignore-chat-template", is_flag=True)
 @click.option("--prefill-step-size", default=512)
 @click.option("--read-bucket", type=int, help="Of this engine; the backend's default.")
+@click.option("--lookahead", type=int, help="Of this engine; the backend's default.")
 @click.option("--only", multiple=True, help="Systems whose line starts so, with plain.")
 @click.option("--out", help="Write OUT.json and OUT.md.")
 def main(
@@ -290,6 +291,7 @@ def main(
     ignore_chat_template: bool,
     prefill_step_size: int,
     read_bucket: int | None,
+    lookahead: int | None,
     only: tuple[str, ...],
     out: str | None,
 ) -> None:
@@ -315,7 +317,7 @@ def main(
         prompts = random_prompts(num_prompts, prompt_tokens, vocab_size)
     stop = loaded.tokenizer.eos_token_ids if eos else ()
     options = systems.Options(
-        max_tokens, prefill_step_size, frozenset(stop), read_bucket
+        max_tokens, prefill_step_size, frozenset(stop), read_bucket, lookahead
     )
     plain, *others = make_systems(loaded, loaded_draft, batches, ks, options)
     made = [plain, *(s for s in others if not only or s.key.startswith(only))]
@@ -335,6 +337,7 @@ def main(
         "chat_template": bool(path) and not ignore_chat_template,
         "prefill_step_size": prefill_step_size,
         "read_bucket": read_bucket,
+        "lookahead": lookahead,
     }
     records: dict[str, list[Record]] = {s.key: [] for s in made}
     runs: dict[str, Callable[[], Record]] = {
