@@ -1,0 +1,109 @@
+"""The invariant itself, against its definition."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.cache.positions import (
+    ChunkedRule,
+    LinearLayout,
+    RingLayout,
+    SlidingRule,
+    additive_mask,
+    grown_capacity,
+    round_up,
+    visible_slots,
+)
+from specdec.errors import CacheError
+
+
+@given(
+    ring=st.integers(1, 9), keep=st.integers(0, 4), last=st.integers(-1, 60)
+)  # fmt: skip
+def test_a_slot_holds_the_newest_position_written_to_it(
+    ring: int, keep: int, last: int
+) -> None:
+    layout = RingLayout(ring, keep)
+    slots = layout.slots(mx.arange(last + 1)).tolist() if last >= 0 else []
+    written: dict[Any, int] = {slot: p for p, slot in enumerate(slots)}  # type: ignore[arg-type]
+    held: Any = layout.held(keep + ring, mx.array([last]))[0].tolist()
+    for slot in range(keep + ring):
+        if slot in written:
+            assert held[slot] == written[slot]
+        else:  # negative, or a pinned position behind the last
+            assert held[slot] < 0 or held[slot] > last
+
+
+@given(
+    num_slots=st.integers(1, 40),
+    offset=st.lists(st.integers(0, 30), min_size=1, max_size=3),
+    queries=st.integers(1, 4),
+    window=st.integers(1, 9),
+    keep=st.integers(0, 3),
+    chunk=st.integers(1, 9),
+)
+def test_linear_masks(
+    num_slots: int,
+    offset: list[int],
+    queries: int,
+    window: int,
+    keep: int,
+    chunk: int,
+) -> None:
+    rules: dict[tuple[Any, ...], Callable[[int, int], bool]] = {
+        (): lambda p, q: True,
+        (SlidingRule(window, keep),): lambda p, q: p > q - window or p < keep,
+        (ChunkedRule(chunk),): lambda p, q: p // chunk == q // chunk,
+        (SlidingRule(window), ChunkedRule(chunk)): lambda p, q: (
+            p > q - window and p // chunk == q // chunk
+        ),
+    }
+    for rule, allows in rules.items():
+        mask = visible_slots(LinearLayout(), rule, mx.array(offset), queries, num_slots)
+        wanted = [
+            [[[p <= q and allows(p, q) for p in range(num_slots)]
+              for q in range(n, n + queries)]]
+            for n in offset
+        ]  # fmt: skip
+        full = np.broadcast_to(np.array(mask), (len(offset), 1, queries, num_slots))
+        assert full.tolist() == wanted
+
+
+@pytest.mark.parametrize("rule", [SlidingRule(5, 2), SlidingRule(7), ChunkedRule(6)])
+def test_a_rule_hides_nothing_within_its_span(rule: Any) -> None:
+    q = rule.span - 1
+    assert all(rule.visible(mx.arange(q + 1), mx.array(q)).tolist())
+
+
+def test_additive_masks_keep_softmax_finite() -> None:
+    mask = additive_mask(mx.array([[True, False]]), mx.float16)
+    assert mask.dtype == mx.float16
+    assert mx.softmax(mask, axis=-1).tolist() == [[1, 0]]
+
+
+@pytest.mark.parametrize(
+    ("needed", "limit", "capacity"),
+    [(0, None, 256), (1, None, 256), (257, None, 512), (513, 600, 600),
+     (5000, None, 8192), (100, 100, 100), (300, 300, 300)],
+)  # fmt: skip
+def test_capacities(needed: int, limit: int | None, capacity: int) -> None:
+    assert grown_capacity(needed, limit) == capacity
+
+
+def test_a_limit_is_never_passed() -> None:
+    with pytest.raises(CacheError, match="needs 301 cache slots"):
+        grown_capacity(301, 300)
+
+
+@given(n=st.integers(0, 999), multiple=st.integers(1, 99))
+def test_round_up(n: int, multiple: int) -> None:
+    up = round_up(n, multiple)
+    assert up % multiple == 0
+    assert 0 <= up - n < multiple

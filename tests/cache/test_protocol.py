@@ -1,0 +1,242 @@
+"""mlx-lm's cache protocol: what it is, that ours speak it, and its generator."""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models import cache as mlx_lm_cache
+from mlx_lm.models.base import scaled_dot_product_attention
+
+from specdec.cache import (
+    BatchCacheList,
+    BatchChunkedKVCache,
+    BatchKVCache,
+    BatchQuantizedChunkedKVCache,
+    BatchQuantizedKVCache,
+    BatchQuantizedRotatingKVCache,
+    BatchRotatingKVCache,
+    CacheOptions,
+    adopt_caches,
+)
+
+TinyModel = Callable[..., nn.Module]
+
+OURS: dict[str, Callable[[int], Any]] = {
+    "linear": BatchKVCache,
+    "linear-4bit": lambda b: BatchQuantizedKVCache(b, bits=4, group_size=32),
+    "ring": lambda b: BatchRotatingKVCache(b, max_size=8, keep=1),
+    "ring-4bit": lambda b: BatchQuantizedRotatingKVCache(
+        b, max_size=8, bits=4, group_size=32
+    ),
+    "chunked": lambda b: BatchChunkedKVCache(b, chunk_size=8),
+    "chunked-4bit": lambda b: BatchQuantizedChunkedKVCache(
+        b, chunk_size=8, bits=4, group_size=32
+    ),
+    "list": lambda b: BatchCacheList(BatchKVCache(b), BatchKVCache(b)),
+}
+
+
+def public(thing: Any) -> set[str]:
+    return {name for name in dir(thing) if not name.startswith("_")}
+
+
+class TestProtocol:
+    """These fail when mlx-lm's protocol changes, so that it is looked at."""
+
+    def test_methods_of_the_batch_caches(self) -> None:
+        shared = {
+            "empty", "extend", "extract", "filter", "finalize", "from_state",
+            "is_trimmable", "keys_and_values", "make_mask", "merge", "nbytes",
+            "prepare", "size", "state", "step", "trim", "update_and_fetch",
+        }  # fmt: skip
+        assert public(mlx_lm_cache.BatchKVCache) == shared
+        rotating = public(mlx_lm_cache.BatchRotatingKVCache)
+        assert rotating == shared | {"to_quantized"}
+
+    def test_methods_of_the_single_caches(self) -> None:
+        assert public(mlx_lm_cache._BaseCache) == {
+            "empty", "from_state", "is_trimmable", "nbytes", "size", "state",
+        }  # fmt: skip
+        assert public(mlx_lm_cache.ChunkedKVCache) - public(mlx_lm_cache.KVCache) == {
+            "maybe_trim_front"
+        }
+        assert public(mlx_lm_cache.CacheList) == {
+            "empty", "extend", "extract", "filter", "finalize", "from_state",
+            "is_trimmable", "merge", "nbytes", "prepare", "size", "state", "trim",
+        }  # fmt: skip
+
+    def test_what_the_generator_calls(self) -> None:
+        """Everything that ``mlx_lm.generate`` does with a batch's caches."""
+        source = inspect.getsource(sys.modules[BatchGenerator.__module__])
+        batched = source[source.index("def _merge_caches") :]
+        called = set(re.findall(r"(?:\bca?|caches\[0\]\[i\])\.(\w+)", batched))
+        assert called == {
+            "extend", "extract", "filter", "finalize", "merge", "nbytes", "prepare",
+            "state",
+        }  # fmt: skip
+
+    def test_state_tuples(self) -> None:
+        """What ``extract`` builds and ``merge`` reads."""
+        x = mx.zeros((1, 1, 3, 32))
+        singles: list[tuple[Any, int]] = [
+            (mlx_lm_cache.KVCache(), 3),
+            (mlx_lm_cache.QuantizedKVCache(), 5),
+            (mlx_lm_cache.RotatingKVCache(8), 6),
+            (mlx_lm_cache.ChunkedKVCache(8), 5),
+        ]
+        for cache, length in singles:
+            if isinstance(cache, mlx_lm_cache.QuantizedKVCache):
+                x = mx.zeros((1, 1, 3, 64))
+            cache.update_and_fetch(x, x)
+            assert len(cache.state) == length
+            assert cache.state[2] == 3
+
+    def test_attention_asks_for_bits(self) -> None:
+        source = inspect.getsource(scaled_dot_product_attention)
+        assert 'hasattr(cache, "bits")' in source
+        assert "cache.group_size" in source
+
+
+@pytest.mark.parametrize("name", OURS)
+class TestConformance:
+    """One script, over ours and over mlx-lm's."""
+
+    def test_has_the_methods(self, name: str) -> None:
+        needed = public(mlx_lm_cache.CacheList) - {"from_state"}
+        if name != "list":
+            # `step` is an implementation detail: the block that it grows by.
+            needed = public(mlx_lm_cache.BatchKVCache) - {"step"} | {"offset"}
+        assert needed <= public(OURS[name](1))
+
+    def test_truth_and_length(self, name: str) -> None:
+        """Models say ``if cache and hasattr(...)``: an empty cache is true."""
+        cache = OURS[name](0)
+        assert bool(cache) is True
+        assert not hasattr(cache, "__len__")
+
+    def test_bits_only_where_quantized(self, name: str) -> None:
+        assert hasattr(OURS[name](1), "bits") is ("4bit" in name)
+
+    def test_state_can_be_evaluated(self, name: str) -> None:
+        mx.eval([OURS[name](2).state])
+
+    def test_empty_ones_join(self, name: str) -> None:
+        cache = OURS[name](1)
+        cache.extend(OURS[name](2))
+        assert cache.offset.tolist() == [0, 0, 0]
+        cache.filter([1])
+        assert cache.empty()
+        assert cache.nbytes == 0
+
+
+def script(cache: Any, x: mx.array, prompts: list[int], wide: int) -> list[Any]:
+    """Right-padded prompt, decode, trim, filter, extract; what attention gave."""
+    outputs = []
+
+    def attend(part: mx.array) -> None:
+        mask = cache.make_mask(part.shape[2])
+        k, v = cache.update_and_fetch(part, part)
+        out = scaled_dot_product_attention(
+            part, k, v, cache=cache, scale=0.3, mask=mask
+        )
+        outputs.append(np.array(out))
+
+    longest = max(prompts)
+    cache.prepare(lengths=prompts, right_padding=[longest - n for n in prompts])
+    mask = cache.make_mask(longest)
+    cache.update_and_fetch(x[:, :, :longest], x[:, :, :longest])
+    del mask
+    cache.finalize()
+    for i in range(longest, longest + 3):
+        attend(x[:, :, i : i + 1])
+    if cache.is_trimmable():
+        assert cache.trim(2) == 2
+    attend(x[:, :, -wide:])
+    rows = [2, 0]
+    cache.filter(rows)
+    outputs.append(np.array(cache.offset))
+    attend(x[:2, :, :1])
+    other = type(cache).merge([cache.extract(0), cache.extract(1)])
+    cache.extend(other)
+    attend(mx.concatenate([x[:2, :, :wide]] * 2))
+    outputs.append(np.array(cache.offset))
+    single = cache.extract(0)
+    outputs.append(np.array(single.keys[:, :, : single.offset]))
+    assert not cache.empty()
+    assert cache.nbytes > 0
+    return outputs
+
+
+@pytest.mark.parametrize("window", [None, 64, 8])
+def test_the_same_script_on_mlx_lm(window: int | None) -> None:
+    prompts = [7, 3, 5]
+    x = mx.random.normal((3, 2, 20, 8), key=mx.random.key(0))
+    if window is None:
+        theirs: Any = mlx_lm_cache.BatchKVCache([0, 0, 0])
+        ours: Any = BatchKVCache(3)
+    else:
+        theirs = mlx_lm_cache.BatchRotatingKVCache(window, [0, 0, 0])
+        ours = BatchRotatingKVCache(3, max_size=window, max_write=16)
+    wide = 3
+    if window == 8:
+        # Once full, mlx-lm's ring cannot be trimmed at all; and its mask is wrong
+        # for several tokens at once after it has rotated over padded rows.
+        ours.is_trimmable = lambda: False
+        wide = 1
+    results = [script(cache, x, prompts, wide) for cache in (ours, theirs)]
+    for a, b in zip(*results, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+SLIDING = {
+    "sliding_window": 8,
+    "layer_types": ["sliding_attention", "full_attention"],
+}
+
+
+class TestBatchGenerator:
+    """mlx-lm's own generator, handed our caches, gives its own tokens."""
+
+    def generate(
+        self, model: Any, prompts: list[list[int]], caches: Any, **options: Any
+    ) -> dict[int, list[int]]:
+        generator = BatchGenerator(model, max_tokens=30, stop_tokens=[], **options)
+        uids = generator.insert(
+            prompts, [30 - 3 * (i % 4) for i in range(len(prompts))], caches=caches
+        )
+        tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+        while responses := generator.next_generated():
+            for response in responses:
+                tokens[response.uid].append(response.token)
+        generator.close()
+        return tokens
+
+    @pytest.mark.parametrize(
+        ("arch", "overrides"), [("llama", {}), ("llama", SLIDING)], ids=["full", "ring"]
+    )
+    @pytest.mark.parametrize("step", [4, 64])
+    def test_same_tokens(
+        self, tiny_model: TinyModel, arch: str, overrides: Any, step: int
+    ) -> None:
+        model = tiny_model(arch, **overrides)
+        rng = np.random.default_rng(1)
+        prompts = [rng.integers(0, 97, n).tolist() for n in (5, 21, 1, 12, 9, 3)]
+        options = {
+            "prefill_step_size": step,
+            "prefill_batch_size": 2,
+            "completion_batch_size": 4,
+        }
+        cache_options = CacheOptions(max_write=max(step, 8))
+        ours = [adopt_caches(model, 1, cache_options) for _ in prompts]
+        assert self.generate(model, prompts, ours, **options) == self.generate(
+            model, prompts, None, **options
+        )
