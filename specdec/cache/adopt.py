@@ -183,10 +183,12 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
         model(tokens, cache=caches)
     except Exception as error:  # whatever a model's code raises
         stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
-        reason = str(error).strip().splitlines()[0] if str(error).strip() else ""
+        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if not isinstance(error, CacheError):
+            reason = f"{type(error).__name__}: {reason}"
         raise UnsupportedModelError(
             f"{name}: its code ({type(model).__module__}) does not work with batch "
-            f"caches{stored}: {type(error).__name__}: {reason}"
+            f"caches{stored}: {reason}"
         ) from error
 
 

@@ -17,6 +17,7 @@ from typing import Any, ClassVar, Self, Unpack
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
+from ..errors import CacheError
 from .batch import BatchCache
 from .core import Settings
 from .positions import ChunkedRule, LinearLayout, SlidingRule
@@ -146,6 +147,14 @@ class _Chunked(RingCache):
 
     def maybe_trim_front(self) -> None:
         """What mlx-lm's chunked cache needs before a write, and a ring does not."""
+
+    @property
+    def start_position(self) -> int:
+        """Refused: code that asks for it wants one number for all rows."""
+        raise CacheError(
+            "it builds its own chunk mask from start_position and offset as whole "
+            "numbers, and the rows of a batch each have their own"
+        )
 
     @classmethod
     def _blank(cls) -> Self:
