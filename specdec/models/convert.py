@@ -48,8 +48,7 @@ def convert(
     if group_size not in _GROUP_SIZES:
         raise ConfigError(f"group_size is {group_size!r}: it must be 32, 64 or 128")
     out = Path(out_dir)
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise ModelError(f"{out} exists and is not empty: remove it or name another")
+    _refuse_taken(out)
     form = WeightFormat(bits=bits if bits in (4, 8) else None, group_size=group_size)
     if bits == 16:
         form = WeightFormat(floats=True)
@@ -58,20 +57,29 @@ def convert(
         out.parent.mkdir(parents=True, exist_ok=True)
         work = Path(tempfile.mkdtemp(prefix=f".{out.name}.", dir=out.parent))
     except OSError as error:
-        raise ModelError(
-            f"cannot write {out}: {error.strerror or error}; name another folder"
-        ) from error
+        raise _unwritable(out, error) from error
     try:
         save_model(work, model, donate_model=True)
         save_config(config, work / "config.json")
         tokenizer.save_pretrained(work)
         work.chmod(0o755)  # mkdtemp's folders are private
         work.replace(out)
-    except OSError as error:
-        raise ModelError(
-            f"cannot write {out}: {error.strerror or error}; name another folder"
-        ) from error
+    except (OSError, RuntimeError) as error:  # MLX raises the latter
+        raise _unwritable(out, error) from error
     finally:
         shutil.rmtree(work, ignore_errors=True)
     mx.clear_cache()
     return out
+
+
+def _refuse_taken(out: Path) -> None:
+    if out.is_dir():
+        if any(out.iterdir()):
+            raise ModelError(f"{out} is not empty: remove it or name another folder")
+    elif out.exists():
+        raise ModelError(f"{out} is a file: name a folder")
+
+
+def _unwritable(out: Path, error: Exception) -> ModelError:
+    reason = (getattr(error, "strerror", None) or " ".join(str(error).split()))[:200]
+    return ModelError(f"cannot write {out} ({reason}): name another folder")

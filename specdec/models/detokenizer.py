@@ -1,10 +1,10 @@
-"""A streaming detokenizer whose text always equals ``tokenizer.decode``."""
+"""Streaming detokenization whose text always equals ``tokenizer.decode``."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from mlx_lm.tokenizer_utils import StreamingDetokenizer
+from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 
 
 class ExactStreamingDetokenizer(StreamingDetokenizer):
@@ -57,3 +57,19 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
 
     def _decode(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
+
+
+class ExactTokenizerWrapper(TokenizerWrapper):
+    """mlx-lm's wrapper around a tokenizer, with the exact detokenizer."""
+
+    @classmethod
+    def like(cls, wrapper: TokenizerWrapper) -> ExactTokenizerWrapper:
+        """The same tokenizer, with everything that mlx-lm found out about it."""
+        exact = cls.__new__(cls)
+        vars(exact).update(vars(wrapper))
+        return exact
+
+    @property
+    def detokenizer(self) -> ExactStreamingDetokenizer:
+        """A new streaming detokenizer."""
+        return ExactStreamingDetokenizer(self)

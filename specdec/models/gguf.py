@@ -8,6 +8,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..errors import ModelError
 from .gguf_header import read_header
 from .gguf_tokenizer import build_tokenizer
 from .gguf_weights import WeightFormat, build_model
@@ -30,6 +31,13 @@ def load_gguf(
     """
     file = read_header(path)
     tokenizer = build_tokenizer(file)
-    model, config = build_model(file, form or WeightFormat())
+    try:
+        model, config = build_model(file, form or WeightFormat())
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        detail = " ".join(str(error).split())
+        raise ModelError(
+            f"{path} has metadata that no model fits ({type(error).__name__}: "
+            f"{detail}): download it again"
+        ) from error
     config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
     return model, tokenizer, config

@@ -20,26 +20,12 @@ ARCHITECTURES = {
     "gemma3": "gemma3_text",
 }
 
-# What 16-bit weights are kept in when nothing is asked for. Qwen's and Gemma's
-# activations can leave float16's range; llama files store float16 scales.
-STORED_DTYPES = {
-    "llama": mx.float16,
-    "qwen2": mx.bfloat16,
-    "qwen3": mx.bfloat16,
-    "gemma3": mx.bfloat16,
-}
-
 # llama.cpp has these in its code, not in the file.
 _GEMMA3_SLIDING_PATTERN = 6
 _GEMMA3_LOCAL_ROPE_BASE = 10_000.0
 _GEMMA3_27B_BLOCKS = 62
 # What Llama 3.1 and later were trained with; files hold only the result.
-_LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 
 
 @dataclass(frozen=True)
@@ -77,6 +63,20 @@ def architecture_of(file: GGUFFile) -> str:
     return str(name)
 
 
+def stored_dtype(file: GGUFFile) -> mx.Dtype:
+    """The float type that loses least of what the file stores.
+
+    float32 for a file of float32 matrices. Else bfloat16, which the models were
+    trained in and whose range their activations may need, but float16 for llama
+    files without bfloat16: their scales are float16, and their activations fit.
+    """
+    kinds = {info.type_name for info in file.tensors.values() if len(info.shape) == 2}
+    if kinds == {"F32"}:
+        return mx.float32
+    llama = architecture_of(file) == "llama"
+    return mx.float16 if llama and "BF16" not in kinds else mx.bfloat16
+
+
 def build_config(file: GGUFFile) -> dict[str, Any]:
     """The configuration of the file's model, for mlx-lm's ``ModelArgs``.
 
@@ -111,7 +111,6 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
     if architecture == "llama":
         # These files permute q and k for interleaved RoPE.
         config["rope_traditional"] = True
-        config["attention_bias"] = "blk.0.attn_q.bias" in file.tensors
     if architecture == "gemma3":
         config.update(_gemma3(meta, config))
     for key in ("bos", "eos", "padding"):
@@ -230,18 +229,23 @@ def _llama3_scaling(meta: _Metadata, head_dim: int, theta: float) -> dict[str, A
     factors = read_float_rows(meta.file, info, 0, 1).reshape(-1)
     factor = float(factors.max())
     wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
-    context = _LLAMA3_ROPE["original_max_position_embeddings"]
-    low, high = _LLAMA3_ROPE["low_freq_factor"], _LLAMA3_ROPE["high_freq_factor"]
-    smooth = (context / wavelengths - low) / (high - low)
+    turns = _LLAMA3_CONTEXT / wavelengths
+    smooth = (turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
     expected = 1 / ((1 - smooth) / factor + smooth)
-    expected = np.where(wavelengths > context / low, factor, expected)
-    expected = np.where(wavelengths < context / high, 1.0, expected)
+    expected = np.where(turns < _LLAMA3_LOW, factor, expected)
+    expected = np.where(turns > _LLAMA3_HIGH, 1.0, expected)
     if factors.shape != expected.shape or not np.allclose(factors, expected, 1e-3):
         raise UnsupportedModelError(
             f"{meta.file.path} stores RoPE factors other than Llama 3's, which is "
             "not supported: use an MLX folder"
         )
-    return {**_LLAMA3_ROPE, "factor": factor}
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
 
 
 def is_tied(file: GGUFFile) -> bool:

@@ -64,6 +64,9 @@ _SCALARS = {
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
 
+# What reading nonsense as a header ends in.
+_CORRUPT = (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError)
+
 
 @dataclass(frozen=True)
 class TensorInfo:
@@ -199,7 +202,7 @@ def read_header(path: str | Path) -> GGUFFile:
         ) from error
     try:
         return _parse(path, data)
-    except (struct.error, ValueError, OverflowError, MemoryError) as error:
+    except (struct.error, *_CORRUPT) as error:
         raise ModelError(
             f"{path} is cut short or corrupt ({error}): download it again"
         ) from error

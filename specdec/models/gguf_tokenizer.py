@@ -19,7 +19,7 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import ModelError, UnsupportedModelError
-from .detokenizer import ExactStreamingDetokenizer
+from .detokenizer import ExactTokenizerWrapper
 from .gguf_header import GGUFFile
 
 # tokenizer.ggml.token_type
@@ -113,9 +113,7 @@ def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
         chat_template=metadata.chat_template,
         **names,
     )
-    return TokenizerWrapper(
-        fast, ExactStreamingDetokenizer, eos_token_ids=metadata.end_tokens()
-    )
+    return ExactTokenizerWrapper(fast, eos_token_ids=metadata.end_tokens())
 
 
 class _TokenizerMetadata:

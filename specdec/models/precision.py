@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_map, tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import ConfigError, UnsupportedModelError
@@ -20,7 +19,7 @@ DTYPES = {
 }
 _GROUP_SIZES = (64, 32)
 # Quantized layer -> the layer that holds the same matrix in floats.
-_FLOAT_LAYERS = {
+_FLOAT_LAYERS: dict[type, type] = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
@@ -40,71 +39,30 @@ def parse_dtype(name: str | None) -> mx.Dtype | None:
     return DTYPES[name]
 
 
-def _leaves(model: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    yield from tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-
-
-def _is_quantized(layer: nn.Module) -> bool:
-    return "scales" in layer and hasattr(layer, "bits")
-
-
-def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
-    model.update_modules(tree_unflatten([(path, layer)]))
-
-
-def _dequantized(layer: Any, dtype: mx.Dtype) -> nn.Module:
-    """The layer with its matrix in ``dtype``, evaluated.
-
-    Raises:
-        UnsupportedModelError: a quantized layer of a kind that is not known.
-    """
-    if type(layer) not in _FLOAT_LAYERS:
-        raise UnsupportedModelError(
-            f"a quantized layer of type {type(layer).__name__} cannot be "
-            "dequantized: load the model as stored (no dtype, no self: draft)"
-        )
-    scales, biases = layer.scales, layer.get("biases")
-    if biases is not None:
-        # In float32, so that the result is rounded once.
-        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
-    weight = mx.dequantize(
-        layer.weight,
-        scales,
-        biases,
-        group_size=layer.group_size,
-        bits=layer.bits,
-        mode=layer.mode,
-    ).astype(dtype)
-    plain = _FLOAT_LAYERS[type(layer)].__new__(_FLOAT_LAYERS[type(layer)])
-    nn.Module.__init__(plain)
-    plain.weight = weight
-    if "bias" in layer:
-        plain.bias = layer.bias.astype(dtype)
-    plain.train(layer.training)
-    mx.eval(plain.parameters())
-    return plain
-
-
 def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     """Put every floating weight in ``dtype``, quantized layers dequantized.
 
-    In place and layer by layer. What is not a floating weight stays.
+    In place and layer by layer. What is not a floating weight stays, and so does
+    what the model itself excludes from casting.
 
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
     """
-    for path, layer in list(_leaves(model)):
+    layers = _layers(model)
+    while layers:  # popped, so that each packed layer can go
+        path, layer = layers.pop()
         if _is_quantized(layer):
             _replace(model, path, _dequantized(layer, dtype))
-    floating = {
-        path: array.astype(dtype)
-        for path, array in tree_flatten(model.parameters())
-        if mx.issubdtype(array.dtype, mx.floating) and array.dtype != dtype
-    }
-    for path in list(floating):
-        array = floating.pop(path)
-        mx.eval(array)
-        model.update(tree_unflatten([(path, array)]))
+        del layer
+    may_cast = getattr(model, "cast_predicate", lambda path: True)
+    arrays = _arrays(model)
+    while arrays:
+        path, array = arrays.pop()
+        floating = mx.issubdtype(array.dtype, mx.floating)
+        if floating and array.dtype != dtype and may_cast(path):
+            array = array.astype(dtype)
+            mx.eval(array)
+            model.update(tree_unflatten([(path, array)]))
 
 
 def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, Any]]:
@@ -120,13 +78,17 @@ def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, An
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
     """
-    shared = {id(array): array for _, array in tree_flatten(model.parameters())}
-    draft = copy.deepcopy(model, shared)
+    shared = {id(array): array for _, array in _arrays(model)}
+    draft: nn.Module = copy.deepcopy(model, shared)
     entry: dict[str, Any] = {"group_size": _GROUP_SIZES[0], "bits": bits}
-    for path, layer in list(_leaves(draft)):
+    may_quantize = getattr(model, "quant_predicate", lambda path, layer: True)
+    for path, original in _layers(draft):
+        layer = original
+        if may_quantize(path, layer) is False:
+            continue
         if _is_quantized(layer):
             layer = _dequantized(layer, _float_type(layer))
-        elif not hasattr(layer, "to_quantized") or "weight" not in layer:
+        elif not hasattr(layer, "to_quantized"):
             continue
         columns = layer.weight.shape[-1]
         group = next((size for size in _GROUP_SIZES if columns % size == 0), None)
@@ -139,6 +101,57 @@ def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, An
                 entry[path] = {"group_size": group, "bits": bits}
         _replace(draft, path, layer)
     return draft, entry
+
+
+def _layers(model: nn.Module) -> list[tuple[str, Any]]:
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return list(leaves)
+
+
+def _arrays(model: nn.Module) -> list[tuple[str, mx.array]]:
+    leaves: Any = tree_flatten(model.parameters())
+    return list(leaves)
+
+
+def _is_quantized(layer: nn.Module) -> bool:
+    return "scales" in layer and hasattr(layer, "bits")
+
+
+def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
+    model.update_modules(tree_unflatten([(path, layer)]))
+
+
+def _dequantized(layer: Any, dtype: mx.Dtype) -> Any:
+    """The layer with its matrix in ``dtype``, evaluated.
+
+    Raises:
+        UnsupportedModelError: a quantized layer of a kind that is not known.
+    """
+    kind: Any = _FLOAT_LAYERS.get(type(layer))
+    if kind is None:
+        raise UnsupportedModelError(
+            f"a quantized layer of type {type(layer).__name__} cannot be "
+            "dequantized: load the model as stored (no dtype, no self: draft)"
+        )
+    scales, biases = layer.scales, layer.get("biases")
+    if biases is not None:
+        # In float32, so that the result is rounded once.
+        scales, biases = scales.astype(mx.float32), biases.astype(mx.float32)
+    plain = kind.__new__(kind)
+    nn.Module.__init__(plain)
+    plain.weight = mx.dequantize(
+        layer.weight,
+        scales,
+        biases,
+        group_size=layer.group_size,
+        bits=layer.bits,
+        mode=layer.mode,
+    ).astype(dtype)
+    if "bias" in layer:
+        plain.bias = layer.bias.astype(dtype)
+    plain.train(layer.training)
+    mx.eval(plain.parameters())
+    return plain
 
 
 def _float_type(layer: Any) -> mx.Dtype:

@@ -17,6 +17,8 @@ def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
     Raises:
         VocabularyMismatchError: the message names what differs.
     """
+    if draft.tokenizer is target.tokenizer:
+        return
     target_ids: dict[str, int] = target.tokenizer.get_vocab()
     draft_ids: dict[str, int] = draft.tokenizer.get_vocab()
     if target_ids == draft_ids:
