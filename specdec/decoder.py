@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -12,9 +11,10 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
+from .batch import RowOutput
 from .config import EngineConfig, SamplingParams
 from .drafters import Drafter, DraftModel
-from .engine import RowBatch, RowOutput
+from .engine import Engine
 from .errors import ConfigError
 from .models import (
     LoadedModel,
@@ -25,7 +25,6 @@ from .models import (
 )
 from .models.runner import ModelRunner
 from .prompts import Prompt, encode_all
-from .scheduler import waves
 from .sequence import GenerationResult, Request, StreamEvent
 from .sequence import Sequence as TokenSequence
 from .stats import RunStats
@@ -165,75 +164,46 @@ class SpecDecoder:
     def _stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
         self.stats = RunStats()
         eos = frozenset(self.tokenizer.eos_token_ids)
+        engine = Engine(self._target, self._drafter, self.config, self._backend, eos)
+        detokenizers = {r.index: self.tokenizer.detokenizer for r in requests}
+        for request in requests:
+            engine.add(request)
         with _wired_memory():
-            for wave in waves(requests, self.config.batch_size):
-                sequences = [TokenSequence(request, eos) for request in wave]
-                batch = RowBatch(
-                    self._target, self._drafter, sequences, self.config, self._backend
-                )
-                texts = {r.index: self.tokenizer.detokenizer for r in wave}
-                for outputs in self._steps(batch):
-                    for output in outputs:
-                        yield from self._events(output, texts)
+            while engine.busy:
+                outputs = engine.step()
+                self._count(engine, outputs)
+                for output in outputs:
+                    yield from self._events(output, detokenizers)
 
-    def _steps(self, batch: RowBatch) -> Iterator[list[RowOutput]]:
-        """Prefill and rounds of one wave, timed; the caller's own time is not."""
-        start = time.perf_counter()
-        outputs = batch.prefill()
-        self._count(outputs, prefill_seconds=time.perf_counter() - start)
-        yield outputs
-        rounds = batch.run()
-        while True:
-            start = time.perf_counter()
-            more = next(rounds, None)
-            elapsed = time.perf_counter() - start
-            if more is None:
-                self.stats = replace(
-                    self.stats, decode_seconds=self.stats.decode_seconds + elapsed
-                )
-                return
-            self._count(more, decode_seconds=elapsed, rounds=1)
-            yield more
-
-    def _count(
-        self,
-        outputs: list[RowOutput],
-        *,
-        prefill_seconds: float = 0.0,
-        decode_seconds: float = 0.0,
-        rounds: int = 0,
-    ) -> None:
+    def _count(self, engine: Engine, outputs: list[RowOutput]) -> None:
         tokens = sum(len(output.token_ids) for output in outputs)
-        s = self.stats
         self.stats = replace(
-            s,
-            generated_tokens=s.generated_tokens + tokens,
-            decode_tokens=s.decode_tokens + (tokens if rounds else 0),
-            prefill_seconds=s.prefill_seconds + prefill_seconds,
-            decode_seconds=s.decode_seconds + decode_seconds,
-            rounds=s.rounds + rounds,
+            self.stats,
+            generated_tokens=self.stats.generated_tokens + tokens,
+            decode_tokens=engine.counters.decode_tokens,
+            prefill_seconds=engine.counters.prefill_seconds,
+            decode_seconds=engine.counters.decode_seconds,
+            rounds=engine.counters.rounds,
             peak_memory_bytes=mx.get_peak_memory(),
         )
 
     def _events(
         self, output: RowOutput, detokenizers: dict[int, Any]
     ) -> Iterator[StreamEvent]:
-        sequence, request = output.sequence, output.sequence.request
-        # A row that ended is in the rounds still in flight; it emits no more.
-        detokenizer = detokenizers.get(request.index)
-        if detokenizer is None:
-            return
+        index = output.sequence.request.index
+        detokenizer = detokenizers[index]
         for token in output.token_ids:
             detokenizer.add_token(token)
         result = None
-        if sequence.finish_reason is not None:
-            del detokenizers[request.index]
+        if output.ended:
             detokenizer.finalize()
+        # Read before the whole text, which some detokenizers count as shown.
         text = detokenizer.last_segment
-        if sequence.finish_reason is not None:
-            result = self._result(sequence, detokenizer.text)
+        if output.ended:
+            result = self._result(output.sequence, detokenizer.text)
+            del detokenizers[index]
         yield StreamEvent(
-            index=request.index, text=text, token_ids=output.token_ids, result=result
+            index=index, text=text, token_ids=output.token_ids, result=result
         )
 
     def _result(self, sequence: TokenSequence, text: str) -> GenerationResult:

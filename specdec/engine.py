@@ -1,214 +1,127 @@
-"""One decode round, and the rows that go through it together.
+"""Requests in, tokens out: prefill of joining rows between rounds of running ones.
 
-    prefill (chunked) -> propose -> verify -> accept -> trim -> commit -> finish
-
-What decides the next round's inputs (kept counts, last tokens, offsets) stays
-on the device; the host reads a round's tokens while the next one runs.
+admit -> prefill, a chunk a step -> join -> round after round -> finish
 """
 
 from __future__ import annotations
 
-from collections import deque
+import time
 from collections.abc import Iterator
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
-import mlx.core as mx
-
 from .backend import BackendDefaults
+from .batch import RowBatch, RowOutput
 from .config import EngineConfig
-from .drafters import Drafter, Round
+from .drafters import Drafter
 from .models.runner import ModelRunner
-from .sampling import RowSampling, choose
-from .sequence import Sequence
-from .verification import count_kept, next_tail
+from .scheduler import Scheduler
+from .sequence import Request, Sequence
 
 
-@dataclass(frozen=True)
-class RowOutput:
-    """The tokens that a row emitted in one step."""
+@dataclass
+class Counters:
+    """What the engine has done so far; times in seconds."""
 
-    sequence: Sequence
-    token_ids: list[int]
-
-
-@dataclass(frozen=True)
-class InFlight:
-    """A round that was handed to the device and not read yet.
-
-    ``packed`` has shape (B, k + 2): how many tokens each row keeps, and the k + 1
-    that the target chose.
-    """
-
-    rows: tuple[Sequence, ...]
-    num_draft_tokens: int
-    packed: mx.array
+    prefill_seconds: float = 0.0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+    rounds: int = 0
 
 
-class RowBatch:
-    """Rows that decode in lockstep, each keeping what was accepted for it.
+class Engine:
+    """Decodes requests as rows become free, ``config.batch_size`` at a time.
 
-    Between rounds the target's cache holds all committed tokens of a row but the
-    last, which is the first input of its next verification.
+    A step runs one prefill chunk of the rows that are joining, if there are any,
+    and one round of the running rows: nobody waits for longer than a chunk.
 
     Args:
         target: runs the target model.
         drafter: proposes; ``None`` decodes plainly.
-        sequences: the rows, none of them begun.
-        config: how many draft tokens.
+        config: rows, draft tokens.
         backend: how to shape rounds.
+        eos_token_ids: tokens that end a row.
     """
 
     def __init__(
         self,
         target: ModelRunner,
         drafter: Drafter | None,
-        sequences: AbstractSequence[Sequence],
         config: EngineConfig,
         backend: BackendDefaults,
+        eos_token_ids: AbstractSet[int],
     ):
-        self.target = target
-        self.drafter = drafter
-        self.rows = tuple(sequences)
-        self.backend = backend
-        self.num_draft_tokens = config.num_draft_tokens if drafter else 0
-        self._sampling = RowSampling.of([s.request.params for s in self.rows])
-        self._active = mx.ones((len(self.rows),), mx.bool_)
-        # Cached tokens per row, as far as the host has read.
-        self._cached = [len(s.request.prompt_tokens) for s in self.rows]
-        self._in_flight: deque[InFlight] = deque()
-        self._tail: mx.array
+        self.counters = Counters()
+        self._target = target
+        self._drafter = drafter
+        self._config = config
+        self._backend = backend
+        self._eos_token_ids = eos_token_ids
+        self._scheduler = Scheduler(config.batch_size)
+        self._running: RowBatch | None = None
+        self._joining: RowBatch | None = None
+        self._chunks: Iterator[list[RowOutput]] = iter(())
 
-    def max_length(self) -> int:
-        """Slots that the longest row can ever need, padding included."""
-        width = self.num_draft_tokens + 1
-        requests = [s.request for s in self.rows]
-        decode = max(len(r.prompt_tokens) + r.params.max_tokens for r in requests)
-        longest = max(len(r.prompt_tokens) for r in requests)
-        prefill = self.target.prefill_slots(longest)
-        # Rounds the host has not read may have gone past a row's end.
-        return max(prefill, decode + (self.backend.lookahead + 1) * width)
-
-    def prefill(self) -> list[RowOutput]:
-        """Run the prompts; every row's first token comes from here."""
-        prompts = [s.request.prompt_tokens for s in self.rows]
-        max_length = self.max_length()
-        self.target.start(
-            len(prompts), max_round=self.num_draft_tokens + 1, max_length=max_length
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended yet."""
+        return (
+            self._scheduler.waiting > 0
+            or self._joining is not None
+            or self._running is not None
         )
-        # The last token is fed alone: no chunk then computes logits it drops.
-        self.target.prefill([p[:-1] for p in prompts])
-        self.target.end_prefill()
-        last = mx.array([p[-1:] for p in prompts])
-        vocab_size = self.target.vocab_size
-        noise = self._sampling.noise(self.target.offset + 1, 1, vocab_size)
-        first = choose(self.target.forward(last), self._sampling, noise)
-        self._tail = mx.concatenate([last.astype(mx.int32), first], axis=1)
-        mx.async_eval(self._tail, self.target.offset)
-        if self.drafter is not None:
-            self.drafter.start(len(prompts), max_length)
-            self.drafter.prefill(prompts)
-        tokens: list[list[int]] = first.tolist()  # type: ignore[assignment]
-        outputs = [
-            RowOutput(s, s.commit(t)) for s, t in zip(self.rows, tokens, strict=True)
-        ]
-        self._retire()
+
+    def add(self, request: Request) -> None:
+        """Queue a request; it gets a row as soon as one is free."""
+        self._scheduler.add(request)
+
+    def step(self) -> list[RowOutput]:
+        """One chunk of prefill and one round; what the rows emitted in them."""
+        start = time.perf_counter()
+        outputs = self._prefill_chunk()
+        middle = time.perf_counter()
+        more = self._round()
+        self.counters.prefill_seconds += middle - start
+        self.counters.decode_seconds += time.perf_counter() - middle
+        self.counters.decode_tokens += sum(len(o.token_ids) for o in more)
+        self.counters.rounds += bool(more)
+        return outputs + more
+
+    def _prefill_chunk(self) -> list[RowOutput]:
+        if self._joining is None:
+            self._admit()
+        if self._joining is None:
+            return []
+        outputs = next(self._chunks)
+        if not outputs:
+            return []
+        # Its first tokens: prefill is over, for some rows everything.
+        joining, self._joining = self._joining, None
+        if self._running is None or not self._running.unfinished:
+            self._running = joining
+        elif joining.unfinished:
+            self._running.extend(joining)
         return outputs
 
-    def run(self) -> Iterator[list[RowOutput]]:
-        """Rounds until every row has ended; yields what each emitted."""
-        while True:
-            if self._worth_a_round():
-                self._in_flight.append(self._dispatch(self._choose_k()))
-                if len(self._in_flight) <= self.backend.lookahead:
-                    continue
-            if not self._in_flight:
-                return
-            yield self._read(self._in_flight.popleft())
+    def _admit(self) -> None:
+        running = 0 if self._running is None else len(self._running.unfinished)
+        requests = self._scheduler.admit(running)
+        if not requests:
+            return
+        self._joining = RowBatch(
+            self._target,
+            self._drafter,
+            [Sequence(r, self._eos_token_ids) for r in requests],
+            self._config.num_draft_tokens,
+            self._backend,
+        )
+        self._chunks = self._joining.prefill()
 
-    def _unfinished(self) -> list[Sequence]:
-        return [s for s in self.rows if s.finish_reason is None]
-
-    def _worth_a_round(self) -> bool:
-        """Whether a row can need more than the rounds in flight surely bring."""
-        pending = len(self._in_flight)
-        return any(s.remaining > pending for s in self._unfinished())
-
-    def _choose_k(self) -> int:
-        if self.backend.repeat_shapes:
-            return self.num_draft_tokens
-        # Nothing behind the last token that any row may emit is of use.
-        remaining = max(s.remaining for s in self._unfinished())
-        return min(self.num_draft_tokens, remaining - len(self._in_flight) - 1)
-
-    def _dispatch(self, k: int) -> InFlight:
-        """Build one round and hand it to the device; nothing here waits for it."""
-        # 1. propose
-        first = self.target.offset + 1
-        noise = self._sampling.noise(first, k + 1, self.target.vocab_size)
-        round_ = Round(k, self._tail, self._active, self._sampling, noise)
-        inputs = self._tail[:, 1:]
-        if k and self.drafter is not None:
-            inputs = mx.concatenate([inputs, self.drafter.propose(round_)], axis=1)
-        # 2. verify: the target chooses for each proposal and one behind the last
-        chosen = choose(self.target.forward(inputs), self._sampling, noise)
-        # 3. accept
-        kept = count_kept(inputs[:, 1:], chosen, self._active)
-        # 4. trim; a plain round of running rows keeps all it wrote
-        if k or not all(s.finish_reason is None for s in self.rows):
-            self.target.trim_per_sequence(k + 1 - kept, k + 1)
-        # 5. commit
-        if self.drafter is not None:
-            self.drafter.commit(round_, chosen, kept)
-        self._tail = next_tail(self._tail, chosen, kept)
-        packed = mx.concatenate([kept[:, None], chosen], axis=1)
-        mx.async_eval(packed, self._tail, self.target.offset)
-        return InFlight(self.rows, k, packed)
-
-    def _read(self, in_flight: InFlight) -> list[RowOutput]:
-        """Wait for a round; append its tokens to the rows and retire those that end."""
-        outputs = []
-        lengths = dict(zip(map(id, self.rows), self._cached, strict=True))
-        packed: list[list[int]] = in_flight.packed.tolist()  # type: ignore[assignment]
-        for sequence, (kept, *chosen) in zip(in_flight.rows, packed, strict=True):
-            if id(sequence) in lengths:
-                lengths[id(sequence)] += kept
-            tokens = sequence.commit_round(chosen[:kept], in_flight.num_draft_tokens)
-            outputs.append(RowOutput(sequence, tokens))
-        self._cached = [lengths[id(s)] for s in self.rows]
-        self._retire()
-        self._note_lengths()
+    def _round(self) -> list[RowOutput]:
+        if self._running is None:
+            return []
+        outputs = self._running.step()
+        # What is still in flight then is of rows that have ended.
+        if not self._running.unfinished:
+            self._running = None
         return outputs
-
-    def _note_lengths(self) -> None:
-        """Rows are as long as was read, plus what the rounds in flight may add."""
-        if not self.rows:
-            return
-        ahead = sum(f.num_draft_tokens + 1 for f in self._in_flight)
-        longest = max(self._cached) + ahead
-        shortest = min(self._cached) if not self._in_flight else 0
-        self.target.note_lengths(longest, shortest)
-        if self.drafter is not None:
-            self.drafter.note_lengths(longest + 1, shortest + 1 if shortest else 0)
-
-    def _retire(self) -> None:
-        """Stop decoding rows that have ended; drop them where that saves work."""
-        running = [i for i, s in enumerate(self.rows) if s.finish_reason is None]
-        if len(running) == len(self.rows):
-            return
-        # A new batch size is a new shape: where those are dear, wait for half.
-        if not self.backend.repeat_shapes or 2 * len(running) <= len(self.rows):
-            self._keep(running)
-        self._active = mx.array([s.finish_reason is None for s in self.rows], mx.bool_)
-
-    def _keep(self, rows: list[int]) -> None:
-        self.rows = tuple(self.rows[i] for i in rows)
-        self._cached = [self._cached[i] for i in rows]
-        if not rows:
-            return
-        index = mx.array(rows, mx.int32)
-        self._tail = self._tail[index]
-        self._sampling = self._sampling.take(index)
-        self.target.filter(rows)
-        if self.drafter is not None:
-            self.drafter.filter(rows)

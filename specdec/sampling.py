@@ -43,6 +43,14 @@ class RowSampling:
         """The settings of the given rows."""
         return RowSampling(self.temperature[rows], self.seed[rows], self.greedy)
 
+    def extend(self, other: RowSampling) -> RowSampling:
+        """These rows' settings and, behind them, those of ``other``."""
+        return RowSampling(
+            mx.concatenate([self.temperature, other.temperature]),
+            mx.concatenate([self.seed, other.seed]),
+            self.greedy and other.greedy,
+        )
+
     def noise(
         self, first: mx.array, num_tokens: int, vocab_size: int
     ) -> mx.array | None:

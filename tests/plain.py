@@ -12,9 +12,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig, SamplingParams
 from specdec.drafters import Drafter, DraftModel
-from specdec.engine import RowBatch
+from specdec.engine import Engine
 from specdec.models.runner import ModelRunner
-from specdec.scheduler import waves
 from specdec.sequence import Request
 from specdec.sequence import Sequence as TokenSequence
 
@@ -76,14 +75,17 @@ def run_rows(
         Request(i, "", tuple(prompt), p)
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
-    rows: list[TokenSequence] = []
-    for wave in waves(requests, batch_size):
-        batch = RowBatch(
-            runner, drafter, [TokenSequence(r, eos) for r in wave], config, backend
-        )
-        sequences = batch.rows
-        batch.prefill()
-        for _ in batch.run():
-            pass
-        rows += sequences
-    return rows
+    engine = Engine(runner, drafter, config, backend, eos)
+    for request in requests:
+        engine.add(request)
+    rows: dict[int, TokenSequence] = {}
+    emitted: dict[int, list[int]] = {}
+    while engine.busy:
+        for output in engine.step():
+            index = output.sequence.request.index
+            rows[index] = output.sequence
+            emitted.setdefault(index, []).extend(output.token_ids)
+    assert [emitted[i] for i in range(len(requests))] == [
+        rows[i].tokens for i in range(len(requests))
+    ]
+    return [rows[i] for i in range(len(requests))]

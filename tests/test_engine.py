@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -42,36 +42,40 @@ def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
 class AlwaysWrong:
     """Proposes what the target will not choose: its own choice plus one."""
 
-    def __init__(self, continuations: Sequence[Sequence[int]]):
-        self._all = [[*c, 0] for c in continuations]
-        self._rows: list[list[int]] = []
-        self._seen: list[int] = []
+    def __init__(self, continuations: dict[tuple[int, ...], list[int]]):
+        self._all = continuations
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        self._rows, self._all = self._all[:batch_size], self._all[batch_size:]
-        self._seen = [1] * batch_size
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> AlwaysWrongRows:
+        return AlwaysWrongRows([self._all[tuple(p)] for p in prompts])
 
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        pass
+
+class AlwaysWrongRows:
+    def __init__(self, continuations: list[list[int]]):
+        # The first token of each came from prefill.
+        self._left = [c[1:] for c in continuations]
+
+    def prefill(self) -> Iterator[None]:
+        return iter(())
 
     def propose(self, round_: Round) -> mx.array:
         k = round_.num_draft_tokens
-        nexts = [
-            [(t + 1) % VOCAB for t in [*row[n:], *([0] * k)][:k]]
-            for row, n in zip(self._rows, self._seen, strict=True)
-        ]
-        return mx.array(nexts, mx.int32)
+        padded = [[*row, *([0] * k)][:k] for row in self._left]
+        return (mx.array(padded, mx.int32) + 1) % VOCAB
 
     def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
         counts: list[int] = kept.tolist()  # type: ignore[assignment]
-        self._seen = [n + c for n, c in zip(self._seen, counts, strict=True)]
+        self._left = [row[n:] for row, n in zip(self._left, counts, strict=True)]
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         pass
 
     def filter(self, rows: Sequence[int]) -> None:
-        self._rows = [self._rows[i] for i in rows]
-        self._seen = [self._seen[i] for i in rows]
+        self._left = [self._left[i] for i in rows]
+
+    def extend(self, other: AlwaysWrongRows) -> None:
+        self._left += other._left
 
 
 @BACKENDS
@@ -123,7 +127,9 @@ def test_a_draft_that_is_always_wrong(
         batch_size=4,
         num_draft_tokens=3,
         backend=backend,
-        drafter=AlwaysWrong(expected),
+        drafter=AlwaysWrong(
+            {tuple(p): e for p, e in zip(prompts, expected, strict=True)}
+        ),
     )
     assert [r.tokens for r in rows] == expected
     assert sum(r.accepted for r in rows) == 0
@@ -236,6 +242,44 @@ def test_a_draft_with_a_padded_or_cut_embedding(
                 assert row.tokens == sampled(target, prompt, p)
 
 
+@BACKENDS
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_that_join_and_leave_change_nothing_for_the_others(
+    target: Any, drafts: dict[str, Any], backend: BackendDefaults, seed: int
+) -> None:
+    """Random prompts, lengths, ends and settings through few rows."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 9, 40)))]
+        for _ in range(14)
+    ]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice((1, 2, 5, 17)),
+            temperature=rng.choice((0.0, 0.0, 0.8, 1.3)),
+            seed=rng.randrange(100),
+        )
+        for _ in prompts
+    ]
+    eos = frozenset({rng.randrange(VOCAB)})
+    rows = run_rows(
+        target,
+        drafts[rng.choice(("near", "near", "none"))],
+        prompts,
+        params,
+        batch_size=rng.choice((2, 3, 5)),
+        num_draft_tokens=rng.choice((1, 3)),
+        backend=backend,
+        prefill_step_size=rng.choice((4, 16)),
+        eos=eos,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        tokens = sampled(target, prompt, p)
+        ends = [i for i, t in enumerate(tokens) if t in eos]
+        assert row.tokens == (tokens[: ends[0]] if ends else tokens)
+        assert row.finish_reason == ("stop" if ends else "length")
+
+
 class TestFaultsAreCaught:
     """Each fault, planted in the round, changes the output of the test above."""
 
@@ -258,15 +302,15 @@ class TestFaultsAreCaught:
         error: int,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from specdec.models.runner import ModelRunner
+        from specdec.models.runner import ModelRows
 
-        trim = ModelRunner.trim_per_sequence
+        trim = ModelRows.trim_per_sequence
 
-        def faulty(self: ModelRunner, n: Any, at_most: int) -> None:
+        def faulty(self: ModelRows, n: Any, at_most: int) -> None:
             off = n if isinstance(n, list) else mx.maximum(n + error, 0)
             trim(self, off, at_most + 1)
 
-        monkeypatch.setattr(ModelRunner, "trim_per_sequence", faulty)
+        monkeypatch.setattr(ModelRows, "trim_per_sequence", faulty)
         assert self.differs(target, drafts["near"], prompts)
 
     def test_trimming_every_row_to_the_batchs_minimum(
@@ -276,15 +320,15 @@ class TestFaultsAreCaught:
         prompts: list[list[int]],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from specdec.models.runner import ModelRunner
+        from specdec.models.runner import ModelRows
 
-        trim = ModelRunner.trim_per_sequence
+        trim = ModelRows.trim_per_sequence
 
-        def faulty(self: ModelRunner, n: Any, at_most: int) -> None:
+        def faulty(self: ModelRows, n: Any, at_most: int) -> None:
             uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
             trim(self, uniform, at_most)
 
-        monkeypatch.setattr(ModelRunner, "trim_per_sequence", faulty)
+        monkeypatch.setattr(ModelRows, "trim_per_sequence", faulty)
         assert self.differs(target, drafts["near"], prompts)
 
     def test_one_token_too_many_kept(
@@ -294,12 +338,12 @@ class TestFaultsAreCaught:
         prompts: list[list[int]],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        import specdec.engine
+        import specdec.batch
 
         def faulty(proposed: mx.array, chosen: mx.array, active: mx.array) -> mx.array:
             from specdec.verification import count_kept
 
             return mx.minimum(count_kept(proposed, chosen, active) + 1, chosen.shape[1])
 
-        monkeypatch.setattr(specdec.engine, "count_kept", faulty)
+        monkeypatch.setattr(specdec.batch, "count_kept", faulty)
         assert self.differs(target, drafts["near"], prompts)

@@ -22,6 +22,7 @@ LAYERS = (
     {"cli"},
     {"decoder"},
     {"engine"},
+    {"batch"},
     {"drafters", "verification"},
     {"models"},
     {"cache", "sampling", "scheduler"},

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, Self
 
 import mlx.core as mx
 
@@ -32,19 +32,15 @@ class Round:
     noise: mx.array | None
 
 
-class Drafter(Protocol):
-    """Proposes tokens; whatever it proposes, the output is the target's.
+class DraftRows(Protocol):
+    """What a drafter knows of some rows that decode together.
 
-    A batch calls :meth:`start` and :meth:`prefill` once, then for every round
-    :meth:`propose` (unless k is 0) and :meth:`commit`. Nothing here may wait for
-    the device.
+    Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
+    is 0) and :meth:`commit`. Neither may wait for the device.
     """
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        """Forget the last batch; rows will hold up to ``max_length`` tokens."""
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
-        """Take the prompts of all rows."""
+    def prefill(self) -> Iterator[None]:
+        """Take the prompts, yielding behind each chunk of work."""
 
     def propose(self, round_: Round) -> mx.array:
         """``round_.num_draft_tokens`` tokens for every row, shape (B, k), int32."""
@@ -60,3 +56,13 @@ class Drafter(Protocol):
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows, in that order."""
+
+    def extend(self, other: Self) -> None:
+        """Append the rows of ``other``, made by the same drafter and prefilled."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens; whatever it proposes, the output is the target's."""
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
+        """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""

@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
-from ..models.runner import ModelRunner
+from ..models.runner import ModelRows, ModelRunner
 from ..sampling import choose
 from .base import Round
 
 
 class DraftModel:
     """Proposes k tokens with k forwards of a draft model.
-
-    The first forward of a round takes each row's last *two* committed tokens.
-    The draft has seen the first of them already, unless the round before kept
-    every proposal; writing it again changes nothing, so no round is special.
 
     Args:
         runner: the draft model.
@@ -25,61 +21,79 @@ class DraftModel:
     """
 
     def __init__(self, runner: ModelRunner, *, vocab_size: int, max_draft_tokens: int):
-        self._runner = runner
-        self._vocab_size = min(vocab_size, runner.vocab_size)
-        self._clip = runner.vocab_size < vocab_size
-        self._max_draft_tokens = max_draft_tokens
-        # Committed tokens behind those in the cache, shape (B, 2 or more).
+        self.runner = runner
+        self.vocab_size = min(vocab_size, runner.vocab_size)
+        # A target may have more tokens than the draft has embeddings.
+        self.clips = runner.vocab_size < vocab_size
+        # The first forward of a round writes two tokens.
+        self.max_round = max(2, max_draft_tokens + 1)
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> DraftModelRows:
+        """Begin rows for ``prompts``."""
+        rows = self.runner.rows(
+            [p[:-1] for p in prompts], max_round=self.max_round, max_length=max_length
+        )
+        return DraftModelRows(self, rows)
+
+
+class DraftModelRows:
+    """Rows of a draft model.
+
+    The first forward of a round takes each row's last *two* committed tokens.
+    The draft has seen the first of them already, unless the round before kept
+    every proposal; writing it again changes nothing, so no round is special.
+    """
+
+    def __init__(self, draft: DraftModel, rows: ModelRows):
+        self._draft = draft
+        self._rows = rows
+        # After rounds without proposals: committed tokens behind those in the
+        # cache, shape (B, more than 2).
         self._unseen: mx.array | None = None
 
-    def start(self, batch_size: int, max_length: int) -> None:
-        """Make empty caches for a new batch."""
-        self._unseen = None
-        self._runner.start(
-            batch_size,
-            max_round=max(2, self._max_draft_tokens + 1),
-            max_length=max_length,
-        )
-
-    def prefill(self, prompts: Sequence[Sequence[int]]) -> None:
+    def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
-        self._runner.prefill([p[:-1] for p in prompts])
-        self._runner.end_prefill()
+        return self._rows.prefill()
 
     def propose(self, round_: Round) -> mx.array:
         """Choose k tokens per row, shape (B, k)."""
+        self._catch_up(round_.active)
         inputs = round_.tail
-        if self._unseen is not None:
-            self._catch_up(self._unseen[:, :-2], round_.active)
         proposed = []
         for j in range(round_.num_draft_tokens):
-            logits = self._forward(inputs)[:, -1:, : self._vocab_size]
+            logits = self._forward(inputs)[:, -1:, : self._draft.vocab_size]
             noise = None if round_.noise is None else round_.noise[:, j : j + 1]
             inputs = choose(logits, round_.sampling, noise)
             proposed.append(inputs)
         return mx.concatenate(proposed, axis=1)
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        if self._clip:
-            tokens = mx.minimum(tokens, self._runner.vocab_size - 1)
-        return self._runner.forward(tokens)
+        if self._draft.clips:
+            tokens = mx.minimum(tokens, self._draft.runner.vocab_size - 1)
+        return self._rows.forward(tokens)
 
-    def _catch_up(self, missed: mx.array, active: mx.array) -> None:
+    def _catch_up(self, active: mx.array | None = None) -> None:
         """Write what rounds without proposals committed, a round's width at a time."""
-        step = self._max_draft_tokens + 1
+        if self._unseen is None:
+            return
+        missed = self._unseen[:, :-2]
+        step = self._draft.max_round
         for first in range(0, missed.shape[1], step):
             chunk = missed[:, first : first + step]
             width = chunk.shape[1]
             self._forward(chunk)
-            # Rows that have ended committed nothing: keep them where they are.
-            self._runner.trim_per_sequence(mx.where(active, 0, width), width)
+            if active is not None:
+                # Rows that have ended committed nothing: keep them where they are.
+                self._rows.trim_per_sequence(mx.where(active, 0, width), width)
         self._unseen = None
 
     def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
         """Keep what was accepted; remember what a round without proposals added."""
         written = round_.num_draft_tokens + 1
         if round_.num_draft_tokens:
-            self._runner.trim_per_sequence(written - kept, written)
+            self._rows.trim_per_sequence(written - kept, written)
             return
         seen = round_.tail if self._unseen is None else self._unseen
         self._unseen = mx.concatenate([seen, chosen], axis=1)
@@ -87,10 +101,16 @@ class DraftModel:
     def note_lengths(self, longest: int, shortest: int) -> None:
         """The cache is two tokens behind what is committed, or more."""
         if self._unseen is None:
-            self._runner.note_lengths(longest - 2, max(shortest - 2, 0))
+            self._rows.note_lengths(longest - 2, max(shortest - 2, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows."""
-        self._runner.filter(rows)
+        self._rows.filter(rows)
         if self._unseen is not None:
             self._unseen = self._unseen[mx.array(list(rows), mx.int32)]
+
+    def extend(self, other: DraftModelRows) -> None:
+        """Append the rows of ``other``."""
+        self._catch_up()
+        other._catch_up()
+        self._rows.extend(other._rows)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ from ..config import EngineConfig
 
 
 class ModelRunner:
-    """A model and the batch caches of the rows it is running.
+    """A model, and how its rows keep keys and values.
 
     Args:
         model: an mlx-lm model.
@@ -38,20 +38,63 @@ class ModelRunner:
         self.model = model
         self.name = name
         self.prefill_step_size = config.prefill_step_size
-        self.read_bucket = config.read_bucket or backend.read_bucket
-        self._options = CacheOptions(
+        self.options = CacheOptions(
             max_write=config.prefill_step_size,
-            read_bucket=self.read_bucket,
+            read_bucket=config.read_bucket or backend.read_bucket,
             kv_bits=config.kv_bits,
             kv_group_size=config.kv_group_size,
             quantized_kv_start=config.quantized_kv_start,
             max_kv_size=config.max_kv_size,
         )
-        check_caches(model, name, self._options)
+        check_caches(model, name, self.options)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
-        self._caches: list[Any] = []
-        self._max_round = 1
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_round: int, max_length: int
+    ) -> ModelRows:
+        """Rows for ``prompts``, nothing computed yet.
+
+        Args:
+            max_round: most tokens that a decode round writes.
+            max_length: most tokens that a row can ever hold, padding of prefill
+                left out.
+        """
+        longest = max(map(len, prompts), default=0)
+        options = replace(
+            self.options,
+            max_write=max(self.prefill_step_size, max_round),
+            max_length=max(max_length, self._padded(longest)),
+        )
+        caches = adopt_caches(self.model, len(prompts), options, self.name)
+        return ModelRows(self, prompts, caches, max_round)
+
+    def chunk(self, remaining: int) -> int:
+        """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
+        return min(
+            self.prefill_step_size, round_up(remaining, self.options.read_bucket)
+        )
+
+    def _padded(self, length: int) -> int:
+        """Slots that prefill touches for a row of ``length`` tokens."""
+        rest = length % self.prefill_step_size
+        return length - rest + (self.chunk(rest) if rest else 0)
+
+
+class ModelRows:
+    """The caches of some rows of a model, and forwards through them."""
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        prompts: Sequence[Sequence[int]],
+        caches: list[Any],
+        max_round: int,
+    ):
+        self.runner = runner
+        self._prompts = prompts
+        self._caches = caches
+        self._max_round = max_round
 
     @property
     def offset(self) -> mx.array:
@@ -64,56 +107,39 @@ class ModelRunner:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
 
-    def start(self, batch_size: int, *, max_round: int, max_length: int) -> None:
-        """Make empty caches for ``batch_size`` rows of up to ``max_length`` tokens.
-
-        Args:
-            max_round: most tokens that a decode round writes.
-        """
-        self._max_round = max_round
-        options = replace(
-            self._options,
-            max_write=max(self.prefill_step_size, max_round),
-            max_length=max_length,
-        )
-        self._caches = adopt_caches(self.model, batch_size, options, self.name)
-
-    def prefill_slots(self, length: int) -> int:
-        """Slots that :meth:`prefill` writes for a row of ``length`` tokens."""
-        step = self.prefill_step_size
-        whole = length // step * step
-        return whole + min(step, round_up(length - whole, self.read_bucket))
-
-    def prefill(self, rows: Sequence[Sequence[int]]) -> None:
-        """Write prompts of any lengths (0 too), one chunk at a time.
+    def prefill(self) -> Iterator[None]:
+        """Write the prompts, of any lengths (0 too); yields behind each chunk.
 
         Rows are padded on the right to the chunk's width; a row that has ended
         writes padding that is taken back at once. Logits are never computed.
         """
-        lengths = [len(row) for row in rows]
+        prompts, lengths = self._prompts, [len(p) for p in self._prompts]
         longest = max(lengths)
         done = 0
         while done < longest:
-            rest = round_up(longest - done, self.read_bucket)
-            width = min(self.prefill_step_size, rest)
+            width = self.runner.chunk(longest - done)
             valid = [min(max(n - done, 0), width) for n in lengths]
             chunk = [
-                [*row[done : done + n], *([0] * (width - n))]
-                for row, n in zip(rows, valid, strict=True)
+                [*prompt[done : done + n], *([0] * (width - n))]
+                for prompt, n in zip(prompts, valid, strict=True)
             ]
-            self.model(mx.array(chunk), cache=self._caches)
+            self.forward(mx.array(chunk))
             padding = [width - n for n in valid]
             if any(padding):
                 self.trim_per_sequence(padding, width)
             done += width
-            maybe_quantize(self._caches, self._options, min(done, longest))
+            maybe_quantize(self._caches, self.runner.options, min(done, longest))
             mx.eval([c.state for c in self._caches])
             mx.clear_cache()
+            yield
         self.note_lengths(longest, min(lengths))
+        # Rings give back what only prefill needed.
+        for cache in self._caches:
+            cache.resize(self._max_round)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
-        logits: mx.array = self.model(tokens, cache=self._caches)
+        logits: mx.array = self.runner.model(tokens, cache=self._caches)
         return logits
 
     def trim_per_sequence(self, n: mx.array | Sequence[int], at_most: int) -> None:
@@ -125,14 +151,14 @@ class ModelRunner:
         """Tell the caches what the host knows of the rows' lengths."""
         for cache in self._caches:
             cache.note_lengths(longest=longest, shortest=shortest)
-        maybe_quantize(self._caches, self._options, longest)
+        maybe_quantize(self._caches, self.runner.options, longest)
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows, in that order."""
         for cache in self._caches:
             cache.filter(rows)
 
-    def end_prefill(self) -> None:
-        """Give back what only prefill needed (rings shrink to a round's width)."""
-        for cache in self._caches:
-            cache.resize(self._max_round)
+    def extend(self, other: ModelRows) -> None:
+        """Append the rows of ``other``, which should not be used any more."""
+        for cache, more in zip(self._caches, other._caches, strict=True):
+            cache.extend(more)
