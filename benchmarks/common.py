@@ -12,7 +12,7 @@ import subprocess
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -206,6 +206,41 @@ def load_model(
     if target is not None:
         return load_draft(source, target, dtype=dtype)
     return load(source, dtype=dtype)
+
+
+class TokenIds:
+    """Stands in for a tokenizer where text plays no part and costs nothing."""
+
+    has_chat_template = False
+    last_segment = text = ""
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()):
+        self.eos_token_ids = set(eos_token_ids)
+
+    @property
+    def detokenizer(self) -> TokenIds:
+        return self
+
+    def add_token(self, token: int) -> None:
+        pass
+
+    def finalize(self) -> None:
+        pass
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def __len__(self) -> int:
+        return 2**31
+
+
+def token_level(model: nn.Module, eos_token_ids: Iterable[int] = ()) -> LoadedModel:
+    """A model to be driven with token ids alone."""
+    tokenizer: Any = TokenIds(eos_token_ids)
+    return LoadedModel(model, tokenizer, {}, "model")
 
 
 def encode_prompts(

@@ -11,6 +11,7 @@ from unittest.mock import patch
 
 import click
 import mlx.core as mx
+import mlx.nn as nn
 
 from benchmarks.common import (
     header_of,
@@ -18,24 +19,26 @@ from benchmarks.common import (
     markdown_table,
     random_prompts,
     short,
+    token_level,
     write_report,
 )
-from specdec import EngineConfig, SamplingParams, backend, engine
-from specdec.drafters import DraftModel
-from specdec.models.runner import ModelRunner
-from specdec.sequence import Request, Sequence
+from specdec import EngineConfig, SamplingParams
+from specdec.decoder import SpecDecoder
 
-PHASES = ("propose", "verify", "accept", "trim", "commit", "hand over", "other", "wait")
+PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")
+WARM_UP = 4
 
 
 class Clock:
-    """Seconds spent in each phase, a phase inside another counted once."""
+    """Seconds spent in each phase; a phase inside another is part of that one."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = defaultdict(float)
         self._inside = False
 
-    def timed(self, phase: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def timed(
+        self, phase: Callable[..., str], function: Callable[..., Any]
+    ) -> Callable[..., Any]:
         def call(*args: Any, **kwargs: Any) -> Any:
             if self._inside:
                 return function(*args, **kwargs)
@@ -44,86 +47,61 @@ class Clock:
             try:
                 return function(*args, **kwargs)
             finally:
-                self.seconds[phase] += time.perf_counter() - start
+                self.seconds[phase(*args)] += time.perf_counter() - start
                 self._inside = False
 
         return call
 
 
 @contextmanager
-def watched(batch: engine.RowBatch, clock: Clock) -> Iterator[None]:
-    """Time the parts of a round of ``batch``."""
-    parts: list[tuple[str, Any, str]] = [
-        ("verify", batch.target, "forward"),
-        ("trim", batch.target, "trim_per_sequence"),
-        ("accept", engine, "choose"),
-        ("accept", engine, "count_kept"),
-        ("commit", engine, "next_tail"),
-        ("hand over", mx, "async_eval"),
+def watched(clock: Clock, target: nn.Module, draft: nn.Module | None) -> Iterator[None]:
+    """Time what a round does, whatever the engine calls its parts."""
+
+    def forward(model: nn.Module, *_: Any) -> str:
+        return "target forward" if model is target else "draft forwards"
+
+    parts: list[tuple[Any, str, Callable[..., str]]] = [
+        (mx, "async_eval", lambda *_: "hand over"),
+        (mx, "eval", lambda *_: "wait"),
+        (mx.array, "tolist", lambda *_: "wait"),
+        *((kind, "__call__", forward) for kind in {type(target), type(draft)}),
     ]
-    if batch.drafter is not None:
-        parts += [
-            ("propose", batch.drafter, "propose"),
-            ("commit", batch.drafter, "commit"),
-        ]
     with ExitStack() as stack:
-        for phase, owner, name in parts:
-            timed = clock.timed(phase, getattr(owner, name))
-            stack.enter_context(patch.object(owner, name, timed))
+        for owner, name, phase in parts:
+            if owner is not type(None):
+                timed = clock.timed(phase, getattr(owner, name))
+                stack.enter_context(patch.object(owner, name, timed))
         yield
 
 
 def profile(
-    models: list[Any], k: int, batch_size: int, prompt_tokens: int, rounds: int
+    target: nn.Module, draft: nn.Module | None, k: int, batch_size: int, rounds: int
 ) -> dict[str, float]:
     """Milliseconds of each phase in a mean round, the first ones left out."""
-    warm_up = 4
-    config = EngineConfig(batch_size=batch_size, num_draft_tokens=k)
-    defaults = backend.defaults()
-    target = ModelRunner(models[0], "target", config, defaults)
-    drafter = None
-    if k:
-        drafter = DraftModel(
-            ModelRunner(models[1], "draft", config, defaults),
-            vocab_size=target.vocab_size,
-            max_draft_tokens=k,
-        )
+    decoder = SpecDecoder(
+        token_level(target),
+        token_level(draft) if draft and k else None,
+        config=EngineConfig(batch_size=batch_size, num_draft_tokens=k),
+    )
     # Enough that no row ends, whatever is accepted.
-    params = SamplingParams(max_tokens=(rounds + warm_up + 2) * (k + 1) + 1)
-    prompts = random_prompts(batch_size, prompt_tokens, target.vocab_size)
-    rows = [
-        Sequence(Request(i, "", tuple(p), params), frozenset())
-        for i, p in enumerate(prompts)
-    ]
-    batch = engine.RowBatch(target, drafter, rows, config, defaults)
-    batch.prefill()
-    running = batch.run()
-    for _ in range(warm_up):
-        next(running)
-    mx.synchronize()
+    params = SamplingParams(max_tokens=(rounds + WARM_UP + 4) * (k + 1))
+    vocab_size = target(mx.array([[0]])).shape[-1]
+    prompts = random_prompts(batch_size, 64, vocab_size)
+    events = decoder.stream(prompts, params)
+    while decoder.stats.rounds < WARM_UP:
+        next(events)
     clock = Clock()
-    # Reading a round is where the host waits for the device.
-    waited = _time_reads(batch, clock)
-    with watched(batch, clock), waited:
+    with watched(clock, target, draft):
+        before = decoder.stats.rounds
         start = time.perf_counter()
-        for _ in range(rounds):
-            next(running)
+        while decoder.stats.rounds < before + rounds:
+            next(events)
         total = time.perf_counter() - start
-    running.close()  # type: ignore[attr-defined]
+    events.close()  # type: ignore[attr-defined]
     mx.synchronize()
-    clock.seconds["other"] = total - sum(clock.seconds.values())
+    clock.seconds["rest"] = total - sum(clock.seconds.values())
     record = {phase: clock.seconds[phase] / rounds * 1e3 for phase in PHASES}
     return {**record, "round": total / rounds * 1e3}
-
-
-def _time_reads(batch: engine.RowBatch, clock: Clock) -> Any:
-    read = batch._read
-
-    def wait_then_read(in_flight: engine.InFlight) -> Any:
-        clock.timed("wait", mx.eval)(in_flight.packed)
-        return read(in_flight)
-
-    return patch.object(batch, "_read", wait_then_read)
 
 
 @click.command(context_settings={"show_default": True})
@@ -132,7 +110,6 @@ def _time_reads(batch: engine.RowBatch, clock: Clock) -> Any:
 @click.option("--dtype", default="float32")
 @click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32))
 @click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(0, 4))
-@click.option("--prompt-tokens", default=64)
 @click.option("--rounds", default=32)
 @click.option("--out", help="Write OUT.json and OUT.md.")
 def main(
@@ -141,18 +118,15 @@ def main(
     dtype: str,
     batches: tuple[int, ...],
     ks: tuple[int, ...],
-    prompt_tokens: int,
     rounds: int,
     out: str | None,
 ) -> None:
     """Show where the host's time of one round goes."""
     raw = header_of("Host time of one round")
     loaded = load_model(target, dtype)
-    models = [loaded.model]
-    if any(ks):
-        models.append(load_model(draft, dtype, loaded).model)
+    draft_model = load_model(draft, dtype, loaded).model if any(ks) else None
     raw["rounds"] = {
-        f"B={b} k={k}": profile(models, k, b, prompt_tokens, rounds)
+        f"B={b} k={k}": profile(loaded.model, draft_model, k, b, rounds)
         for b in batches
         for k in ks
     }
@@ -161,9 +135,10 @@ def main(
         [[n, *(f"{v:.3f}" for v in r.values())] for n, r in raw["rounds"].items()],
     )
     intro = (
-        "Mean of each part of a round on the host: building the graph (*propose* to "
-        "*commit*), handing it to the device, bookkeeping (*other*), and waiting for "
-        f"the device. Target {short(target)}, draft {short(draft)}, {dtype}.\n\n"
+        "Mean of each part of a round on the host: building the graphs of the "
+        "*forwards*, handing them to the device, *waiting* for it, and the *rest*: "
+        "accepting, trimming, committing, bookkeeping. "
+        f"Target {short(target)}, draft {short(draft)}, {dtype}.\n\n"
     )
     write_report(out, raw, intro + table)
 

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -20,12 +21,9 @@ from mlx_lm.generate import (
     speculative_generate_step,
 )
 
+from benchmarks.common import token_level
 from specdec import EngineConfig, SamplingParams, backend
-from specdec.drafters import DraftModel
-from specdec.engine import RowBatch, RowOutput
-from specdec.models.runner import ModelRunner
-from specdec.sequence import Request
-from specdec.sequence import Sequence as TokenSequence
+from specdec.decoder import SpecDecoder
 
 Prompts = Sequence[Sequence[int]]
 
@@ -64,16 +62,19 @@ class Wave:
         self.tokens = [[] for _ in range(self.rows)]
         self._ended = [False] * self.rows
 
-    def arrive(self, tokens: dict[int, list[int]], ended: Sequence[int] = ()) -> None:
-        """Note what one step brought, now."""
-        now = time.perf_counter()
-        counts = [0] * self.rows
-        for row, new in tokens.items():
-            counts[row] = len(new)
-            self.tokens[row] += new
-        self.steps.append((now, counts, self._ended.count(False)))
-        for row in ended:
-            self._ended[row] = True
+    def begin_step(self) -> None:
+        """Note that a step has reached the host, now."""
+        running = self._ended.count(False)
+        self.steps.append((time.perf_counter(), [0] * self.rows, running))
+
+    def add(self, row: int, tokens: Sequence[int]) -> None:
+        """Note tokens that the step brought."""
+        self.tokens[row] += tokens
+        self.steps[-1][1][row] += len(tokens)
+
+    def row_ended(self, row: int) -> None:
+        """Note that the step was a row's last."""
+        self._ended[row] = True
 
     def finish(self) -> None:
         """Note that the device is idle."""
@@ -133,7 +134,8 @@ def mlx_lm_plain(model: nn.Module, options: Options) -> Run:
         for token, _ in generated:
             if token in options.eos_token_ids:
                 break
-            wave.arrive({0: [token]})
+            wave.begin_step()
+            wave.add(0, [token])
         generated.close()
         mx.synchronize(generation_stream)
         wave.finish()
@@ -158,10 +160,12 @@ def mlx_lm_batch(model: nn.Module, options: Options) -> Run:
         uids = generator.insert([list(p) for p in prompts])
         row = {uid: i for i, uid in enumerate(uids)}
         while responses := generator.next_generated():
-            wave.arrive(
-                {row[r.uid]: [r.token] for r in responses if r.finish_reason != "stop"},
-                [row[r.uid] for r in responses if r.finish_reason is not None],
-            )
+            wave.begin_step()
+            for response in responses:
+                if response.finish_reason != "stop":
+                    wave.add(row[response.uid], [response.token])
+                if response.finish_reason is not None:
+                    wave.row_ended(row[response.uid])
         mx.synchronize(generator.stream)
         wave.finish()
         generator.close()
@@ -190,7 +194,7 @@ def mlx_lm_speculative(
         for token, _, from_draft in generated:
             if begins:
                 # All tokens of a round are there with its first.
-                wave.arrive({})
+                wave.begin_step()
                 wave.row_rounds += 1
                 wave.drafted += min(k, left)
             begins = not from_draft
@@ -198,8 +202,7 @@ def mlx_lm_speculative(
                 break
             left -= 1
             wave.accepted += from_draft
-            wave.tokens[0].append(token)
-            wave.steps[-1][1][0] += 1
+            wave.add(0, [token])
         generated.close()
         mx.synchronize(generation_stream)
         wave.finish()
@@ -211,7 +214,7 @@ def mlx_lm_speculative(
 def engine(
     model: nn.Module, draft: nn.Module | None, k: int, batch_size: int, options: Options
 ) -> Run:
-    """This engine, its rounds driven as ``SpecDecoder`` drives them."""
+    """This engine, by its Python API; text is left out."""
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=k,
@@ -225,34 +228,27 @@ def engine(
 
     def run(prompts: Prompts) -> Wave:
         # Made anew, so that nothing of an earlier run is in memory.
-        target = ModelRunner(model, "target", config, defaults)
-        drafter = None
-        if draft is not None:
-            drafter = DraftModel(
-                ModelRunner(draft, "draft", config, defaults),
-                vocab_size=target.vocab_size,
-                max_draft_tokens=k,
+        with patch.object(backend, "defaults", lambda: defaults):
+            decoder = SpecDecoder(
+                token_level(model, options.eos_token_ids),
+                None if draft is None else token_level(draft),
+                config=config,
             )
         wave = Wave(len(prompts))
-        sequences = [
-            TokenSequence(Request(i, "", tuple(p), params), options.eos_token_ids)
-            for i, p in enumerate(prompts)
-        ]
-        batch = RowBatch(target, drafter, sequences, config, defaults)
-        outputs: list[RowOutput] | None = batch.prefill()
-        rounds = batch.run()
-        while outputs is not None:
-            row = {o.sequence.request.index: o for o in outputs}
-            wave.arrive(
-                {i: o.token_ids for i, o in row.items()},
-                [i for i, o in row.items() if o.sequence.finish_reason is not None],
-            )
-            outputs = next(rounds, None)
+        rounds = None
+        for event in decoder.stream(prompts, params):
+            # The events of one step follow each other.
+            if decoder.stats.rounds != rounds:
+                rounds = decoder.stats.rounds
+                wave.begin_step()
+            wave.add(event.index, event.token_ids)
+            if event.result is not None:
+                wave.row_ended(event.index)
+                wave.drafted += event.result.drafted
+                wave.accepted += event.result.accepted
+                wave.row_rounds += event.result.rounds
         mx.synchronize()
         wave.finish()
-        wave.drafted = sum(s.drafted for s in sequences)
-        wave.accepted = sum(s.accepted for s in sequences)
-        wave.row_rounds = sum(s.rounds for s in sequences)
         return wave
 
     return run

@@ -27,9 +27,7 @@ from benchmarks.common import (
     random_model,
     write_report,
 )
-from specdec import backend
-from specdec.config import EngineConfig
-from specdec.models.runner import ModelRunner
+from specdec.cache.adopt import CacheOptions, adopt_caches
 
 PREFILL_STEP_SIZE = 512
 Record = dict[str, Any]
@@ -54,27 +52,40 @@ class EngineRows:
         width: int,
         growth: int,
     ):
-        config = EngineConfig(
-            prefill_step_size=PREFILL_STEP_SIZE, read_bucket=read_bucket
-        )
-        self._runner = ModelRunner(model, "model", config, backend.defaults())
-        self._none = mx.zeros((len(rows),), mx.int32)
-        self._runner.start(
-            len(rows),
-            max_round=width,
+        lengths = [len(row) for row in rows]
+        options = CacheOptions(
+            max_write=PREFILL_STEP_SIZE,
+            read_bucket=read_bucket,
             # Prefill pads its last chunk.
-            max_length=max(map(len, rows)) + growth + PREFILL_STEP_SIZE,
+            max_length=max(lengths) + growth + PREFILL_STEP_SIZE,
         )
-        self._runner.prefill(rows)
-        self._runner.end_prefill()
+        self._model = model
+        self._caches = adopt_caches(model, len(rows), options)
+        self._none = mx.zeros((len(rows),), mx.int32)
+        for first in range(0, max(lengths), PREFILL_STEP_SIZE):
+            valid = [min(max(n - first, 0), PREFILL_STEP_SIZE) for n in lengths]
+            wide = max(valid)
+            chunk = [
+                [*row[first : first + n], *[0] * (wide - n)]
+                for row, n in zip(rows, valid, strict=True)
+            ]
+            model(mx.array(chunk), cache=self._caches)
+            self._trim([wide - n for n in valid], wide)
+            mx.eval([c.state for c in self._caches])
+        for cache in self._caches:
+            cache.note_lengths(longest=max(lengths))
+
+    def _trim(self, counts: Any, at_most: int) -> None:
+        for cache in self._caches:
+            cache.trim_per_sequence(counts, at_most)
 
     def forward(self, tokens: mx.array) -> mx.array:
-        logits = self._runner.forward(tokens)
+        logits: mx.array = self._model(tokens, cache=self._caches)
         width = tokens.shape[1]
         if width > 1:
             # A round trims what was rejected: nothing here, but at this price.
-            self._runner.trim_per_sequence(self._none, width)
-        mx.async_eval(logits, self._runner.offset)
+            self._trim(self._none, width)
+        mx.async_eval(logits, self._caches[0].offset)
         return logits
 
 

@@ -42,9 +42,12 @@ def test_decode(tmp_path: Path) -> None:
         for record in passes:
             assert record["differences"] == []
             assert sum(wave["generated_tokens"] for wave in record["waves"]) == 32
-    for name in ("mlx-lm plain B=1", "mlx-lm batch_generate B=4", "specdec B=4"):
+    for name in ("mlx-lm plain B=1", "mlx-lm batch_generate B=4"):
         waves = raw["passes"][name][0]["waves"]
         assert sum(wave["decode_tokens"] for wave in waves) == 4 * 7
+    # The engine may run a first round before it hands out the first tokens.
+    (wave,) = raw["passes"]["specdec B=4"][0]["waves"]
+    assert wave["decode_tokens"] in (4 * 6, 4 * 7)
     # A peer's first round brings its first token: none beside it counts.
     for wave in raw["passes"]["mlx-lm speculative B=1 k=2"][0]["waves"]:
         assert 8 - 3 <= wave["decode_tokens"] <= 8 - 1
