@@ -1,6 +1,12 @@
 """Batch KV caches with per-sequence trim, on one invariant (docs/caches.md)."""
 
-from .adopt import CacheOptions, adopt_caches, check_caches, maybe_quantize
+from .adopt import (
+    CacheOptions,
+    adopt_caches,
+    check_caches,
+    extend_caches,
+    maybe_quantize,
+)
 from .batch import BatchCache
 from .kinds import (
     BatchChunkedKVCache,
@@ -28,5 +34,6 @@ __all__ = [
     "RingCache",
     "adopt_caches",
     "check_caches",
+    "extend_caches",
     "maybe_quantize",
 ]

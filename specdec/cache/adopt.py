@@ -24,6 +24,7 @@ from .kinds import (
 )
 from .members import BatchCacheList
 from .memo import Memo
+from .quantized import Dense, Quantized
 from .storage import QuantizedCodec
 
 LayerCache = BatchCache | BatchCacheList
@@ -253,10 +254,30 @@ def maybe_quantize(
     return True
 
 
+def extend_caches(caches: list[Any], others: list[Any]) -> None:
+    """Append the rows of ``others`` to ``caches``, in place in the list.
+
+    Where the rows of one side are quantized already (they were longer) and those
+    of the other are not, all become quantized.
+    """
+    for i, (cache, other) in enumerate(zip(caches, others, strict=True)):
+        caches[i] = _like(cache, other)
+        caches[i].extend(other)
+
+
+def _like(cache: Any, other: Any) -> Any:
+    """``cache``, quantized if ``other`` is."""
+    if isinstance(cache, BatchCacheList):
+        return BatchCacheList(*map(_like, cache.caches, other.caches))
+    if isinstance(cache, Dense) and isinstance(other, Quantized):
+        return cache.to_quantized(group_size=other.group_size, bits=other.bits)
+    return cache
+
+
 def _is_dense(cache: LayerCache) -> bool:
     if isinstance(cache, BatchCacheList):
         return any(map(_is_dense, cache.caches))
-    return hasattr(cache, "to_quantized")
+    return isinstance(cache, Dense)
 
 
 def _quantized(cache: Any, options: CacheOptions) -> Any:

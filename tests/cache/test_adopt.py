@@ -20,6 +20,7 @@ from specdec.cache import (
     adopt,
     adopt_caches,
     check_caches,
+    extend_caches,
     maybe_quantize,
 )
 from specdec.errors import CacheError, UnsupportedModelError
@@ -133,6 +134,38 @@ def test_kv_bits_later() -> None:
     assert caches[0].offset is caches[1].offset
     write()
     assert not maybe_quantize(caches, options)
+
+
+@pytest.mark.parametrize("late", ["batch", "newcomer", "both", "neither"])
+def test_rows_join_whichever_side_is_quantized(late: str) -> None:
+    several = mlx_lm_cache.CacheList(mlx_lm_cache.KVCache(), mlx_lm_cache.KVCache())
+    model = Asking(mlx_lm_cache.KVCache(), mlx_lm_cache.RotatingKVCache(8), several)
+    options = CacheOptions(
+        max_write=4, kv_bits=8, kv_group_size=32, quantized_kv_start=5
+    )
+    sides = {}
+    for name in ("batch", "newcomer"):
+        sides[name] = caches = adopt_caches(model, 2, options)
+        x = mx.ones((2, 1, 3 if late in (name, "both") else 6, 32))
+        for cache in caches:
+            for member in getattr(cache, "caches", [cache]):
+                member.update_and_fetch(x, x)
+        maybe_quantize(caches, options)
+    batch = sides["batch"]
+    extend_caches(batch, sides["newcomer"])
+    members = [*batch[:2], *batch[2].caches]
+    assert {hasattr(c, "bits") for c in members} == {late != "both"}
+    assert {tuple(c.offset.tolist()) for c in members} == {
+        {
+            "batch": (3, 3, 6, 6),
+            "newcomer": (6, 6, 3, 3),
+            "both": (3, 3, 3, 3),
+            "neither": (6, 6, 6, 6),
+        }[late]
+    }
+    extend_caches(batch, adopt_caches(model, 1, options))
+    batch[0].filter([])
+    extend_caches(batch[:1], adopt_caches(model, 1, options)[:1])
 
 
 def test_max_kv_size_bounds_full_layers() -> None:
