@@ -27,8 +27,8 @@ class BackendDefaults:
             (about 40 ms each); a CPU pays for every extra column instead.
         repeat_shapes: keep shapes identical from round to round, even when
             that computes a little more, because each new one costs.
-        lookahead: rounds that the host reads behind the device. The CPU has
-            nothing to hide behind, so that its rounds are read at once.
+        lookahead: rounds that the host reads behind the device, which builds
+            one while the one before runs.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -40,7 +40,7 @@ class BackendDefaults:
 _DEFAULTS = {
     each.name: each
     for each in (
-        BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=0),
+        BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1),
         BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1),
         BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
     )

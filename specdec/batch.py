@@ -74,7 +74,11 @@ class RowBatch:
     ):
         self.rows = tuple(sequences)
         self.num_draft_tokens = num_draft_tokens if drafter else 0
-        self._backend = backend
+        self._repeat_shapes = backend.repeat_shapes
+        # A round that turns out to be of no use is dear where tokens, not
+        # launches, cost time: then speculative rounds are read at once.
+        patient = backend.repeat_shapes or not self.num_draft_tokens
+        self._lookahead = backend.lookahead if patient else 0
         prompts = [s.request.prompt_tokens for s in self.rows]
         max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
@@ -88,7 +92,7 @@ class RowBatch:
             self._draft = drafter.rows(prompts, max_length=max_length)
         self._vocab_size = target.vocab_size
         self._sampling = RowSampling.of([s.request.params for s in self.rows])
-        self._active = mx.ones((len(self.rows),), mx.bool_)
+        self._note_active()
         self._tail = mx.array([p[-1:] for p in prompts], mx.int32)
         # Tokens in the target's cache per row, as far as the host has read.
         self._cached = [len(p) for p in prompts]
@@ -99,7 +103,7 @@ class RowBatch:
         requests = [s.request for s in self.rows]
         longest = max(len(r.prompt_tokens) + r.params.max_tokens for r in requests)
         # Rounds the host has not read may have gone past a row's end.
-        return longest + (self._backend.lookahead + 1) * (self.num_draft_tokens + 1)
+        return longest + (self._lookahead + 1) * (self.num_draft_tokens + 1)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -136,7 +140,7 @@ class RowBatch:
         """
         if self._worth_a_round():
             self._in_flight.append(self._dispatch(self._choose_k()))
-            if len(self._in_flight) <= self._backend.lookahead:
+            if len(self._in_flight) <= self._lookahead:
                 return []
         return self._read(self._in_flight.popleft()) if self._in_flight else []
 
@@ -149,7 +153,7 @@ class RowBatch:
         return sum(any(s is sequence for s in f.rows) for f in self._in_flight)
 
     def _choose_k(self) -> int:
-        if self._backend.repeat_shapes:
+        if self._repeat_shapes:
             return self.num_draft_tokens
         # Nothing behind the last token that any row may emit is of use.
         remaining = max(s.remaining - self._pending(s) for s in self.unfinished)
@@ -166,15 +170,19 @@ class RowBatch:
             inputs = mx.concatenate([inputs, self._draft.propose(round_)], axis=1)
         # 2. verify: the target chooses for each proposal and one behind the last
         chosen = choose(self._target.forward(inputs), self._sampling, noise)
-        # 3. accept
-        kept = count_kept(inputs[:, 1:], chosen, self._active)
-        # 4. trim; a plain round of running rows keeps all it wrote
-        if k or len(self.unfinished) < len(self.rows):
+        # 3. accept; a plain round keeps one token of every running row
+        plain = k == 0
+        kept = self._one if plain else count_kept(inputs[:, 1:], chosen, self._active)
+        # 4. trim, unless all rows keep all that was written
+        if not plain or len(self.unfinished) < len(self.rows):
             self._target.trim_per_sequence(k + 1 - kept, k + 1)
         # 5. commit
         if self._draft is not None:
             self._draft.commit(round_, chosen, kept)
-        self._tail = next_tail(self._tail, chosen, kept)
+        if plain:  # the tail of a row that has ended is never read
+            self._tail = mx.concatenate([inputs, chosen], axis=1)
+        else:
+            self._tail = next_tail(self._tail, chosen, kept)
         packed = mx.concatenate([kept[:, None], chosen], axis=1)
         mx.async_eval(packed, self._tail, self._target.offset)
         return InFlight(self.rows, k, packed)
@@ -222,8 +230,15 @@ class RowBatch:
         self.rows += other.rows
         self._cached += other._cached
         self._sampling = self._sampling.extend(other._sampling)
-        self._active = mx.concatenate([self._active, other._active])
+        self._note_active()
         self._tail = mx.concatenate([self._tail, other._tail])
+
+    def _note_active(self) -> None:
+        """Tell the device which rows are running."""
+        running = [s.finish_reason is None for s in self.rows]
+        self._active = mx.array(running, mx.bool_)
+        # What a plain round keeps.
+        self._one = mx.array(running, mx.int32)
 
     def _retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""
@@ -231,9 +246,9 @@ class RowBatch:
         if running == len(self.rows):
             return
         # A new batch size is a new shape: where those are dear, wait for half.
-        if not self._backend.repeat_shapes or 2 * running <= len(self.rows):
+        if not self._repeat_shapes or 2 * running <= len(self.rows):
             self._keep_running()
-        self._active = mx.array([s.finish_reason is None for s in self.rows], mx.bool_)
+        self._note_active()
 
     def _keep_running(self) -> None:
         """Drop the rows that have ended."""
@@ -242,11 +257,11 @@ class RowBatch:
             return
         self.rows = tuple(self.rows[i] for i in rows)
         self._cached = [self._cached[i] for i in rows]
+        self._note_active()
         if not rows:
             return
         index = mx.array(rows, mx.int32)
         self._tail = self._tail[index]
-        self._active = self._active[index]
         self._sampling = self._sampling.take(index)
         self._target.filter(rows)
         if self._draft is not None:

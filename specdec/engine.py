@@ -32,8 +32,8 @@ class Counters:
 class Engine:
     """Decodes requests as rows become free, ``config.batch_size`` at a time.
 
-    A step runs one prefill chunk of the rows that are joining, if there are any,
-    and one round of the running rows: nobody waits for longer than a chunk.
+    Prefill chunks of the rows that are joining alternate with rounds of the running
+    rows: nobody waits for longer than a chunk.
 
     Args:
         target: runs the target model.
@@ -61,6 +61,7 @@ class Engine:
         self._running: RowBatch | None = None
         self._joining: RowBatch | None = None
         self._chunks: Iterator[list[RowOutput]] = iter(())
+        self._round_is_due = False
 
     @property
     def busy(self) -> bool:
@@ -76,16 +77,22 @@ class Engine:
         self._scheduler.add(request)
 
     def step(self) -> list[RowOutput]:
-        """One chunk of prefill and one round; what the rows emitted in them."""
+        """One chunk of prefill, one round, or both; what the rows emitted."""
+        if not self._round_is_due:
+            self._round_is_due = True
+            start = time.perf_counter()
+            outputs = self._prefill_chunk()
+            self.counters.prefill_seconds += time.perf_counter() - start
+            # First tokens do not wait for a round.
+            if outputs:
+                return outputs
+        self._round_is_due = False
         start = time.perf_counter()
-        outputs = self._prefill_chunk()
-        middle = time.perf_counter()
-        more = self._round()
-        self.counters.prefill_seconds += middle - start
-        self.counters.decode_seconds += time.perf_counter() - middle
-        self.counters.decode_tokens += sum(len(o.token_ids) for o in more)
-        self.counters.rounds += bool(more)
-        return outputs + more
+        outputs = self._round()
+        self.counters.decode_seconds += time.perf_counter() - start
+        self.counters.decode_tokens += sum(len(o.token_ids) for o in outputs)
+        self.counters.rounds += bool(outputs)
+        return outputs
 
     def _prefill_chunk(self) -> list[RowOutput]:
         if self._joining is None:

@@ -17,8 +17,8 @@ from specdec.models.runner import ModelRunner
 from specdec.sequence import Request
 from specdec.sequence import Sequence as TokenSequence
 
-# Rounds read at once with exact shapes, and one behind with bucketed shapes.
-AT_ONCE = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=0)
+# Exact shapes, speculative rounds read at once; bucketed shapes, read one behind.
+AT_ONCE = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
 BEHIND = BackendDefaults("cuda", read_bucket=64, repeat_shapes=True, lookahead=1)
 
 

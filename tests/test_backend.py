@@ -21,8 +21,8 @@ needs_cpu_backend = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("device", "metal", "expected"),
     [
-        (mx.cpu, False, ("cpu", 1, False, 0)),
-        (mx.cpu, True, ("cpu", 1, False, 0)),
+        (mx.cpu, False, ("cpu", 1, False, 1)),
+        (mx.cpu, True, ("cpu", 1, False, 1)),
         (mx.gpu, False, ("cuda", 256, True, 1)),
         (mx.gpu, True, ("metal", 256, True, 1)),
     ],
