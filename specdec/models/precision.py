@@ -54,6 +54,21 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
         if _is_quantized(layer):
             _replace(model, path, _dequantized(layer, dtype))
         del layer
+    _cast_floats(model, dtype)
+
+
+def widen_packed(model: nn.Module) -> None:
+    """Let a quantized model compute in float32, its packed weights unchanged.
+
+    For MLX's CPU backend, whose product with packed weights takes about 100 times
+    as long with 16-bit scales. Widening 16-bit floats is exact.
+    """
+    if any(_is_quantized(layer) for _, layer in _layers(model)):
+        _cast_floats(model, mx.float32)
+
+
+def _cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
+    """Cast floating weights one by one, but for those that the model excludes."""
     may_cast = getattr(model, "cast_predicate", lambda path: True)
     arrays = _arrays(model)
     while arrays:
