@@ -1,0 +1,5 @@
+"""``python -m specdec``: the command, where its script is not on PATH."""
+
+from .cli import main
+
+main()
