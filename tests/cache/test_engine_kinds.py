@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.nn as nn
 import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import SamplingParams
+from specdec.errors import CacheError
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
 
 from .small_models import MODELS, WINDOW
@@ -20,6 +22,16 @@ PROMPTS = [[(5 * i + 3 * j + i * j) % 97 for j in range(n)]
 NEW_TOKENS = 4 * WINDOW
 
 
+def slightly_off(target: Any, arch: str, arguments: Any, tiny: TinyModel) -> Any:
+    """The target's own weights but in the last layer: some guesses are right."""
+    draft: Any = tiny(arch, seed=1, **arguments)
+    other: Any = tiny(arch, seed=1, **arguments)
+    draft.update(target.parameters())
+    if "mlp" in draft.layers[-1]:
+        draft.layers[-1].update({"mlp": other.layers[-1]["mlp"]})
+    return draft
+
+
 @pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["at-once", "behind"])
 @pytest.mark.parametrize("name", ["sliding", "gemma3", "gpt-oss", "mistral", "list"])
 def test_greedy_equals_plain_decoding(
@@ -27,12 +39,7 @@ def test_greedy_equals_plain_decoding(
 ) -> None:
     arch, arguments = MODELS[name]
     target = tiny_model(arch, **arguments)
-    # The target's own weights, a little off: some guesses are right.
-    draft = tiny_model(arch, seed=1, **arguments)
-    draft.update(target.parameters())
-    layer = draft.layers[-1]
-    layer.update({"mlp": tiny_model(arch, seed=1, **arguments).layers[-1]["mlp"]}
-                 if "mlp" in layer else {})  # fmt: skip
+    draft = slightly_off(target, arch, arguments, tiny_model)
     wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
     params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
     for rows, k in ((1, 4), (3, 7), (8, 1), (8, 4)):
@@ -48,3 +55,54 @@ def test_greedy_equals_plain_decoding(
         )
         assert [row.tokens for row in got] == wanted[:rows]
         assert sum(row.accepted for row in got) > 0
+
+
+@pytest.mark.parametrize("name", ["full", "sliding", "gemma3"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_bits": 4, "kv_group_size": 32},
+        {"kv_bits": 8, "kv_group_size": 32},
+        {"max_kv_size": 16},
+        {"max_kv_size": 16, "kv_bits": 8, "kv_group_size": 32},
+    ],
+    ids=["4-bit", "8-bit", "bounded", "bounded-8-bit"],
+)
+def test_options_do_not_depend_on_the_draft(
+    name: str, options: dict[str, Any], tiny_model: TinyModel
+) -> None:
+    """One row at a time without a draft, or all with one: the same tokens."""
+    arch, arguments = MODELS[name]
+    arguments = {**arguments, "hidden_size": 128, "head_dim": 32}
+    target = tiny_model(arch, **arguments)
+    draft = slightly_off(target, arch, arguments, tiny_model)
+    params = [SamplingParams(max_tokens=NEW_TOKENS - i) for i in range(len(PROMPTS))]
+    alone = run_rows(
+        target, None, PROMPTS, params, batch_size=1, num_draft_tokens=0,
+        prefill_step_size=6, **options,
+    )  # fmt: skip
+    for k in (1, 4):
+        rows = run_rows(
+            target, draft, PROMPTS, params, batch_size=3, num_draft_tokens=k,
+            prefill_step_size=6, **options,
+        )  # fmt: skip
+        assert [r.tokens for r in rows] == [r.tokens for r in alone]
+
+
+@pytest.mark.xfail(
+    raises=CacheError,
+    strict=False,
+    reason="the runner joins cache by cache, not with extend_caches",
+)
+@pytest.mark.parametrize("start", [1, 12, 25, 1000])
+def test_rows_that_join_across_a_later_start(start: int, tiny_model: TinyModel) -> None:
+    """Dense rows meet quantized ones, either way around."""
+    arch, arguments = MODELS["sliding"]
+    target = tiny_model(arch, **{**arguments, "hidden_size": 128, "head_dim": 32})
+    prompts = [PROMPTS[i] for i in (0, 2, 1, 7, 4, 3)]  # 3, 2, 30, 5, 8, 17 tokens
+    params = [SamplingParams(max_tokens=n) for n in (2, 40, 30, 3, 9, 20)]
+    rows = run_rows(
+        target, target, prompts, params, batch_size=2, num_draft_tokens=2,
+        prefill_step_size=64, kv_bits=8, kv_group_size=32, quantized_kv_start=start,
+    )  # fmt: skip
+    assert [len(r.tokens) for r in rows] == [p.max_tokens for p in params]
