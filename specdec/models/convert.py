@@ -7,14 +7,18 @@ import tempfile
 from pathlib import Path
 
 import mlx.core as mx
-from mlx_lm.utils import save_config, save_model
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer, save_config, save_model
 
-from ..errors import ConfigError, ModelError
+from ..errors import ConfigError, ModelError, UnsupportedModelError
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
+from .messages import one_line
 
 _BITS = (4, 8, 16)
 _GROUP_SIZES = (32, 64, 128)
+# Where tokenizers differ: digits, spaces, newlines, contractions, accents.
+_PROBE = "In 12345 it's  DON'T\n\n\tnaïve e\u0301 日本語 🤗 x1  the ab\r\n cat."
 
 
 def convert(
@@ -42,6 +46,7 @@ def convert(
         ConfigError: ``bits`` or ``group_size`` has another value.
         ModelError: ``out_dir`` is taken or cannot be written, or the file
             cannot be read (see :func:`specdec.models.load`).
+        UnsupportedModelError: mlx-lm would load another tokenizer than the file's.
     """
     if bits is not None and bits not in _BITS:
         raise ConfigError(f"bits is {bits!r}: it must be 4, 8 or 16")
@@ -49,9 +54,7 @@ def convert(
         raise ConfigError(f"group_size is {group_size!r}: it must be 32, 64 or 128")
     out = Path(out_dir)
     _refuse_taken(out)
-    form = WeightFormat(bits=bits if bits in (4, 8) else None, group_size=group_size)
-    if bits == 16:
-        form = WeightFormat(floats=True)
+    form = WeightFormat(bits=bits, group_size=group_size)
     model, tokenizer, config = load_gguf(gguf_file, form)
     try:
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -62,6 +65,7 @@ def convert(
         save_model(work, model, donate_model=True)
         save_config(config, work / "config.json")
         tokenizer.save_pretrained(work)
+        _check_tokenizer(work, tokenizer, gguf_file)
         work.chmod(0o755)  # mkdtemp's folders are private
         work.replace(out)
     except (OSError, RuntimeError) as error:  # MLX raises the latter
@@ -70,6 +74,23 @@ def convert(
         shutil.rmtree(work, ignore_errors=True)
     mx.clear_cache()
     return out
+
+
+def _check_tokenizer(
+    folder: Path, tokenizer: TokenizerWrapper, source: str | Path
+) -> None:
+    """Make sure that what mlx-lm loads from the folder is that tokenizer.
+
+    transformers puts its own in for some model types, Qwen 2 among them, whatever
+    the folder says; which is right for Qwen's models and wrong for others.
+    """
+    loaded = load_tokenizer(folder)
+    same = loaded.get_vocab() == tokenizer.get_vocab()
+    if not same or loaded.encode(_PROBE) != tokenizer.encode(_PROBE):
+        raise UnsupportedModelError(
+            f"{source} has a tokenizer that transformers replaces by another for "
+            "models of its type, so no folder would work: use the GGUF file itself"
+        )
 
 
 def _refuse_taken(out: Path) -> None:
@@ -81,5 +102,5 @@ def _refuse_taken(out: Path) -> None:
 
 
 def _unwritable(out: Path, error: Exception) -> ModelError:
-    reason = (getattr(error, "strerror", None) or " ".join(str(error).split()))[:200]
+    reason = getattr(error, "strerror", None) or one_line(error)
     return ModelError(f"cannot write {out} ({reason}): name another folder")

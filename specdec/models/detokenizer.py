@@ -25,8 +25,8 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
         self.offset = 0
         self.tokens: list[int] = []
         self._text = ""
-        # tokens[:_start] are done with; tokens[_start:_read] are in the text,
-        # and give the rest their context.
+        # tokens[:_start] are done with; tokens[_start:_read] give the rest their
+        # context; _context is what of tokens[_start:] is in the text.
         self._start = 0
         self._read = 0
         self._context = ""
@@ -50,6 +50,10 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
             return
         text = self._decode(self.tokens[self._start :])
         if not force and text.endswith("\ufffd"):
+            # What comes before the unfinished character is settled.
+            text = text.rstrip("\ufffd")
+            self._text += text[len(self._context) :]
+            self._context = max(self._context, text, key=len)
             return
         self._text += text[len(self._context) :]
         self._start, self._read = self._read, len(self.tokens)

@@ -12,6 +12,7 @@ from ..errors import ModelError
 from .gguf_header import read_header
 from .gguf_tokenizer import build_tokenizer
 from .gguf_weights import WeightFormat, build_model
+from .messages import one_line
 
 
 def load_gguf(
@@ -22,7 +23,7 @@ def load_gguf(
     Args:
         path: the file.
         form: what the weights become; by default Q4_0, Q4_1 and Q8_0 stay
-            packed and everything else is in 16 bits.
+            packed and everything else is in floats.
 
     Raises:
         ModelNotFoundError: there is no such file.
@@ -34,10 +35,9 @@ def load_gguf(
     try:
         model, config = build_model(file, form or WeightFormat())
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
-        detail = " ".join(str(error).split())
         raise ModelError(
             f"{path} has metadata that no model fits ({type(error).__name__}: "
-            f"{detail}): download it again"
+            f"{one_line(error)}): download it again"
         ) from error
     config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
     return model, tokenizer, config

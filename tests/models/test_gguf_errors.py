@@ -1,0 +1,247 @@
+"""A GGUF file that cannot be used is refused in one line that says why."""
+
+from __future__ import annotations
+
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from specdec.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from specdec.models import load
+from specdec.models.gguf_header import read_header
+
+from .gguf_files import file_tensors, metadata, random_model, write_gguf, write_model
+
+
+def refusal(path: Path, kind: type[ModelError]) -> str:
+    with pytest.raises(ModelError) as caught:
+        load(str(path))
+    assert type(caught.value) is kind
+    message = str(caught.value)
+    assert "\n" not in message
+    assert str(path) in message
+    assert ":" in message or ";" in message, "the way out"
+    return message
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    path = tmp_path_factory.mktemp("gguf") / "m.gguf"
+    return write_model(path, "llama", random_model("llama")).read_bytes()
+
+
+def test_no_such_file(tmp_path: Path) -> None:
+    message = refusal(tmp_path / "no.gguf", ModelNotFoundError)
+    assert "No such file" in message
+
+
+def test_other_files(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for content in (b"", b"GG", b"\x80\x02 not a model", b"FUGG" * 100):
+        path.write_bytes(content)
+        assert "not a GGUF file" in refusal(path, ModelError)
+
+
+def test_cut_short_anywhere(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for length in (*range(4, 200, 7), *range(200, len(whole), 4001), len(whole) - 1):
+        path.write_bytes(whole[:length])
+        assert "cut short or corrupt" in refusal(path, ModelError), length
+
+
+def test_damage_never_ends_in_a_traceback(whole: bytes, tmp_path: Path) -> None:
+    """Overwrite eight bytes of the header, here and there: an error of ours, or none.
+
+    A byte of a weight, a name or a token may well go unnoticed.
+    """
+    path = tmp_path / "m.gguf"
+    rng = np.random.default_rng(0)
+    messages = []
+    for _ in range(150):
+        at = int(rng.integers(4, 12_000))
+        path.write_bytes(whole[:at] + rng.bytes(8) + whole[at + 8 :])
+        try:
+            load(str(path))
+        except ModelError as error:
+            messages.append(str(error))
+    assert len(messages) > 20
+    assert not any("\n" in message for message in messages)
+
+
+@pytest.mark.parametrize("alignment", [0, 3_000_000_000])
+def test_nonsense_alignment(alignment: int, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama", random_model("llama"))
+    content = path.read_bytes()
+    key = b"llama.block_count"
+    at = content.index(key)
+    # The same length, so nothing else moves.
+    named = b"general.alignment"
+    assert len(named) == len(key)
+    value = at + len(key) + 4
+    path.write_bytes(
+        content[:at]
+        + named
+        + content[at + len(key) : value]
+        + struct.pack("<I", alignment)
+        + content[value + 4 :]
+    )
+    assert "cut short or corrupt" in refusal(path, ModelError)
+
+
+def test_versions(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    for version in (1, 4, 3 << 24):  # the last: version 3, big endian
+        path.write_bytes(whole[:4] + struct.pack("<I", version) + whole[8:])
+        assert f"version {version}" in refusal(path, UnsupportedModelError)
+    path.write_bytes(whole[:4] + struct.pack("<I", 2) + whole[8:])
+    assert load(str(path)).config["model_type"] == "llama"
+
+
+def test_unknown_tensor_type(tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    write_model(path, "llama", random_model("llama"))
+    content = path.read_bytes()
+    name = b"output_norm.weight"
+    at = content.index(name) + len(name) + 4 + 8  # one axis: count, length
+    path.write_bytes(content[:at] + struct.pack("<I", 999) + content[at + 4 :])
+    message = refusal(path, UnsupportedModelError)
+    assert "type 999" in message
+    assert "output_norm.weight" in message
+
+
+def test_architecture_outside_the_list(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "mamba", random_model("llama"))
+    message = refusal(path, UnsupportedModelError)
+    assert "'mamba'" in message
+    assert "llama, qwen2, qwen3, gemma3" in message
+
+
+def test_a_part_of_a_sharded_file(tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "m.gguf",
+        "llama",
+        random_model("llama"),
+        values={"split.count": 3, "split.no": 0},
+    )
+    message = refusal(path, UnsupportedModelError)
+    assert "3 parts of a sharded GGUF" in message
+    assert "--merge" in message
+
+
+@pytest.mark.parametrize(
+    ("arch", "values", "named"),
+    [
+        ("llama", {"llama.expert_count": 8}, "mixture of experts"),
+        ("llama", {"llama.rope.dimension_count": 8}, "part of the head"),
+        ("qwen3", {"qwen3.attention.value_length": 8}, "another width"),
+        ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, "soft-capped"),
+        ("qwen2", {"qwen2.attention.key_length": 8}, "head width"),
+        ("llama", {"llama.attention.head_count_kv": [2, 1]}, "layer to layer"),
+        (
+            "llama",
+            {"llama.rope.scaling.type": "longrope", "llama.rope.scaling.factor": 2.0},
+            "'longrope'",
+        ),
+        (
+            "gemma3",
+            {
+                "gemma3.attention.sliding_window_pattern": [
+                    *(True, False, True, True, False, True, True)
+                ]
+            },
+            "fixed period",
+        ),
+    ],
+)
+def test_features_are_refused_by_name(
+    arch: str, values: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    path = write_model(tmp_path / "m.gguf", arch, random_model(arch), values=values)
+    assert named in refusal(path, UnsupportedModelError)
+
+
+def test_rope_factors_that_are_not_llama_3s(tmp_path: Path) -> None:
+    factors = {"rope_freqs.weight": np.full(8, 2.0, np.float32)}
+    path = write_model(
+        tmp_path / "m.gguf", "llama", random_model("llama"), tensors=factors
+    )
+    assert "RoPE factors" in refusal(path, UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["blk.0.ffn_gate_inp.weight", "blk.0.attn_q.bias", "mm.0.weight", "blk.x.y"],
+)
+def test_a_tensor_that_no_layer_takes(name: str, tmp_path: Path) -> None:
+    extra = {name: np.zeros((64, 64), np.float32)}
+    path = write_model(
+        tmp_path / "m.gguf", "llama", random_model("llama"), tensors=extra
+    )
+    message = refusal(path, UnsupportedModelError)
+    assert name in message
+    assert "llama" in message
+
+
+@pytest.mark.parametrize(
+    "name", ["blk.1.ffn_up.weight", "output_norm.weight", "token_embd.weight"]
+)
+def test_a_tensor_that_is_missing(name: str, tmp_path: Path) -> None:
+    model = random_model("llama")
+    tensors = file_tensors("llama", model)
+    del tensors[name]
+    args: Any = model.args
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", tensors, metadata("llama", vars(args))
+    )
+    refusal(path, ModelError)
+
+
+@pytest.mark.parametrize(
+    "key",
+    ["block_count", "embedding_length", "attention.layer_norm_rms_epsilon"],
+)
+def test_metadata_that_is_missing(key: str, tmp_path: Path) -> None:
+    model = random_model("llama")
+    args: Any = model.args
+    values = metadata("llama", vars(args))
+    del values[f"llama.{key}"]
+    path = write_gguf(
+        tmp_path / "m.gguf", "llama", file_tensors("llama", model), values
+    )
+    assert f"llama.{key}" in refusal(path, ModelError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("attention.head_count", 0),
+        ("attention.head_count", "four"),
+        ("embedding_length", 32),
+        ("block_count", 3),
+        ("feed_forward_length", 100),
+    ],
+)
+def test_metadata_that_no_weights_fit(key: str, value: Any, tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "m.gguf",
+        "llama",
+        random_model("llama"),
+        values={f"llama.{key}": value},
+    )
+    with pytest.raises(ModelError) as caught:
+        load(str(path))
+    assert "\n" not in str(caught.value)
+    assert str(path) in str(caught.value)
+
+
+def test_the_header_is_read_without_the_tensors(whole: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "m.gguf"
+    path.write_bytes(whole)
+    file = read_header(path)
+    assert file.metadata["llama.block_count"] == 2
+    assert file.tensors["token_embd.weight"].shape == (320, 64)
+    assert file.tensors["token_embd.weight"].type_name == "F32"

