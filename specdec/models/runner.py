@@ -10,7 +10,13 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..backend import BackendDefaults
-from ..cache.adopt import CacheOptions, adopt_caches, check_caches, maybe_quantize
+from ..cache import (
+    CacheOptions,
+    adopt_caches,
+    check_caches,
+    extend_caches,
+    maybe_quantize,
+)
 from ..cache.positions import round_up
 from ..config import EngineConfig
 
@@ -160,5 +166,4 @@ class ModelRows:
 
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which should not be used any more."""
-        for cache, more in zip(self._caches, other._caches, strict=True):
-            cache.extend(more)
+        extend_caches(self._caches, other._caches)

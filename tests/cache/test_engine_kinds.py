@@ -10,7 +10,6 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import SamplingParams
-from specdec.errors import CacheError
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
 
 from .small_models import MODELS, WINDOW
@@ -89,11 +88,6 @@ def test_options_do_not_depend_on_the_draft(
         assert [r.tokens for r in rows] == [r.tokens for r in alone]
 
 
-@pytest.mark.xfail(
-    raises=CacheError,
-    strict=False,
-    reason="the runner joins cache by cache, not with extend_caches",
-)
 @pytest.mark.parametrize("start", [1, 12, 25, 1000])
 def test_rows_that_join_across_a_later_start(start: int, tiny_model: TinyModel) -> None:
     """Dense rows meet quantized ones, either way around."""
