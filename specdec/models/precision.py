@@ -93,8 +93,7 @@ def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, An
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
     """
-    shared = {id(array): array for _, array in _arrays(model)}
-    draft: nn.Module = copy.deepcopy(model, shared)
+    draft: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     entry: dict[str, Any] = {"group_size": _GROUP_SIZES[0], "bits": bits}
     may_quantize = getattr(model, "quant_predicate", lambda path, layer: True)
     for path, original in _layers(draft):

@@ -172,7 +172,7 @@ def sentencepiece_vocabulary(*, space_prefix: bool | None) -> Vocabulary:
         made.add("   ", 4, -1000.0)
     joined = (
         "▁t", "he", "▁the", "in", "an", "ing", "▁c", "at", "▁cat", "▁a", "▁an",
-        "on", "'t", "12", "café",
+        "on", "'t", "12", "café", "bc", "ab", "abd",
     )  # fmt: skip
     single = "▁abcdefghijklmnopqrstuvwxyzé0123456789.,()'"
     for rank, token in enumerate([*joined, *single]):
@@ -207,6 +207,7 @@ def reference(vocabulary: Vocabulary, space_prefix: bool) -> Any:
 
 
 SPM_TEXTS = (
+    "abc bcab abd",  # the better pair first: a bc, not ab c
     "the cat in an inning",
     "  two spaces,   three\n\nnewlines\n\n\nmore",
     "12 121 don't café cafés",
@@ -227,7 +228,11 @@ def test_sentencepiece_without_a_space_prefix(text: str, tmp_path: Path) -> None
     assert tokenizer.encode(text) == [2, *tokens]
 
 
-@pytest.mark.parametrize("text", SPM_TEXTS[:1] + SPM_TEXTS[2:4] + SPM_TEXTS[5:])
+# llama.cpp, unlike SentencePiece, adds its space again after a user-defined token.
+WITHOUT_RUNS = [text for text in SPM_TEXTS if "\n" not in text and text[0] != " "]
+
+
+@pytest.mark.parametrize("text", WITHOUT_RUNS)
 @pytest.mark.parametrize("stated", [True, None])
 def test_sentencepiece_with_a_space_prefix(
     stated: bool | None, text: str, tmp_path: Path

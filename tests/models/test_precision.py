@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from pathlib import Path
 from typing import Any
 
@@ -127,6 +128,19 @@ def test_an_odd_layer_is_refused_by_name() -> None:
         quantized_copy(model, 4)
 
 
+def test_dequantizing_rounds_once() -> None:
+    """Scales in bfloat16, weights wanted in float32: nothing is lost between."""
+    model = random_model("llama")
+    model.set_dtype(mx.bfloat16)
+    nn.quantize(model, group_size=32, bits=8)
+    layer = model.layers[0].mlp.up_proj
+    scales, biases = layer.scales.astype(mx.float32), layer.biases.astype(mx.float32)
+    expected = mx.dequantize(layer.weight, scales, biases, 32, 8)
+    cast(model, mx.float32)
+    assert mx.array_equal(model.layers[0].mlp.up_proj.weight, expected)
+    assert not mx.array_equal(expected.astype(mx.bfloat16), expected)
+
+
 def test_what_the_model_excludes_is_not_cast(monkeypatch: pytest.MonkeyPatch) -> None:
     model = random_model("llama")
     monkeypatch.setattr(
@@ -146,7 +160,7 @@ def test_memory_holds_no_third_copy() -> None:
     model = random_model("llama", num_hidden_layers=24, hidden_size=256)
     mx.eval(model.parameters())
     mx.synchronize()
-    mx.clear_cache()
+    gc.collect()  # what other tests left
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     draft, _ = quantized_copy(model, 8)
