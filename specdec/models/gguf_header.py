@@ -199,9 +199,10 @@ def read_header(path: str | Path) -> GGUFFile:
                     "download it again"
                 )
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # the latter: not a path at all
+        reason = getattr(error, "strerror", None) or error
         raise ModelNotFoundError(
-            f"cannot open {path}: {error.strerror or error}; check the path"
+            f"cannot open {one_line(path)}: {one_line(reason)}; check the path"
         ) from error
     try:
         return _parse(path, data)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -35,7 +36,7 @@ _HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
 
 
-def load(source: str, *, dtype: str | None = None) -> LoadedModel:
+def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedModel:
     """Load a model.
 
     Args:
@@ -52,13 +53,15 @@ def load(source: str, *, dtype: str | None = None) -> LoadedModel:
         ModelError: files are missing, cut short or corrupt.
     """
     wanted = parse_dtype(dtype)
+    source = os.fspath(source)
     if source.startswith("self:"):
         raise ModelNotFoundError(
             f"{source} is a draft, made from a target: it cannot be a target itself"
         )
-    if source.lower().endswith(".gguf") and not Path(source).is_dir():
+    path = os.path.expanduser(source)
+    if source.lower().endswith(".gguf") and not os.path.isdir(path):
         form = WeightFormat(dtype=wanted)
-        loaded = LoadedModel(*load_gguf(source, form), source)
+        loaded = LoadedModel(*load_gguf(path, form), source)
     else:
         loaded = _load_folder_or_hub(source, wanted)
     if defaults().name == "cpu":
@@ -67,7 +70,7 @@ def load(source: str, *, dtype: str | None = None) -> LoadedModel:
 
 
 def load_draft(
-    source: str, target: LoadedModel, *, dtype: str | None = None
+    source: str | os.PathLike[str], target: LoadedModel, *, dtype: str | None = None
 ) -> LoadedModel:
     """Load a draft: any model, or the target's own weights in fewer bits.
 
@@ -79,6 +82,7 @@ def load_draft(
         ConfigError: another ``self:`` draft.
         ModelError: see :func:`load`.
     """
+    source = os.fspath(source)
     if source != "self" and not source.startswith("self:"):
         return load(source, dtype=dtype)
     if source not in SELF_DRAFTS:
@@ -111,18 +115,18 @@ def default_target() -> str:
 
 
 def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
-    path = Path(source).expanduser()
-    local = path.exists()
+    path = os.path.expanduser(source)
+    local = os.path.exists(path)  # false too for what cannot be a path
     if local:
-        _check_folder(path)
+        _check_folder(Path(path))
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         raise ModelNotFoundError(
-            f"no model at {source}: give a folder, a .gguf file or a hub id "
+            f"no model at {one_line(source)}: give a folder, a .gguf file or a hub id "
             "(owner/name)"
         )
     try:
         found: Any = mlx_lm.load(  # its type does not say that there are three
-            str(path) if local else source, lazy=True, return_config=True
+            path if local else source, lazy=True, return_config=True
         )
         model, tokenizer, config = found
         if dtype is not None:

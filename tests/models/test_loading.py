@@ -153,6 +153,30 @@ def test_config_that_is_no_object(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    "name", ["x" * 5000, "what is\nthe capital?", "a\0b", "~nobody/m", "x\0.gguf"]
+)
+def test_what_cannot_be_a_path(name: str) -> None:
+    with pytest.raises(ModelNotFoundError) as caught:
+        load(name)
+    assert "\n" not in str(caught.value)
+    assert "\0" not in str(caught.value)
+    assert len(str(caught.value)) < 400
+
+
+def test_paths_and_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_folder(tmp_path / "m")
+    write_model(tmp_path / "m.gguf", "llama", random_model("llama"))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for name in ("m", "m.gguf"):
+        loaded = load(tmp_path / name)
+        assert loaded.name == str(tmp_path / name)
+        assert load(f"~/{name}").name == f"~/{name}"
+        assert load_draft(tmp_path / name, loaded).name == loaded.name
+
+
+@pytest.mark.parametrize(
     ("name", "words"),
     [
         ("no-such-model", "no model at no-such-model"),
