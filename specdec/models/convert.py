@@ -36,8 +36,10 @@ def convert(
         gguf_file: a file that :func:`specdec.models.load` accepts.
         out_dir: the folder; it may exist when it is empty.
         bits: 4 or 8 quantizes every matrix; 16 writes 16-bit floats; ``None``
-            keeps what MLX can keep packed, the rest as 16-bit floats.
-        group_size: columns that share a scale, for ``bits`` 4 and 8.
+            keeps what MLX can keep packed, the rest as 16-bit floats (32-bit
+            ones when the file has no others).
+        group_size: columns that share a scale, for ``bits`` 4 and 8; 32 for a
+            matrix that it does not divide.
 
     Returns:
         The folder.

@@ -19,7 +19,6 @@ from .gguf_header import GGUFFile, TensorInfo
 
 GROUP_SIZE = 32
 PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
-_FLOATS = ("F32", "F16", "BF16")
 # Elements that are in float32 at one time while a tensor is read.
 _CHUNK = 1 << 24
 
@@ -41,11 +40,6 @@ class Packed:
 def is_packed(info: TensorInfo) -> bool:
     """Whether the tensor can stay quantized in MLX."""
     return info.type_name in PACKED_BITS and len(info.shape) == 2
-
-
-def needs_gguf_package(info: TensorInfo) -> bool:
-    """Whether only the ``gguf`` package can read the tensor."""
-    return info.type_name not in PACKED_BITS and info.type_name not in _FLOATS
 
 
 def _chunks(info: TensorInfo) -> range:
@@ -120,7 +114,7 @@ def read_float_rows(
         return raw.view(np.float16).astype(np.float32)
     if info.type_name == "BF16":
         return (raw.view(np.uint16).astype(np.uint32) << np.uint32(16)).view(np.float32)
-    if info.type_name == "Q4_0" or info.type_name == "Q4_1" or info.type_name == "Q8_0":
+    if info.type_name in PACKED_BITS:
         words, scales, biases = _unpack_blocks(info, raw)
         stored = words.view(np.uint8)
         if PACKED_BITS[info.type_name] == 4:

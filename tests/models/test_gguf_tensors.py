@@ -16,7 +16,6 @@ from specdec.errors import UnsupportedModelError
 from specdec.models import gguf_tensors
 from specdec.models.gguf_header import TENSOR_TYPES, GGUFFile, read_header
 from specdec.models.gguf_tensors import (
-    needs_gguf_package,
     read_float,
     read_float_rows,
     read_packed,
@@ -110,7 +109,6 @@ def test_the_gguf_package_is_asked_for_by_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     file = write(tmp_path / "m.gguf", KIND.Q6_K)
-    assert needs_gguf_package(file.tensors["matrix.weight"])
     for name in ("gguf", "gguf.quants"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(UnsupportedModelError, match=r"Q6_K.*gguf\]\"$") as caught:
@@ -118,5 +116,4 @@ def test_the_gguf_package_is_asked_for_by_name(
     assert "\n" not in str(caught.value)
     # What MLX packs is read without it.
     file = write(tmp_path / "p.gguf", KIND.Q8_0)
-    assert not needs_gguf_package(file.tensors["matrix.weight"])
     read_float(file, file.tensors["matrix.weight"], mx.float32)
