@@ -49,6 +49,10 @@ class InFlight:
     num_draft_tokens: int
     packed: mx.array
 
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the row takes part."""
+        return any(row is sequence for row in self.rows)
+
 
 class RowBatch:
     """Rows that decode in lockstep, each keeping what was accepted for it.
@@ -91,8 +95,7 @@ class RowBatch:
         if drafter is not None:
             self._draft = drafter.rows(prompts, max_length=max_length)
         self._vocab_size = target.vocab_size
-        self._sampling = RowSampling.of([s.request.params for s in self.rows])
-        self._note_active()
+        self._note_rows()
         self._tail = mx.array([p[-1:] for p in prompts], mx.int32)
         # Tokens in the target's cache per row, as far as the host has read.
         self._cached = [len(p) for p in prompts]
@@ -102,8 +105,9 @@ class RowBatch:
         """Tokens that the longest row can ever hold, rejected ones included."""
         requests = [s.request for s in self.rows]
         longest = max(len(r.prompt_tokens) + r.params.max_tokens for r in requests)
-        # Rounds the host has not read may have gone past a row's end.
-        return longest + (self._lookahead + 1) * (self.num_draft_tokens + 1)
+        # A row that has ended may be past its end by the rounds that the host had
+        # not read; while it stays, every round writes behind it, then trims.
+        return longest + (self._lookahead + 2) * (self.num_draft_tokens + 1)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -129,6 +133,7 @@ class RowBatch:
             RowOutput.of(s, s.commit(t)) for s, t in zip(self.rows, tokens, strict=True)
         ]
         self._retire()
+        self._note_lengths()
         yield outputs
 
     # -- rounds ------------------------------------------------------------
@@ -150,7 +155,7 @@ class RowBatch:
 
     def _pending(self, sequence: Sequence) -> int:
         """Rounds in flight that the row takes part in: each brings a token or more."""
-        return sum(any(s is sequence for s in f.rows) for f in self._in_flight)
+        return sum(f.has(sequence) for f in self._in_flight)
 
     def _choose_k(self) -> int:
         if self._repeat_shapes:
@@ -208,12 +213,18 @@ class RowBatch:
         """Rows are as long as was read, plus what the rounds in flight may add."""
         if not self.rows:
             return
-        ahead = sum(f.num_draft_tokens + 1 for f in self._in_flight)
-        longest = max(self._cached) + ahead
-        shortest = min(self._cached) if not self._in_flight else 0
-        self._target.note_lengths(longest, shortest)
+        longest, shortest = [], []
+        for sequence, cached in zip(self.rows, self._cached, strict=True):
+            widths = [
+                f.num_draft_tokens + 1 for f in self._in_flight if f.has(sequence)
+            ]
+            # Every round adds a token to a running row, none to one that has ended.
+            least = len(widths) if sequence.finish_reason is None else 0
+            longest.append(cached + sum(widths))
+            shortest.append(cached + least)
+        self._target.note_lengths(max(longest), min(shortest))
         if self._draft is not None:
-            self._draft.note_lengths(longest + 1, shortest + 1 if shortest else 0)
+            self._draft.note_lengths(max(longest) + 1, min(shortest) + 1)
 
     # -- rows --------------------------------------------------------------
 
@@ -229,16 +240,17 @@ class RowBatch:
             self._draft.extend(other._draft)
         self.rows += other.rows
         self._cached += other._cached
-        self._sampling = self._sampling.extend(other._sampling)
-        self._note_active()
+        self._note_rows()
         self._tail = mx.concatenate([self._tail, other._tail])
+        self._note_lengths()
 
-    def _note_active(self) -> None:
-        """Tell the device which rows are running."""
+    def _note_rows(self) -> None:
+        """Tell the device which rows there are, how they sample, which are running."""
         running = [s.finish_reason is None for s in self.rows]
         self._active = mx.array(running, mx.bool_)
         # What a plain round keeps.
         self._one = mx.array(running, mx.int32)
+        self._sampling = RowSampling.of([s.request.params for s in self.rows])
 
     def _retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""
@@ -248,7 +260,8 @@ class RowBatch:
         # A new batch size is a new shape: where those are dear, wait for half.
         if not self._repeat_shapes or 2 * running <= len(self.rows):
             self._keep_running()
-        self._note_active()
+        else:
+            self._note_rows()
 
     def _keep_running(self) -> None:
         """Drop the rows that have ended."""
@@ -257,12 +270,11 @@ class RowBatch:
             return
         self.rows = tuple(self.rows[i] for i in rows)
         self._cached = [self._cached[i] for i in rows]
-        self._note_active()
+        self._note_rows()
         if not rows:
             return
         index = mx.array(rows, mx.int32)
         self._tail = self._tail[index]
-        self._sampling = self._sampling.take(index)
         self._target.filter(rows)
         if self._draft is not None:
             self._draft.filter(rows)

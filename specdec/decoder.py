@@ -26,7 +26,6 @@ from .models import (
 from .models.runner import ModelRunner
 from .prompts import Prompt, encode_all
 from .sequence import GenerationResult, Request, StreamEvent
-from .sequence import Sequence as TokenSequence
 from .stats import RunStats
 
 
@@ -97,7 +96,7 @@ class SpecDecoder:
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
         """
-        loaded = load(target or default_target(), dtype=dtype)
+        loaded = load(default_target() if target is None else target, dtype=dtype)
         loaded_draft = None
         if draft is not None:
             loaded_draft = load_draft(draft, loaded, dtype=dtype)
@@ -162,34 +161,18 @@ class SpecDecoder:
         return self._stream(requests)
 
     def _stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
-        self.stats = RunStats()
         eos = frozenset(self.tokenizer.eos_token_ids)
         engine = Engine(self._target, self._drafter, self.config, self._backend, eos)
+        self.stats = engine.stats
         detokenizers = {r.index: self.tokenizer.detokenizer for r in requests}
         for request in requests:
             engine.add(request)
         with _wired_memory():
             while engine.busy:
-                outputs = engine.step()
-                self._count(engine, outputs)
-                for output in outputs:
-                    yield from self._events(output, detokenizers)
+                for output in engine.step():
+                    yield self._event(output, detokenizers)
 
-    def _count(self, engine: Engine, outputs: list[RowOutput]) -> None:
-        tokens = sum(len(output.token_ids) for output in outputs)
-        self.stats = replace(
-            self.stats,
-            generated_tokens=self.stats.generated_tokens + tokens,
-            decode_tokens=engine.counters.decode_tokens,
-            prefill_seconds=engine.counters.prefill_seconds,
-            decode_seconds=engine.counters.decode_seconds,
-            rounds=engine.counters.rounds,
-            peak_memory_bytes=mx.get_peak_memory(),
-        )
-
-    def _events(
-        self, output: RowOutput, detokenizers: dict[int, Any]
-    ) -> Iterator[StreamEvent]:
+    def _event(self, output: RowOutput, detokenizers: dict[int, Any]) -> StreamEvent:
         index = output.sequence.request.index
         detokenizer = detokenizers[index]
         for token in output.token_ids:
@@ -197,52 +180,35 @@ class SpecDecoder:
         result = None
         if output.ended:
             detokenizer.finalize()
-        # Read before the whole text, which some detokenizers count as shown.
         text = detokenizer.last_segment
         if output.ended:
-            result = self._result(output.sequence, detokenizer.text)
+            result = GenerationResult.of(output.sequence, detokenizer.text)
             del detokenizers[index]
-        yield StreamEvent(
+        return StreamEvent(
             index=index, text=text, token_ids=output.token_ids, result=result
-        )
-
-    def _result(self, sequence: TokenSequence, text: str) -> GenerationResult:
-        request = sequence.request
-        assert sequence.finish_reason is not None
-        s = self.stats
-        self.stats = replace(
-            s,
-            prompts=s.prompts + 1,
-            prompt_tokens=s.prompt_tokens + len(request.prompt_tokens),
-            row_rounds=s.row_rounds + sequence.rounds,
-            drafted=s.drafted + sequence.drafted,
-            accepted=s.accepted + sequence.accepted,
-        )
-        return GenerationResult(
-            index=request.index,
-            prompt=request.prompt,
-            text=text,
-            token_ids=sequence.tokens,
-            finish_reason=sequence.finish_reason,
-            prompt_tokens=len(request.prompt_tokens),
-            rounds=sequence.rounds,
-            drafted=sequence.drafted,
-            accepted=sequence.accepted,
         )
 
 
 def _per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, n: int
+    params: SamplingParams | Iterable[SamplingParams] | None, n: int
 ) -> list[SamplingParams]:
     """One set of options per prompt; shared ones differ in their seed."""
     if params is None or isinstance(params, SamplingParams):
         shared = params or SamplingParams()
         return [replace(shared, seed=shared.seed + i) for i in range(n)]
-    if len(params) != n:
+    one = isinstance(params, dict) or not isinstance(params, Iterable)
+    each: list[Any] = [params] if one else list(params)
+    for p in each:
+        if not isinstance(p, SamplingParams):
+            raise ConfigError(
+                f"params are of type {type(p).__name__}: give SamplingParams(...), "
+                "one, or one for each prompt"
+            )
+    if len(each) != n:
         raise ConfigError(
-            f"{len(params)} SamplingParams for {n} prompts: give one, or one for each"
+            f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
         )
-    return list(params)
+    return each
 
 
 @contextmanager

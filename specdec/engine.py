@@ -8,7 +8,8 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass
+
+import mlx.core as mx
 
 from .backend import BackendDefaults
 from .batch import RowBatch, RowOutput
@@ -17,16 +18,7 @@ from .drafters import Drafter
 from .models.runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import Request, Sequence
-
-
-@dataclass
-class Counters:
-    """What the engine has done so far; times in seconds."""
-
-    prefill_seconds: float = 0.0
-    decode_seconds: float = 0.0
-    decode_tokens: int = 0
-    rounds: int = 0
+from .stats import RunStats
 
 
 class Engine:
@@ -51,7 +43,7 @@ class Engine:
         backend: BackendDefaults,
         eos_token_ids: AbstractSet[int],
     ):
-        self.counters = Counters()
+        self.stats = RunStats()
         self._target = target
         self._drafter = drafter
         self._config = config
@@ -78,21 +70,38 @@ class Engine:
 
     def step(self) -> list[RowOutput]:
         """One chunk of prefill, one round, or both; what the rows emitted."""
+        stats, start = self.stats, time.perf_counter()
         if not self._round_is_due:
             self._round_is_due = True
-            start = time.perf_counter()
             outputs = self._prefill_chunk()
-            self.counters.prefill_seconds += time.perf_counter() - start
+            elapsed = time.perf_counter() - start
+            stats.prefill_seconds += elapsed
+            start += elapsed
             # First tokens do not wait for a round.
             if outputs:
+                stats.prompt_tokens += sum(
+                    len(o.sequence.request.prompt_tokens) for o in outputs
+                )
+                self._count(outputs)
                 return outputs
         self._round_is_due = False
-        start = time.perf_counter()
         outputs = self._round()
-        self.counters.decode_seconds += time.perf_counter() - start
-        self.counters.decode_tokens += sum(len(o.token_ids) for o in outputs)
-        self.counters.rounds += bool(outputs)
+        stats.decode_seconds += time.perf_counter() - start
+        stats.decode_tokens += sum(len(o.token_ids) for o in outputs)
+        stats.rounds += bool(outputs)
+        self._count(outputs)
         return outputs
+
+    def _count(self, outputs: list[RowOutput]) -> None:
+        stats = self.stats
+        for output in outputs:
+            stats.generated_tokens += len(output.token_ids)
+            if output.ended:
+                stats.prompts += 1
+                stats.row_rounds += output.sequence.rounds
+                stats.drafted += output.sequence.drafted
+                stats.accepted += output.sequence.accepted
+        stats.peak_memory_bytes = mx.get_peak_memory()
 
     def _prefill_chunk(self) -> list[RowOutput]:
         if self._joining is None:
@@ -102,7 +111,9 @@ class Engine:
         outputs = next(self._chunks)
         if not outputs:
             return []
-        # Its first tokens: prefill is over, for some rows everything.
+        # Its first tokens: prefill is over, for some rows everything. The
+        # generator holds caches that are about to be copied.
+        self._chunks = iter(())
         joining, self._joining = self._joining, None
         if self._running is None or not self._running.unfinished:
             self._running = joining

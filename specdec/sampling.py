@@ -39,18 +39,6 @@ class RowSampling:
             greedy=all(p.temperature == 0 for p in params),
         )
 
-    def take(self, rows: mx.array) -> RowSampling:
-        """The settings of the given rows."""
-        return RowSampling(self.temperature[rows], self.seed[rows], self.greedy)
-
-    def extend(self, other: RowSampling) -> RowSampling:
-        """These rows' settings and, behind them, those of ``other``."""
-        return RowSampling(
-            mx.concatenate([self.temperature, other.temperature]),
-            mx.concatenate([self.seed, other.seed]),
-            self.greedy and other.greedy,
-        )
-
     def noise(
         self, first: mx.array, num_tokens: int, vocab_size: int
     ) -> mx.array | None:
@@ -87,8 +75,9 @@ def choose(logits: mx.array, sampling: RowSampling, noise: mx.array | None) -> m
     """One token for each position: the arg-max, or a draw at the row's temperature.
 
     ``argmax(logits / temperature + noise)`` is a draw from
-    ``softmax(logits / temperature)`` (the Gumbel-max trick); rows of temperature
-    0 take the arg-max of their logits.
+    ``softmax(logits / temperature)`` (the Gumbel-max trick). It is computed as
+    ``argmax(logits + temperature * noise)``, the same for every temperature above
+    0, and at 0 the arg-max of the logits.
 
     Args:
         logits: shape (B, S, V).
@@ -98,9 +87,6 @@ def choose(logits: mx.array, sampling: RowSampling, noise: mx.array | None) -> m
         Token ids, shape (B, S), int32.
     """
     if noise is not None:
-        hot = sampling.temperature > 0
-        scale = mx.where(hot, 1 / mx.where(hot, sampling.temperature, 1), 1)
-        scores = logits.astype(mx.float32) * scale[:, None, None]
-        gate = hot.astype(mx.float32)[:, None, None]
-        logits = scores + noise[..., : logits.shape[-1]] * gate
+        scaled = sampling.temperature[:, None, None] * noise[..., : logits.shape[-1]]
+        logits = logits.astype(mx.float32) + scaled
     return mx.argmax(logits, axis=-1).astype(mx.int32)

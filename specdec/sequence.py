@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as AbstractSequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, Self
 
 from .config import SamplingParams
 
@@ -99,6 +99,23 @@ class GenerationResult:
     rounds: int
     drafted: int
     accepted: int
+
+    @classmethod
+    def of(cls, sequence: Sequence, text: str) -> Self:
+        """The result of a sequence that has ended."""
+        request, reason = sequence.request, sequence.finish_reason
+        assert reason is not None
+        return cls(
+            index=request.index,
+            prompt=request.prompt,
+            text=text,
+            token_ids=sequence.tokens,
+            finish_reason=reason,
+            prompt_tokens=len(request.prompt_tokens),
+            rounds=sequence.rounds,
+            drafted=sequence.drafted,
+            accepted=sequence.accepted,
+        )
 
     @property
     def generated_tokens(self) -> int:

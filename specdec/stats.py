@@ -5,14 +5,17 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(kw_only=True)
 class RunStats:
-    """Totals over the prompts of one ``generate`` or ``stream`` call.
+    """Totals over the prompts of one ``generate`` or ``stream`` call, as it goes.
 
-    Times are seconds of wall clock spent in the engine: ``prefill_seconds`` up to
-    each row's first token, ``decode_seconds`` for the ``decode_tokens`` behind it.
-    ``rounds`` counts rounds of the batch. ``prompts``, ``prompt_tokens``,
-    ``row_rounds``, ``drafted`` and ``accepted`` add up the rows that have ended.
+    Times are seconds of wall clock spent in the engine: ``prefill_seconds`` on
+    prompts, for the first token of each row, ``decode_seconds`` on rounds, for the
+    ``decode_tokens`` behind it. A prefill chunk that finds a round still running
+    waits for it, so that with rows that join the two mix a little. ``rounds`` counts
+    rounds of the batch; ``prompts``, ``row_rounds``, ``drafted`` and ``accepted`` add
+    up the rows that have ended. ``peak_memory_bytes`` is MLX's peak in this process
+    so far, weights included.
     """
 
     prompts: int = 0

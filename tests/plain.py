@@ -37,7 +37,7 @@ def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[i
         if params.temperature:
             key = mx.array([params.seed % 2**32, position], mx.uint32)
             noise = mx.random.gumbel(logits.shape, key=key)
-            logits = logits / params.temperature + noise
+            logits = logits + params.temperature * noise
         inputs = [int(mx.argmax(logits))]
         tokens += inputs
     return tokens

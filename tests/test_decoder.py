@@ -171,6 +171,25 @@ def test_errors_come_before_any_work(target: Any) -> None:
     assert decoder.generate([]) == []
 
 
+def test_a_stream_left_midway_harms_nothing(target: Any) -> None:
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"))
+    params = SamplingParams(max_tokens=9)
+    left = decoder.stream(PROMPTS, params)
+    next(left)
+    other = decoder.stream(PROMPTS[:1], params)
+    next(other)
+    assert [r.token_ids for r in decoder.generate(PROMPTS, params)] == [
+        greedy(target, p, 9) for p in PROMPTS
+    ]
+    stats = decoder.stats
+    for events in (left, other):
+        for _ in events:
+            pass
+    # Each call counts for itself.
+    assert stats.prompts == 4
+    assert stats.generated_tokens == 36
+
+
 def test_draft_of_another_vocabulary(target: Any) -> None:
     other = loaded(target, "other")
     other.tokenizer.vocabulary["one more"] = 97

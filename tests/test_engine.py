@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.config import SamplingParams
+from specdec.batch import RowBatch
+from specdec.config import EngineConfig, SamplingParams
 from specdec.drafters import Round
+from specdec.engine import Engine
+from specdec.models.runner import ModelRows, ModelRunner
+from specdec.sequence import Request
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
 
 VOCAB = 97
@@ -280,13 +287,168 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(
         assert row.finish_reason == ("stop" if ends else "length")
 
 
+@pytest.fixture
+def watched_bounds(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Check, at every forward, what the caches believe of their rows' lengths.
+
+    A bound that is too low hides keys without an error; the list counts checks.
+    """
+    checks: list[int] = []
+    forward = ModelRows.forward
+
+    def checked(self: ModelRows, tokens: mx.array) -> mx.array:
+        for cache in self._caches:
+            offset = np.array(cache.offset)
+            assert offset.max() <= cache._longest
+            assert not cache._uniform or (offset == cache._longest).all()
+            checks.append(1)
+        return forward(self, tokens)
+
+    monkeypatch.setattr(ModelRows, "forward", checked)
+    return checks
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["near", "perfect", "none"])
+def test_bounds_hold_while_caches_grow(
+    target: Any,
+    drafts: dict[str, Any],
+    draft: str,
+    backend: BackendDefaults,
+    watched_bounds: list[int],
+) -> None:
+    """Rows that join, leave and grow past 256 tokens with rounds in flight."""
+    rng = random.Random(7)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (246, 3, 200, 1, 250)]
+    params = [SamplingParams(max_tokens=n) for n in (30, 12, 70, 2, 9)]
+    rows = run_rows(
+        target,
+        drafts[draft],
+        prompts,
+        params,
+        batch_size=3,
+        num_draft_tokens=3,
+        backend=backend,
+        prefill_step_size=64,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert watched_bounds
+
+
+@pytest.mark.parametrize("k", [1, 2, 3, 7])
+def test_the_longest_row_may_end_long_before_the_others(target: Any, k: int) -> None:
+    """An ended row that stays is written to every round: there must be room."""
+    prompts = [[1 + i % 90 for i in range(n)] for n in (100, 3, 2)]
+    params = [SamplingParams(max_tokens=n) for n in (2 + 2 * (k + 1), 90, 90)]
+    rows = run_rows(target, target, prompts, params, num_draft_tokens=k, backend=BEHIND)
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["near", "perfect"])
+def test_rounds_without_proposals_in_between(
+    target: Any,
+    drafts: dict[str, Any],
+    prompts: list[list[int]],
+    draft: str,
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+    watched_bounds: list[int],
+) -> None:
+    """The draft's cache catches up: a perfect draft goes on being accepted."""
+    rng = random.Random(1)
+
+    def choose_k(self: RowBatch) -> int:
+        if rng.random() < 0.5:
+            return 0
+        return min(3, max(s.remaining for s in self.unfinished) - 1)
+
+    monkeypatch.setattr(RowBatch, "_choose_k", choose_k)
+    params = [SamplingParams(max_tokens=n) for n in (30, 9, 22, 41, 5, 30, 30, 17)]
+    rows = run_rows(
+        target,
+        drafts[draft],
+        prompts,
+        params,
+        batch_size=4,
+        num_draft_tokens=3,
+        backend=backend,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    if draft == "perfect":
+        assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 50
+
+
+def test_noise_is_drawn_only_while_a_row_samples(
+    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import specdec.sampling
+
+    drawn: list[int] = []
+    gumbel = specdec.sampling.gumbel_noise
+
+    def counted(*args: Any) -> mx.array:
+        drawn.append(1)
+        return gumbel(*args)
+
+    monkeypatch.setattr(specdec.sampling, "gumbel_noise", counted)
+    params = [
+        SamplingParams(max_tokens=3, temperature=1.0),
+        SamplingParams(max_tokens=40),
+    ]
+    run_rows(target, None, prompts[:2], params)
+    assert 0 < len(drawn) <= 4
+
+
+@pytest.mark.parametrize("temperature", [1e-39, 1e-20, 1e-3])
+def test_a_tiny_temperature_is_nearly_greedy(
+    target: Any, prompts: list[list[int]], temperature: float
+) -> None:
+    params = [SamplingParams(max_tokens=12, temperature=temperature)] * 8
+    rows = run_rows(target, None, prompts, params)
+    assert [r.tokens for r in rows] == [greedy(target, p, 12) for p in prompts]
+
+
+def test_joined_rows_are_not_held_twice(target: Any, prompts: list[list[int]]) -> None:
+    config = EngineConfig(batch_size=4)
+    runner = ModelRunner(target, "target", config, AT_ONCE)
+    engine = Engine(runner, None, config, AT_ONCE, frozenset())
+    alive: list[weakref.ref[Any]] = []
+    make = runner.rows
+
+    def rows(*args: Any, **options: Any) -> ModelRows:
+        made = make(*args, **options)
+        alive.append(weakref.ref(made))
+        return made
+
+    runner.rows = rows  # type: ignore[method-assign]
+    for i, n in enumerate((3, 30, 30, 30, 30)):
+        params = SamplingParams(max_tokens=n)
+        engine.add(Request(i, "", tuple(prompts[i]), params))
+    while engine.busy:
+        engine.step()
+        gc.collect()
+        # Those that run, and those that join.
+        assert sum(r() is not None for r in alive) <= 2
+    assert len(alive) == 2
+    assert not any(r() for r in alive)
+
+
 class TestFaultsAreCaught:
     """Each fault, planted in the round, changes the output of the test above."""
 
     def differs(self, target: Any, draft: Any, prompts: list[list[int]]) -> bool:
-        rows = run_rows(target, draft, prompts, [SamplingParams(max_tokens=20)] * 8)
+        """Whether it shows with rounds read at once, and with rounds in flight."""
+        params = [SamplingParams(max_tokens=20)] * 8
         expected = [greedy(target, p, 20) for p in prompts]
-        return [r.tokens for r in rows] != expected
+        return all(
+            [r.tokens for r in run_rows(target, draft, prompts, params, backend=b)]
+            != expected
+            for b in (AT_ONCE, BEHIND)
+        )
 
     def test_no_fault(
         self, target: Any, drafts: dict[str, Any], prompts: list[list[int]]
@@ -302,8 +464,6 @@ class TestFaultsAreCaught:
         error: int,
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from specdec.models.runner import ModelRows
-
         trim = ModelRows.trim_per_sequence
 
         def faulty(self: ModelRows, n: Any, at_most: int) -> None:
@@ -320,8 +480,6 @@ class TestFaultsAreCaught:
         prompts: list[list[int]],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from specdec.models.runner import ModelRows
-
         trim = ModelRows.trim_per_sequence
 
         def faulty(self: ModelRows, n: Any, at_most: int) -> None:

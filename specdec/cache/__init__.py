@@ -6,6 +6,7 @@ from .adopt import (
     check_caches,
     extend_caches,
     maybe_quantize,
+    reads_boolean_masks,
 )
 from .batch import BatchCache
 from .kinds import (
@@ -36,4 +37,5 @@ __all__ = [
     "check_caches",
     "extend_caches",
     "maybe_quantize",
+    "reads_boolean_masks",
 ]

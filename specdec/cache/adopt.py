@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -47,6 +47,8 @@ class CacheOptions:
             many tokens; see :func:`maybe_quantize`.
         max_kv_size: full-attention layers keep the first 4 tokens and the newest
             ``max_kv_size - 4``.
+        additive_mask: see :class:`~specdec.cache.core.CacheCore`; not for a model
+            of which :func:`reads_boolean_masks` is true.
 
     Raises:
         CacheError: a value is out of range.
@@ -59,6 +61,7 @@ class CacheOptions:
     kv_group_size: int = 64
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
+    additive_mask: bool = False
 
     def __post_init__(self) -> None:
         if self.kv_bits is not None:
@@ -167,13 +170,9 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
     """
-    _check_classes(model, name)
     options = options or CacheOptions(max_write=2)
-    options = CacheOptions(
-        max_write=2,
-        kv_bits=options.kv_bits,
-        kv_group_size=options.kv_group_size,
-        max_kv_size=options.max_kv_size,
+    options = replace(
+        options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
     )
     caches = adopt_caches(model, 3, options, name)
     tokens = mx.zeros((3, 2), mx.int32)
@@ -193,8 +192,8 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
         ) from error
 
 
-def _check_classes(model: Any, name: str) -> None:
-    for layer, cache in enumerate(mlx_lm_cache.make_prompt_cache(model)):
+def _check_classes(caches: list[Any], name: str) -> None:
+    for layer, cache in enumerate(caches):
         if unsupported := _unsupported(cache):
             supported = ", ".join(t.__name__ for t in SUPPORTED)
             raise UnsupportedModelError(
@@ -204,9 +203,13 @@ def _check_classes(model: Any, name: str) -> None:
 
 
 def adopt_caches(
-    model: Any, batch_size: int, options: CacheOptions, name: str = "model"
+    model: Any,
+    batch_size: int,
+    options: CacheOptions,
+    name: str = "model",
+    memo: Memo | None = None,
 ) -> list[Any]:
-    """One batch cache for each that ``model`` asks for, empty, sharing one memo.
+    """One batch cache for each that ``model`` asks for, empty, sharing ``memo``.
 
     Returns:
         A list of :data:`LayerCache`.
@@ -214,17 +217,15 @@ def adopt_caches(
     Raises:
         UnsupportedModelError: the model asks for a class without counterpart.
     """
-    _check_classes(model, name)
+    caches = mlx_lm_cache.make_prompt_cache(model)
+    _check_classes(caches, name)
     settings: Settings = {
         "max_length": options.max_length,
         "read_bucket": options.read_bucket,
-        "additive_mask": not reads_boolean_masks(model),
-        "memo": Memo(),
+        "additive_mask": options.additive_mask,
+        "memo": Memo() if memo is None else memo,
     }
-    return [
-        _make(cache, batch_size, options, settings)
-        for cache in mlx_lm_cache.make_prompt_cache(model)
-    ]
+    return [_make(cache, batch_size, options, settings) for cache in caches]
 
 
 def maybe_quantize(

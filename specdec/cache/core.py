@@ -308,7 +308,7 @@ class CacheCore:
 
         Args:
             n: tokens to drop per row, shape (B,), 0 or more; a row loses no more
-                than it has.
+                than it has. An array is not read: less than 0 in it counts as 0.
             at_most: the largest value that ``n`` can hold, when the host knows
                 it. A ring that may have wrapped reads ``n`` without it.
 
@@ -337,7 +337,7 @@ class CacheCore:
         self._note_trim(at_most)
         offset = self.offset
         self.offset = self._memo.get(
-            "trim", (offset, counts), None, lambda: mx.maximum(offset - counts, 0)
+            "trim", (offset, counts), None, lambda: mx.clip(offset - counts, 0, offset)
         )
         self._longest = max(0, self._longest - fewest)
         self._uniform = self._uniform and fewest == at_most

@@ -47,3 +47,7 @@ class Memo:
         result = compute()
         self._last[name] = (arrays, params, result)
         return result
+
+    def clear(self) -> None:
+        """Let go of all results and of the arrays they were computed from."""
+        self._last.clear()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -12,10 +11,12 @@ import mlx.nn as nn
 from ..backend import BackendDefaults
 from ..cache import (
     CacheOptions,
+    Memo,
     adopt_caches,
     check_caches,
     extend_caches,
     maybe_quantize,
+    reads_boolean_masks,
 )
 from ..cache.positions import round_up
 from ..config import EngineConfig
@@ -51,6 +52,7 @@ class ModelRunner:
             kv_group_size=config.kv_group_size,
             quantized_kv_start=config.quantized_kv_start,
             max_kv_size=config.max_kv_size,
+            additive_mask=not reads_boolean_masks(model),
         )
         check_caches(model, name, self.options)
         # Builds a graph to read its shape; nothing is computed.
@@ -72,8 +74,7 @@ class ModelRunner:
             max_write=max(self.prefill_step_size, max_round),
             max_length=max(max_length, self._padded(longest)),
         )
-        caches = adopt_caches(self.model, len(prompts), options, self.name)
-        return ModelRows(self, prompts, caches, max_round)
+        return ModelRows(self, prompts, options, max_round)
 
     def chunk(self, remaining: int) -> int:
         """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
@@ -94,12 +95,15 @@ class ModelRows:
         self,
         runner: ModelRunner,
         prompts: Sequence[Sequence[int]],
-        caches: list[Any],
+        options: CacheOptions,
         max_round: int,
     ):
         self.runner = runner
         self._prompts = prompts
-        self._caches = caches
+        self._memo = Memo()
+        self._caches = adopt_caches(
+            runner.model, len(prompts), options, runner.name, self._memo
+        )
         self._max_round = max_round
 
     @property
@@ -139,9 +143,10 @@ class ModelRows:
             mx.clear_cache()
             yield
         self.note_lengths(longest, min(lengths))
-        # Rings give back what only prefill needed.
+        # Rings, and masks as wide as a chunk, give back what only prefill needed.
         for cache in self._caches:
             cache.resize(self._max_round)
+        self._memo.clear()
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
@@ -153,7 +158,7 @@ class ModelRows:
         for cache in self._caches:
             cache.trim_per_sequence(n, at_most)
 
-    def note_lengths(self, longest: int, shortest: int = 0) -> None:
+    def note_lengths(self, longest: int, shortest: int) -> None:
         """Tell the caches what the host knows of the rows' lengths."""
         for cache in self._caches:
             cache.note_lengths(longest=longest, shortest=shortest)
