@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import operator
+import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
@@ -15,7 +16,9 @@ from .errors import PromptError
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
-_EXPECTED = "an object with one of " + ", ".join(f'"{key}"' for key in _PROMPT_KEYS)
+_EXPECTED = "one object per line (JSON Lines) with one of " + ", ".join(
+    f'"{key}"' for key in _PROMPT_KEYS
+)
 
 
 @dataclass(frozen=True)
@@ -38,8 +41,13 @@ def encode_all(
     ignore_chat_template: bool = False,
 ) -> list[EncodedPrompt]:
     """Encode several prompts; an error names the index of the prompt that has it."""
-    if isinstance(prompts, str):
-        raise PromptError("prompts is one string: pass a list of prompts, [prompt]")
+    single = isinstance(prompts, str | bytes | Mapping)
+    if single or not isinstance(prompts, Iterable):
+        way_out = "[[message]]" if isinstance(prompts, Mapping) else "[prompt]"
+        raise PromptError(
+            f"prompts is of type {type(prompts).__name__}: pass a list of prompts, "
+            + way_out
+        )
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
@@ -97,6 +105,7 @@ def encode(
         raise PromptError(
             "expected a string, a list of chat messages or a list of token ids, "
             f"not {type(prompt).__name__}"
+            + (": pass [message]" if isinstance(prompt, Mapping) else "")
         )
     if not prompt:
         raise PromptError("it is empty")
@@ -132,7 +141,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     """
     name = _name(path)
     # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
-    lines = read_text(path).replace("\r\n", "\n").split("\n")
+    lines = re.split(r"\r\n?|\n", read_text(path))
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise PromptError(f"{name}: no prompts in it: give one on each line")
@@ -153,7 +162,7 @@ def read_text(path: str | Path) -> str:
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        line = data.count(b"\n", 0, error.start) + 1
+        line = len(re.split(rb"\r\n?|\n", data[: error.start]))
         raise PromptError(
             f"{name}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}): "
             "save the file as UTF-8"
@@ -267,7 +276,7 @@ def _prompt_of(line: str, where: str) -> Prompt:
         row = json.loads(line)
     except ValueError as error:
         raise PromptError(
-            f"{where}: not JSON ({error}): expected {_EXPECTED} on each line"
+            f"{where}: not JSON ({error}): expected {_EXPECTED}"
         ) from error
     key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
     if key is None:

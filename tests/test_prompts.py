@@ -134,7 +134,7 @@ def test_a_tokenizer_of_transformers_says_by_its_template() -> None:
         (["Hi"], "not 'Hi'"),
         (5, "expected a string, a list of chat messages or a list of token ids"),
         (None, "not NoneType"),
-        (USER, "not dict"),
+        (USER, "not dict: pass [message]"),
         (b"Hi", "not bytes"),
         ([USER, "Hi"], "a chat message is"),
         ([{"role": "user"}], "a chat message is"),
@@ -177,9 +177,28 @@ def test_no_option_is_dropped_silently(
         encode(FakeTokenizer(template=template), prompt, **options)
 
 
-def test_one_string_is_not_a_list_of_prompts() -> None:
-    with pytest.raises(PromptError, match=r"pass a list of prompts, \[prompt\]"):
-        encode_all(FakeTokenizer(), "Hi")
+@pytest.mark.parametrize(
+    ("prompts", "message"),
+    [
+        ("Hi", "prompts is of type str: pass a list of prompts, [prompt]"),
+        (b"Hi", "prompts is of type bytes: pass a list of prompts, [prompt]"),
+        (USER, "prompts is of type dict: pass a list of prompts, [[message]]"),
+        (None, "prompts is of type NoneType: pass a list of prompts, [prompt]"),
+        (5, "prompts is of type int: pass a list of prompts, [prompt]"),
+        ([USER], "prompt 0: expected a string, a list of chat messages or"),
+        ([5], "prompt 0: expected a string, a list of chat messages or"),
+    ],
+)
+def test_one_prompt_is_not_a_list_of_prompts(prompts: Any, message: str) -> None:
+    with pytest.raises(PromptError) as caught:
+        encode_all(FakeTokenizer(), prompts)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_prompts_come_in_any_iterable() -> None:
+    encoded = encode_all(FakeTokenizer(), (text for text in ("a", "b")))
+    assert [e.text for e in encoded] == ["a", "b"]
 
 
 def test_smollm2_gets_the_tokens_that_mlx_lm_gives_it(smollm2: LoadedModel) -> None:
@@ -216,6 +235,8 @@ def write(tmp_path: Path) -> Write:
         ("one\ntwo", ["one", "two"]),
         ("\none\n\n  \ntwo\n", ["one", "two"]),
         ("one\r\ntwo\r\n", ["one", "two"]),
+        ("one\rtwo\r\rthree\r", ["one", "two", "three"]),
+        ("one\rtwo\r\nthree\nfour", ["one", "two", "three", "four"]),
         ("\ufeffone\n", ["one"]),
         ("  indented\n", ["  indented"]),
         ("{not json}\n", ["{not json}"]),
@@ -262,8 +283,13 @@ def test_any_text_survives_json_lines(write: Write, texts: list[str]) -> None:
         ("Hi\n", "text.jsonl", "text.jsonl:1: not JSON (Expecting value"),
         ('{"prompt": "a"}\nHi\n', "mixed.txt", "mixed.txt:2: not JSON"),
         ('[\n {"prompt": "a"}\n]\n', "array.json", "array.json:1: not JSON"),
-        ('\n{"text": "a"}\n', "a.jsonl", 'a.jsonl:2: expected an object with one of "'),
-        ('["a"]\n', "a.jsonl", "a.jsonl:1: expected an object with one of"),
+        ('[\n {"prompt": "a"}\n]\n', "array.json", "one object per line (JSON Lines)"),
+        ('[{"prompt": "a"}]', "array.json", "one object per line (JSON Lines)"),
+        ('{\n "prompt": "a"\n}\n', "pretty.json", "pretty.json:1: not JSON"),
+        ('{\n "prompt": "a"\n}\n', "p.json", "one object per line (JSON Lines)"),
+        ('\n{"text": "a"}\n', "a.jsonl", "a.jsonl:2: expected one object per line"),
+        ('\n{"text": "a"}\n', "a.jsonl", ' with one of "prompt", "question", "mess'),
+        ('["a"]\n', "a.jsonl", "a.jsonl:1: expected one object per line"),
         ('{"prompt": 5}\n', "a.jsonl", 'a.jsonl:1: "prompt": expected a string'),
         ('{"prompt": ""}\n', "a.jsonl", 'a.jsonl:1: "prompt": it is empty'),
         ('{"question": null}\n', "a.jsonl", '"question": expected a string'),
@@ -274,6 +300,7 @@ def test_any_text_survives_json_lines(write: Write, texts: list[str]) -> None:
         ('{"messages": ["Hi"]}\n', "a.jsonl", '"messages": a chat message is'),
         (b"caf\xe9\n", "latin.txt", "latin.txt:1: not UTF-8 text (byte 0xe9)"),
         (b"ok\n\xff\xfeh\x00", "utf16.txt", "utf16.txt:2: not UTF-8 text"),
+        (b"ok\rok\r\ncaf\xe9\r", "cr.txt", "cr.txt:3: not UTF-8 text (byte 0xe9)"),
     ],
 )
 def test_files_that_cannot_be_used(
