@@ -11,6 +11,25 @@ DEFAULT_NUM_DRAFT_TOKENS = 3
 DEFAULT_PREFILL_STEP_SIZE = 512
 DEFAULT_MAX_TOKENS = 256
 
+# Drafts that are made from the target's own weights.
+SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
+# Beyond any use, and small enough for float32 arithmetic on logits.
+MAX_TEMPERATURE = 1e6
+
+
+def check_draft_name(source: str) -> None:
+    """Refuse a draft ``self...`` that is none; other names are a loader's question.
+
+    Raises:
+        ConfigError: it is not one of ``SELF_DRAFTS``.
+    """
+    is_self = source == "self" or source.startswith("self:")
+    if is_self and source not in SELF_DRAFTS:
+        raise ConfigError(
+            f"draft {source!r} is not known: use {', '.join(SELF_DRAFTS)}, "
+            "a folder, a .gguf file or a hub id"
+        )
+
 
 def _require(condition: bool, name: str, value: object, rule: str) -> None:
     if not condition:
@@ -21,6 +40,13 @@ def _require_int(name: str, value: object, low: int | None = None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     rule = "a whole number" if low is None else f"a whole number, {low} or more"
     _require(whole and (low is None or value >= low), name, value, rule)  # type: ignore[operator]
+
+
+def _require_one_of(name: str, value: object, allowed: tuple[int, ...]) -> None:
+    # 4.0 == 4: what asks for a number of bits or columns needs an int.
+    *others, last = map(str, allowed)
+    rule = f"{', '.join(others)} or {last}"
+    _require(isinstance(value, int) and value in allowed, name, value, rule)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,10 +87,9 @@ class EngineConfig:
         _require_int("prefill_step_size", self.prefill_step_size, 1)
         if self.read_bucket is not None:
             _require_int("read_bucket", self.read_bucket, 1)
-        _require(self.kv_bits in (None, 4, 8), "kv_bits", self.kv_bits, "4 or 8")
-        groups = (32, 64, 128)
-        size = self.kv_group_size
-        _require(size in groups, "kv_group_size", size, "32, 64 or 128")
+        if self.kv_bits is not None:
+            _require_one_of("kv_bits", self.kv_bits, (4, 8))
+        _require_one_of("kv_group_size", self.kv_group_size, (32, 64, 128))
         _require_int("quantized_kv_start", self.quantized_kv_start, 0)
         if self.max_kv_size is not None:
             _require_int("max_kv_size", self.max_kv_size, 5)
@@ -76,7 +101,7 @@ class SamplingParams:
 
     Args:
         max_tokens: most tokens to generate, 1 or more.
-        temperature: 0 is greedy; above 0 the target's distribution is
+        temperature: 0 is greedy; above 0, to 1e6, the target's distribution is
             ``softmax(logits / temperature)``.
         seed: of the request's random draws (taken modulo 2**32); the draw at
             a position depends on the seed and the position alone.
@@ -95,9 +120,9 @@ class SamplingParams:
             self.temperature, bool
         )
         _require(
-            number and 0 <= self.temperature < float("inf"),
+            number and 0 <= self.temperature <= MAX_TEMPERATURE,
             "temperature",
             self.temperature,
-            "a finite number, 0 or more",
+            f"a number from 0 to {MAX_TEMPERATURE:.0f}",
         )
         _require_int("seed", self.seed)

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
 
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import (
+    SELF_DRAFTS,
+    EngineConfig,
+    SamplingParams,
+    check_draft_name,
+)
 from specdec.errors import ConfigError
 
 
@@ -22,6 +28,14 @@ from specdec.errors import ConfigError
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1: it must be a whole number"),
         ({"prefill_step_size": 0}, "prefill_step_size is 0"),
         ({"read_bucket": 0}, "read_bucket is 0"),
+        ({"kv_bits": 5}, "kv_bits is 5: it must be 4 or 8"),
+        ({"kv_bits": 4.0}, "kv_bits is 4.0: it must be 4 or 8"),
+        ({"kv_bits": "4"}, "kv_bits is '4': it must be 4 or 8"),
+        ({"kv_group_size": 16}, "kv_group_size is 16: it must be 32, 64 or 128"),
+        ({"kv_group_size": 64.0}, "kv_group_size is 64.0: it must be 32, 64 or 128"),
+        ({"kv_group_size": None}, "kv_group_size is None"),
+        ({"quantized_kv_start": -1}, "quantized_kv_start is -1"),
+        ({"max_kv_size": 4}, "max_kv_size is 4: it must be a whole number, 5 or more"),
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any], message: str) -> None:
@@ -34,8 +48,13 @@ def test_engine_config_refuses(options: dict[str, Any], message: str) -> None:
     ("options", "message"),
     [
         ({"max_tokens": 0}, "max_tokens is 0: it must be a whole number, 1 or more"),
-        ({"temperature": -0.1}, "temperature is -0.1: it must be a finite number"),
+        ({"temperature": -0.1}, "temperature is -0.1: it must be a number from 0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        (
+            {"temperature": 1000001},
+            "temperature is 1000001: it must be a number from 0 to 1000000",
+        ),
+        ({"temperature": 1.1e6}, "temperature is 1100000.0"),
         ({"temperature": float("inf")}, "temperature is inf"),
         ({"temperature": "hot"}, "temperature is 'hot'"),
         ({"temperature": True}, "temperature is True"),
@@ -50,7 +69,9 @@ def test_sampling_params_refuse(options: dict[str, Any], message: str) -> None:
 
 def test_the_edges_are_allowed() -> None:
     EngineConfig(batch_size=1, num_draft_tokens=0, prefill_step_size=1, read_bucket=1)
+    EngineConfig(kv_bits=8, kv_group_size=32, quantized_kv_start=0, max_kv_size=5)
     SamplingParams(max_tokens=1, temperature=0, seed=-1)
+    SamplingParams(temperature=1e6)
 
 
 @pytest.mark.parametrize("options", [EngineConfig(), SamplingParams()])
@@ -62,3 +83,61 @@ def test_options_are_frozen(options: Any) -> None:
 def test_a_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         EngineConfig(batch_size=0)
+
+
+@pytest.mark.parametrize("name", [*SELF_DRAFTS, "a/b", "folder/self", "m.gguf"])
+def test_draft_names(name: str) -> None:
+    check_draft_name(name)
+
+
+@pytest.mark.parametrize("name", ["self", "self:", "self:5bit", "self:4bit "])
+def test_drafts_that_are_none(name: str) -> None:
+    with pytest.raises(ConfigError, match="is not known: use self:2bit, self:3bit"):
+        check_draft_name(name)
+
+
+PerPrompt = Callable[[Any, int], list[SamplingParams]]
+
+
+@pytest.fixture
+def per_prompt() -> PerPrompt:
+    """What ``generate`` makes of its ``params``."""
+    from specdec.decoder import _per_prompt
+
+    return _per_prompt
+
+
+def test_shared_params_differ_in_their_seed(per_prompt: PerPrompt) -> None:
+    assert [p.seed for p in per_prompt(None, 2)] == [0, 1]
+    assert [p.seed for p in per_prompt(SamplingParams(seed=5), 2)] == [5, 6]
+
+
+@pytest.mark.parametrize("kind", [list, tuple, iter])
+def test_params_of_each_prompt_come_in_any_iterable(
+    per_prompt: PerPrompt, kind: Callable[[Any], Iterable[SamplingParams]]
+) -> None:
+    given = [SamplingParams(seed=3), SamplingParams(seed=3, max_tokens=1)]
+    assert per_prompt(kind(given), 2) == given
+
+
+@pytest.mark.parametrize(
+    ("params", "message"),
+    [
+        ({"max_tokens": 5}, "params are of type dict: give SamplingParams(...)"),
+        ({}, "params are of type dict"),
+        ([{"max_tokens": 5}] * 2, "params are of type dict"),
+        ([SamplingParams(), None], "params are of type NoneType"),
+        (5, "params are of type int: give SamplingParams(...), one, or one for each"),
+        ("hot", "params are of type str"),
+        (SamplingParams, "params are of type type"),
+        ([], "0 SamplingParams for 2 prompts: give one, or one for each"),
+        (iter([SamplingParams()] * 3), "3 SamplingParams for 2 prompts"),
+    ],
+)
+def test_params_of_another_type(
+    per_prompt: PerPrompt, params: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        per_prompt(params, 2)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
