@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, TextIO
 
 import click
+from click.core import ParameterSource
 
 from ..config import (
     DEFAULT_BATCH_SIZE,
@@ -16,7 +17,9 @@ from ..config import (
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
     SamplingParams,
+    check_draft_name,
 )
+from ..errors import PromptError
 from ..prompts import Prompt, read_prompts, read_text
 from .output import Progress, Sink
 from .quiet import silence_third_parties
@@ -185,6 +188,17 @@ def run(
       specdec run --draft self:4bit --prompts questions.jsonl --output out.jsonl
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
+    for option, value, what in (
+        ("--target", target, "a model"),
+        ("--draft", draft, "a model"),
+        ("--prompts", file, "a file"),
+        ("--output", output_file, "a file"),
+    ):
+        if value is not None and not value.strip():
+            raise click.UsageError(f"{option} is empty: name {what}")
+    if draft is not None:
+        check_draft_name(draft)
+    _check_together(draft, num_draft_tokens, kv_bits)
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -242,12 +256,40 @@ def run(
         sys.exit(INTERRUPTED)
 
 
+def _check_together(
+    draft: str | None, num_draft_tokens: int, kv_bits: str | None
+) -> None:
+    """Refuse an option that another one, or its absence, leaves without effect."""
+    if draft is None and _is_given("num_draft_tokens"):
+        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
+    if draft is not None and num_draft_tokens == 0:
+        raise click.UsageError(
+            "--num-draft-tokens 0 leaves --draft unused: leave one of them out"
+        )
+    for name in ("kv_group_size", "quantized_kv_start"):
+        if kv_bits is None and _is_given(name):
+            option = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{option} needs --kv-bits: add --kv-bits 4 or 8")
+
+
+def _is_given(name: str) -> bool:
+    """Whether the option was typed, be it with its default value."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
 def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
+    if not all(text.strip() for text in texts):
+        raise click.UsageError("--prompt is empty: give it a text")
+    if [*texts, file].count("-") > 1:
+        raise click.UsageError("standard input can be read once: give one '-'")
     prompts: list[Prompt] = []
     for text in texts:
-        prompts.append(read_text("-") if text == "-" else text)
-        if not text.strip():
-            raise click.UsageError("--prompt is empty: give it a text")
+        if text == "-":
+            text = read_text("-")
+            if not text.strip():
+                raise PromptError("standard input: it is empty: give it a prompt")
+        prompts.append(text)
     if file is not None:
         prompts += read_prompts(file)
     elif not prompts:
@@ -279,11 +321,10 @@ def _open_output(path: str, prompts_file: str | None) -> TextIO:
 def _summary(decoder: SpecDecoder) -> str:
     stats = decoder.stats
     draft = decoder.draft_name
-    speculating = draft is not None and decoder.config.num_draft_tokens > 0
     lines = {
         "target": decoder.target_name,
         "draft": f"{draft}, {decoder.config.num_draft_tokens} tokens a round"
-        if speculating
+        if draft
         else "none",
         "prefill": f"{stats.prompts} prompt{'s' * (stats.prompts != 1)}, "
         f"{stats.prompt_tokens} tokens, "
@@ -292,7 +333,7 @@ def _summary(decoder: SpecDecoder) -> str:
         f"{stats.tokens_per_second:.1f} tokens/s",
         "acceptance": f"rate {stats.acceptance_rate:.3f}, "
         f"length {stats.acceptance_length:.2f} tokens a round"
-        if speculating
+        if draft
         else None,
         "peak memory": f"{stats.peak_memory_bytes / 1e9:.2f} GB",
     }

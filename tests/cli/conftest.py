@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import ModuleType
 from typing import Any
 
@@ -58,7 +58,7 @@ class FakeDecoder:
 
     calls: dict[str, Any] = field(default_factory=dict)
     raises: BaseException | tuple[int, BaseException] | None = None
-    stats: RunStats = STATS
+    stats: RunStats = field(default_factory=lambda: replace(STATS))
     config: EngineConfig = field(default_factory=EngineConfig)
     target_name: str = "the-target"
     draft_name: str | None = None
