@@ -12,7 +12,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
 from .batch import RowOutput
-from .config import EngineConfig, SamplingParams
+from .config import EngineConfig, SamplingParams, check_draft_name
 from .drafters import Drafter, DraftModel
 from .engine import Engine
 from .errors import ConfigError
@@ -95,7 +95,10 @@ class SpecDecoder:
         Raises:
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
+            ConfigError: there is no such ``self:`` draft, or ``dtype``.
         """
+        if draft is not None:
+            check_draft_name(draft)
         loaded = load(default_target() if target is None else target, dtype=dtype)
         loaded_draft = None
         if draft is not None:
@@ -105,7 +108,7 @@ class SpecDecoder:
     def generate(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,
@@ -136,7 +139,7 @@ class SpecDecoder:
     def stream(
         self,
         prompts: Iterable[Prompt],
-        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,

