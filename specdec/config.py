@@ -36,6 +36,10 @@ def _require(condition: bool, name: str, value: object, rule: str) -> None:
         raise ConfigError(f"{name} is {value!r}: it must be {rule}")
 
 
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
 def _require_int(name: str, value: object, low: int | None = None) -> None:
     whole = isinstance(value, int) and not isinstance(value, bool)
     rule = "a whole number" if low is None else f"a whole number, {low} or more"
@@ -105,6 +109,14 @@ class SamplingParams:
             ``softmax(logits / temperature)``.
         seed: of the request's random draws (taken modulo 2**32); the draw at
             a position depends on the seed and the position alone.
+        top_p: draw from the most likely tokens that together have this much
+            probability at temperature 1; 1 keeps all.
+        min_p: draw from tokens with at least this share of the likeliest one's
+            probability at temperature 1; 0 keeps all.
+        top_k: draw from that many most likely tokens; 0 keeps all.
+
+    As in mlx-lm, ``top_p``, ``min_p`` and ``top_k`` apply in this order, before
+    the temperature, and not at all at temperature 0.
 
     Raises:
         ConfigError: a value is out of range.
@@ -113,16 +125,18 @@ class SamplingParams:
     max_tokens: int = DEFAULT_MAX_TOKENS
     temperature: float = 0.0
     seed: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    top_k: int = 0
 
     def __post_init__(self) -> None:
         _require_int("max_tokens", self.max_tokens, 1)
-        number = isinstance(self.temperature, int | float) and not isinstance(
-            self.temperature, bool
-        )
-        _require(
-            number and 0 <= self.temperature <= MAX_TEMPERATURE,
-            "temperature",
-            self.temperature,
-            f"a number from 0 to {MAX_TEMPERATURE:.0f}",
-        )
+        t, top = self.temperature, MAX_TEMPERATURE
+        rule = f"a number from 0 to {top:.0f}"
+        _require(_is_number(t) and 0 <= t <= top, "temperature", t, rule)
         _require_int("seed", self.seed)
+        p, rule = self.top_p, "a number above 0, at most 1 (1 keeps all)"
+        _require(_is_number(p) and 0 < p <= 1, "top_p", p, rule)
+        p, rule = self.min_p, "a number from 0 to 1 (0 keeps all)"
+        _require(_is_number(p) and 0 <= p <= 1, "min_p", p, rule)
+        _require_int("top_k", self.top_k, 0)

@@ -8,6 +8,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig, SamplingParams
@@ -28,6 +29,22 @@ def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
+def drawable(logits: mx.array, params: SamplingParams) -> mx.array:
+    """Logits of one position as mlx-lm's sampler chain leaves them."""
+    chain: list[Any] = []
+    if params.top_p < 1:
+        chain.append(lambda x: apply_top_p(x, params.top_p))
+    if params.min_p > 0:
+        chain.append(lambda x: apply_min_p(x, params.min_p))
+    if params.top_k > 0:
+        chain.append(lambda x: apply_top_k(x, params.top_k))
+    if chain:
+        logits = logits - mx.logsumexp(logits)
+    for step in chain:
+        logits = step(logits[None])[0]
+    return logits
+
+
 def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
     """Plain decoding with the noise that the request's seed and positions name."""
     cache = make_prompt_cache(model)
@@ -37,7 +54,7 @@ def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[i
         if params.temperature:
             key = mx.array([params.seed % 2**32, position], mx.uint32)
             noise = mx.random.gumbel(logits.shape, key=key)
-            logits = logits + params.temperature * noise
+            logits = drawable(logits, params) + params.temperature * noise
         inputs = [int(mx.argmax(logits))]
         tokens += inputs
     return tokens

@@ -6,6 +6,7 @@ import gc
 import random
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -173,6 +174,34 @@ def test_sampling_is_a_function_of_the_request(
         assert row.tokens == sampled(target, prompt, p)
     if draft == "near":
         assert sum(r.accepted for r in rows) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["near", "none"])
+def test_filters_are_each_rows_own(
+    target: Any, drafts: dict[str, Any], prompts: list[list[int]], draft: str,
+    backend: BackendDefaults,
+) -> None:  # fmt: skip
+    """Rows with different filters, without one, and greedy, in one batch."""
+    options: list[dict[str, Any]] = [
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 1.0},
+        {"temperature": 1.5, "top_k": 3},
+        {"temperature": 2.0, "min_p": 0.2},
+        {},
+        {"temperature": 1.0, "top_p": 0.6},
+        {"temperature": 3.0, "top_p": 0.9, "min_p": 0.05, "top_k": 5},
+        {"temperature": 1.0, "top_k": 10_000},
+    ]
+    params = [SamplingParams(max_tokens=20, seed=i, **o) for i, o in enumerate(options)]
+    rows = run_rows(
+        target, drafts[draft], prompts, params, batch_size=5, backend=backend
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        reference = p if p.top_k < VOCAB else replace(p, top_k=0)
+        assert row.tokens == sampled(target, prompt, reference)
+    if draft == "near":
+        assert sum(r.accepted for r in rows) > 10
 
 
 @BACKENDS

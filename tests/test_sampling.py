@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
+import pytest
 
 from specdec.config import SamplingParams
 from specdec.sampling import RowSampling, choose, gumbel_noise
@@ -58,20 +61,50 @@ def test_seeds_are_taken_modulo_two_to_the_32() -> None:
     assert seeds.seed.tolist() == [5, 2**32 - 1]
 
 
-def test_frequencies_follow_the_softmax() -> None:
-    """10^5 draws; a false alarm has a probability of about 1 in 10^6."""
-    draws, logits = 100_000, np.array([2.0, 1.0, 0.0, -1.0, -3.0], np.float32)
-    sampling = RowSampling.of([SamplingParams(temperature=0.8, seed=11)])
-    rows = RowSampling(
-        mx.broadcast_to(sampling.temperature, (draws,)),
-        mx.arange(draws).astype(mx.uint32),
-        greedy=False,
+# Softmax of LOGITS: 0.62, 0.23, 0.08, 0.03, 0.03, 0.004.
+LOGITS = np.array([2.0, 1.0, 0.0, -1.0, -1.1, -3.0], np.float32)
+
+
+@pytest.mark.parametrize(
+    ("options", "drawn_from"),
+    [
+        ({}, 6),
+        ({"top_k": 4}, 4),
+        ({"top_k": 1}, 1),
+        ({"top_p": 0.6}, 1),  # reached by the first alone
+        ({"top_p": 0.9}, 3),
+        ({"top_p": 0.999}, 6),
+        ({"min_p": 0.1}, 3),
+        ({"min_p": 1.0}, 1),
+        ({"top_p": 0.9, "top_k": 2}, 2),
+        ({"top_p": 0.97, "min_p": 0.05}, 3),
+    ],
+)
+def test_frequencies_follow_the_filtered_softmax(
+    options: dict[str, Any], drawn_from: int
+) -> None:
+    """10^5 draws at temperature 0.8; a false alarm: about 1 in 10^6 (seeds fixed)."""
+    draws = 100_000
+    one = RowSampling.of([SamplingParams(temperature=0.8, **options)])
+    rows = replace(
+        one,
+        temperature=mx.broadcast_to(one.temperature, (draws,)),
+        seed=mx.arange(draws).astype(mx.uint32),
     )
-    drawn = rows.noise(mx.zeros((draws,), mx.int32), 1, 5)
-    chosen = choose(mx.broadcast_to(mx.array(logits), (draws, 1, 5)), rows, drawn)
-    counts = np.bincount(np.array(chosen)[:, 0], minlength=5)
-    p = np.exp(logits / 0.8)
+    logits = mx.broadcast_to(mx.array(LOGITS), (draws, 1, 6))
+    if one.filters:
+        which = one.filters[0][0]
+        logits, rows = which.apply(logits), replace(rows, filters=())
+    noise = rows.noise(mx.zeros((draws,), mx.int32), 1, 6)
+    chosen = choose(logits, rows, noise)
+    counts = np.bincount(np.array(chosen)[:, 0], minlength=6)
+    p = np.exp(LOGITS / 0.8) * (np.arange(6) < drawn_from)
     p /= p.sum()
-    chi2 = ((counts - p * draws) ** 2 / (p * draws)).sum()
-    df = 4
+    assert counts[drawn_from:].sum() == 0
+    expected = p[:drawn_from] * draws
+    chi2 = ((counts[:drawn_from] - expected) ** 2 / expected).sum()
+    df = drawn_from - 1
+    if df == 0:
+        assert counts[0] == draws
+        return
     assert chi2 < df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3

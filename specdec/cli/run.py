@@ -86,6 +86,30 @@ if TYPE_CHECKING:
     help="Sampling temperature; 0 is greedy.",
 )
 @click.option(
+    "--top-p",
+    type=float,
+    metavar="P",
+    default=1.0,
+    show_default=True,
+    help="Draw from the likeliest tokens that together have probability P.",
+)
+@click.option(
+    "--min-p",
+    type=float,
+    metavar="P",
+    default=0.0,
+    show_default=True,
+    help="Draw from tokens at least P times as likely as the likeliest.",
+)
+@click.option(
+    "--top-k",
+    type=int,
+    metavar="K",
+    default=0,
+    show_default=True,
+    help="Draw from the K likeliest tokens; 0: from all.",
+)
+@click.option(
     "--seed",
     type=int,
     metavar="N",
@@ -165,6 +189,9 @@ def run(
     batch_size: int,
     max_tokens: int,
     temp: float,
+    top_p: float,
+    min_p: float,
+    top_k: int,
     seed: int,
     system_prompt: str | None,
     ignore_chat_template: bool,
@@ -198,7 +225,7 @@ def run(
             raise click.UsageError(f"{option} is empty: name {what}")
     if draft is not None:
         check_draft_name(draft)
-    _check_together(draft, num_draft_tokens, kv_bits)
+    _check_together(draft, num_draft_tokens, kv_bits, temp)
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -208,7 +235,14 @@ def run(
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
     )
-    params = SamplingParams(max_tokens=max_tokens, temperature=temp, seed=seed)
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=temp,
+        seed=seed,
+        top_p=top_p,
+        min_p=min_p,
+        top_k=top_k,
+    )
     if ignore_chat_template and system_prompt is not None:
         raise click.UsageError(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
@@ -257,7 +291,7 @@ def run(
 
 
 def _check_together(
-    draft: str | None, num_draft_tokens: int, kv_bits: str | None
+    draft: str | None, num_draft_tokens: int, kv_bits: str | None, temp: float
 ) -> None:
     """Refuse an option that another one, or its absence, leaves without effect."""
     if draft is None and _is_given("num_draft_tokens"):
@@ -270,6 +304,10 @@ def _check_together(
         if kv_bits is None and _is_given(name):
             option = "--" + name.replace("_", "-")
             raise click.UsageError(f"{option} needs --kv-bits: add --kv-bits 4 or 8")
+    for name in ("top_p", "min_p", "top_k"):
+        if temp == 0 and _is_given(name):
+            option = "--" + name.replace("_", "-")
+            raise click.UsageError(f"{option} needs --temp: at 0 nothing is drawn")
 
 
 def _is_given(name: str) -> bool:

@@ -70,6 +70,7 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
     arguments = (
         "--target T --draft self:4bit --batch 3 --num-draft-tokens 5 --dtype float32 "
         "--prefill-step-size 64 --max-tokens 7 --temp 0.5 --seed 9 --system-prompt S "
+        "--top-p 0.9 --min-p 0.05 --top-k 40 "
         "--kv-bits 8 --kv-group-size 32 --quantized-kv-start 11 --max-kv-size 99"
     )
     assert specdec("run", "-p", "Hi", *arguments.split()).exit_code == 0
@@ -87,7 +88,9 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
             max_kv_size=99,
         ),
         "prompts": ["Hi"],
-        "params": SamplingParams(max_tokens=7, temperature=0.5, seed=9),
+        "params": SamplingParams(
+            max_tokens=7, temperature=0.5, seed=9, top_p=0.9, min_p=0.05, top_k=40
+        ),
         "system_prompt": "S",
         "ignore_chat_template": False,
     }
