@@ -28,7 +28,8 @@ _UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
 
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 
-# Tokens that end a turn or a text, beside those that the metadata names.
+# Tokens that end a turn or a text, beside those that the metadata names. Some
+# files have them as user-defined tokens, and no text spells them by accident.
 _END_TOKENS = (
     "<|im_end|>",
     "<|endoftext|>",
@@ -37,8 +38,9 @@ _END_TOKENS = (
     "<|end_of_text|>",
     "<|end|>",
     "<end_of_turn>",
-    "</s>",
 )
+# Ends a text only as a control token: Gemma has it, user-defined, as HTML's tag.
+_CONTROL_END_TOKENS = (*_END_TOKENS, "</s>")
 
 _CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 
@@ -169,13 +171,13 @@ class _TokenizerMetadata:
         keys = ("eos", "eot", "eom")
         named = (self.file.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in keys)
         ends = {int(token) for token in named if token is not None}
-        special = (_CONTROL, _USER_DEFINED)
+        names = {_CONTROL: _CONTROL_END_TOKENS, _USER_DEFINED: _END_TOKENS}
         ends.update(
             index
             for index, (token, kind) in enumerate(
                 zip(self.tokens, self.types, strict=True)
             )
-            if kind in special and token in _END_TOKENS
+            if token in names.get(kind, ())
         )
         return ends
 

@@ -111,11 +111,32 @@ def test_end_of_turn_by_metadata(tmp_path: Path) -> None:
     assert 5 in tokenizer.eos_token_ids
 
 
-def test_a_name_alone_does_not_end_a_text(tmp_path: Path) -> None:
-    """``</s>`` may be an ordinary token, as in HTML."""
+@pytest.mark.parametrize(
+    ("token", "kind", "ends"),
+    [
+        ("</s>", 3, True),
+        ("</s>", 4, False),  # in Gemma 3: HTML's tag for struck-out text
+        ("</s>", 1, False),
+        ("<end_of_turn>", 3, True),
+        ("<end_of_turn>", 4, True),
+        ("<|eot_id|>", 4, True),
+        ("<|eot_id|>", 1, False),
+    ],
+)
+def test_a_name_alone_does_not_end_a_text(
+    token: str, kind: int, ends: bool, tmp_path: Path
+) -> None:
+    """An answer with HTML in it would stop at the first ``</s>``."""
     vocabulary = byte_level()
-    vocabulary.tokens[0] = "</s>"
-    assert 0 not in tokenizer_of(tmp_path, vocabulary).eos_token_ids
+    vocabulary.tokens[0], vocabulary.types[0] = token, kind
+    assert (0 in tokenizer_of(tmp_path, vocabulary).eos_token_ids) is ends
+
+
+def test_the_metadata_may_name_any_token_as_the_end(tmp_path: Path) -> None:
+    vocabulary = byte_level()
+    vocabulary.tokens[0], vocabulary.types[0] = "</s>", 4
+    vocabulary.extra["tokenizer.ggml.eos_token_id"] = 0
+    assert 0 in tokenizer_of(tmp_path, vocabulary).eos_token_ids
 
 
 def test_padding_is_not_vocabulary(tmp_path: Path) -> None:
