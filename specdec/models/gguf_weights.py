@@ -19,7 +19,7 @@ from .gguf_config import (
     half_dtype,
     stored_dtype,
 )
-from .gguf_header import TENSOR_TYPES, GGUFFile, TensorInfo
+from .gguf_header import GGUFFile, TensorInfo
 from .gguf_tensors import (
     GROUP_SIZE,
     is_packed,
@@ -112,16 +112,7 @@ def _used_tensors(file: GGUFFile, tied: bool) -> Iterator[tuple[str, TensorInfo]
     for name, info in file.tensors.items():
         if name in _NOT_WEIGHTS or (tied and name == "output.weight"):
             continue
-        source = info
-        if name == "token_embd.weight" and tied and "output.weight" in file.tensors:
-            # One matrix, quantized twice: take the finer one for both.
-            source = max(info, file.tensors["output.weight"], key=_bits_per_weight)
-        yield mlx_name(file, name), source
-
-
-def _bits_per_weight(info: TensorInfo) -> float:
-    _, block, size = TENSOR_TYPES[info.type_id]
-    return 8 * size / block
+        yield mlx_name(file, name), info
 
 
 def read_weights(

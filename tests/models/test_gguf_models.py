@@ -12,9 +12,10 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from specdec.models import load
+from specdec.models import gguf_config, load
 from specdec.models.gguf_config import build_config
 from specdec.models.gguf_header import read_header
+from specdec.models.gguf_tensors import read_float
 
 from .gguf_files import (
     VOCAB,
@@ -219,28 +220,71 @@ def test_an_output_matrix_of_its_own_is_kept(tmp_path: Path) -> None:
     assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
 
 
-@pytest.mark.parametrize(
-    ("embedding", "output"),
-    [(KIND.Q4_0, KIND.Q8_0), (KIND.Q8_0, KIND.Q4_0), (KIND.Q5_0, KIND.F16)],
-)
-def test_one_matrix_quantized_twice_is_tied(
-    tmp_path: Path, embedding: KIND, output: KIND
+def test_an_output_matrix_much_like_the_embedding_is_kept(tmp_path: Path) -> None:
+    """As after training the head a little further: 1% of noise."""
+    model = random_model("qwen2", tie_word_embeddings=False)
+    embedding = np.array(model.model.embed_tokens.weight)
+    noise = np.random.default_rng(1).normal(0, 0.01, embedding.shape)
+    model.lm_head.weight = mx.array((embedding * (1 + noise)).astype(np.float32))
+    loaded = load(str(write_model(tmp_path / "m.gguf", "qwen2", model)))
+    assert loaded.config["tie_word_embeddings"] is False
+    assert same_weights(loaded.model, model)
+    assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+
+
+@pytest.mark.parametrize("kind", [KIND.F32, KIND.Q8_0])
+def test_an_output_matrix_with_two_rows_of_its_own_is_kept(
+    kind: KIND, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The finer of the two serves as both."""
+    """As after teaching a model one more token; no sample of the rows sees it."""
+    monkeypatch.setattr(gguf_config, "_COMPARED_BYTES", 2000)  # many parts
+    model = random_model("qwen2", tie_word_embeddings=False)
+    head = np.array(model.model.embed_tokens.weight)
+    head[[77, 319]] *= 2
+    model.lm_head.weight = mx.array(head)
+    path = write_model(tmp_path / "m.gguf", "qwen2", model, kinds=lambda name: kind)
+    loaded = load(str(path), dtype="float32")
+    assert loaded.config["tie_word_embeddings"] is False
+    if kind == KIND.F32:
+        assert mx.array_equal(loaded.model(TOKENS), model(TOKENS))
+    rows = loaded.model.lm_head.weight != loaded.model.model.embed_tokens.weight
+    assert np.flatnonzero(np.array(rows.any(axis=1))).tolist() == [77, 319]
+
+
+@pytest.mark.parametrize("kind", [KIND.F32, KIND.Q4_0])
+def test_one_matrix_written_twice_is_tied(kind: KIND, tmp_path: Path) -> None:
     model = random_model("qwen2")
+    tensors = {"output.weight": np.array(model.model.embed_tokens.weight)}
+    path = write_model(
+        tmp_path / "m.gguf", "qwen2", model, tensors=tensors, kinds=lambda name: kind
+    )
+    loaded = load(str(path), dtype="float32")
+    assert loaded.config["tie_word_embeddings"] is True
+    assert "lm_head" not in loaded.model
+
+
+@pytest.mark.parametrize("arch", ["llama", "qwen2", "qwen3", "gemma3"])
+def test_one_matrix_quantized_twice_is_two(arch: str, tmp_path: Path) -> None:
+    """Each reads its own, as llama.cpp does."""
+    model = random_model(arch)
     weight = np.array(model.model.embed_tokens.weight)
-    kinds = {"token_embd.weight": embedding, "output.weight": output}
+    kinds = {"token_embd.weight": KIND.Q4_0, "output.weight": KIND.Q8_0}
     path = write_model(
         tmp_path / "m.gguf",
-        "qwen2",
+        arch,
         model,
         tensors={"output.weight": weight},
         kinds=lambda name: kinds.get(name, KIND.F32),
     )
     loaded = load(str(path), dtype="float32")
-    assert loaded.config["tie_word_embeddings"] is True
-    got = loaded.model.model.embed_tokens.weight
-    assert difference(got, mx.array(weight)) < 0.01  # four or five bits are off by more
+    assert loaded.config["tie_word_embeddings"] is False
+    file = read_header(path)
+    for name, layer in (
+        ("token_embd.weight", loaded.model.model.embed_tokens),
+        ("output.weight", loaded.model.lm_head),
+    ):
+        expected = read_float(file, file.tensors[name], mx.float32)
+        assert mx.array_equal(layer.weight, expected), name
 
 
 @pytest.mark.parametrize(
