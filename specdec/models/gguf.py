@@ -9,6 +9,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ModelError
+from .gguf_config import build_config
 from .gguf_header import read_header
 from .gguf_tokenizer import build_tokenizer
 from .gguf_weights import WeightFormat, build_model
@@ -31,9 +32,11 @@ def load_gguf(
         ModelError: the file is cut short, corrupt or incomplete.
     """
     file = read_header(path)
-    tokenizer = build_tokenizer(file)
     try:
-        model, config = build_model(file, form or WeightFormat())
+        # First what names an unsupported model, then what may be odd because of it.
+        config = build_config(file)
+        tokenizer = build_tokenizer(file)
+        model, config = build_model(file, config, form or WeightFormat())
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             f"{path} has metadata that no model fits ({type(error).__name__}: "

@@ -92,7 +92,7 @@ def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
 
     Raises:
         UnsupportedModelError: the kind of tokenizer is not supported.
-        ModelError: the file has no tokenizer.
+        ModelError: the file has no tokenizer, or metadata of a wrong type.
     """
     metadata = _TokenizerMetadata(file)
     if metadata.model == "gpt2":
@@ -124,14 +124,13 @@ class _TokenizerMetadata:
 
     def __init__(self, file: GGUFFile) -> None:
         self.file = file
-        get = file.metadata.get
-        self.model = str(get("tokenizer.ggml.model"))
-        tokens = get("tokenizer.ggml.tokens")
+        self.model = str(file.metadata.get("tokenizer.ggml.model"))
+        tokens = self._list("ggml.tokens", str)
         if not tokens:
             raise ModelError(
                 f"{file.path} holds no tokenizer: use a file that llama.cpp can run"
             )
-        types = get("tokenizer.ggml.token_type") or [1] * len(tokens)
+        types = self._list("ggml.token_type", int) or [1] * len(tokens)
         if len(types) != len(tokens):
             raise ModelError(
                 f"{file.path} has {len(tokens)} tokens and {len(types)} token types: "
@@ -146,31 +145,53 @@ class _TokenizerMetadata:
             size -= 1
         self.tokens: list[str] = tokens[:size]
         self.types: list[int] = types[:size]
-        self.scores: list[float] = (get("tokenizer.ggml.scores") or [])[:size]
-        self.merges: list[str] = get("tokenizer.ggml.merges") or []
-        self.pre = str(get("tokenizer.ggml.pre", "default"))
-        self.chat_template: str | None = get("tokenizer.chat_template")
+        self.scores: list[float] = self._list("ggml.scores", float)[:size]
+        self.merges: list[str] = self._list("ggml.merges", str)
+        self.pre: str = self._value("ggml.pre", str, "default")
+        self.chat_template: str | None = self._value("chat_template", str)
         spm = self.model == "llama"
-        self.add_space_prefix = bool(get("tokenizer.ggml.add_space_prefix", spm))
+        self.add_space_prefix: bool = self._value("ggml.add_space_prefix", bool, spm)
         default_bos = spm or self.pre in _LLAMA3
-        self.add_bos = bool(get("tokenizer.ggml.add_bos_token", default_bos))
-        self.roles = {
-            role: int(token)
+        self.add_bos: bool = self._value("ggml.add_bos_token", bool, default_bos)
+        self.roles: dict[str, int] = {
+            role: token
             for role, key in (
                 ("bos", "bos"),
                 ("eos", "eos"),
                 ("unk", "unknown"),
                 ("pad", "padding"),
             )
-            if (token := get(f"tokenizer.ggml.{key}_token_id")) is not None
+            if (token := self._value(f"ggml.{key}_token_id", int)) is not None
             and 0 <= token < size
         }
+
+    def _value(self, key: str, kind: type, default: Any = None) -> Any:
+        """The value under ``tokenizer.<key>``, of that type, or ``default``."""
+        value = self.file.metadata.get(f"tokenizer.{key}")
+        if value is None:
+            return default
+        if not isinstance(value, kind):
+            raise self._confused(key)
+        return value
+
+    def _list(self, key: str, kind: type) -> list[Any]:
+        """The list under ``tokenizer.<key>``, all of that type; without one, none."""
+        values = self._value(key, list, [])
+        if not all(isinstance(value, kind) for value in values):
+            raise self._confused(key)
+        return list(values)
+
+    def _confused(self, key: str) -> ModelError:
+        return ModelError(
+            f"{self.file.path} has metadata of the wrong type under tokenizer.{key}: "
+            "convert it again with a current llama.cpp"
+        )
 
     def end_tokens(self) -> set[int]:
         """Ids of the tokens that end a turn or a text."""
         keys = ("eos", "eot", "eom")
-        named = (self.file.metadata.get(f"tokenizer.ggml.{k}_token_id") for k in keys)
-        ends = {int(token) for token in named if token is not None}
+        named = (self._value(f"ggml.{key}_token_id", int) for key in keys)
+        ends = {token for token in named if token is not None}
         names = {_CONTROL: _CONTROL_END_TOKENS, _USER_DEFINED: _END_TOKENS}
         ends.update(
             index

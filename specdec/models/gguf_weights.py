@@ -15,7 +15,6 @@ import mlx.nn as nn
 from ..errors import ModelError, UnsupportedModelError
 from .gguf_config import (
     architecture_of,
-    build_config,
     half_dtype,
     stored_dtype,
 )
@@ -172,21 +171,27 @@ def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:
     return entry
 
 
-def build_model(file: GGUFFile, form: WeightFormat) -> tuple[nn.Module, dict[str, Any]]:
-    """The file's model, evaluated, and its configuration.
+def build_model(
+    file: GGUFFile, config: dict[str, Any], form: WeightFormat
+) -> tuple[nn.Module, dict[str, Any]]:
+    """The file's model, evaluated, and its configuration with how it is packed.
+
+    Args:
+        file: where the weights are.
+        config: what :func:`~specdec.models.gguf_config.build_config` made of it.
+        form: what the weights become.
 
     Raises:
         UnsupportedModelError: a part of the model is not supported.
         ModelError: the file lacks weights or has some of a wrong shape.
     """
-    config = build_config(file)
     weights, packed = read_weights(file, config, form)
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if hasattr(model, "sanitize"):
         weights = model.sanitize(weights)
     if packed:
-        config["quantization"] = quantization_entry(packed)
+        config = {**config, "quantization": quantization_entry(packed)}
         nn.quantize(
             model,
             class_predicate=lambda path, _: (

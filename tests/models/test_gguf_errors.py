@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import struct
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,21 @@ from specdec.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from specdec.models import load
 from specdec.models.gguf_header import read_header
 
-from .gguf_files import file_tensors, metadata, random_model, write_gguf, write_model
+from .gguf_files import (
+    VOCAB,
+    byte_level,
+    file_tensors,
+    metadata,
+    random_model,
+    write_gguf,
+    write_model,
+)
+
+# What there is to do, behind a message's reason.
+REMEDY = re.compile(
+    r"[:;,] (download it again|convert it (again )?with|use (an? |one |another )"
+    r"|check the path|join them with)"
+)
 
 
 def refusal(path: Path, kind: type[ModelError]) -> str:
@@ -23,7 +38,7 @@ def refusal(path: Path, kind: type[ModelError]) -> str:
     message = str(caught.value)
     assert "\n" not in message
     assert str(path) in message
-    assert ":" in message or ";" in message, "the way out"
+    assert REMEDY.search(message), "the way out"
     return message
 
 
@@ -118,6 +133,64 @@ def test_architecture_outside_the_list(tmp_path: Path) -> None:
     message = refusal(path, UnsupportedModelError)
     assert "'mamba'" in message
     assert "llama, qwen2, qwen3, gemma3" in message
+
+
+@pytest.mark.parametrize(
+    ("arch", "values", "named"),
+    [
+        ("mamba", {}, "'mamba'"),
+        ("llama", {"llama.expert_count": 8}, "mixture of experts"),
+    ],
+)
+def test_the_model_is_judged_before_its_tokenizer(
+    arch: str, values: dict[str, Any], named: str, tmp_path: Path
+) -> None:
+    """Another tokenizer would not help whoever has such a file."""
+    path = write_model(
+        tmp_path / "m.gguf",
+        arch,
+        random_model("llama"),
+        vocabulary=byte_level("tekken"),
+        values=values,
+    )
+    assert named in refusal(path, UnsupportedModelError)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("ggml.bos_token_id", "one"),
+        ("ggml.bos_token_id", "1"),
+        ("ggml.eos_token_id", [1, 2]),
+        ("ggml.eot_token_id", "1"),
+        ("ggml.scores", 3),
+        ("ggml.scores", ["high"] * VOCAB),
+        ("ggml.tokens", list(range(VOCAB))),
+        ("ggml.tokens", "abc"),
+        ("ggml.token_type", ["normal"] * VOCAB),
+        ("ggml.token_type", 1),
+        ("ggml.merges", [1, 2]),
+        ("ggml.merges", "a b"),
+        ("ggml.pre", 7),
+        ("ggml.model", 7),
+        ("ggml.add_bos_token", "false"),
+        ("ggml.add_space_prefix", "false"),
+        ("chat_template", 7),
+        ("chat_template", ["a", "b"]),
+    ],
+)
+@pytest.mark.parametrize("model", ["gpt2", "llama"])
+def test_tokenizer_metadata_of_another_type(
+    model: str, key: str, value: Any, tmp_path: Path
+) -> None:
+    """Seen at once: not as a traceback, nor when a chat begins."""
+    vocabulary = byte_level()
+    vocabulary.model = model
+    vocabulary.extra[f"tokenizer.{key}"] = value  # over what is there
+    path = write_model(
+        tmp_path / "m.gguf", "llama", random_model("llama"), vocabulary=vocabulary
+    )
+    refusal(path, UnsupportedModelError if key == "ggml.model" else ModelError)
 
 
 def test_a_part_of_a_sharded_file(tmp_path: Path) -> None:
