@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -24,7 +23,7 @@ from .gguf_header import GGUFFile
 from .messages import one_line
 
 # tokenizer.ggml.token_type
-_UNKNOWN, _CONTROL, _USER_DEFINED, _UNUSED = 2, 3, 4, 5
+_UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 
@@ -87,8 +86,8 @@ def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
     """The file's tokenizer, wrapped as mlx-lm wraps its own.
 
     ``eos_token_ids`` has every token that ends a turn or a text: those that the
-    metadata names and the usual ones of the vocabulary. Unused tokens that only
-    pad the vocabulary to the size of the embedding are left out.
+    metadata names and the usual ones of the vocabulary. Tokens that only pad the
+    vocabulary to the size of the embedding are left out.
 
     Raises:
         UnsupportedModelError: the kind of tokenizer is not supported.
@@ -137,11 +136,8 @@ class _TokenizerMetadata:
                 "download it again"
             )
         size = len(tokens)
-        while (
-            size
-            and types[size - 1] == _UNUSED
-            and re.fullmatch(r"\[PAD\d+\]", tokens[size - 1])
-        ):
+        # Padding has its index as its name; its type changed with the converters.
+        while size and tokens[size - 1] == f"[PAD{size - 1}]":
             size -= 1
         self.tokens: list[str] = tokens[:size]
         self.types: list[int] = types[:size]

@@ -139,12 +139,25 @@ def test_the_metadata_may_name_any_token_as_the_end(tmp_path: Path) -> None:
     assert 0 in tokenizer_of(tmp_path, vocabulary).eos_token_ids
 
 
-def test_padding_is_not_vocabulary(tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [1, 4, 5])
+def test_padding_is_not_vocabulary(kind: int, tmp_path: Path) -> None:
+    """Older converters wrote it as user-defined, so that text could spell it."""
     vocabulary = byte_level()
+    first = vocabulary.types.index(5)
+    vocabulary.types[first:] = [kind] * (VOCAB - first)
     tokenizer = tokenizer_of(tmp_path, vocabulary)
     assert len(vocabulary.tokens) == VOCAB
-    assert len(tokenizer) == vocabulary.types.index(5) == 278
+    assert len(tokenizer) == first == 278
     assert not any("PAD" in token for token in tokenizer.get_vocab())
+
+
+@pytest.mark.parametrize("token", ["[PAD]", "[PAD7]", "[PAD319] ", "[PAD0319]"])
+def test_a_token_much_like_padding_is_vocabulary(token: str, tmp_path: Path) -> None:
+    vocabulary = byte_level()
+    vocabulary.tokens[-1] = token
+    tokenizer = tokenizer_of(tmp_path, vocabulary)
+    assert tokenizer.get_vocab()[token] == VOCAB - 1
+    assert len(tokenizer) == VOCAB
 
 
 @pytest.mark.parametrize(
