@@ -1,4 +1,4 @@
-"""Streaming detokenization whose text always equals ``tokenizer.decode``."""
+"""Streaming detokenization whose text is that of ``tokenizer.decode``."""
 
 from __future__ import annotations
 
@@ -14,6 +14,11 @@ class ExactStreamingDetokenizer(StreamingDetokenizer):
     does at the start of a text (dropping a space) happens only there; mlx-lm's
     own classes drop a leading space that ``decode`` keeps. Text is held back
     while it ends inside a character. Nothing is decoded until text is asked for.
+
+    The whole text equals ``tokenizer.decode``, with one exception: a tokenizer
+    with byte fallback (Llama 2's, Gemma's) decodes a run of byte tokens that is
+    cut inside a character to as many replacement characters as it has bytes, the
+    whole characters before the cut included. Those were shown already, and stay.
     """
 
     def __init__(self, tokenizer: Any) -> None:

@@ -16,7 +16,8 @@ class LoadedModel:
     Args:
         model: an mlx-lm model; its weights are evaluated.
         tokenizer: mlx-lm's wrapper; the text that its streaming detokenizer
-            yields equals ``tokenizer.decode``.
+            yields equals ``tokenizer.decode``, or has more whole characters (see
+            :class:`~specdec.models.detokenizer.ExactStreamingDetokenizer`).
         config: the model's configuration, as in ``config.json``.
         name: what the user gave.
     """
