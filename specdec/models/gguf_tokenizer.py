@@ -91,7 +91,8 @@ def build_tokenizer(file: GGUFFile) -> TokenizerWrapper:
 
     Raises:
         UnsupportedModelError: the kind of tokenizer is not supported.
-        ModelError: the file has no tokenizer, or metadata of a wrong type.
+        ModelError: the file has no tokenizer, metadata of a wrong type, or (but
+            for Qwen's) does not name its pre-tokenizer.
     """
     metadata = _TokenizerMetadata(file)
     if metadata.model == "gpt2":
@@ -143,7 +144,7 @@ class _TokenizerMetadata:
         self.types: list[int] = types[:size]
         self.scores: list[float] = self._list("ggml.scores", float)[:size]
         self.merges: list[str] = self._list("ggml.merges", str)
-        self.pre: str = self._value("ggml.pre", str, "default")
+        self.pre: str = self._value("ggml.pre", str) or self._default_pre()
         self.chat_template: str | None = self._value("chat_template", str)
         spm = self.model == "llama"
         self.add_space_prefix: bool = self._value("ggml.add_space_prefix", bool, spm)
@@ -160,6 +161,22 @@ class _TokenizerMetadata:
             if (token := self._value(f"ggml.{key}_token_id", int)) is not None
             and 0 <= token < size
         }
+
+    def _default_pre(self) -> str:
+        """The pre-tokenizer of a file from before files named it.
+
+        Qwen's is that of its models. Byte-level llama files may be Llama 3's or
+        others': a guess would split texts in a way the model was not trained on.
+        """
+        architecture = self.file.metadata.get("general.architecture")
+        if self.model != "gpt2":
+            return "default"  # and not used
+        if architecture in ("qwen2", "qwen3"):
+            return "qwen2"
+        raise ModelError(
+            f"{self.file.path} does not name its pre-tokenizer, without which texts "
+            "split wrongly: convert it again with a current llama.cpp"
+        )
 
     def _value(self, key: str, kind: type, default: Any = None) -> Any:
         """The value under ``tokenizer.<key>``, of that type, or ``default``."""

@@ -15,7 +15,7 @@ from specdec.models.gguf_tokenizer import build_tokenizer
 
 from .gguf_files import VOCAB, Vocabulary, byte_level, write_gguf
 
-PRES = ("smollm", "qwen2", "llama-bpe", "gpt-2", None)
+PRES = ("smollm", "qwen2", "llama-bpe", "gpt-2")
 TEXTS = (
     "the cat, the dog and the bird",
     "12345 x12 3.14",
@@ -28,9 +28,9 @@ TEXTS = (
 )
 
 
-def tokenizer_of(path: Path, vocabulary: Vocabulary) -> Any:
+def tokenizer_of(path: Path, vocabulary: Vocabulary, arch: str = "llama") -> Any:
     return build_tokenizer(
-        read_header(write_gguf(path / "t.gguf", "llama", {}, {}, vocabulary))
+        read_header(write_gguf(path / "t.gguf", arch, {}, {}, vocabulary))
     )
 
 
@@ -54,7 +54,7 @@ def pieces(tokenizer: Any, text: str) -> list[str]:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("pre", PRES)
-def test_round_trip_and_streaming(pre: str | None, text: str, tmp_path: Path) -> None:
+def test_round_trip_and_streaming(pre: str, text: str, tmp_path: Path) -> None:
     tokenizer = tokenizer_of(tmp_path, byte_level(pre))
     tokens = tokenizer.encode(text, add_special_tokens=False)
     assert tokenizer.decode(tokens) == text
@@ -70,7 +70,7 @@ def test_round_trip_and_streaming(pre: str | None, text: str, tmp_path: Path) ->
         ("llama-bpe", "x1234", ["x", "123", "4"]),
         ("llama-bpe", "x4123", ["x", "4", "12", "3"]),
         ("gpt-2", "x4123", ["x", "4", "123"]),
-        (None, "x4123", ["x", "4", "123"]),
+        ("default", "x4123", ["x", "4", "123"]),
         # Contractions: in capitals too for the newer ones.
         ("gpt-2", "don't", ["d", "on", "'t"]),
         ("qwen2", "DON'T", ["D", "O", "N", "'", "T"]),
@@ -83,10 +83,25 @@ def test_round_trip_and_streaming(pre: str | None, text: str, tmp_path: Path) ->
         ("smollm", "a  x", ["a", "Ġ", "Ġx"]),
     ],
 )
-def test_splits(
-    pre: str | None, text: str, expected: list[str], tmp_path: Path
-) -> None:
+def test_splits(pre: str, text: str, expected: list[str], tmp_path: Path) -> None:
     assert pieces(tokenizer_of(tmp_path, byte_level(pre)), text) == expected
+
+
+@pytest.mark.parametrize("arch", ["qwen2", "qwen3"])
+def test_qwen_files_need_not_name_their_split(arch: str, tmp_path: Path) -> None:
+    """GPT-2's would join the digits, and not the accent."""
+    tokenizer = tokenizer_of(tmp_path, byte_level(None), arch)
+    assert pieces(tokenizer, "x123") == ["x", "1", "2", "3"]
+    assert pieces(tokenizer, "e\u0301\n\nab") == ["Ã©", "ĊĊ", "ab"]
+
+
+def test_other_byte_level_files_have_to_name_their_split(tmp_path: Path) -> None:
+    """A guess would give other tokens than the model's, and nobody would know."""
+    with pytest.raises(ModelError, match="does not name its pre-tokenizer"):
+        tokenizer_of(tmp_path, byte_level(None))
+    vocabulary = sentencepiece_vocabulary(space_prefix=True)
+    vocabulary.pre = None  # SentencePiece has no such thing
+    assert pieces(tokenizer_of(tmp_path, vocabulary), "the cat") == ["▁the", "▁cat"]
 
 
 def test_special_tokens_are_whole_and_end_texts(tmp_path: Path) -> None:
