@@ -79,6 +79,10 @@ def half_dtype(file: GGUFFile) -> mx.Dtype:
     bfloat16, which the models were trained in and whose range their activations
     may need (packed scales, float16 in the file, lose up to 0.4%); but float16 for
     llama files, unless they store a wider type: there activations fit.
+
+    Packed scales pass through this type on the CPU too, which then computes in
+    float32: so one file is the same weights on every backend and in the folder
+    that it converts to.
     """
     wide = _matrix_types(file) & {"F32", "BF16"}
     llama = architecture_of(file) == "llama"
@@ -210,18 +214,17 @@ def _rope_scaling(
         return _llama3_scaling(meta, head_dim, theta)
     kind = meta.get("rope.scaling.type")
     factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear"))
-    if kind is None and factor is not None:
-        kind = "linear"
-    if kind in (None, "none") or factor is None or factor == 1.0:
+    if kind == "none" or factor in (None, 0, 1):
         return None
-    if kind == "linear":
+    if kind in (None, "linear"):
         return {"rope_type": "linear", "factor": _tidy(factor)}
     if kind == "yarn":
+        original = meta.get("rope.scaling.original_context_length")
         scaling = {
             "rope_type": "yarn",
             "factor": _tidy(factor),
             "original_max_position_embeddings": int(
-                meta.need("rope.scaling.original_context_length")
+                meta.need("context_length") if original is None else original
             ),
         }
         for key in ("beta_fast", "beta_slow"):

@@ -61,7 +61,8 @@ def widen_packed(model: nn.Module) -> None:
     """Let a quantized model compute in float32, its packed weights unchanged.
 
     For MLX's CPU backend, whose product with packed weights takes about 100 times
-    as long with 16-bit scales. Widening 16-bit floats is exact.
+    as long with 16-bit scales. Widening 16-bit floats is exact, so the weights are
+    those of every other backend.
     """
     if any(_is_quantized(layer) for _, layer in _layers(model)):
         _cast_floats(model, mx.float32)

@@ -13,6 +13,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 from specdec.models import gguf_config, load
+from specdec.models.gguf import load_gguf
 from specdec.models.gguf_config import build_config
 from specdec.models.gguf_header import read_header
 from specdec.models.gguf_tensors import read_float
@@ -172,7 +173,20 @@ def test_missing_optional_metadata_takes_its_default(tmp_path: Path) -> None:
                 "beta_fast": 16.0,
             },
         ),
-        ({"rope.scaling.type": "none"}, None),
+        (  # without the length of before, it is that of the model
+            {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0},
+            {
+                "rope_type": "yarn",
+                "factor": 4.0,
+                "original_max_position_embeddings": 512,
+            },
+        ),
+        ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.type": "linear", "rope.scaling.factor": 1.0}, None),
+        ({"rope.scaling.type": "yarn", "rope.scaling.factor": 0.0}, None),
+        ({"rope.scaling.type": "yarn"}, None),
+        ({"rope.scale_linear": 0.0}, None),
         ({"rope.scale_linear": 2.0}, {"rope_type": "linear", "factor": 2.0}),
     ],
 )
@@ -321,6 +335,19 @@ def test_packed_weights_stay_packed(arch: str, tied: bool, tmp_path: Path) -> No
     # Scales are float16 in the file; bfloat16 keeps three bits fewer of them.
     tolerance = 1e-3 if arch == "llama" else 1e-2
     assert difference(loaded.model(TOKENS), logits) < tolerance * size
+
+
+def test_the_cpu_runs_the_weights_of_other_backends(tmp_path: Path) -> None:
+    """In float32, but with scales as rounded as theirs."""
+    path = write_model(
+        tmp_path / "m.gguf", "qwen2", random_model("qwen2"), kinds=lambda _: KIND.Q8_0
+    )
+    elsewhere, _, _ = load_gguf(path)
+    theirs: Any = dict(tree_flatten(elsewhere.parameters()))
+    ours: Any = dict(tree_flatten(load(str(path)).model.parameters()))
+    assert theirs["model.embed_tokens.scales"].dtype == mx.bfloat16
+    for name, value in ours.items():
+        assert mx.array_equal(value, theirs[name].astype(value.dtype)), name
 
 
 @pytest.mark.parametrize("arch", ARCHITECTURES)
