@@ -13,9 +13,26 @@
 Each message is one line that names the way out; the command line prints it as it is.
 """
 
+from __future__ import annotations
+
 
 class SpecdecError(Exception):
-    """Base of every error raised on purpose by specdec."""
+    """Base of every error raised on purpose by specdec.
+
+    The message becomes one line of printable characters, whatever names and texts
+    of others are in it.
+    """
+
+    def __init__(self, message: object = "") -> None:
+        lines = (line.strip() for line in str(message).splitlines())
+        text = " ".join(line for line in lines if line)
+        super().__init__("".join(map(_printable, text)))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else "?"
 
 
 class ConfigError(SpecdecError, ValueError):

@@ -13,7 +13,7 @@ from mlx_lm.utils import load_tokenizer, save_config, save_model
 from ..errors import ConfigError, ModelError, UnsupportedModelError
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
-from .messages import one_line
+from .messages import shorten
 
 _BITS = (4, 8, 16)
 _GROUP_SIZES = (32, 64, 128)
@@ -104,5 +104,5 @@ def _refuse_taken(out: Path) -> None:
 
 
 def _unwritable(out: Path, error: Exception) -> ModelError:
-    reason = getattr(error, "strerror", None) or one_line(error)
+    reason = getattr(error, "strerror", None) or shorten(error)
     return ModelError(f"cannot write {out} ({reason}): name another folder")

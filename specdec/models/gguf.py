@@ -13,7 +13,7 @@ from .gguf_config import build_config
 from .gguf_header import read_header
 from .gguf_tokenizer import build_tokenizer
 from .gguf_weights import WeightFormat, build_model
-from .messages import one_line
+from .messages import shorten
 
 
 def load_gguf(
@@ -40,7 +40,7 @@ def load_gguf(
     except (ArithmeticError, LookupError, TypeError, ValueError) as error:
         raise ModelError(
             f"{path} has metadata that no model fits ({type(error).__name__}: "
-            f"{one_line(error)}): download it again"
+            f"{shorten(error)}): download it again"
         ) from error
     config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
     return model, tokenizer, config

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from .messages import one_line
+from .messages import shorten
 
 # Type number -> (name, elements in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
@@ -202,13 +202,13 @@ def read_header(path: str | Path) -> GGUFFile:
     except (OSError, ValueError) as error:  # the latter: not a path at all
         reason = getattr(error, "strerror", None) or error
         raise ModelNotFoundError(
-            f"cannot open {one_line(path)}: {one_line(reason)}; check the path"
+            f"cannot open {path}: {reason}; check the path"
         ) from error
     try:
         return _parse(path, data)
     except (struct.error, *_CORRUPT) as error:
         raise ModelError(
-            f"{path} is cut short or corrupt ({one_line(error)}): download it again"
+            f"{path} is cut short or corrupt ({shorten(error)}): download it again"
         ) from error
 
 

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast
 from ..errors import ModelError, UnsupportedModelError
 from .detokenizer import ExactTokenizerWrapper
 from .gguf_header import GGUFFile
-from .messages import one_line
+from .messages import shorten
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
@@ -274,7 +274,7 @@ def _bpe(metadata: _TokenizerMetadata, **options: Any) -> models.BPE:
     except Exception as error:  # the Rust side raises bare Exception
         raise ModelError(
             f"{metadata.file.path} has a tokenizer that does not fit together "
-            f"({one_line(error)}): download it again"
+            f"({shorten(error)}): download it again"
         ) from error
 
 

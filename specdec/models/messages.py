@@ -1,12 +1,11 @@
-"""Text of others, made fit for a message of one line."""
+"""Text of others, made fit for a message."""
 
 from __future__ import annotations
 
 _LONGEST = 200
 
 
-def one_line(text: object) -> str:
-    """``text`` (an error, say) on one line, printable, and no longer than reads."""
-    words = " ".join(str(text).split())
-    shown = "".join(c if c.isprintable() else "?" for c in words)
+def shorten(text: object) -> str:
+    """``text`` (an error, say), no longer than reads; errors fold it to one line."""
+    shown = str(text).strip()
     return shown if len(shown) <= _LONGEST else f"{shown[:_LONGEST]}..."

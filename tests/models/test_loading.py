@@ -206,6 +206,28 @@ def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
         load("owner/private")
 
 
+@pytest.mark.parametrize(
+    "error",
+    [
+        ValueError("Quantization mode nvfp4 is not supported"),
+        RuntimeError("Model type x not supported."),
+    ],
+)
+def test_only_mlx_lm_says_what_architecture_is_not_supported(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another model would not help where a library, say, is too old."""
+
+    def refuse(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    write_folder(tmp_path / "m")
+    monkeypatch.setattr(mlx_lm, "load", refuse)
+    with pytest.raises(ModelError, match="not supported") as caught:
+        load(tmp_path / "m")
+    assert type(caught.value) is ModelError
+
+
 def test_a_file_that_is_no_gguf(tmp_path: Path) -> None:
     (tmp_path / "m.bin").write_bytes(b"")
     with pytest.raises(ModelError, match="is a file"):

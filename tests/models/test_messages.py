@@ -1,0 +1,70 @@
+"""Errors are one printable line, and no longer than reads."""
+
+from __future__ import annotations
+
+import pickle
+from pathlib import Path
+
+import pytest
+
+from specdec import errors
+from specdec.models import check_same_vocabulary, convert, load
+from specdec.models.messages import shorten
+
+from .gguf_files import byte_level, random_model, write_model
+
+KINDS = [
+    kind
+    for kind in vars(errors).values()
+    if isinstance(kind, type) and issubclass(kind, errors.SpecdecError)
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("text", "shown"),
+    [
+        ("a plain  one: as it is", "a plain  one: as it is"),
+        ("one\n  two\r\n\nthree\u2028four\x85", "one two three four"),
+        ("tab\there", "tab here"),
+        ("\x1b[31mred\0 \udcff", "?[31mred? ?"),
+        ("naïve 日本 🤗", "naïve 日本 🤗"),
+        ("", ""),
+    ],
+)
+def test_every_error_is_one_printable_line(
+    kind: type[errors.SpecdecError], text: str, shown: str
+) -> None:
+    error = kind(text)
+    assert str(error) == shown
+    assert error.args == (shown,)
+    again = pickle.loads(pickle.dumps(error))
+    assert (type(again), str(again)) == (kind, shown)
+
+
+def test_long_texts_are_cut() -> None:
+    assert shorten("x" * 200) == "x" * 200
+    assert shorten("x" * 201) == "x" * 200 + "..."
+    assert shorten(ValueError(" short \n")) == "short"
+
+
+def test_a_path_with_newlines(tmp_path: Path) -> None:
+    """It is quoted by most messages of this package."""
+    folder = tmp_path / "two\nlines"
+    folder.mkdir()
+    path = write_model(folder / "m.gguf", "mamba", random_model("llama"))
+    with pytest.raises(errors.UnsupportedModelError, match="two lines") as one:
+        load(path)
+    assert "\n" not in str(one.value)
+    with pytest.raises(errors.ModelError, match="two lines is not empty") as two:
+        convert(path, folder)
+    assert "\n" not in str(two.value)
+    path = write_model(folder / "a.gguf", "llama", random_model("llama"))
+    other = byte_level("gpt-2")
+    other.tokens[0] = "other"
+    draft = write_model(
+        folder / "b.gguf", "llama", random_model("llama"), vocabulary=other
+    )
+    with pytest.raises(errors.VocabularyMismatchError) as three:
+        check_same_vocabulary(load(path), load(draft))
+    assert "\n" not in str(three.value)
