@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import tempfile
 from pathlib import Path
@@ -34,7 +36,7 @@ def convert(
 
     Args:
         gguf_file: a file that :func:`specdec.models.load` accepts.
-        out_dir: the folder; it may exist when it is empty.
+        out_dir: the folder; it may exist when it is empty and not the current one.
         bits: 4 or 8 quantizes every matrix; 16 writes 16-bit floats; ``None``
             keeps what MLX can keep packed, the rest as 16-bit floats (32-bit
             ones when the file has no others).
@@ -42,7 +44,7 @@ def convert(
             matrix that it does not divide.
 
     Returns:
-        The folder.
+        The folder, as an absolute path.
 
     Raises:
         ConfigError: ``bits`` or ``group_size`` has another value.
@@ -54,8 +56,7 @@ def convert(
         raise ConfigError(f"bits is {bits!r}: it must be 4, 8 or 16")
     if group_size not in _GROUP_SIZES:
         raise ConfigError(f"group_size is {group_size!r}: it must be 32, 64 or 128")
-    out = Path(out_dir)
-    _refuse_taken(out)
+    out = _usable(out_dir)
     form = WeightFormat(bits=bits, group_size=group_size)
     model, tokenizer, config = load_gguf(gguf_file, form)
     try:
@@ -95,12 +96,30 @@ def _check_tokenizer(
         )
 
 
-def _refuse_taken(out: Path) -> None:
-    if out.is_dir():
-        if any(out.iterdir()):
-            raise ModelError(f"{out} is not empty: remove it or name another folder")
-    elif out.exists():
-        raise ModelError(f"{out} is a file: name a folder")
+def _usable(out_dir: str | Path) -> Path:
+    """The folder, made absolute, when it looks as if it could be written.
+
+    Asked before the model is loaded, which takes a while.
+    """
+    try:
+        out = Path(out_dir).resolve()
+        if out.is_dir():
+            if any(out.iterdir()):
+                raise ModelError(
+                    f"{out} is not empty: remove it or name another folder"
+                )
+            if out.samefile("."):  # it would be replaced under the user's feet
+                raise ModelError(f"{out} is the current folder: name another one")
+        elif out.exists():
+            raise ModelError(f"{out} is a file: name a folder")
+        above = next(folder for folder in out.parents if folder.exists())
+        if not above.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, f"{above} is a file")
+        if not os.access(above, os.W_OK | os.X_OK):
+            raise PermissionError(errno.EACCES, f"{above} is not writable")
+    except (OSError, RuntimeError, ValueError) as error:  # loops, no path at all
+        raise _unwritable(Path(out_dir), error) from error
+    return out
 
 
 def _unwritable(out: Path, error: Exception) -> ModelError:

@@ -182,10 +182,49 @@ def test_a_failure_leaves_nothing(
     assert [f.name for f in tmp_path.iterdir()] == ["m.gguf"]
 
 
-def test_a_parent_that_is_a_file(tmp_path: Path) -> None:
+def test_a_folder_relative_to_where_one_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A shell in a folder that is replaced sees none of the new one's files."""
     source = write(tmp_path)
-    with pytest.raises(ModelError, match="cannot write"):
-        convert(source, source / "out")
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    for out in (".", "../here", tmp_path / "here"):
+        with pytest.raises(ModelError, match="here is the current folder"):
+            convert(source, out)
+    out = convert("../m.gguf", "../there")
+    assert out.is_absolute()
+    assert out == (tmp_path / "there").resolve()
+    (tmp_path / "empty").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert convert("m.gguf", "empty/../empty").name == "empty"
+    names = sorted(f.name for f in tmp_path.iterdir())
+    assert names == ["empty", "here", "m.gguf", "there"]
+
+
+def test_what_cannot_be_written_is_refused_before_loading(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A large model takes minutes to read."""
+    import sys
+
+    def loaded(*args: Any) -> None:
+        raise AssertionError("loaded")
+
+    module = sys.modules[convert_function.__module__]
+    monkeypatch.setattr(module, "load_gguf", loaded)
+    file = tmp_path / "m.gguf"
+    file.write_bytes(b"")
+    (tmp_path / "loop").symlink_to(tmp_path / "loop")
+    for out in (file / "out", file / "a" / "b", tmp_path / "loop" / "x", "a\0b"):
+        with pytest.raises(ModelError, match="cannot write") as caught:
+            convert(file, out)
+        assert "name another folder" in str(caught.value)
+        assert "\0" not in str(caught.value)
+    monkeypatch.setattr(module.os, "access", lambda path, mode: False)
+    with pytest.raises(ModelError, match="is not writable"):
+        convert(file, tmp_path / "a" / "b")
+    assert sorted(f.name for f in tmp_path.iterdir()) == ["loop", "m.gguf"]
 
 
 def test_bad_values(tmp_path: Path) -> None:
