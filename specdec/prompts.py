@@ -134,6 +134,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     a first line that is a JSON object) hold ``prompt``, ``question``,
     ``messages`` or ``turns``, the first of these that is there. Of ``turns``
     (Spec-Bench, MT-Bench) only the first turn is used. Blank lines are skipped.
+    A line like that behind a first line of plain text is refused.
 
     Raises:
         PromptError: the file cannot be read, holds no prompt, or has a line
@@ -148,6 +149,12 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     json_lines = Path(path).suffix.lower() in {".jsonl", ".ndjson", ".json"}
     if json_lines or _is_json_object(numbered[0][1]):
         return [_prompt_of(line, f"{name}:{n}") for n, line in numbered]
+    for n, line in numbered:
+        if _is_json_object(line, _PROMPT_KEYS):
+            raise PromptError(
+                f"{name}:{n}: a JSON line in a file that began as plain text: "
+                "make every line JSON, or none"
+            )
     return [line for _, line in numbered]
 
 
@@ -264,11 +271,14 @@ def _read(path: str | Path, name: str) -> bytes:
         raise PromptError(f"{name}: cannot be read: {error.strerror}") from error
 
 
-def _is_json_object(line: str) -> bool:
-    try:
-        return isinstance(json.loads(line), dict)
-    except ValueError:
+def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
+    if not line.lstrip().startswith("{"):
         return False
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return not with_any_of or any(key in row for key in with_any_of)
 
 
 def _prompt_of(line: str, where: str) -> Prompt:

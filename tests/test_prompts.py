@@ -242,11 +242,26 @@ def write(tmp_path: Path) -> Write:
         ("{not json}\n", ["{not json}"]),
         ('"quoted"\n', ['"quoted"']),
         ("5\n", ["5"]),
+        ('one\n{"answer": 42}\n', ["one", '{"answer": 42}']),
+        ('one\n["prompt"]\n', ["one", '["prompt"]']),
+        ('one\n{"prompt": \n', ["one", '{"prompt": ']),
         ("a\u2028b\n", ["a\u2028b"]),
     ],
 )
 def test_text_lines(write: Write, content: str, prompts: list[str]) -> None:
     assert read_prompts(write(content)) == prompts
+
+
+@pytest.mark.parametrize("key", ["prompt", "question", "messages", "turns"])
+def test_a_json_line_behind_plain_text_is_refused(write: Write, key: str) -> None:
+    """It would be decoded as text, braces and all."""
+    path = write(f"# my prompts\n\n  {json.dumps({'id': 1, key: 'a'})}\nthree\n")
+    with pytest.raises(PromptError) as caught:
+        read_prompts(path)
+    assert str(caught.value) == (
+        f"{path}:3: a JSON line in a file that began as plain text: "
+        "make every line JSON, or none"
+    )
 
 
 @pytest.mark.parametrize("name", ["prompts.jsonl", "prompts.JSONL", "prompts.txt"])
