@@ -79,6 +79,7 @@ class Engine:
             start += elapsed
             # First tokens do not wait for a round.
             if outputs:
+                stats.prefilled += len(outputs)
                 stats.prompt_tokens += sum(
                     len(o.sequence.request.prompt_tokens) for o in outputs
                 )

@@ -13,12 +13,14 @@ class RunStats:
     prompts, for the first token of each row, ``decode_seconds`` on rounds, for the
     ``decode_tokens`` behind it. A prefill chunk that finds a round still running
     waits for it, so that with rows that join the two mix a little. ``rounds`` counts
-    rounds of the batch; ``prompts``, ``row_rounds``, ``drafted`` and ``accepted`` add
+    rounds of the batch, ``prefilled`` and ``prompt_tokens`` prompts that have been
+    taken in; ``prompts``, ``row_rounds``, ``drafted`` and ``accepted`` add
     up the rows that have ended. ``peak_memory_bytes`` is MLX's peak in this process
     so far, weights included.
     """
 
     prompts: int = 0
+    prefilled: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     decode_tokens: int = 0

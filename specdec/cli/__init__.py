@@ -38,7 +38,7 @@ def main() -> None:
     """Batched speculative decoding for MLX.
 
     The output is the target model's own, token for token; a draft only makes it
-    come faster.
+    come sooner, or later.
     """
 
 

@@ -13,12 +13,20 @@ from .quiet import silence_third_parties
 @click.option(
     "--bits",
     type=click.Choice(["4", "8", "16"]),
-    help="Bits per weight; 16 is not quantized. Without it, as the file has them.",
+    help="Bits per weight; 16 is not quantized, and what mlx-lm is fast with on a "
+    "CPU. Without it, as the file has them.",
 )
 def convert(file: str, out_dir: str, bits: str | None) -> None:
     """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads."""
     silence_third_parties()
+    from ..backend import defaults
     from ..models import convert as convert_model
 
     convert_model(file, out_dir, bits=int(bits) if bits else None)
     click.echo(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
+    if bits != "16" and defaults().name == "cpu":
+        click.echo(
+            "specdec: note: on a CPU mlx-lm itself is about 100 times slower with "
+            "packed weights (their scales have 16 bits): --bits 16 is fast there",
+            err=True,
+        )

@@ -44,7 +44,7 @@ def _describe(error: Exception) -> tuple[str, int]:
         return str(error), USAGE if isinstance(error, ConfigError) else FAILURE
     if isinstance(error, ImportError) and _is_mlx(error):
         return (
-            "MLX has no backend here: pip install 'mlx-specdec[cpu]', or [cuda12] "
+            "MLX has no backend here: pip install 'mlx[cpu]', or [cuda12] "
             f"or [cuda13] for an NVIDIA GPU ({error})",
             FAILURE,
         )

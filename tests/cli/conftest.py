@@ -34,6 +34,7 @@ def result_of(index: int, prompt: str, text: str) -> GenerationResult:
 
 STATS = RunStats(
     prompts=2,
+    prefilled=2,
     prompt_tokens=10,
     generated_tokens=8,
     decode_tokens=6,

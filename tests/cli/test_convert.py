@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from specdec import backend
 from specdec.errors import ModelNotFoundError
 
 Specdec = Callable[..., Result]
@@ -43,7 +44,10 @@ def test_arguments(
     assert result.exit_code == 0
     assert calls == [("m.gguf", "out", bits)]
     assert result.stdout == ""
-    assert result.stderr == "wrote out: specdec run --target out\n"
+    wrote, *notes = result.stderr.splitlines()
+    assert wrote == "wrote out: specdec run --target out"
+    on_cpu = backend.defaults().name == "cpu"
+    assert any("--bits 16" in n for n in notes) == (on_cpu and bits != 16)
 
 
 def test_failure(specdec: Specdec, calls: list[tuple[Any, ...]]) -> None:

@@ -168,7 +168,7 @@ def test_mlx_without_a_backend(
     decoder.raises = error
     result = specdec("run", "-p", "Hi")
     assert result.exit_code == 1
-    assert "pip install 'mlx-specdec[cpu]'" in result.stderr
+    assert "pip install 'mlx[cpu]'" in result.stderr
 
 
 def test_no_arguments_show_the_help(specdec: Specdec) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 from click.testing import Result
 
+from specdec import backend
+from specdec.backend import BackendDefaults
 from specdec.cli.output import Sink
 from specdec.config import EngineConfig, SamplingParams
 
@@ -114,19 +116,49 @@ def test_defaults_are_those_of_the_library(
     assert decoder.calls["params"] == SamplingParams()
 
 
+def without_notes(stderr: str) -> list[str]:
+    return [line for line in stderr.splitlines() if "specdec: note: " not in line]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "noted"),
+    [
+        (["--draft", "self:4bit"], True),
+        (["--draft", "D", "--quiet"], False),
+        ([], False),
+    ],
+)
+def test_a_draft_on_a_cpu_is_noted(
+    specdec: Specdec,
+    arguments: list[str],
+    noted: bool,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    cpu = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
+    monkeypatch.setattr(backend, "defaults", lambda: cpu)
+    result = specdec("run", "-p", "Hi", *arguments)
+    assert ("slower there, never different" in result.stderr) is noted
+    cuda = BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1)
+    monkeypatch.setattr(backend, "defaults", lambda: cuda)
+    assert "never different" not in specdec("run", "-p", "Hi", *arguments).stderr
+
+
 def test_summary_on_stderr(specdec: Specdec) -> None:
     result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
-    assert result.stderr.splitlines() == [
+    assert without_notes(result.stderr) == [
         "target:      the-target",
         "draft:       self:4bit, 3 tokens a round",
         "prefill:     2 prompts, 10 tokens, 20.0 tokens/s",
-        "decode:      8 tokens, 2 rounds, 3.0 tokens/s",
+        "decode:      6 tokens behind the first 2, 2 rounds, 3.0 tokens/s",
         "acceptance:  rate 0.500, length 2.50 tokens a round",
         "peak memory: 1.50 GB",
     ]
 
 
-def test_summary_of_plain_decoding_has_no_acceptance(specdec: Specdec) -> None:
+def test_summary_of_plain_decoding_has_no_acceptance(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    decoder.stats.drafted = decoder.stats.accepted = 0
     stderr = specdec("run", "-p", "Hi").stderr
     assert "draft:       none" in stderr
     assert "acceptance" not in stderr
