@@ -24,8 +24,9 @@ from .kinds import (
 )
 from .members import BatchCacheList
 from .memo import Memo
+from .positions import at_least, whole
 from .quantized import Dense, Quantized
-from .storage import QuantizedCodec
+from .storage import GroupSizeError, QuantizedCodec
 
 LayerCache = BatchCache | BatchCacheList
 
@@ -40,18 +41,25 @@ class CacheOptions:
     Args:
         max_write: most tokens written in one call (prefill chunk or k + 1), and
             most that a ring can take back.
-        read_bucket, max_length: see :class:`~specdec.cache.core.CacheCore`.
+        read_bucket: the columns that attention reads are rounded up to a multiple
+            of this, so that shapes repeat, which saves time where each new one is
+            dear (a GPU); 1 reads exactly what is held.
+        max_length: most tokens a row will ever hold, prefill's padding included,
+            when that is known: memory never grows past it, and longer rows are
+            refused.
         kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
-        kv_group_size: elements that share a scale.
+        kv_group_size: elements that share a scale: 32, 64 or 128; it must divide
+            the model's head size.
         quantized_kv_start: caches stay dense until the longest row holds this
             many tokens; see :func:`maybe_quantize`.
         max_kv_size: full-attention layers keep the first 4 tokens and the newest
             ``max_kv_size - 4``.
-        additive_mask: see :class:`~specdec.cache.core.CacheCore`; not for a model
-            of which :func:`reads_boolean_masks` is true.
+        additive_mask: make masks of 0 and minus infinity, in the type of the
+            scores (faster on a GPU), in place of boolean ones; not for a model of
+            which :func:`reads_boolean_masks` is true.
 
     Raises:
-        CacheError: a value is out of range.
+        CacheError: a value is out of range, or not a whole number.
     """
 
     max_write: int
@@ -64,13 +72,17 @@ class CacheOptions:
     additive_mask: bool = False
 
     def __post_init__(self) -> None:
+        at_least("max_write", self.max_write, 1)
+        at_least("read_bucket", self.read_bucket, 1)
+        if self.max_length is not None:
+            at_least("max_length", self.max_length, 1)
         if self.kv_bits is not None:
             QuantizedCodec(self.kv_bits, self.kv_group_size)
-        if self.quantized_kv_start < 0:
-            raise CacheError(
-                f"quantized_kv_start is {self.quantized_kv_start}: it must be 0 or more"
-            )
-        if self.max_kv_size is not None and self.max_kv_size <= MAX_KV_SIZE_KEEP:
+        at_least("quantized_kv_start", self.quantized_kv_start, 0)
+        if (
+            self.max_kv_size is not None
+            and whole("max_kv_size", self.max_kv_size) <= MAX_KV_SIZE_KEEP
+        ):
             raise CacheError(
                 f"max_kv_size is {self.max_kv_size}: it must be more than the "
                 f"{MAX_KV_SIZE_KEEP} first tokens that are always kept"
@@ -181,6 +193,8 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
         for cache in caches:
             cache.trim_per_sequence([0, 1, 2])
         model(tokens, cache=caches)
+    except GroupSizeError as error:
+        raise UnsupportedModelError(f"{name}: {error}") from error
     except Exception as error:  # whatever a model's code raises
         stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from ..errors import CacheError
 from .core import CacheCore, RowCounts
+from .positions import whole
 from .storage import Arrays, Storage
 
 C = TypeVar("C", bound="BatchCache")
@@ -33,7 +34,7 @@ class BatchCache(CacheCore):
         if isinstance(batch_indices, mx.array):
             rows = batch_indices
         else:
-            indices = [int(i) for i in batch_indices]
+            indices = [whole("a row", i) for i in batch_indices]
             if not all(0 <= i < self.batch_size for i in indices):
                 raise CacheError(
                     f"filter got rows {indices}: the batch has {self.batch_size}"
@@ -95,7 +96,13 @@ class BatchCache(CacheCore):
     # -- single sequences and state ------------------------------------------
 
     def extract(self, idx: int) -> Any:
-        """Row ``idx`` as mlx-lm's own cache of one sequence, exact contents."""
+        """Row ``idx`` as mlx-lm's own cache of one sequence, exact contents.
+
+        Raises:
+            CacheError: there is no such row.
+        """
+        if not 0 <= whole("a row", idx) < self.batch_size:
+            raise CacheError(f"extract got row {idx}: the batch has {self.batch_size}")
         lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
         length = lengths[idx]
         if self.empty() or length == 0:

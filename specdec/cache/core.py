@@ -23,6 +23,7 @@ from .positions import (
     grown_capacity,
     round_up,
     visible_slots,
+    whole,
 )
 from .storage import Codec, Storage
 
@@ -313,8 +314,8 @@ class CacheCore:
                 it. A ring that may have wrapped reads ``n`` without it.
 
         Raises:
-            CacheError: ``n`` has another length than the batch, is negative, or
-                takes back more than a ring still holds.
+            CacheError: ``n`` has another length than the batch, is negative or not
+                whole, or takes back more than a ring still holds.
         """
         if isinstance(n, mx.array):
             # An unsigned count would make the offsets 64 bits wide.
@@ -323,7 +324,7 @@ class CacheCore:
             if at_most is None and self._trim_budget() is not None:
                 at_most = int(n.max()) if n.size else 0
         else:
-            values = [int(v) for v in n]
+            values = [whole("a count of tokens to trim", v) for v in n]
             fewest, at_most = min(values, default=0), max(values, default=0)
             at_least("tokens to trim", fewest, 0)
             counts = self._memo.get(
@@ -388,9 +389,9 @@ class CacheCore:
         if right_padding is not None and not any(right_padding):
             return
         if lengths is not None:
-            self._lengths = [int(n) for n in lengths]
+            self._lengths = [whole("a length", n) for n in lengths]
         elif right_padding is not None:
-            self._right_padding = [int(n) for n in right_padding]
+            self._right_padding = [whole("a padding", n) for n in right_padding]
 
     def finalize(self) -> None:
         """End what :meth:`prepare` began."""

@@ -20,7 +20,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ..errors import CacheError
 from .batch import BatchCache
 from .core import Settings
-from .positions import ChunkedRule, LinearLayout, SlidingRule
+from .positions import ChunkedRule, LinearLayout, SlidingRule, whole
 from .quantized import Dense, Quantized, QuantizedRing
 from .ring import RingCache
 from .storage import Arrays, Codec, DenseCodec, QuantizedCodec
@@ -75,6 +75,7 @@ class _Rotating(RingCache):
         codec: Codec = DENSE,
         **settings: Unpack[Settings],
     ):
+        max_size, keep = whole("max_size", max_size), whole("keep", keep)
         super().__init__(
             batch_size,
             codec=codec,
@@ -137,7 +138,7 @@ class _Chunked(RingCache):
         super().__init__(
             batch_size,
             codec=codec,
-            window=chunk_size,
+            window=whole("chunk_size", chunk_size),
             keep=0,
             max_write=max_write,
             rules=(ChunkedRule(chunk_size),),

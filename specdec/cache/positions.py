@@ -11,9 +11,10 @@ bookkeeping of their own, because their positions lie behind the query.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
@@ -158,9 +159,17 @@ def additive_mask(visible: mx.array, dtype: mx.Dtype) -> mx.array:
     return mx.where(visible, mx.array(0, dtype), mx.array(-float("inf"), dtype))
 
 
+def whole(name: str, value: Any) -> int:
+    """``value`` as an ``int``; :class:`CacheError` unless it is a whole number."""
+    try:
+        return operator.index(value)
+    except (TypeError, ValueError):
+        raise CacheError(f"{name} is {value!r}: it must be a whole number") from None
+
+
 def at_least(name: str, value: int, low: int) -> None:
-    """Raise :class:`CacheError` if ``value`` is less than ``low``."""
-    if value < low:
+    """Raise :class:`CacheError` unless ``value`` is whole and ``low`` or more."""
+    if whole(name, value) < low:
         raise CacheError(f"{name} is {value}: it must be {low} or more")
 
 

@@ -14,8 +14,10 @@ from typing import Any, Protocol
 import mlx.core as mx
 
 from ..errors import CacheError
+from .positions import whole
 
 Arrays = tuple[mx.array, ...]
+GROUP_SIZES = (32, 64, 128)
 
 
 class Codec(Protocol):
@@ -53,6 +55,22 @@ class DenseCodec:
         return keys, values
 
 
+class GroupSizeError(CacheError):
+    """The quantization group does not divide the head size of keys or values."""
+
+    def __init__(self, group_size: int, head_sizes: Sequence[int]):
+        which = " and ".join(map(str, dict.fromkeys(head_sizes)))
+        heads = f"head size{'s' * (' ' in which)} {which}"
+        fitting = [n for n in GROUP_SIZES if not any(size % n for size in head_sizes)]
+        super().__init__(
+            f"kv group size {group_size} does not divide its {heads}: "
+            f"use {' or '.join(map(str, fitting))}"
+            if fitting
+            else f"its {heads} cannot be quantized in groups of 32, 64 or 128: "
+            "leave out kv_bits"
+        )
+
+
 @dataclass(frozen=True)
 class QuantizedCodec:
     """Packed keys and values with scales and biases, as ``mx.quantize`` makes them."""
@@ -61,9 +79,9 @@ class QuantizedCodec:
     group_size: int = 64
 
     def __post_init__(self) -> None:
-        if self.bits not in (4, 8):
+        if whole("kv bits", self.bits) not in (4, 8):
             raise CacheError(f"kv bits is {self.bits}: it must be 4 or 8")
-        if self.group_size not in (32, 64, 128):
+        if whole("kv group size", self.group_size) not in GROUP_SIZES:
             raise CacheError(
                 f"kv group size is {self.group_size}: it must be 32, 64 or 128"
             )
@@ -73,14 +91,12 @@ class QuantizedCodec:
         return {"bits": self.bits, "group_size": self.group_size}
 
     def encode(self, keys: mx.array, values: mx.array) -> Arrays:
+        sizes = keys.shape[-1], values.shape[-1]
+        if sizes[0] % self.group_size or sizes[1] % self.group_size:
+            raise GroupSizeError(self.group_size, sizes)
         return self._quantize(keys) + self._quantize(values)
 
     def _quantize(self, x: mx.array) -> Arrays:
-        if x.shape[-1] % self.group_size:
-            raise CacheError(
-                f"kv group size {self.group_size} does not divide the head size "
-                f"{x.shape[-1]}: choose a --kv-group-size that does"
-            )
         return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
     def present(self, arrays: Arrays) -> tuple[Any, Any]:

@@ -16,6 +16,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from specdec.cache import (
     BatchCacheList,
+    BatchQuantizedKVCache,
     CacheOptions,
     adopt,
     adopt_caches,
@@ -219,14 +220,35 @@ class TestRefusals:
         with pytest.raises(ValueError, match="broadcast"):
             model(tokens, cache=caches)
 
+    @pytest.mark.parametrize(
+        ("head_size", "group_size", "reason"),
+        [
+            (64, 128, "group size 128 does not divide its head size 64: use 32 or 64"),
+            (32, 64, "group size 64 does not divide its head size 32: use 32"),
+            (40, 64, "its head size 40 cannot be quantized in groups of 32, 64 or 128"),
+            (16, 32, "its head size 16 cannot be quantized in groups of 32, 64 or 128"),
+        ],
+    )
     def test_head_sizes_that_the_group_does_not_divide(
-        self, tiny_model: TinyModel
+        self, head_size: int, group_size: int, reason: str, tiny_model: TinyModel
     ) -> None:
-        model = tiny_model("llama", head_dim=40)
-        options = CacheOptions(max_write=4, kv_bits=4, kv_group_size=64)
-        message = refusal(model, options)
-        assert "group size 64 does not divide the head size 40" in message
+        model = tiny_model("llama", head_dim=head_size)
+        options = CacheOptions(max_write=4, kv_bits=4, kv_group_size=group_size)
+        if reason.startswith("its"):
+            expected = f"some/model: {reason}: leave out kv_bits"
+        else:
+            expected = f"some/model: kv {reason}"
+        assert refusal(model, options) == expected
         check_caches(model, "llama", CacheOptions(max_write=4))
+
+    def test_keys_and_values_of_different_head_sizes(self) -> None:
+        cache = BatchQuantizedKVCache(1, bits=4, group_size=128)
+        keys, values = mx.zeros((1, 1, 2, 192)), mx.zeros((1, 1, 2, 128))
+        with pytest.raises(CacheError) as caught:
+            cache.update_and_fetch(keys, values)
+        assert str(caught.value) == (
+            "kv group size 128 does not divide its head sizes 192 and 128: use 32 or 64"
+        )
 
     @pytest.mark.parametrize("start", [0, 1000])
     def test_attention_sinks_with_kv_bits(
@@ -255,15 +277,28 @@ class TestRefusals:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"kv_bits": 3}, "kv bits is 3"),
-        ({"kv_bits": 4, "kv_group_size": 16}, "kv group size is 16"),
-        ({"quantized_kv_start": -1}, "quantized_kv_start is -1"),
-        ({"max_kv_size": 4}, "max_kv_size is 4"),
+        ({"max_write": 0}, "max_write is 0: it must be 1 or more"),
+        ({"max_write": 2.5}, "max_write is 2.5: it must be a whole number"),
+        ({"max_write": "x"}, "max_write is 'x': it must be a whole number"),
+        ({"max_write": None}, "max_write is None: it must be a whole number"),
+        ({"read_bucket": 0}, "read_bucket is 0: it must be 1 or more"),
+        ({"read_bucket": 1.0}, "read_bucket is 1.0: it must be a whole number"),
+        ({"max_length": 0}, "max_length is 0: it must be 1 or more"),
+        ({"max_length": "9"}, "max_length is '9': it must be a whole number"),
+        ({"kv_bits": 3}, "kv bits is 3: it must be 4 or 8"),
+        ({"kv_bits": 4.0}, "kv bits is 4.0: it must be a whole number"),
+        ({"kv_bits": 4, "kv_group_size": 16}, "kv group size is 16: it must be 32, "),
+        ({"kv_bits": 4, "kv_group_size": "32"}, "kv group size is '32': it must be a"),
+        ({"quantized_kv_start": -1}, "quantized_kv_start is -1: it must be 0 or more"),
+        ({"quantized_kv_start": 0.5}, "quantized_kv_start is 0.5: it must be a whole"),
+        ({"max_kv_size": 4}, "max_kv_size is 4: it must be more than the 4 first"),
+        ({"max_kv_size": 9.5}, "max_kv_size is 9.5: it must be a whole number"),
     ],
 )
 def test_options_out_of_range(arguments: dict[str, Any], message: str) -> None:
-    with pytest.raises(CacheError, match=message):
-        CacheOptions(max_write=4, **arguments)
+    with pytest.raises(CacheError) as caught:
+        CacheOptions(**{"max_write": 4, **arguments})
+    assert str(caught.value).startswith(message)
 
 
 class TestMasks:

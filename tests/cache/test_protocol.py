@@ -27,6 +27,7 @@ from specdec.cache import (
     CacheOptions,
     adopt_caches,
 )
+from specdec.errors import CacheError
 
 TinyModel = Callable[..., nn.Module]
 
@@ -240,3 +241,49 @@ class TestBatchGenerator:
         assert self.generate(model, prompts, ours, **options) == self.generate(
             model, prompts, None, **options
         )
+
+
+X = mx.zeros((2, 1, 3, 4))
+
+
+@pytest.mark.parametrize(
+    ("ask", "message"),
+    [
+        (lambda _: BatchKVCache("x"), "batch_size is 'x': it must be a whole number"),  # type: ignore[arg-type]
+        (lambda _: BatchKVCache(-1), "batch_size is -1: it must be 0 or more"),
+        (lambda _: BatchKVCache(read_bucket=0), "read_bucket is 0: it must be 1 or"),
+        (lambda _: BatchRotatingKVCache(max_size="x"), "max_size is 'x': it must be"),  # type: ignore[arg-type]
+        (lambda _: BatchChunkedKVCache(chunk_size=1.5), "chunk_size is 1.5: it must"),  # type: ignore[arg-type]
+        (
+            lambda c: c.trim_per_sequence([1.5, 1]),
+            "a count of tokens to trim is 1.5: it must be a whole number",
+        ),
+        (lambda c: c.trim_per_sequence([1, -1]), "tokens to trim is -1: it must be"),
+        (lambda c: c.trim_per_sequence([1]), "trim_per_sequence got shape (1,)"),
+        (lambda c: c.extract(7), "extract got row 7: the batch has 2"),
+        (lambda c: c.extract(-1), "extract got row -1: the batch has 2"),
+        (lambda c: c.extract("a"), "a row is 'a': it must be a whole number"),
+        (lambda c: c.filter([0, 2]), "filter got rows [0, 2]: the batch has 2"),
+        (lambda c: c.filter([0.5]), "a row is 0.5: it must be a whole number"),
+        (lambda c: c.prepare(lengths=[1.5, 1]), "a length is 1.5: it must be a whole"),
+        (lambda c: c.prepare(right_padding=[1, "x"]), "a padding is 'x': it must be"),
+    ],
+)
+def test_what_cannot_be_asked_is_refused_in_one_line(
+    ask: Callable[[Any], Any], message: str
+) -> None:
+    cache = BatchKVCache(2)
+    cache.update_and_fetch(X, X)
+    with pytest.raises(CacheError) as caught:
+        ask(cache)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+    assert cache.offset.tolist() == [3, 3]
+
+
+def test_counts_of_numpy_and_mlx_are_whole_numbers() -> None:
+    cache = BatchKVCache(2)
+    cache.update_and_fetch(X, X)
+    counts: list[Any] = [np.int64(1), mx.array(2)]
+    cache.trim_per_sequence(counts)
+    assert cache.offset.tolist() == [2, 1]

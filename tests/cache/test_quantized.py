@@ -153,7 +153,9 @@ def test_other_groups_are_refused(group_size: int) -> None:
 
 def test_a_head_size_that_the_group_does_not_divide_is_refused() -> None:
     x = tokens(1, 2, dim=80)
-    with pytest.raises(CacheError, match="does not divide the head size 80"):
+    with pytest.raises(
+        CacheError, match="its head size 80 cannot be quantized in groups"
+    ):
         BatchQuantizedKVCache(1).update_and_fetch(x, x)
 
 
