@@ -8,6 +8,7 @@ where it can, the same for all rows where it cannot.
 from __future__ import annotations
 
 import inspect
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,7 @@ from mlx_lm.models.base import scaled_dot_product_attention
 from benchmarks.common import (
     DTYPES,
     MIB,
+    Script,
     header_of,
     interleaved,
     markdown_table,
@@ -38,6 +40,7 @@ from specdec.cache import (
     BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
 )
+from specdec.errors import ConfigError
 
 PREFILL = 512  # tokens per write while a cache is filled
 ROOM = 128  # columns left for the steps measured, so that nothing grows
@@ -370,7 +373,7 @@ def tables(raw: Record) -> Iterator[str]:
     )  # fmt: skip
 
 
-@click.command(help=__doc__)
+@click.command(cls=Script, help=__doc__)
 @click.option("--columns", multiple=True, type=int, help="Tokens held per row.")
 @click.option("--batch", multiple=True, type=int, help="Rows.")
 @click.option("--tokens", multiple=True, type=int, help="Tokens per row and step.")
@@ -394,7 +397,10 @@ def main(
     cpu = backend.defaults().name == "cpu"
     # SmolLM2's layer on a CPU, that of an 8B model elsewhere.
     heads = heads or ("9:3:64" if cpu else "32:8:128")
-    query_heads, kv_heads, head_dim = map(int, heads.split(":"))
+    found = re.fullmatch("([1-9][0-9]*):([1-9][0-9]*):([1-9][0-9]*)", heads)
+    if not found:
+        raise ConfigError(f"--heads {heads}: write QUERY:KV:DIM, such as 9:3:64")
+    query_heads, kv_heads, head_dim = map(int, found.groups())
     dtype = dtype or ("float32" if cpu else "bfloat16")
     if quick:
         columns, batch, tokens = columns or [512], batch or [2], tokens or [5]

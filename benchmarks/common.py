@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import click
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
@@ -23,6 +24,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
 from specdec import backend
+from specdec.errors import ConfigError, PromptError, SpecdecError
 from specdec.models import LoadedModel, load, load_draft
 from specdec.prompts import encode_all, read_prompts
 
@@ -35,6 +37,18 @@ DTYPES = {
     "bfloat16": mx.bfloat16,
     "float16": mx.float16,
 }
+
+
+class Script(click.Command):
+    """A command whose errors are one line: ``error: ...``, and exit code 1 or 2."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except SpecdecError as error:
+            # SystemExit, not a click error: that one would bring the usage along.
+            print(f"error: {error}", file=sys.stderr)
+            raise SystemExit(2 if isinstance(error, ConfigError) else 1) from error
 
 
 # -- machine and versions --------------------------------------------------
@@ -197,15 +211,34 @@ def load_model(
         target: given when the model is to be its draft (``self:4bit`` and so on).
     """
     if source.startswith("random:"):
-        shape, _, layers = source.removeprefix("random:").partition(":")
-        model = random_model(
-            shape, dtype or "bfloat16", num_layers=int(layers) if layers else None
-        )
+        shape, num_layers = random_shape(source)
+        model = random_model(shape, dtype or "bfloat16", num_layers=num_layers)
         no_tokenizer: Any = None
         return LoadedModel(model, no_tokenizer, {}, source)
     if target is not None:
         return load_draft(source, target, dtype=dtype)
     return load(source, dtype=dtype)
+
+
+def random_shape(source: str) -> tuple[str, int | None]:
+    """Shape and number of layers of ``random:SHAPE[:LAYERS]``.
+
+    Raises:
+        ConfigError: there is no such shape, or no such number.
+    """
+    shape, colon, layers = source.removeprefix("random:").partition(":")
+    if shape not in SHAPES:
+        raise ConfigError(
+            f"{source}: no shape {shape!r}; shapes are {', '.join(SHAPES)}"
+        )
+    if not colon:
+        return shape, None
+    if not re.fullmatch("0*[1-9][0-9]*", layers):
+        raise ConfigError(
+            f"{source}: {layers!r} is no number of layers: write random:{shape}:4, "
+            f"or random:{shape} for all; shapes are {', '.join(SHAPES)}"
+        )
+    return shape, int(layers)
 
 
 class TokenIds:
@@ -249,7 +282,10 @@ def encode_prompts(
     """The first ``number`` prompts of a file, as token ids."""
     prompts = read_prompts(path)[:number]
     if len(prompts) < number:
-        raise SystemExit(f"{path} has {len(prompts)} prompts, {number} were asked for")
+        raise PromptError(
+            f"{path} has {len(prompts)} prompts, {number} were asked for: "
+            f"choose --num-prompts {len(prompts)} or less"
+        )
     encoded = encode_all(tokenizer, prompts, ignore_chat_template=ignore_chat_template)
     return [list(e.token_ids) for e in encoded]
 

@@ -17,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks import systems
 from benchmarks.common import (
     MIB,
+    Script,
     encode_prompts,
     header_of,
     interleaved,
@@ -27,6 +28,7 @@ from benchmarks.common import (
     show_spread,
     write_report,
 )
+from specdec.errors import ConfigError
 from specdec.models import LoadedModel, check_same_vocabulary
 
 Record = dict[str, Any]
@@ -254,7 +256,7 @@ def explain(raw: Record, n: int) -> str:
     )
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Script, context_settings={"show_default": True})
 @click.option("--target", required=True, help="Folder, hub id, .gguf, random:SHAPE.")
 @click.option("--draft", help="The same, self:4bit, or random:SHAPE:LAYERS.")
 @click.option("--prompts", "path", help="Prompt file; needed unless random.")
@@ -298,6 +300,10 @@ def main(
     """Compare mlx-lm and this engine."""
     if any(num_prompts % b for b in batches):
         raise click.UsageError("--num-prompts must be a multiple of every --batch")
+    if path and target.startswith("random:"):
+        raise ConfigError("--prompts needs a tokenizer, which a random model lacks")
+    if eos and target.startswith("random:"):
+        raise ConfigError("--eos needs a tokenizer, which a random model lacks")
     if repeat < 1:
         raise click.UsageError("--repeat must be 1 or more")
     floats = None if dtype == "stored" else dtype

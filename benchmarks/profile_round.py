@@ -14,6 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.common import (
+    Script,
     header_of,
     load_model,
     markdown_table,
@@ -104,7 +105,7 @@ def profile(
     return {**record, "round": total / rounds * 1e3}
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Script, context_settings={"show_default": True})
 @click.option("--target", default="random:tiny")
 @click.option("--draft", default="random:tiny:1")
 @click.option("--dtype", default="float32")

@@ -22,6 +22,7 @@ from mlx_lm.models.cache import BatchKVCache
 from benchmarks.common import (
     DTYPES,
     SHAPES,
+    Script,
     header_of,
     markdown_table,
     random_model,
@@ -258,7 +259,7 @@ def tables(records: dict[str, Record], target: float) -> tuple[str, Record]:
     return text + "\n" + markdown_table([*header, f"<= {target:g}"], rows), ratios
 
 
-@click.command(context_settings={"show_default": True})
+@click.command(cls=Script, context_settings={"show_default": True})
 @click.option("--shape", default="8b", type=click.Choice(list(SHAPES)))
 @click.option("--layers", type=int, help="Another number of layers.")
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))

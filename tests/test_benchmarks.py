@@ -8,7 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
+from click.testing import CliRunner
+
+from benchmarks.cache import main as cache
+from benchmarks.decode import main as decode
+from benchmarks.profile_round import main as profile_round
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -70,3 +76,31 @@ def test_profile_round(tmp_path: Path) -> None:
     for phases in raw["rounds"].values():
         total = phases.pop("round")
         assert sum(phases.values()) == pytest.approx(total)
+
+
+SHAPES = "shapes are 8b, 1b, tiny"
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments", "code", "message"),
+    [
+        (decode, "--target random:foo", 2, f"random:foo: no shape 'foo'; {SHAPES}"),
+        (decode, "--target random:", 2, f"no shape ''; {SHAPES}"),
+        (decode, "--target random:tiny:x", 2, "'x' is no number of layers"),
+        (decode, "--target random:tiny:", 2, SHAPES),
+        (decode, "--target random:tiny --draft random:tiny:0", 2, SHAPES),
+        (decode, "--target random:tiny --prompts x", 2, "--prompts needs a tokenizer"),
+        (decode, "--target random:tiny --eos", 2, "--eos needs a tokenizer"),
+        (decode, "--target ./nowhere", 1, "nowhere"),
+        (profile_round, "--draft random:foo", 2, f"no shape 'foo'; {SHAPES}"),
+        (cache, "--heads 9:3", 2, "--heads 9:3: write QUERY:KV:DIM, such as 9:3:64"),
+    ],
+)
+def test_errors_are_one_line(
+    command: click.Command, arguments: str, code: int, message: str
+) -> None:
+    result = CliRunner().invoke(command, arguments)
+    assert result.exit_code == code
+    (line,) = result.stderr.splitlines()
+    assert line.startswith("error: ")
+    assert message in line
