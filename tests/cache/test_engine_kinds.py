@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -12,7 +13,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import SamplingParams
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
 
-from .small_models import MODELS, WINDOW
+from .small_models import MODELS, WINDOW, ChunkedModel
 
 TinyModel = Callable[..., nn.Module]
 
@@ -31,17 +32,26 @@ def slightly_off(target: Any, arch: str, arguments: Any, tiny: TinyModel) -> Any
     return draft
 
 
-@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["at-once", "behind"])
+GRID = [(rows, k) for rows in (1, 3, 8) for k in (1, 4, 7)]
+# Both ways of shaping and reading rounds, every cell of the grid once.
+HALVES = [pytest.param(AT_ONCE, GRID[::2], id="at-once"),
+          pytest.param(BEHIND, GRID[1::2], id="behind")]  # fmt: skip
+
+
+@pytest.mark.parametrize(("backend", "cells"), HALVES)
 @pytest.mark.parametrize("name", ["sliding", "gemma3", "gpt-oss", "mistral", "list"])
 def test_greedy_equals_plain_decoding(
-    name: str, backend: BackendDefaults, tiny_model: TinyModel
+    name: str,
+    backend: BackendDefaults,
+    cells: list[tuple[int, int]],
+    tiny_model: TinyModel,
 ) -> None:
     arch, arguments = MODELS[name]
     target = tiny_model(arch, **arguments)
     draft = slightly_off(target, arch, arguments, tiny_model)
     wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
     params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
-    for rows, k in ((1, 4), (3, 7), (8, 1), (8, 4)):
+    for rows, k in cells:
         got = run_rows(
             target,
             draft,
@@ -54,6 +64,34 @@ def test_greedy_equals_plain_decoding(
         )
         assert [row.tokens for row in got] == wanted[:rows]
         assert sum(row.accepted for row in got) > 0
+
+
+@pytest.mark.parametrize(("backend", "cells"), HALVES)
+def test_greedy_in_attention_chunks(
+    backend: BackendDefaults, cells: list[tuple[int, int]]
+) -> None:
+    """A model of llama4's kind; its reference attends by a mask of its own."""
+    mx.random.seed(3)
+    target, draft = ChunkedModel(), ChunkedModel()
+    draft.update(target.parameters())
+    other = ChunkedModel()
+    draft.layers[-1].update({"mlp": other.layers[-1]["mlp"]})
+    wanted = [without_cache(target, prompt) for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
+    for rows, k in cells:
+        got = run_rows(
+            target, draft, PROMPTS[:rows], params[:rows], batch_size=rows,
+            num_draft_tokens=k, backend=backend, prefill_step_size=6,
+        )  # fmt: skip
+        assert [row.tokens for row in got] == wanted[:rows]
+        assert sum(row.accepted for row in got) > 0
+
+
+def without_cache(model: ChunkedModel, prompt: list[int]) -> list[int]:
+    tokens = list(prompt)
+    for _ in range(NEW_TOKENS):
+        tokens.append(int(mx.argmax(model(mx.array([tokens]))[0, -1])))
+    return tokens[len(prompt) :]
 
 
 @pytest.mark.parametrize("name", ["full", "sliding", "gemma3"])
