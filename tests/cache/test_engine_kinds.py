@@ -73,7 +73,7 @@ def test_greedy_in_attention_chunks(
     """A model of llama4's kind; its reference attends by a mask of its own."""
     mx.random.seed(3)
     target, draft = ChunkedModel(), ChunkedModel()
-    draft.update(target.parameters())
+    draft.update(target.parameters())  # type: ignore[no-untyped-call]
     other = ChunkedModel()
     draft.layers[-1].update({"mlp": other.layers[-1]["mlp"]})
     wanted = [without_cache(target, prompt) for prompt in PROMPTS]
