@@ -129,7 +129,7 @@ def read_float_rows(
     except ImportError as error:
         raise UnsupportedModelError(
             f"{file.path} has {info.type_name} weights, which need the gguf "
-            'package: pip install "mlx-specdec[gguf]"'
+            "package: pip install gguf"
         ) from error
     try:
         return dequantize(raw, GGMLQuantizationType(info.type_id))
