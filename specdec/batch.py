@@ -12,6 +12,7 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
@@ -49,9 +50,13 @@ class InFlight:
     num_draft_tokens: int
     packed: mx.array
 
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.rows))
+
     def has(self, sequence: Sequence) -> bool:
         """Whether the row takes part."""
-        return any(row is sequence for row in self.rows)
+        return id(sequence) in self._ids
 
 
 class RowBatch:
