@@ -1,4 +1,4 @@
-"""What a batch cache can do with its rows: filter, extend, extract, merge, state."""
+"""What a batch cache can do with its rows: pad, filter, extend, extract, merge."""
 
 from __future__ import annotations
 
@@ -20,6 +20,51 @@ class BatchCache(CacheCore):
 
     #: mlx-lm's class for one sequence of this kind.
     single: ClassVar[Any]
+
+    # -- padding -----------------------------------------------------------
+
+    def prepare(
+        self,
+        *,
+        left_padding: Sequence[int] | None = None,
+        lengths: Sequence[int] | None = None,
+        right_padding: Sequence[int] | None = None,
+    ) -> None:
+        """Announce that the next writes are padded on the right.
+
+        Args:
+            lengths: real tokens of every row in the writes to come; what follows
+                them is padding and never counts as kept.
+            right_padding: padding of every row; without ``lengths`` it is taken
+                back by :meth:`finalize`, which a ring can do only for as much
+                padding as it can trim.
+
+        Raises:
+            CacheError: left padding, which these caches do not have, or counts
+                for another number of rows.
+        """
+        if left_padding is not None and any(left_padding):
+            raise CacheError(
+                "left padding is not supported: pad on the right and pass lengths"
+            )
+        for counts in (lengths, right_padding):
+            if counts is not None and len(counts) != self.batch_size:
+                raise CacheError(
+                    f"prepare got {len(counts)} counts for {self.batch_size} rows"
+                )
+        if right_padding is not None and not any(right_padding):
+            return
+        if lengths is not None:
+            self._lengths = [whole("a length", n) for n in lengths]
+        elif right_padding is not None:
+            self._right_padding = [whole("a padding", n) for n in right_padding]
+
+    def finalize(self) -> None:
+        """End what :meth:`prepare` began."""
+        self._lengths = None
+        if self._right_padding is not None:
+            self.trim_per_sequence(self._right_padding)
+            self._right_padding = None
 
     # -- rows --------------------------------------------------------------
 

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from specdec.cache import positions
+from specdec.cache.batch import BatchCache
 from specdec.cache.core import CacheCore
 from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
 from specdec.cache.ring import RingCache
@@ -169,7 +170,7 @@ def chunk_edge(patch: Patch) -> None:
 
 
 def padding_kept(patch: Patch) -> None:
-    patch.setattr(CacheCore, "prepare", lambda self, **kwargs: None)
+    patch.setattr(BatchCache, "prepare", lambda self, **kwargs: None)
 
 
 def budget_one_too_many(patch: Patch) -> None:
