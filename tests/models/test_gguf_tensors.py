@@ -111,7 +111,8 @@ def test_the_gguf_package_is_asked_for_by_name(
     file = write(tmp_path / "m.gguf", KIND.Q6_K)
     for name in ("gguf", "gguf.quants"):
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(UnsupportedModelError, match=r"Q6_K.*pip install gguf$") as caught:
+    way_out = r"Q6_K.*pip install gguf$"
+    with pytest.raises(UnsupportedModelError, match=way_out) as caught:
         read_float(file, file.tensors["matrix.weight"], mx.float32)
     assert "\n" not in str(caught.value)
     # What MLX packs is read without it.
