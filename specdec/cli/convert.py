@@ -26,7 +26,7 @@ def convert(file: str, out_dir: str, bits: str | None) -> None:
     click.echo(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
     if bits != "16" and defaults().name == "cpu":
         click.echo(
-            "specdec: note: on a CPU mlx-lm itself is about 100 times slower with "
+            "specdec: note: on a CPU mlx-lm itself is many times slower with "
             "packed weights (their scales have 16 bits): --bits 16 is fast there",
             err=True,
         )

@@ -1,13 +1,11 @@
 """Loading models: MLX folders, hub ids, GGUF files; vocabulary checks."""
 
-from ..config import SELF_DRAFTS
 from .convert import convert
 from .loaded import LoadedModel
 from .loading import default_target, load, load_draft
 from .vocabulary import check_same_vocabulary
 
 __all__ = [
-    "SELF_DRAFTS",
     "LoadedModel",
     "check_same_vocabulary",
     "convert",

@@ -12,8 +12,9 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from specdec.config import SELF_DRAFTS
 from specdec.errors import UnsupportedModelError
-from specdec.models import SELF_DRAFTS, load, load_draft
+from specdec.models import load, load_draft
 from specdec.models.precision import cast, quantized_copy
 
 from .folders import write_folder
