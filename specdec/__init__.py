@@ -3,7 +3,7 @@
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
-from .config import EngineConfig, SamplingParams
+from .config import EngineConfig
 from .errors import (
     CacheError,
     CompilerMissingError,
@@ -15,7 +15,9 @@ from .errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
-from .sequence import GenerationResult, StreamEvent
+from .params import SamplingParams
+from .results import GenerationResult, StreamEvent
+from .sequence import TokenLogprobs
 from .stats import RunStats
 
 if TYPE_CHECKING:
@@ -40,6 +42,7 @@ __all__ = [
     "SpecDecoder",
     "SpecdecError",
     "StreamEvent",
+    "TokenLogprobs",
     "UnsupportedModelError",
     "VocabularyMismatchError",
     "__version__",

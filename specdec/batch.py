@@ -13,42 +13,71 @@ from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import isnan
 
 import mlx.core as mx
 
 from .backend import BackendDefaults
 from .drafters import Drafter, DraftRows, Round
 from .models.runner import ModelRunner
-from .sampling import RowSampling, choose
+from .rounds import Decision, RowRules
 from .sequence import Sequence
-from .verification import count_kept, next_tail
+from .verification import next_recent
 
 
 @dataclass(frozen=True)
 class RowOutput:
-    """The tokens that a row emitted in one step; ``ended`` by the last of them."""
+    """What a row emitted in one step; ``ended`` by the last of it."""
 
     sequence: Sequence
     token_ids: list[int]
+    text: str
     ended: bool
 
     @classmethod
-    def of(cls, sequence: Sequence, token_ids: list[int]) -> RowOutput:
-        """What ``sequence`` has just committed."""
-        return cls(sequence, token_ids, sequence.finish_reason is not None)
+    def of(cls, sequence: Sequence) -> RowOutput:
+        """What ``sequence`` has to show and has not shown yet."""
+        token_ids, text = sequence.take()
+        return cls(sequence, token_ids, text, sequence.finish_reason is not None)
 
 
 @dataclass(frozen=True)
 class InFlight:
     """A round that was handed to the device and not read yet.
 
-    ``packed`` has shape (B, k + 2): how many tokens each row keeps, and the k + 1
-    that the target chose.
+    Args:
+        rows: those that take part.
+        limits: most draft tokens that each could accept, -1 where it had ended.
+        first: it is the prompts' last step, which counts as no round.
+        packed: shape (B, k + 2): how many tokens each row keeps, and the k + 1 that
+            were chosen.
     """
 
     rows: tuple[Sequence, ...]
-    num_draft_tokens: int
+    limits: tuple[int, ...]
+    first: bool
     packed: mx.array
+    decision: Decision
+
+    @classmethod
+    def of(
+        cls,
+        rows: tuple[Sequence, ...],
+        limits: tuple[int, ...],
+        decision: Decision,
+        *,
+        first: bool,
+    ) -> InFlight:
+        """Hand what the host will read to the device."""
+        verdict = decision.verdict
+        packed = mx.concatenate([verdict.kept[:, None], verdict.chosen], axis=1)
+        mx.async_eval(packed, decision.peaks)
+        return cls(rows, limits, first, packed, decision)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """k of the round."""
+        return int(self.packed.shape[1]) - 2
 
     @cached_property
     def _ids(self) -> frozenset[int]:
@@ -57,6 +86,29 @@ class InFlight:
     def has(self, sequence: Sequence) -> bool:
         """Whether the row takes part."""
         return id(sequence) in self._ids
+
+    def read(self) -> list[tuple[Sequence, int]]:
+        """Wait for the round and commit it: its rows, and how much each kept."""
+        packed: list[list[int]] = self.packed.tolist()  # type: ignore[assignment]
+        peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
+        logprobs = self.decision.logprobs
+        reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
+        read = []
+        for i, sequence in enumerate(self.rows):
+            kept, *chosen = packed[i]
+            read.append((sequence, kept))
+            valid = next((j for j in range(kept) if isnan(peaks[i][j])), kept)
+            if self.first:
+                sequence.commit(chosen[:valid], reported[i][:valid])
+            elif valid:
+                drafted = max(self.limits[i], 0)
+                sequence.commit_round(chosen[:valid], drafted, reported[i][:valid])
+            at = len(sequence.tokens)
+            if valid < kept:
+                sequence.fail(f"the target's logits hold NaN at token {at}")
+            elif i in self.decision.errors:
+                sequence.fail(self.decision.errors[i])
+        return read
 
 
 class RowBatch:
@@ -83,11 +135,9 @@ class RowBatch:
     ):
         self.rows = tuple(sequences)
         self.num_draft_tokens = num_draft_tokens if drafter else 0
-        self._repeat_shapes = backend.repeat_shapes
-        # A round that turns out to be of no use is dear where tokens, not
-        # launches, cost time: then speculative rounds are read at once.
-        patient = backend.repeat_shapes or not self.num_draft_tokens
-        self._lookahead = backend.lookahead if patient else 0
+        self._backend = backend
+        self._vocab_size = target.vocab_size
+        self._draft_context = drafter.context_length if drafter else None
         prompts = [s.request.prompt_tokens for s in self.rows]
         max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
@@ -98,21 +148,25 @@ class RowBatch:
         )
         self._draft: DraftRows | None = None
         if drafter is not None:
-            self._draft = drafter.rows(prompts, max_length=max_length)
-        self._vocab_size = target.vocab_size
+            # Of a row that is never drafted for, the drafter needs no prompt.
+            drafted = [
+                p if self._draft_limit(s, len(p)) else p[-1:]
+                for s, p in zip(self.rows, prompts, strict=True)
+            ]
+            self._draft = drafter.rows(drafted, max_length=max_length)
         self._note_rows()
-        self._tail = mx.array([p[-1:] for p in prompts], mx.int32)
+        self._recent = _right_aligned(prompts, self._rules.sampling.context_size)
         # Tokens in the target's cache per row, as far as the host has read.
-        self._cached = [len(p) for p in prompts]
+        self._cached = [len(p) - 1 for p in prompts]
         self._in_flight: deque[InFlight] = deque()
+        self._last_limit: tuple[tuple[int, ...], mx.array] | None = None
 
     def _max_length(self) -> int:
         """Tokens that the longest row can ever hold, rejected ones included."""
-        requests = [s.request for s in self.rows]
-        longest = max(len(r.prompt_tokens) + r.params.max_tokens for r in requests)
+        longest = max(s.request.max_length for s in self.rows)
         # A row that has ended may be past its end by the rounds that the host had
         # not read; while it stays, every round writes behind it, then trims.
-        return longest + (self._lookahead + 2) * (self.num_draft_tokens + 1)
+        return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -125,21 +179,11 @@ class RowBatch:
         """Run the prompts, yielding behind each chunk; last, the first tokens."""
         for _ in self._target.prefill():
             yield []
-        noise = self._sampling.noise(self._target.offset + 1, 1, self._vocab_size)
-        logits = self._target.forward(self._tail)
-        first = choose(logits, self._sampling, noise)
-        self._tail = mx.concatenate([self._tail, first], axis=1)
-        mx.async_eval(self._tail, self._target.offset)
+        in_flight = self._dispatch(0, first=True)
         if self._draft is not None:
             for _ in self._draft.prefill():
                 yield []
-        tokens: list[list[int]] = first.tolist()  # type: ignore[assignment]
-        outputs = [
-            RowOutput.of(s, s.commit(t)) for s, t in zip(self.rows, tokens, strict=True)
-        ]
-        self._retire()
-        self._note_lengths()
-        yield outputs
+        yield self._read(in_flight)
 
     # -- rounds ------------------------------------------------------------
 
@@ -148,9 +192,10 @@ class RowBatch:
 
         Returns nothing while the first rounds are on their way.
         """
-        if self._worth_a_round():
+        ahead = len(self._in_flight)
+        if ahead <= self._lookahead and self._worth_a_round():
             self._in_flight.append(self._dispatch(self._choose_k()))
-            if len(self._in_flight) <= self._lookahead:
+            if ahead < self._lookahead:
                 return []
         return self._read(self._in_flight.popleft()) if self._in_flight else []
 
@@ -163,73 +208,108 @@ class RowBatch:
         return sum(f.has(sequence) for f in self._in_flight)
 
     def _choose_k(self) -> int:
-        if self._repeat_shapes:
+        if self._backend.repeat_shapes:
             return self.num_draft_tokens
         # Nothing behind the last token that any row may emit is of use.
         remaining = max(s.remaining - self._pending(s) for s in self.unfinished)
         return min(self.num_draft_tokens, remaining - 1)
 
-    def _dispatch(self, k: int) -> InFlight:
+    def _draft_limit(self, sequence: Sequence, length: int) -> int:
+        """Draft tokens that a row of up to ``length`` committed tokens may accept."""
+        own = sequence.request.params.num_draft_tokens
+        k = self.num_draft_tokens if own is None else min(own, self.num_draft_tokens)
+        context = self._draft_context
+        # The draft writes all but the last of what it proposes.
+        fits = context is None or length + self.num_draft_tokens - 1 <= context
+        return k if fits else 0
+
+    def _limits(self, k: int) -> tuple[int, ...]:
+        """Draft tokens that each row may accept in a round of k; -1: it has ended."""
+        return tuple(
+            -1
+            if s.finish_reason is not None
+            else min(k, self._draft_limit(s, most + 1))
+            for s, (_, most) in zip(self.rows, self._bounds(), strict=True)
+        )
+
+    def _dispatch(self, k: int, *, first: bool = False) -> InFlight:
         """Build one round and hand it to the device; nothing here waits for it."""
+        limits = self._limits(k)
+        k = max(0, *limits)
+        limit = self._limit_array(limits)
         # 1. propose
-        first = self._target.offset + 1
-        noise = self._sampling.noise(first, k + 1, self._vocab_size)
-        round_ = Round(k, self._tail, self._active, self._sampling, noise)
-        inputs = self._tail[:, 1:]
+        draws = self._rules.sampling.draws(self._target.offset + 1, k + 1)
+        round_ = Round(
+            k,
+            self._recent,
+            self._active,
+            self._rules.sampling,
+            draws,
+            self._rules.needs_probabilities,
+        )
+        inputs, proposals = self._recent[:, -1:], None
         if k and self._draft is not None:
-            inputs = mx.concatenate([inputs, self._draft.propose(round_)], axis=1)
-        # 2. verify: the target chooses for each proposal and one behind the last
-        chosen = choose(self._target.forward(inputs), self._sampling, noise)
-        # 3. accept; a plain round keeps one token of every running row
-        plain = k == 0
-        kept = self._one if plain else count_kept(inputs[:, 1:], chosen, self._active)
+            proposals = self._draft.propose(round_)
+            inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
+        # 2. verify, 3. accept
+        logits = self._target.forward(inputs)
+        decision = self._rules.decide(round_, proposals, logits, limits, limit)
+        verdict = decision.verdict
         # 4. trim, unless all rows keep all that was written
-        if not plain or len(self.unfinished) < len(self.rows):
-            self._target.trim_per_sequence(k + 1 - kept, k + 1)
+        if k or min(limits) < 0 or decision.errors:
+            self._target.trim_per_sequence(k + 1 - verdict.kept, k + 1)
         # 5. commit
-        if self._draft is not None:
-            self._draft.commit(round_, chosen, kept)
-        if plain:  # the tail of a row that has ended is never read
-            self._tail = mx.concatenate([inputs, chosen], axis=1)
-        else:
-            self._tail = next_tail(self._tail, chosen, kept)
-        packed = mx.concatenate([kept[:, None], chosen], axis=1)
-        mx.async_eval(packed, self._tail, self._target.offset)
-        return InFlight(self.rows, k, packed)
+        if self._draft is not None and not first:
+            self._draft.commit(round_, verdict)
+        if k:
+            self._recent = next_recent(self._recent, verdict.chosen, verdict.kept)
+        else:  # those of a row that has ended are never read
+            recent = [self._recent[:, 1:], verdict.chosen]
+            self._recent = mx.concatenate(recent, axis=1)
+        in_flight = InFlight.of(self.rows, limits, decision, first=first)
+        mx.async_eval(self._recent, self._target.offset)
+        return in_flight
+
+    def _limit_array(self, limits: tuple[int, ...]) -> mx.array:
+        """The limits on the device; most rounds have those of the one before."""
+        if self._last_limit is None or self._last_limit[0] != limits:
+            self._last_limit = limits, mx.array(limits, mx.int32)
+        return self._last_limit[1]
 
     def _read(self, in_flight: InFlight) -> list[RowOutput]:
         """Wait for a round; append its tokens to the rows and retire those that end."""
-        outputs = []
         cached = dict(zip(map(id, self.rows), self._cached, strict=True))
-        packed: list[list[int]] = in_flight.packed.tolist()  # type: ignore[assignment]
-        for sequence, (kept, *chosen) in zip(in_flight.rows, packed, strict=True):
+        running = [s for s in in_flight.rows if s.finish_reason is None]
+        for sequence, kept in in_flight.read():
             if id(sequence) in cached:
                 cached[id(sequence)] += kept
-            if sequence.finish_reason is None:
-                k = in_flight.num_draft_tokens
-                tokens = sequence.commit_round(chosen[:kept], k)
-                outputs.append(RowOutput.of(sequence, tokens))
         self._cached = [cached[id(s)] for s in self.rows]
-        self._retire()
-        self._note_lengths()
-        return outputs
+        self.retire()
+        return [RowOutput.of(s) for s in running]
 
-    def _note_lengths(self) -> None:
-        """Rows are as long as was read, plus what the rounds in flight may add."""
-        if not self.rows:
-            return
-        longest, shortest = [], []
+    def _bounds(self) -> Iterator[tuple[int, int]]:
+        """Least and most tokens of each row in the target's cache.
+
+        As many as were read, plus what the rounds in flight may add.
+        """
         for sequence, cached in zip(self.rows, self._cached, strict=True):
             widths = [
                 f.num_draft_tokens + 1 for f in self._in_flight if f.has(sequence)
             ]
             # Every round adds a token to a running row, none to one that has ended.
             least = len(widths) if sequence.finish_reason is None else 0
-            longest.append(cached + sum(widths))
-            shortest.append(cached + least)
-        self._target.note_lengths(max(longest), min(shortest))
+            yield cached + least, cached + sum(widths)
+
+    def _note_lengths(self) -> None:
+        """Tell the caches what the host knows of their rows."""
+        if not self.rows:
+            return
+        least, most = zip(*self._bounds(), strict=True)
+        self._target.note_lengths(max(most), min(least))
         if self._draft is not None:
-            self._draft.note_lengths(max(longest) + 1, min(shortest) + 1)
+            # A row that is not drafted for may be shorter there.
+            shortest = min(least) + 1 if self._all_drafted else 0
+            self._draft.note_lengths(max(most) + 1, shortest)
 
     # -- rows --------------------------------------------------------------
 
@@ -246,27 +326,36 @@ class RowBatch:
         self.rows += other.rows
         self._cached += other._cached
         self._note_rows()
-        self._tail = mx.concatenate([self._tail, other._tail])
+        both = (self._recent, other._recent)
+        width = max(recent.shape[1] for recent in both)
+        self._recent = mx.concatenate([_widened(recent, width) for recent in both])
         self._note_lengths()
 
     def _note_rows(self) -> None:
-        """Tell the device which rows there are, how they sample, which are running."""
+        """Work out what depends on which rows there are and which are running."""
         running = [s.finish_reason is None for s in self.rows]
         self._active = mx.array(running, mx.bool_)
-        # What a plain round keeps.
-        self._one = mx.array(running, mx.int32)
-        self._sampling = RowSampling.of([s.request.params for s in self.rows])
+        self._rules = RowRules.of(self.rows, self._vocab_size)
+        self._all_drafted = all(
+            self._draft_limit(s, len(s.request.prompt_tokens)) for s in self.rows
+        )
+        # A round that turns out to be of no use is dear where tokens, not launches,
+        # cost time, and functions of the user's need every token before the next:
+        # then rounds are read at once.
+        patient = self._backend.repeat_shapes or not self.num_draft_tokens
+        stepwise = any(running[i] for i in self._rules.stepwise)
+        self._lookahead = self._backend.lookahead if patient and not stepwise else 0
 
-    def _retire(self) -> None:
+    def retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""
         running = len(self.unfinished)
-        if running == len(self.rows):
-            return
-        # A new batch size is a new shape: where those are dear, wait for half.
-        if not self._repeat_shapes or 2 * running <= len(self.rows):
-            self._keep_running()
-        else:
-            self._note_rows()
+        if running < len(self.rows):
+            # A new batch size is a new shape: where those are dear, wait for half.
+            if not self._backend.repeat_shapes or 2 * running <= len(self.rows):
+                self._keep_running()
+            else:
+                self._note_rows()
+        self._note_lengths()
 
     def _keep_running(self) -> None:
         """Drop the rows that have ended."""
@@ -278,8 +367,23 @@ class RowBatch:
         self._note_rows()
         if not rows:
             return
-        index = mx.array(rows, mx.int32)
-        self._tail = self._tail[index]
+        self._recent = self._recent[mx.array(rows, mx.int32)]
         self._target.filter(rows)
         if self._draft is not None:
             self._draft.filter(rows)
+
+
+def _right_aligned(
+    prompts: AbstractSequence[AbstractSequence[int]], width: int
+) -> mx.array:
+    """The newest tokens of each prompt, shape (B, width), -1 where there is none."""
+    newest = [list(p[-width:]) for p in prompts]
+    return mx.array([[-1] * (width - len(p)) + p for p in newest], mx.int32)
+
+
+def _widened(recent: mx.array, width: int) -> mx.array:
+    """``recent`` with columns of -1 put in front."""
+    missing = width - recent.shape[1]
+    if not missing:
+        return recent
+    return mx.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -11,21 +11,23 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .batch import RowOutput
-from .config import EngineConfig, SamplingParams, check_draft_name
+from .config import EngineConfig, check_draft_name
 from .drafters import Drafter, DraftModel
 from .engine import Engine
 from .errors import ConfigError
 from .models import (
     LoadedModel,
     check_same_vocabulary,
+    context_length,
     default_target,
     load,
     load_draft,
 )
 from .models.runner import ModelRunner
+from .params import SamplingParams
 from .prompts import Prompt, encode_all
-from .sequence import GenerationResult, Request, StreamEvent
+from .results import GenerationResult, StreamEvent
+from .session import Bounds, Session
 from .stats import RunStats
 
 
@@ -61,12 +63,14 @@ class SpecDecoder:
         if draft is not None:
             check_same_vocabulary(target, draft)
         self._target = self._runner(target)
+        self._bounds = Bounds(self._target.vocab_size, context_length(target.config))
         self._drafter: Drafter | None = None
         if draft is not None and self.config.num_draft_tokens:
             self._drafter = DraftModel(
                 self._runner(draft),
                 vocab_size=self._target.vocab_size,
                 max_draft_tokens=self.config.num_draft_tokens,
+                context_length=context_length(draft.config),
             )
 
     def _runner(self, model: LoadedModel) -> ModelRunner:
@@ -124,8 +128,10 @@ class SpecDecoder:
             ignore_chat_template: encode strings as they are.
 
         Raises:
-            PromptError: a prompt is empty or cannot be encoded.
-            ConfigError: ``params`` are not as many as the prompts.
+            PromptError: a prompt is empty, cannot be encoded, or is longer than the
+                target's context.
+            ConfigError: ``params`` are not as many as the prompts, or name a token
+                that is none of the target's.
         """
         events = self.stream(
             prompts,
@@ -155,41 +161,28 @@ class SpecDecoder:
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
         )
-        requests = [
-            Request(i, e.text, e.token_ids, p)
-            for i, (e, p) in enumerate(
-                zip(encoded, _per_prompt(params, len(encoded)), strict=True)
-            )
-        ]
-        return self._stream(requests)
+        session = self.session()
+        session.add_all(encoded, _per_prompt(params, len(encoded)))
+        self.stats = session.stats
+        return _events(session)
 
-    def _stream(self, requests: Sequence[Request]) -> Iterator[StreamEvent]:
-        eos = frozenset(self.tokenizer.eos_token_ids)
-        engine = Engine(self._target, self._drafter, self.config, self._backend, eos)
-        self.stats = engine.stats
-        detokenizers = {r.index: self.tokenizer.detokenizer for r in requests}
-        for request in requests:
-            engine.add(request)
-        with _wired_memory():
-            while engine.busy:
-                for output in engine.step():
-                    yield self._event(output, detokenizers)
-
-    def _event(self, output: RowOutput, detokenizers: dict[int, Any]) -> StreamEvent:
-        index = output.sequence.request.index
-        detokenizer = detokenizers[index]
-        for token in output.token_ids:
-            detokenizer.add_token(token)
-        result = None
-        if output.ended:
-            detokenizer.finalize()
-        text = detokenizer.last_segment
-        if output.ended:
-            result = GenerationResult.of(output.sequence, detokenizer.text)
-            del detokenizers[index]
-        return StreamEvent(
-            index=index, text=text, token_ids=output.token_ids, result=result
+    def session(self) -> Session:
+        """A new session, to which requests can be added while others run."""
+        engine = Engine(
+            self._target,
+            self._drafter,
+            self.config,
+            self._backend,
+            frozenset(self.tokenizer.eos_token_ids),
+            lambda: self.tokenizer.detokenizer,
         )
+        return Session(engine, self.tokenizer, self._bounds)
+
+
+def _events(session: Session) -> Iterator[StreamEvent]:
+    with wired_memory():
+        while session.busy:
+            yield from session.step()
 
 
 def _per_prompt(
@@ -215,7 +208,7 @@ def _per_prompt(
 
 
 @contextmanager
-def _wired_memory() -> Iterator[None]:
+def wired_memory() -> Iterator[None]:
     """Keep models resident where the device has a recommended working set (Metal)."""
     before = maybe_set_recommended_wired_limit()
     try:

@@ -6,7 +6,7 @@ admit -> prefill, a chunk a step -> join -> round after round -> finish
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 
 import mlx.core as mx
@@ -19,6 +19,7 @@ from .models.runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import Request, Sequence
 from .stats import RunStats
+from .text import Detokenizer, OutputText
 
 
 class Engine:
@@ -33,6 +34,8 @@ class Engine:
         config: rows, draft tokens.
         backend: how to shape rounds.
         eos_token_ids: tokens that end a row.
+        detokenizer: makes a new streaming detokenizer; without it results have
+            tokens and no text, and stop texts are not found.
     """
 
     def __init__(
@@ -42,14 +45,18 @@ class Engine:
         config: EngineConfig,
         backend: BackendDefaults,
         eos_token_ids: AbstractSet[int],
+        detokenizer: Callable[[], Detokenizer] | None = None,
     ):
         self.stats = RunStats()
         self._target = target
         self._drafter = drafter
         self._config = config
         self._backend = backend
-        self._eos_token_ids = eos_token_ids
+        self._eos_token_ids = frozenset(eos_token_ids)
+        self._detokenizer = detokenizer
         self._scheduler = Scheduler(config.batch_size)
+        self._alive: dict[int, Sequence] = {}
+        self._cancelled: list[Sequence] = []
         self._running: RowBatch | None = None
         self._joining: RowBatch | None = None
         self._chunks: Iterator[list[RowOutput]] = iter(())
@@ -57,51 +64,84 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended yet."""
-        return (
-            self._scheduler.waiting > 0
-            or self._joining is not None
-            or self._running is not None
-        )
+        """Whether a request has not ended yet, or its end was not told."""
+        return bool(self._alive)
 
     def add(self, request: Request) -> None:
-        """Queue a request; it gets a row as soon as one is free."""
-        self._scheduler.add(request)
+        """Queue a request; it gets a row as soon as one is free.
+
+        ``request.index`` must not be that of a request which has not ended.
+        """
+        assert request.index not in self._alive
+        output = None
+        if self._detokenizer is not None:
+            output = OutputText(self._detokenizer(), request.params.stop)
+        sequence = Sequence(request, self._eos_token_ids, output)
+        sequence.queued = time.perf_counter()
+        self._alive[request.index] = sequence
+        self._scheduler.add(sequence)
+
+    def cancel(self, index: int) -> bool:
+        """End a request as it is; the next step tells its result.
+
+        Returns:
+            Whether it had not ended yet.
+        """
+        sequence = self._alive.get(index)
+        if sequence is None or sequence.finish_reason is not None:
+            return False
+        sequence.cancel()
+        self._cancelled.append(sequence)
+        return True
 
     def step(self) -> list[RowOutput]:
         """One chunk of prefill, one round, or both; what the rows emitted."""
-        stats, start = self.stats, time.perf_counter()
-        if not self._round_is_due:
+        outputs = self._leave() if self._cancelled else []
+        start = time.perf_counter()
+        if not outputs and not self._round_is_due:
             self._round_is_due = True
             outputs = self._prefill_chunk()
             elapsed = time.perf_counter() - start
-            stats.prefill_seconds += elapsed
+            self.stats.prefill_seconds += elapsed
             start += elapsed
-            # First tokens do not wait for a round.
             if outputs:
-                stats.prefilled += len(outputs)
-                stats.prompt_tokens += sum(
+                self.stats.prefilled += len(outputs)
+                self.stats.prompt_tokens += sum(
                     len(o.sequence.request.prompt_tokens) for o in outputs
                 )
-                self._count(outputs)
-                return outputs
-        self._round_is_due = False
-        outputs = self._round()
-        stats.decode_seconds += time.perf_counter() - start
-        stats.decode_tokens += sum(len(o.token_ids) for o in outputs)
-        stats.rounds += bool(outputs)
+        # First tokens do not wait for a round.
+        if not outputs:
+            self._round_is_due = False
+            outputs = self._round()
+            self.stats.decode_seconds += time.perf_counter() - start
+            self.stats.decode_tokens += sum(len(o.token_ids) for o in outputs)
+            self.stats.rounds += bool(outputs)
         self._count(outputs)
         return outputs
 
+    def _leave(self) -> list[RowOutput]:
+        """Take rows that were cancelled out of wherever they are."""
+        outputs = [RowOutput.of(s) for s in self._cancelled]
+        self._cancelled = []
+        self._scheduler.ended()
+        if self._joining is not None and not self._joining.unfinished:
+            self._joining, self._chunks = None, iter(())
+        if self._running is not None:
+            self._running.retire()
+            self._drop_idle()
+        return outputs
+
     def _count(self, outputs: list[RowOutput]) -> None:
-        stats = self.stats
+        stats, now = self.stats, time.perf_counter()
         for output in outputs:
+            sequence = output.sequence
             stats.generated_tokens += len(output.token_ids)
+            if sequence.began is None and sequence.tokens:
+                sequence.began = now
             if output.ended:
-                stats.prompts += 1
-                stats.row_rounds += output.sequence.rounds
-                stats.drafted += output.sequence.drafted
-                stats.accepted += output.sequence.accepted
+                sequence.ended = now
+                del self._alive[sequence.request.index]
+                stats.take_ended(sequence)
         stats.peak_memory_bytes = mx.get_peak_memory()
 
     def _prefill_chunk(self) -> list[RowOutput]:
@@ -123,14 +163,14 @@ class Engine:
         return outputs
 
     def _admit(self) -> None:
-        running = 0 if self._running is None else len(self._running.unfinished)
-        requests = self._scheduler.admit(running)
-        if not requests:
+        running = [] if self._running is None else self._running.unfinished
+        sequences = self._scheduler.admit(running)
+        if not sequences:
             return
         self._joining = RowBatch(
             self._target,
             self._drafter,
-            [Sequence(r, self._eos_token_ids) for r in requests],
+            sequences,
             self._config.num_draft_tokens,
             self._backend,
         )
@@ -140,7 +180,10 @@ class Engine:
         if self._running is None:
             return []
         outputs = self._running.step()
-        # What is still in flight then is of rows that have ended.
-        if not self._running.unfinished:
-            self._running = None
+        self._drop_idle()
         return outputs
+
+    def _drop_idle(self) -> None:
+        # What is still in flight then is of rows that have ended.
+        if self._running is not None and not self._running.unfinished:
+            self._running = None

@@ -3,35 +3,69 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
 
-from .sequence import Request
+from .sequence import Request, Sequence
+
+
+def _free(request: Request) -> int:
+    return 0
 
 
 class Scheduler:
-    """Requests that wait for a row.
+    """Rows that wait for a place, and whether there is one.
+
+    Nobody overtakes: a row that does not fit holds those behind it back.
 
     Args:
         batch_size: rows that decode together at most.
+        budget: what the rows of a batch may cost together, in bytes; ``None``:
+            anything.
+        cost: what a request costs while it has a row, in bytes.
     """
 
-    def __init__(self, batch_size: int):
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        budget: int | None = None,
+        cost: Callable[[Request], int] = _free,
+    ):
         self.batch_size = batch_size
-        self._waiting: deque[Request] = deque()
+        self.budget = budget
+        self._cost = cost
+        self._waiting: deque[Sequence] = deque()
 
     @property
     def waiting(self) -> int:
-        """Requests that have no row yet."""
+        """Rows that have no place yet."""
         return len(self._waiting)
 
-    def add(self, request: Request) -> None:
-        """Queue ``request`` behind those that wait."""
-        self._waiting.append(request)
+    def add(self, sequence: Sequence) -> None:
+        """Queue a row behind those that wait."""
+        self._waiting.append(sequence)
 
-    def admit(self, occupied: int) -> list[Request]:
-        """Take the requests that get a row now, in the order that they came.
+    def ended(self) -> list[Sequence]:
+        """Take the waiting rows that have ended (cancelled, say) off the queue."""
+        gone = [s for s in self._waiting if s.finish_reason is not None]
+        if gone:
+            self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        return gone
+
+    def admit(self, running: AbstractSequence[Sequence]) -> list[Sequence]:
+        """Take the rows that get a place now, in the order that they came.
 
         Args:
-            occupied: rows that are running or being prefilled.
+            running: the rows that have one. Where there are none, the first that
+                waits gets one whatever it costs: it will not fit better later.
         """
-        free = max(0, self.batch_size - occupied)
-        return [self._waiting.popleft() for _ in range(min(free, self.waiting))]
+        spent = sum(self._cost(s.request) for s in running)
+        admitted: list[Sequence] = []
+        while self._waiting and len(running) + len(admitted) < self.batch_size:
+            spent += self._cost(self._waiting[0].request)
+            occupied = bool(running or admitted)
+            if occupied and self.budget is not None and spent > self.budget:
+                break
+            admitted.append(self._waiting.popleft())
+        return admitted

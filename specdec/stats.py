@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import zip_longest
+
+from .sequence import Sequence, acceptance_by_position
 
 
 @dataclass(kw_only=True)
@@ -14,8 +17,9 @@ class RunStats:
     ``decode_tokens`` behind it. A prefill chunk that finds a round still running
     waits for it, so that with rows that join the two mix a little. ``rounds`` counts
     rounds of the batch, ``prefilled`` and ``prompt_tokens`` prompts that have been
-    taken in; ``prompts``, ``row_rounds``, ``drafted`` and ``accepted`` add
-    up the rows that have ended. ``peak_memory_bytes`` is MLX's peak in this process
+    taken in; ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they
+    are by position (:class:`~specdec.results.GenerationResult`) add up the rows
+    that have ended. ``peak_memory_bytes`` is MLX's peak in this process
     so far, weights included.
     """
 
@@ -30,7 +34,23 @@ class RunStats:
     row_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
     peak_memory_bytes: int = 0
+
+    def take_ended(self, sequence: Sequence) -> None:
+        """Count a row that has ended."""
+        self.prompts += 1
+        self.row_rounds += sequence.rounds
+        self.drafted += sequence.drafted
+        self.accepted += sequence.accepted
+        self.drafted_at = _added(self.drafted_at, sequence.drafted_at)
+        self.accepted_at = _added(self.accepted_at, sequence.accepted_at)
+
+    @property
+    def acceptance_by_position(self) -> list[float]:
+        """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
+        return acceptance_by_position(self.drafted_at, self.accepted_at)
 
     @property
     def prefill_tokens_per_second(self) -> float:
@@ -51,3 +71,7 @@ class RunStats:
     def acceptance_length(self) -> float:
         """Mean tokens per row and round, the round's extra token included."""
         return 1.0 + self.accepted / self.row_rounds if self.row_rounds else 1.0
+
+
+def _added(a: list[int], b: list[int]) -> list[int]:
+    return [x + y for x, y in zip_longest(a, b, fillvalue=0)]

@@ -1,12 +1,46 @@
-"""What a round keeps: pure functions of proposals and the target's choices."""
+"""What a round keeps: pure functions of proposals and what the target says of them.
+
+Three rules, all of which keep the target's distribution:
+
+coupled
+    A draft token is kept when it equals the target's own choice. Target and draft
+    share the noise of each position, so they agree often (Daliri, Musco and
+    Suresh 2024), and what comes out does not depend on the draft.
+rejection
+    The ratio test of Leviathan, Kalman and Matias (2023).
+block
+    Block verification (Sun et al. 2024): the ratio test of whole prefixes, which
+    keeps no fewer tokens in expectation.
+"""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import mlx.core as mx
 
 
-def count_kept(proposed: mx.array, chosen: mx.array, active: mx.array) -> mx.array:
-    """How many of the target's choices each row keeps.
+@dataclass(frozen=True)
+class Verdict:
+    """What a round keeps: row ``i`` commits ``chosen[i, :kept[i]]``.
+
+    Args:
+        chosen: shape (B, k + 1), int32; what is behind a row's kept tokens means
+            nothing.
+        kept: accepted draft tokens and the extra token, 0 for rows that have
+            ended, shape (B,), int32.
+        hidden: the target's hidden states at the round's inputs (the last committed
+            token, then the proposals), shape (B, k + 1, D), where the drafter asked
+            for them, else ``None``.
+    """
+
+    chosen: mx.array
+    kept: mx.array
+    hidden: mx.array | None = None
+
+
+def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
+    """How many of the target's choices each row keeps, when equality decides.
 
     The target chose ``chosen[:, j]`` for the position of ``proposed[:, j]``, and
     one more behind the last. Proposals count up to the first that differs; the
@@ -15,23 +49,144 @@ def count_kept(proposed: mx.array, chosen: mx.array, active: mx.array) -> mx.arr
     Args:
         proposed: draft tokens, shape (B, k), k may be 0.
         chosen: the target's tokens, shape (B, k + 1).
-        active: rows that are still being decoded, shape (B,), boolean.
+        limit: most draft tokens that each row may accept, shape (B,), int32;
+            less than 0 for rows that have ended, which keep nothing.
 
     Returns:
-        Shape (B,), int32: accepted draft tokens + 1, or 0 for inactive rows. Row
-        ``i`` keeps ``chosen[i, :kept[i]]``.
+        Shape (B,), int32: accepted draft tokens + 1, or 0.
     """
     agree = (proposed == chosen[:, :-1]).astype(mx.int32)
     accepted = mx.cumprod(agree, axis=1).sum(axis=1)
-    return mx.where(active, accepted + 1, 0).astype(mx.int32)
+    return (mx.minimum(accepted, limit) + 1).astype(mx.int32)
 
 
-def next_tail(tail: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
-    """The last two committed tokens of every row after a round, shape (B, 2).
+def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
+    """The newest committed tokens of every row after a round, shape (B, W).
 
     Args:
-        tail: the last two before it, shape (B, 2).
-        chosen, kept: what the round chose and keeps, see :func:`count_kept`.
+        recent: those before it, shape (B, W).
+        chosen, kept: what the round commits, see :class:`Verdict`.
     """
-    row = mx.concatenate([tail, chosen], axis=1)
-    return mx.take_along_axis(row, kept[:, None] + mx.arange(2), axis=1)
+    row = mx.concatenate([recent, chosen], axis=1)
+    index = kept[:, None] + mx.arange(recent.shape[1])
+    return mx.take_along_axis(row, index, axis=1)
+
+
+@dataclass(frozen=True)
+class Proposed:
+    """What the ratio rules look at.
+
+    Args:
+        tokens: draft tokens, shape (B, k).
+        draft: what each was drawn from, shape (B, k, V); ``None`` when all of a
+            draft's probability was on its token.
+        target: what the target would draw from at each position, and behind the
+            last, shape (B, k + 1, V).
+        limit: see :func:`count_kept`.
+    """
+
+    tokens: mx.array
+    draft: mx.array | None
+    target: mx.array
+    limit: mx.array
+
+    @property
+    def draft_of(self) -> mx.array:
+        """The draft's distributions, shape (B, k, V)."""
+        if self.draft is not None:
+            return self.draft
+        vocabulary = mx.arange(self.target.shape[-1])
+        return (self.tokens[..., None] == vocabulary).astype(mx.float32)
+
+    def ratios(self) -> mx.array:
+        """P(x_i) / Q(x_i) of every draft token, shape (B, k)."""
+        index = self.tokens[..., None]
+        p = mx.take_along_axis(self.target[:, :-1], index, axis=-1)[..., 0]
+        if self.draft is None:
+            return p
+        q = mx.take_along_axis(self.draft, index, axis=-1)[..., 0]
+        # A token that the draft gave nothing was not drawn from it: refuse it.
+        return mx.where(q > 0, p / mx.maximum(q, 1e-38), 0.0)
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """What a ratio rule accepts.
+
+    Args:
+        count: accepted draft tokens, shape (B,), int32; less than 0 for rows that
+            have ended.
+        scale: the share of the target's mass that is left behind ``count`` tokens,
+            shape (B,): p_i of block verification, 1 for the ratio test.
+    """
+
+    count: mx.array
+    scale: mx.array
+
+
+def rejection(proposed: Proposed, uniform: mx.array) -> Accepted:
+    """The ratio test: keep token ``i`` with probability min(1, P / Q), then stop.
+
+    Args:
+        uniform: independent draws in [0, 1), shape (B, k).
+    """
+    passes = (uniform < proposed.ratios()).astype(mx.int32)
+    count = mx.minimum(mx.cumprod(passes, axis=1).sum(axis=1), proposed.limit)
+    return Accepted(count, mx.ones(count.shape))
+
+
+def block(proposed: Proposed, uniform: mx.array) -> Accepted:
+    """Block verification: keep the longest prefix that passes its own test.
+
+    With p_0 = 1 and p_i = min(1, p_{i-1} P(x_i) / Q(x_i)), prefix ``i`` passes with
+    probability h_i = S_i / (S_i + 1 - p_i), where S_i is the mass of
+    max(p_i P - Q, 0) behind it, and the longest with p_k.
+
+    Args:
+        uniform: as for :func:`rejection`.
+    """
+    ratios, draft, limit = proposed.ratios(), proposed.draft_of, proposed.limit
+    k = ratios.shape[1]
+    p = scale = mx.ones(limit.shape)
+    count = mx.minimum(limit, 0)
+    for i in range(1, k + 1):
+        p = mx.minimum(1.0, p * ratios[:, i - 1])
+        h = p
+        if i < k:
+            left = p[:, None] * proposed.target[:, i] - draft[:, i]
+            mass = mx.maximum(left, 0.0).sum(axis=-1)
+            rest = mass + 1.0 - p
+            # Nothing left and p = 1: both agree on everything behind it as well.
+            inner = mx.where(rest > 0, mass / mx.maximum(rest, 1e-38), 1.0)
+            h = mx.where(limit == i, p, inner)
+        passes = (uniform[:, i - 1] < h) & (i <= limit)
+        count = mx.where(passes, i, count)
+        scale = mx.where(passes, p, scale)
+    return Accepted(count, scale)
+
+
+def with_extra_token(
+    proposed: Proposed, accepted: Accepted, gumbel: mx.array
+) -> Verdict:
+    """Draw the token behind the accepted ones from what the draft left of P.
+
+    From P itself where all that a row may accept was accepted; elsewhere from
+    max(scale * P - Q, 0), normalised.
+
+    Args:
+        gumbel: independent noise of that position, shape (B, V).
+    """
+    k = proposed.tokens.shape[1]
+    at = mx.clip(accepted.count, 0, k)[:, None]
+    here = mx.take_along_axis(proposed.target, at[..., None], axis=1)[:, 0]
+    inside = mx.minimum(at, k - 1)[..., None]
+    drafted = mx.take_along_axis(proposed.draft_of, inside, axis=1)[:, 0]
+    left = mx.maximum(accepted.scale[:, None] * here - drafted, 0.0)
+    whole = at >= proposed.limit[:, None]
+    # No mass left: target and draft are equal but for rounding.
+    spent = left.sum(axis=-1, keepdims=True) <= 0
+    drawn_from = mx.where(whole | spent, here, left)
+    extra = mx.argmax(mx.log(drawn_from) + gumbel, axis=-1)
+    tokens = mx.pad(proposed.tokens, [(0, 0), (0, 1)])
+    chosen = mx.where(mx.arange(k + 1) == at, extra[:, None], tokens)
+    return Verdict(chosen.astype(mx.int32), (accepted.count + 1).astype(mx.int32))

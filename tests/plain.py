@@ -11,10 +11,11 @@ from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
 from specdec.backend import BackendDefaults
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
 from specdec.drafters import Drafter, DraftModel
 from specdec.engine import Engine
 from specdec.models.runner import ModelRunner
+from specdec.params import SamplingParams
 from specdec.sequence import Request
 from specdec.sequence import Sequence as TokenSequence
 

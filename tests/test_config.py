@@ -11,10 +11,10 @@ import pytest
 from specdec.config import (
     SELF_DRAFTS,
     EngineConfig,
-    SamplingParams,
     check_draft_name,
 )
 from specdec.errors import ConfigError
+from specdec.params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -15,11 +15,14 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.batch import RowBatch
-from specdec.config import EngineConfig, SamplingParams
-from specdec.drafters import Round
+from specdec.config import EngineConfig
+from specdec.drafters import Proposals, Round
 from specdec.engine import Engine
 from specdec.models.runner import ModelRows, ModelRunner
+from specdec.params import SamplingParams
+from specdec.sampling import gumbel_noise
 from specdec.sequence import Request
+from specdec.verification import Verdict
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
 
 VOCAB = 97
@@ -50,6 +53,8 @@ def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
 class AlwaysWrong:
     """Proposes what the target will not choose: its own choice plus one."""
 
+    context_length = None
+
     def __init__(self, continuations: dict[tuple[int, ...], list[int]]):
         self._all = continuations
 
@@ -67,13 +72,13 @@ class AlwaysWrongRows:
     def prefill(self) -> Iterator[None]:
         return iter(())
 
-    def propose(self, round_: Round) -> mx.array:
+    def propose(self, round_: Round) -> Proposals:
         k = round_.num_draft_tokens
         padded = [[*row, *([0] * k)][:k] for row in self._left]
-        return (mx.array(padded, mx.int32) + 1) % VOCAB
+        return Proposals((mx.array(padded, mx.int32) + 1) % VOCAB)
 
-    def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
-        counts: list[int] = kept.tolist()  # type: ignore[assignment]
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        counts: list[int] = verdict.kept.tolist()  # type: ignore[assignment]
         self._left = [row[n:] for row, n in zip(self._left, counts, strict=True)]
 
     def note_lengths(self, longest: int, shortest: int) -> None:
@@ -414,16 +419,15 @@ def test_rounds_without_proposals_in_between(
 def test_noise_is_drawn_only_while_a_row_samples(
     target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import specdec.sampling
+    import specdec.sampling.rows
 
     drawn: list[int] = []
-    gumbel = specdec.sampling.gumbel_noise
 
     def counted(*args: Any) -> mx.array:
         drawn.append(1)
-        return gumbel(*args)
+        return gumbel_noise(*args)
 
-    monkeypatch.setattr(specdec.sampling, "gumbel_noise", counted)
+    monkeypatch.setattr(specdec.sampling.rows, "gumbel_noise", counted)
     params = [
         SamplingParams(max_tokens=3, temperature=1.0),
         SamplingParams(max_tokens=40),
@@ -525,12 +529,12 @@ class TestFaultsAreCaught:
         prompts: list[list[int]],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        import specdec.batch
+        import specdec.rounds
 
-        def faulty(proposed: mx.array, chosen: mx.array, active: mx.array) -> mx.array:
+        def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
             from specdec.verification import count_kept
 
-            return mx.minimum(count_kept(proposed, chosen, active) + 1, chosen.shape[1])
+            return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-        monkeypatch.setattr(specdec.batch, "count_kept", faulty)
+        monkeypatch.setattr(specdec.rounds, "count_kept", faulty)
         assert self.differs(target, drafts["near"], prompts)

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
+from specdec.params import SamplingParams
 from tests.plain import greedy, sampled
 
 if TYPE_CHECKING:

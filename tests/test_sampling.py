@@ -10,13 +10,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.config import SamplingParams
-from specdec.sampling import RowSampling, choose, gumbel_noise
+from specdec.params import SamplingParams
+from specdec.sampling import RowSampling, gumbel_noise
+from specdec.sampling.filters import Filter
 
 
 def noise(seed: int, first: int, n: int = 1, vocab: int = 50) -> np.ndarray:
-    drawn = gumbel_noise(mx.array([seed], mx.uint32), mx.array([first]), n, vocab)
-    return np.array(drawn[0])
+    positions = mx.array([[first + i for i in range(n)]])
+    return np.array(gumbel_noise(mx.array([seed], mx.uint32), positions, vocab)[0])
 
 
 def test_noise_is_that_of_mlx_under_the_key_seed_and_position() -> None:
@@ -27,7 +28,8 @@ def test_noise_is_that_of_mlx_under_the_key_seed_and_position() -> None:
 
 def test_noise_depends_on_seed_and_position_alone() -> None:
     seeds = mx.array([3, 9, 3], mx.uint32)
-    together = np.array(gumbel_noise(seeds, mx.array([5, 5, 6]), 4, 50))
+    positions = mx.array([[5], [5], [6]]) + mx.arange(4)
+    together = np.array(gumbel_noise(seeds, positions, 50))
     assert (together[0] == noise(3, 5, 4)).all()
     assert (together[1] == noise(9, 5, 4)).all()
     assert (together[0, 1:] == together[2, :-1]).all()
@@ -35,29 +37,31 @@ def test_noise_depends_on_seed_and_position_alone() -> None:
 
 
 def test_greedy_rows_need_no_noise() -> None:
-    sampling = RowSampling.of([SamplingParams(), SamplingParams(seed=4)])
-    assert sampling.noise(mx.array([1, 1]), 3, 50) is None
+    params = [SamplingParams(), SamplingParams(seed=4)]
+    sampling = RowSampling.of(params, vocab_size=50)
+    draws = sampling.draws(mx.array([1, 1]), 3)
+    assert draws.gumbel is None
     logits = mx.random.normal((2, 3, 50))
-    chosen = choose(logits, sampling, None)
+    chosen = sampling.choose(logits, draws)
     assert (chosen == mx.argmax(logits, axis=-1)).all()
 
 
 def test_a_greedy_row_among_sampling_ones_stays_greedy() -> None:
-    sampling = RowSampling.of(
-        [SamplingParams(temperature=0), SamplingParams(temperature=50.0)]
-    )
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=50.0)]
+    sampling = RowSampling.of(params, vocab_size=50)
     logits = mx.random.normal((2, 1, 50), key=mx.random.key(0))
     best = mx.argmax(logits, -1)
     agree = np.zeros(2, int)
     for position in range(40):
-        drawn = sampling.noise(mx.array([position, position]), 1, 50)
-        agree += np.array(choose(logits, sampling, drawn) == best)[:, 0]
+        draws = sampling.draws(mx.array([position, position]), 1)
+        agree += np.array(sampling.choose(logits, draws) == best)[:, 0]
     assert agree[0] == 40
     assert agree[1] < 20
 
 
 def test_seeds_are_taken_modulo_two_to_the_32() -> None:
-    seeds = RowSampling.of([SamplingParams(seed=2**32 + 5), SamplingParams(seed=-1)])
+    params = [SamplingParams(seed=2**32 + 5), SamplingParams(seed=-1)]
+    seeds = RowSampling.of(params, vocab_size=3)
     assert seeds.seed.tolist() == [5, 2**32 - 1]
 
 
@@ -85,18 +89,17 @@ def test_frequencies_follow_the_filtered_softmax(
 ) -> None:
     """10^5 draws at temperature 0.8; a false alarm: about 1 in 10^6 (seeds fixed)."""
     draws = 100_000
-    one = RowSampling.of([SamplingParams(temperature=0.8, **options)])
+    params = SamplingParams(temperature=0.8, **options)
+    one = RowSampling.of([params], vocab_size=6)
     rows = replace(
         one,
         temperature=mx.broadcast_to(one.temperature, (draws,)),
         seed=mx.arange(draws).astype(mx.uint32),
     )
     logits = mx.broadcast_to(mx.array(LOGITS), (draws, 1, 6))
-    if one.filters:
-        which = one.filters[0][0]
-        logits, rows = which.apply(logits), replace(rows, filters=())
-    noise = rows.noise(mx.zeros((draws,), mx.int32), 1, 6)
-    chosen = choose(logits, rows, noise)
+    logits = Filter.of(params).apply(logits)
+    noise = replace(rows, filters=()).draws(mx.zeros((draws,), mx.int32), 1)
+    chosen = replace(rows, filters=()).choose(logits, noise)
     counts = np.bincount(np.array(chosen)[:, 0], minlength=6)
     p = np.exp(LOGITS / 0.8) * (np.arange(6) < drawn_from)
     p /= p.sum()

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.config import SamplingParams
-from specdec.sequence import GenerationResult, Request, Sequence
+from specdec.params import SamplingParams
+from specdec.results import GenerationResult
+from specdec.sequence import Request, Sequence
 
 EOS = 0
 
@@ -21,14 +23,14 @@ def new_sequence(max_tokens: int = 100) -> Sequence:
 
 def test_commit_stops_before_the_end_of_sequence() -> None:
     sequence = new_sequence()
-    assert sequence.commit([5, 6, EOS, 7]) == [5, 6]
+    assert sequence.commit([5, 6, EOS, 7]) == 3
     assert sequence.tokens == [5, 6]
     assert sequence.finish_reason == "stop"
 
 
 def test_commit_stops_behind_max_tokens() -> None:
     sequence = new_sequence(max_tokens=2)
-    assert sequence.commit([5, 6, 7]) == [5, 6]
+    assert sequence.commit([5, 6, 7]) == 2
     assert sequence.finish_reason == "length"
     assert sequence.remaining == 0
 
@@ -43,8 +45,8 @@ def test_a_finished_sequence_takes_nothing() -> None:
     sequence = new_sequence()
     sequence.commit_round([5, EOS], 3)
     before = (sequence.rounds, sequence.drafted, sequence.accepted)
-    assert sequence.commit([7]) == []
-    assert sequence.commit_round([7, 8], 3) == []
+    assert sequence.commit([7]) == 0
+    sequence.commit_round([7, 8], 3)
     assert (sequence.rounds, sequence.drafted, sequence.accepted) == before
     assert sequence.tokens == [5]
 
@@ -81,7 +83,10 @@ def test_rounds_emit_what_one_by_one_would(
 ) -> None:
     """The text does not depend on how rounds cut it, and the counts add up."""
     rounds, single = new_sequence(max_tokens), new_sequence(max_tokens)
-    emitted = [t for block in blocks for t in rounds.commit_round(block, 4)]
+    emitted = []
+    for block in blocks:
+        rounds.commit_round(block, 4)
+        emitted += rounds.take()[0]
     for token in (t for block in blocks for t in block):
         single.commit([token])
     assert emitted == rounds.tokens == single.tokens
@@ -93,7 +98,7 @@ def test_rounds_emit_what_one_by_one_would(
         assert len(emitted) == rounds.rounds + rounds.accepted
 
 
-def new_result(**counts: int) -> GenerationResult:
+def new_result(**counts: Any) -> GenerationResult:
     return GenerationResult(
         index=3,
         prompt="prompt",
@@ -119,6 +124,11 @@ def test_the_line_of_a_result() -> None:
         "accepted": 6,
         "acceptance_rate": 0.5,
         "acceptance_length": 2.5,
+        "acceptance_by_position": [],
+        "stop_reason": None,
+        "error": None,
+        "time_to_first_token": None,
+        "tokens_per_second": 0.0,
     }
 
 

@@ -22,24 +22,32 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"decoder"},
+    {"session"},
     {"engine"},
     {"batch"},
-    {"drafters", "verification"},
-    {"models"},
-    {"cache", "sampling", "scheduler"},
+    {"rounds"},
+    {"drafters", "stepwise"},
+    {"models", "verification"},
+    {"cache", "results", "sampling", "scheduler", "stats"},
     {"sequence"},
-    {"backend", "config", "prompts", "stats"},
+    {"params", "text"},
+    {"backend", "config", "prompts"},
+    {"checks"},
     {"errors"},
 )
 LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}
 
 WITHOUT_MLX = {
+    "checks",
     "config",
     "errors",
+    "params",
     "prompts",
+    "results",
     "scheduler",
     "sequence",
     "stats",
+    "text",
 }
 
 MAX_LINES = 400

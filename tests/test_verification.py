@@ -9,16 +9,16 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.config import SamplingParams
-from specdec.sampling import RowSampling, choose, gumbel_noise
-from specdec.verification import count_kept, next_tail
+from specdec.params import SamplingParams
+from specdec.sampling import RowSampling
+from specdec.verification import count_kept, next_recent
 
 
-def kept_by_hand(proposed: list[int], chosen: list[int], active: bool) -> int:
-    if not active:
+def kept_by_hand(proposed: list[int], chosen: list[int], limit: int) -> int:
+    if limit < 0:
         return 0
     kept = 1
-    for draft, target in zip(proposed, chosen, strict=False):
+    for draft, target in zip(proposed[:limit], chosen, strict=False):
         if draft != target:
             break
         kept += 1
@@ -27,17 +27,17 @@ def kept_by_hand(proposed: list[int], chosen: list[int], active: bool) -> int:
 
 def test_count_kept_all_cases_of_three_tokens() -> None:
     rows = [
-        (proposed, chosen, active)
+        (proposed, chosen, limit)
         for proposed in itertools.product(range(3), repeat=2)
         for chosen in itertools.product(range(3), repeat=3)
-        for active in (True, False)
+        for limit in (-1, 0, 1, 2)
     ]
     kept = count_kept(
         mx.array([r[0] for r in rows]),
         mx.array([r[1] for r in rows]),
         mx.array([r[2] for r in rows]),
     )
-    expected = [kept_by_hand(list(p), list(c), a) for p, c, a in rows]
+    expected = [kept_by_hand(list(p), list(c), n) for p, c, n in rows]
     assert kept.tolist() == expected
     assert set(expected) == {0, 1, 2, 3}
 
@@ -45,22 +45,23 @@ def test_count_kept_all_cases_of_three_tokens() -> None:
 def test_count_kept_without_proposals() -> None:
     proposed = mx.zeros((3, 0), mx.int32)
     chosen = mx.array([[4], [5], [6]])
-    active = mx.array([True, False, True])
-    assert count_kept(proposed, chosen, active).tolist() == [1, 0, 1]
+    limit = mx.array([0, -1, 0])
+    assert count_kept(proposed, chosen, limit).tolist() == [1, 0, 1]
 
 
 def test_agreement_behind_the_first_difference_is_not_kept() -> None:
     kept = count_kept(
-        mx.array([[1, 9, 3, 4]]), mx.array([[1, 2, 3, 4, 5]]), mx.array([True])
+        mx.array([[1, 9, 3, 4]]), mx.array([[1, 2, 3, 4, 5]]), mx.array([4])
     )
     assert kept.tolist() == [2]
 
 
 @pytest.mark.parametrize("kept", [0, 1, 2, 3])
-def test_next_tail_is_the_last_two_committed(kept: int) -> None:
-    committed = [7, 8, *[1, 2, 3][:kept]]
-    tail = next_tail(mx.array([[7, 8]]), mx.array([[1, 2, 3]]), mx.array([kept]))
-    assert tail.tolist() == [committed[-2:]]
+@pytest.mark.parametrize("before", [[7, 8], [-1, 6, 7, 8], [8]])
+def test_next_recent_is_the_newest_committed(kept: int, before: list[int]) -> None:
+    committed = [*before, *[1, 2, 3][:kept]]
+    recent = next_recent(mx.array([before]), mx.array([[1, 2, 3]]), mx.array([kept]))
+    assert recent.tolist() == [committed[-len(before) :]]
 
 
 def rounds(
@@ -71,25 +72,25 @@ def rounds(
     ``target`` and ``draft`` hold logits of the next token given the last one;
     every draw is a row with its own seed.
     """
-    sampling = RowSampling.of(
-        [SamplingParams(temperature=temperature, seed=s) for s in range(draws)]
-    )
     vocab = target.shape[0]
+    sampling = RowSampling.of(
+        [SamplingParams(temperature=temperature, seed=s) for s in range(draws)],
+        vocab_size=vocab,
+    )
     target_logits, draft_logits = mx.array(target), mx.array(draft)
-    tail = mx.zeros((draws, 2), mx.int32)
+    recent = mx.zeros((draws, 2), mx.int32)
     first = mx.ones((draws,), mx.int32)
-    active = mx.ones((draws,), mx.bool_)
+    limit = mx.full((draws,), k)
     out: list[list[int]] = [[] for _ in range(draws)]
     while min(map(len, out)) < 3:
-        noise = gumbel_noise(sampling.seed, first, k + 1, vocab)
-        inputs = tail[:, 1:]
+        noise = sampling.draws(first, k + 1)
+        inputs = recent[:, 1:]
         for j in range(k):
-            logits = draft_logits[inputs[:, -1:]]
-            proposed = choose(logits, sampling, noise[:, j : j + 1])
+            proposed = sampling.choose(draft_logits[inputs[:, -1:]], noise.at(j))
             inputs = mx.concatenate([inputs, proposed], axis=1)
-        chosen = choose(target_logits[inputs], sampling, noise)
-        kept = count_kept(inputs[:, 1:], chosen, active)
-        tail = next_tail(tail, chosen, kept)
+        chosen = sampling.choose(target_logits[inputs], noise)
+        kept = count_kept(inputs[:, 1:], chosen, limit)
+        recent = next_recent(recent, chosen, kept)
         first = first + kept
         kept_rows, chosen_rows = np.array(kept), np.array(chosen)
         for row, n, tokens in zip(out, kept_rows, chosen_rows, strict=True):

@@ -10,7 +10,7 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 from ..prompts import Prompt
-from ..sequence import GenerationResult, StreamEvent
+from ..results import GenerationResult, StreamEvent
 
 if TYPE_CHECKING:
     from ..stats import RunStats

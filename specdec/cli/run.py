@@ -12,14 +12,13 @@ from click.core import ParameterSource
 
 from ..config import (
     DEFAULT_BATCH_SIZE,
-    DEFAULT_MAX_TOKENS,
     DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
-    SamplingParams,
     check_draft_name,
 )
 from ..errors import PromptError
+from ..params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..prompts import Prompt, read_prompts, read_text
 from .output import Progress, Sink
 from .quiet import silence_third_parties

@@ -1,6 +1,6 @@
 """Where proposals come from."""
 
-from .base import Drafter, DraftRows, Round
+from .base import Drafter, DraftRows, Proposals, Round
 from .model import DraftModel
 
-__all__ = ["DraftModel", "DraftRows", "Drafter", "Round"]
+__all__ = ["DraftModel", "DraftRows", "Drafter", "Proposals", "Round"]

@@ -1,4 +1,4 @@
-"""The protocol that every drafter follows."""
+"""The protocol that every drafter follows; docs/drafters.md explains it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,23 @@ from typing import Protocol, Self
 
 import mlx.core as mx
 
-from ..sampling import RowSampling
+from ..sampling import Draws, RowSampling
+from ..verification import Verdict
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What a drafter proposes in a round.
+
+    Args:
+        tokens: shape (B, k), int32.
+        probabilities: what the tokens were drawn from, shape (B, k, V), float32;
+            ``None`` when all probability was on them. Used where
+            :attr:`Round.needs_probabilities`.
+    """
+
+    tokens: mx.array
+    probabilities: mx.array | None = None
 
 
 @dataclass(frozen=True)
@@ -17,19 +33,50 @@ class Round:
 
     Args:
         num_draft_tokens: k, how many tokens to propose for every row.
-        tail: the last two committed tokens of every row, shape (B, 2).
+        recent: the newest committed tokens of every row, the last one last, shape
+            (B, W), W at least 2; -1 in front of a row that has fewer.
         active: rows still being decoded, shape (B,), boolean; what is proposed
             for the others is ignored.
-        sampling, noise: how the target will choose. A drafter that samples with
-            this noise is accepted most often; ``noise`` is ``None`` when every
-            row is greedy, else of shape (B, k + 1, V).
+        sampling, draws: how the target will choose. A drafter that chooses with
+            them (:meth:`choose`) is accepted most often.
+        needs_probabilities: whether a row's verification looks at them.
     """
 
     num_draft_tokens: int
-    tail: mx.array
+    recent: mx.array
     active: mx.array
     sampling: RowSampling
-    noise: mx.array | None
+    draws: Draws
+    needs_probabilities: bool = False
+
+    @property
+    def tail(self) -> mx.array:
+        """The last two committed tokens of every row, shape (B, 2)."""
+        return self.recent[:, -2:]
+
+    def choose(
+        self, logits: mx.array, proposed: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Choose the next proposal as the target would, from a draft's logits.
+
+        Args:
+            logits: of the next position, shape (B, 1, V' <= V).
+            proposed: the proposals so far, each of shape (B, 1).
+
+        Returns:
+            The tokens, shape (B, 1), and what they were drawn from, shape
+            (B, 1, V), or ``None`` where no row needs it.
+        """
+        j = len(proposed)
+        draws = self.draws.at(j)
+        recent = self.recent
+        if j:
+            recent = mx.concatenate([recent, *proposed], axis=1)[:, j:]
+        logits = self.sampling.adjusted(logits, recent, recent[:, :0], draws)
+        probabilities = None
+        if self.needs_probabilities:
+            probabilities = self.sampling.probabilities(logits, draws)
+        return self.sampling.choose(logits, draws), probabilities
 
 
 class DraftRows(Protocol):
@@ -42,14 +89,11 @@ class DraftRows(Protocol):
     def prefill(self) -> Iterator[None]:
         """Take the prompts, yielding behind each chunk of work."""
 
-    def propose(self, round_: Round) -> mx.array:
-        """``round_.num_draft_tokens`` tokens for every row, shape (B, k), int32."""
+    def propose(self, round_: Round) -> Proposals:
+        """``round_.num_draft_tokens`` tokens for every row."""
 
-    def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
-        """Learn what the round kept: ``chosen[i, :kept[i]]`` of row ``i``.
-
-        Called for rounds without proposals too (k = 0).
-        """
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        """Learn what the round kept; called for rounds with k = 0 too."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Committed tokens of the longest and shortest row, as the host knows."""
@@ -63,6 +107,13 @@ class DraftRows(Protocol):
 
 class Drafter(Protocol):
     """Proposes tokens; whatever it proposes, the output is the target's."""
+
+    @property
+    def context_length(self) -> int | None:
+        """Positions that the drafter can serve; ``None``: any number.
+
+        A row that is longer is not drafted for any more.
+        """
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""

@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from ..models.runner import ModelRows, ModelRunner
-from ..sampling import choose
-from .base import Round
+from ..verification import Verdict
+from .base import Proposals, Round
 
 
 class DraftModel:
@@ -18,10 +18,19 @@ class DraftModel:
         runner: the draft model.
         vocab_size: the target's number of logits; nothing beyond is proposed.
         max_draft_tokens: largest k of any round.
+        context_length: positions that the draft model was made for, if known.
     """
 
-    def __init__(self, runner: ModelRunner, *, vocab_size: int, max_draft_tokens: int):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        max_draft_tokens: int,
+        context_length: int | None = None,
+    ):
         self.runner = runner
+        self.context_length = context_length
         self.vocab_size = min(vocab_size, runner.vocab_size)
         # A target may have more tokens than the draft has embeddings.
         self.clips = runner.vocab_size < vocab_size
@@ -57,17 +66,22 @@ class DraftModelRows:
         """Take the prompts, but for each row's last token."""
         return self._rows.prefill()
 
-    def propose(self, round_: Round) -> mx.array:
-        """Choose k tokens per row, shape (B, k)."""
+    def propose(self, round_: Round) -> Proposals:
+        """Choose k tokens per row, one forward each."""
         self._catch_up(round_.active)
         inputs = round_.tail
-        proposed = []
-        for j in range(round_.num_draft_tokens):
+        tokens: list[mx.array] = []
+        drawn_from: list[mx.array] = []
+        for _ in range(round_.num_draft_tokens):
             logits = self._forward(inputs)[:, -1:, : self._draft.vocab_size]
-            noise = None if round_.noise is None else round_.noise[:, j : j + 1]
-            inputs = choose(logits, round_.sampling, noise)
-            proposed.append(inputs)
-        return mx.concatenate(proposed, axis=1)
+            inputs, probabilities = round_.choose(logits, tokens)
+            tokens.append(inputs)
+            if probabilities is not None:
+                drawn_from.append(probabilities)
+        return Proposals(
+            mx.concatenate(tokens, axis=1),
+            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
+        )
 
     def _forward(self, tokens: mx.array) -> mx.array:
         if self._draft.clips:
@@ -89,14 +103,16 @@ class DraftModelRows:
                 self._rows.trim_per_sequence(mx.where(active, 0, width), width)
         self._unseen = None
 
-    def commit(self, round_: Round, chosen: mx.array, kept: mx.array) -> None:
+    def commit(self, round_: Round, verdict: Verdict) -> None:
         """Keep what was accepted; remember what a round without proposals added."""
         written = round_.num_draft_tokens + 1
         if round_.num_draft_tokens:
-            self._rows.trim_per_sequence(written - kept, written)
+            self._rows.trim_per_sequence(written - verdict.kept, written)
             return
         seen = round_.tail if self._unseen is None else self._unseen
-        self._unseen = mx.concatenate([seen, chosen], axis=1)
+        self._unseen = mx.concatenate([seen, verdict.chosen], axis=1)
+        # Else the graph of every such round would live until it is looked at.
+        mx.async_eval(self._unseen)
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """The cache is two tokens behind what is committed, or more."""

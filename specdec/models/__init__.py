@@ -1,5 +1,6 @@
 """Loading models: MLX folders, hub ids, GGUF files; vocabulary checks."""
 
+from .context import context_length
 from .convert import convert
 from .loaded import LoadedModel
 from .loading import default_target, load, load_draft
@@ -8,6 +9,7 @@ from .vocabulary import check_same_vocabulary
 __all__ = [
     "LoadedModel",
     "check_same_vocabulary",
+    "context_length",
     "convert",
     "default_target",
     "load",

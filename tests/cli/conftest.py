@@ -14,7 +14,7 @@ from click.testing import CliRunner, Result
 from specdec.cli import main
 from specdec.config import EngineConfig
 from specdec.errors import PromptError
-from specdec.sequence import GenerationResult, StreamEvent
+from specdec.results import GenerationResult, StreamEvent
 from specdec.stats import RunStats
 
 

@@ -16,7 +16,8 @@ from click.testing import Result
 from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cli.output import Sink
-from specdec.config import EngineConfig, SamplingParams
+from specdec.config import EngineConfig
+from specdec.params import SamplingParams
 
 from .conftest import FakeDecoder
 
@@ -35,6 +36,11 @@ FIELDS = {
     "accepted",
     "acceptance_rate",
     "acceptance_length",
+    "acceptance_by_position",
+    "stop_reason",
+    "error",
+    "time_to_first_token",
+    "tokens_per_second",
 }
 
 

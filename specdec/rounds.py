@@ -1,0 +1,238 @@
+"""The decision of a round: from the target's logits to what every row commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+
+from . import verification
+from .drafters import Proposals, Round
+from .sampling import Draws, RowSampling
+from .sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, uniform_draws
+from .sequence import Sequence, TokenLogprobs
+from .stepwise import choose_stepwise
+from .verification import Accepted, Proposed, Verdict, count_kept
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of a round's tokens, for the rows that asked for them.
+
+    Args:
+        chosen: of the chosen tokens, shape (B, S).
+        top_ids, top: the likeliest tokens, the likeliest first, shape (B, S, n).
+    """
+
+    chosen: mx.array
+    top_ids: mx.array
+    top: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> Logprobs:
+        """Log-probabilities of ``tokens`` (B, S) under ``logits`` (B, S, V)."""
+        logits = logits.astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        vocab_size = logits.shape[-1]
+        chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+        num_top = min(num_top, vocab_size)
+        # A stable order: of equals, the lower token id first.
+        ids = mx.argsort(-logprobs, axis=-1)[..., :num_top] if num_top else tokens
+        ids = ids if num_top else tokens[..., None][..., :0]
+        return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
+
+    def read(self, rows: AbstractSequence[Sequence]) -> list[list[TokenLogprobs]]:
+        """One entry for each position of each row, with as many as it asked for."""
+        arrays: list[Any] = [self.chosen, self.top_ids, self.top]
+        chosen, ids, top = (array.tolist() for array in arrays)
+        read = []
+        for i, sequence in enumerate(rows):
+            n = sequence.request.params.top_logprobs
+            read.append(
+                [
+                    TokenLogprobs(
+                        p, list(zip(ids[i][j][:n], top[i][j][:n], strict=True))
+                    )
+                    for j, p in enumerate(chosen[i])
+                ]
+            )
+        return read
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a round decides, on the device but for ``errors``.
+
+    Args:
+        verdict: what every row commits.
+        peaks: the largest logit of every position, shape (B, k + 1): NaN where any
+            of its logits is.
+        logprobs: where a row asked for them.
+        errors: rows whose own functions failed behind what they keep, with what
+            they said.
+    """
+
+    verdict: Verdict
+    peaks: mx.array
+    logprobs: Logprobs | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """How the rows of a batch decide.
+
+    Args:
+        rows: the rows.
+        sampling: how they choose.
+        rejection, block: rows with that verification, shape (B,), boolean;
+            ``None`` when there are none.
+        stepwise: rows whose tokens the user's functions choose.
+        num_top: most likely tokens that any row wants reported; ``None`` when no
+            row wants log-probabilities.
+    """
+
+    rows: tuple[Sequence, ...]
+    sampling: RowSampling
+    rejection: mx.array | None
+    block: mx.array | None
+    stepwise: tuple[int, ...]
+    num_top: int | None
+
+    @classmethod
+    def of(cls, rows: AbstractSequence[Sequence], vocab_size: int) -> RowRules:
+        """The rules of several rows."""
+        params = [s.request.params for s in rows]
+
+        def verified_by(name: str) -> mx.array | None:
+            # At temperature 0 all rules are one, and the coupled one is cheapest.
+            found = [p.verification == name and p.temperature > 0 for p in params]
+            return mx.array(found) if any(found) else None
+
+        asked = [p.top_logprobs for p in params if p.logprobs or p.top_logprobs]
+        return cls(
+            rows=tuple(rows),
+            sampling=RowSampling.of(
+                params,
+                vocab_size=vocab_size,
+                prompt_lengths=[len(s.request.prompt_tokens) for s in rows],
+                end_tokens=[s.end_tokens for s in rows],
+            ),
+            rejection=verified_by("rejection"),
+            block=verified_by("block"),
+            stepwise=tuple(i for i, p in enumerate(params) if p.stepwise),
+            num_top=max(asked) if asked else None,
+        )
+
+    @property
+    def needs_probabilities(self) -> bool:
+        """Whether a row's verification looks at what drafts were drawn from."""
+        return self.rejection is not None or self.block is not None
+
+    def decide(
+        self,
+        round_: Round,
+        proposals: Proposals | None,
+        logits: mx.array,
+        limits: AbstractSequence[int],
+        limit: mx.array,
+    ) -> Decision:
+        """Decide what every row commits.
+
+        Args:
+            round_: the round.
+            proposals: ``None`` when k is 0.
+            logits: the target's, shape (B, k + 1, V).
+            limits, limit: most draft tokens that each row may accept, -1 for rows
+                that have ended; on the host, and as an array of shape (B,).
+        """
+        draws = round_.draws
+        proposed = round_.recent[:, :0] if proposals is None else proposals.tokens
+        logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
+        chosen = self.sampling.choose(logits, draws)
+        if proposals is None:
+            verdict = Verdict(chosen, limit + 1)
+        else:
+            verdict = Verdict(chosen, count_kept(proposed, chosen, limit))
+            if self.needs_probabilities:
+                verdict = self._by_ratio(verdict, proposals, logits, draws, limit)
+        errors: dict[int, str] = {}
+        if any(limits[i] >= 0 for i in self.stepwise):
+            verdict, logits, errors = self._stepwise(
+                verdict, proposed, logits, draws, limits
+            )
+        logprobs = None
+        if self.num_top is not None:
+            logprobs = Logprobs.of(logits, verdict.chosen, self.num_top)
+        return Decision(verdict, logits.max(axis=-1), logprobs, errors)
+
+    def _by_ratio(
+        self,
+        verdict: Verdict,
+        proposals: Proposals,
+        logits: mx.array,
+        draws: Draws,
+        limit: mx.array,
+    ) -> Verdict:
+        """The verdict, with the rows that have a ratio rule decided by theirs."""
+        sampling, k = self.sampling, proposals.tokens.shape[1]
+        proposed = Proposed(
+            proposals.tokens,
+            proposals.probabilities,
+            sampling.probabilities(logits, draws),
+            limit,
+        )
+        uniform = uniform_draws(sampling.seed, draws.positions[:, :k], use=ACCEPT)
+        for rows, rule in (
+            (self.rejection, verification.rejection),
+            (self.block, verification.block),
+        ):
+            if rows is None:
+                continue
+            accepted: Accepted = rule(proposed, uniform)
+            at = draws.positions[:, :1] + mx.maximum(accepted.count, 0)[:, None]
+            noise = gumbel_noise(sampling.seed, at, sampling.vocab_size, use=RESIDUAL)
+            ruled = verification.with_extra_token(proposed, accepted, noise[:, 0])
+            verdict = Verdict(
+                mx.where(rows[:, None], ruled.chosen, verdict.chosen),
+                mx.where(rows, ruled.kept, verdict.kept),
+            )
+        return verdict
+
+    def _stepwise(
+        self,
+        verdict: Verdict,
+        proposed: mx.array,
+        logits: mx.array,
+        draws: Draws,
+        limits: AbstractSequence[int],
+    ) -> tuple[Verdict, mx.array, dict[int, str]]:
+        """The verdict and logits, with the stepwise rows decided by their functions."""
+        errors: dict[int, str] = {}
+        chosen = [mx.array(row) for row in verdict.chosen]
+        kept = [mx.array(n) for n in verdict.kept]
+        by_row: list[list[int]] = proposed.tolist()  # type: ignore[assignment]
+        for i in self.stepwise:
+            if limits[i] < 0:
+                continue
+            stepped = choose_stepwise(
+                self.rows[i],
+                logits[i : i + 1],
+                draws.row(i),
+                by_row[i][: limits[i]],
+                self.sampling.vocab_size,
+            )
+            if stepped.error is not None:
+                errors[i] = stepped.error
+            n = len(stepped.tokens)
+            kept[i] = mx.array(n, mx.int32)
+            if n == 0:
+                continue
+            padding = [0] * (verdict.chosen.shape[1] - n)
+            chosen[i] = mx.array([*stepped.tokens, *padding], mx.int32)
+            rows = mx.concatenate(stepped.logits)[None].astype(logits.dtype)
+            logits = mx.slice_update(logits, rows, mx.array([i, 0, 0]), axes=(0, 1, 2))
+        decided = replace(verdict, chosen=mx.stack(chosen), kept=mx.stack(kept))
+        return decided, logits, errors

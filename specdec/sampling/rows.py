@@ -1,0 +1,156 @@
+"""How each row of a batch chooses its tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..params import SamplingParams
+from .adjustments import Adjustments
+from .filters import Filter
+from .noise import XTC, Draws, gumbel_noise, uniform_draws
+
+# A round's first draft forward takes a row's last two tokens.
+TAIL = 2
+
+
+@dataclass(frozen=True)
+class RowSampling:
+    """The settings of the rows of a batch.
+
+    Args:
+        temperature: shape (B,), float32; 0 is greedy.
+        seed: shape (B,), uint32.
+        greedy: no row samples, so that no noise is needed.
+        filters: each filter in use, with the rows that it is for.
+        adjustments: bias, penalties, min_tokens; ``None`` when no row has any.
+        context_size: newest tokens of every row that the next choice needs.
+        vocab_size: V, the target's number of logits.
+    """
+
+    temperature: mx.array
+    seed: mx.array
+    greedy: bool
+    filters: tuple[tuple[Filter, tuple[int, ...]], ...]
+    adjustments: Adjustments | None
+    context_size: int
+    vocab_size: int
+
+    @classmethod
+    def of(
+        cls,
+        params: Sequence[SamplingParams],
+        *,
+        vocab_size: int,
+        prompt_lengths: Sequence[int] | None = None,
+        end_tokens: Sequence[AbstractSet[int]] | None = None,
+    ) -> RowSampling:
+        """The settings of several requests, in row order.
+
+        Args:
+            prompt_lengths, end_tokens: of each row, for ``min_tokens``.
+        """
+        rows: dict[Filter, list[int]] = {}
+        for row, p in enumerate(params):
+            if p.temperature > 0:
+                rows.setdefault(Filter.of(p), []).append(row)
+        rows.pop(Filter(), None)
+        return cls(
+            temperature=mx.array([p.temperature for p in params], mx.float32),
+            seed=mx.array([p.seed % 2**32 for p in params], mx.uint32),
+            greedy=all(p.temperature == 0 for p in params),
+            filters=tuple((f, tuple(r)) for f, r in rows.items()),
+            adjustments=Adjustments.of(
+                params,
+                prompt_lengths or [0] * len(params),
+                end_tokens or [frozenset()] * len(params),
+                vocab_size,
+            ),
+            context_size=max([TAIL, *(p.context_size for p in params)]),
+            vocab_size=vocab_size,
+        )
+
+    def draws(self, first: mx.array, num_tokens: int) -> Draws:
+        """The random draws of every row's next tokens.
+
+        Args:
+            first: position of each row's first token to choose, shape (B,).
+        """
+        positions = first[:, None] + mx.arange(num_tokens)
+        gumbel = xtc = None
+        if not self.greedy:
+            gumbel = gumbel_noise(self.seed, positions, self.vocab_size)
+            if any(f.xtc_probability > 0 for f, _ in self.filters):
+                xtc = uniform_draws(self.seed, positions, use=XTC)
+        return Draws(positions, gumbel, xtc)
+
+    def adjusted(
+        self, logits: mx.array, recent: mx.array, following: mx.array, draws: Draws
+    ) -> mx.array:
+        """Logits behind bias, penalties and ``min_tokens``.
+
+        Args:
+            logits: shape (B, S, V).
+            recent: each row's newest tokens before the first of the positions,
+                shape (B, W), W at least ``context_size``; -1 where there is none.
+            following: the tokens that are supposed at the positions, shape
+                (B, S - 1) or more.
+            draws: of the positions.
+        """
+        if self.adjustments is None:
+            return logits
+        num_tokens, width = logits.shape[1], recent.shape[1]
+        tokens = mx.concatenate([recent, following], axis=1)
+        windows = tokens[:, mx.arange(num_tokens)[:, None] + mx.arange(width)]
+        return self.adjustments.apply(logits, windows, draws.positions)
+
+    def choose(self, logits: mx.array, draws: Draws) -> mx.array:
+        """One token for each position: the arg-max, or a draw at the temperature.
+
+        ``argmax(logits / temperature + noise)`` is a draw from
+        ``softmax(logits / temperature)`` (the Gumbel-max trick). It is computed as
+        ``argmax(logits + temperature * noise)``, the same for every temperature
+        above 0, and at 0 the arg-max of the logits. Tokens that a row's filter
+        refuses are never drawn.
+
+        Args:
+            logits: from :meth:`adjusted`, shape (B, S, V' <= V).
+            draws: of the positions.
+
+        Returns:
+            Token ids, shape (B, S), int32.
+        """
+        if draws.gumbel is not None:
+            noise = draws.gumbel[..., : logits.shape[-1]]
+            scaled = self.temperature[:, None, None] * noise
+            logits = self.filtered(logits, draws) + scaled
+        return mx.argmax(logits, axis=-1).astype(mx.int32)
+
+    def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
+        """``logits`` in float32, minus infinity at what a row refuses to draw."""
+        logits = logits.astype(mx.float32)
+        rows = mx.arange(logits.shape[0])[:, None, None]
+        for which, chosen in self.filters:
+            its_own = (rows == mx.array(chosen)).any(axis=-1, keepdims=True)
+            logits = mx.where(its_own, which.apply(logits, draws.xtc), logits)
+        return logits
+
+    def probabilities(self, logits: mx.array, draws: Draws) -> mx.array:
+        """What the rows draw from, shape (B, S, V), float32; zero where refused.
+
+        A row at temperature 0 has all of it on the arg-max. A draft with fewer
+        logits than the target gives the rest nothing.
+        """
+        cold = (self.temperature == 0)[:, None, None]
+        warm = mx.where(cold, 1.0, self.temperature[:, None, None])
+        drawn = mx.softmax(self.filtered(logits, draws) / warm, axis=-1)
+        best = mx.argmax(logits, axis=-1, keepdims=True)
+        one_hot = (mx.arange(logits.shape[-1]) == best).astype(mx.float32)
+        found = mx.where(cold, one_hot, drawn)
+        missing = self.vocab_size - logits.shape[-1]
+        if missing > 0:
+            found = mx.pad(found, [(0, 0), (0, 0), (0, missing)])
+        return found
