@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 import click
-from click.core import ParameterSource
 
 from ..config import (
     DEFAULT_BATCH_SIZE,
@@ -18,11 +17,11 @@ from ..config import (
     check_draft_name,
 )
 from ..errors import PromptError
-from ..params import DEFAULT_MAX_TOKENS, SamplingParams
 from ..prompts import Prompt, read_prompts, read_text
 from .output import Progress, Sink
 from .quiet import silence_third_parties
 from .report import INTERRUPTED
+from .sampling_options import dashed, is_given, params_of, sampling_options
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -67,55 +66,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Prompts that decode together.",
 )
-@click.option(
-    "--max-tokens",
-    "-m",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=DEFAULT_MAX_TOKENS,
-    show_default=True,
-    help="Most tokens to generate for a prompt.",
-)
-@click.option(
-    "--temp",
-    type=click.FloatRange(min=0),
-    metavar="T",
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy.",
-)
-@click.option(
-    "--top-p",
-    type=float,
-    metavar="P",
-    default=1.0,
-    show_default=True,
-    help="Draw from the likeliest tokens that together have probability P.",
-)
-@click.option(
-    "--min-p",
-    type=float,
-    metavar="P",
-    default=0.0,
-    show_default=True,
-    help="Draw from tokens at least P times as likely as the likeliest.",
-)
-@click.option(
-    "--top-k",
-    type=int,
-    metavar="K",
-    default=0,
-    show_default=True,
-    help="Draw from the K likeliest tokens; 0: from all.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Seed of the first prompt's draws; each next prompt's is one more.",
-)
+@sampling_options
 @click.option(
     "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
 )
@@ -186,12 +137,6 @@ def run(
     texts: tuple[str, ...],
     file: str | None,
     batch_size: int,
-    max_tokens: int,
-    temp: float,
-    top_p: float,
-    min_p: float,
-    top_k: int,
-    seed: int,
     system_prompt: str | None,
     ignore_chat_template: bool,
     num_draft_tokens: int,
@@ -203,6 +148,7 @@ def run(
     dtype: str | None,
     output_file: str | None,
     quiet: bool,
+    **sampling: Any,
 ) -> None:
     """Decode prompts with a target model and, if one is named, a draft.
 
@@ -224,7 +170,7 @@ def run(
             raise click.UsageError(f"{option} is empty: name {what}")
     if draft is not None:
         check_draft_name(draft)
-    _check_together(draft, num_draft_tokens, kv_bits, temp)
+    _check_together(draft, num_draft_tokens, kv_bits)
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -234,14 +180,7 @@ def run(
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
     )
-    params = SamplingParams(
-        max_tokens=max_tokens,
-        temperature=temp,
-        seed=seed,
-        top_p=top_p,
-        min_p=min_p,
-        top_k=top_k,
-    )
+    params = params_of(draft=draft, output_file=output_file, **sampling)
     if ignore_chat_template and system_prompt is not None:
         raise click.UsageError(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
@@ -302,29 +241,20 @@ def _draft_note() -> str | None:
 
 
 def _check_together(
-    draft: str | None, num_draft_tokens: int, kv_bits: str | None, temp: float
+    draft: str | None, num_draft_tokens: int, kv_bits: str | None
 ) -> None:
     """Refuse an option that another one, or its absence, leaves without effect."""
-    if draft is None and _is_given("num_draft_tokens"):
+    if draft is None and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if draft is not None and num_draft_tokens == 0:
         raise click.UsageError(
             "--num-draft-tokens 0 leaves --draft unused: leave one of them out"
         )
     for name in ("kv_group_size", "quantized_kv_start"):
-        if kv_bits is None and _is_given(name):
-            option = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{option} needs --kv-bits: add --kv-bits 4 or 8")
-    for name in ("top_p", "min_p", "top_k"):
-        if temp == 0 and _is_given(name):
-            option = "--" + name.replace("_", "-")
-            raise click.UsageError(f"{option} needs --temp: at 0 nothing is drawn")
-
-
-def _is_given(name: str) -> bool:
-    """Whether the option was typed, be it with its default value."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is ParameterSource.COMMANDLINE
+        if kv_bits is None and is_given(name):
+            raise click.UsageError(
+                f"{dashed(name)} needs --kv-bits: add --kv-bits 4 or 8"
+            )
 
 
 def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:

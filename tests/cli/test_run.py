@@ -286,3 +286,53 @@ def test_importing_the_command_line_imports_nothing_heavy() -> None:
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert done.stdout == "set()\n"
+
+
+def test_every_sampling_option_reaches_its_field(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    options = (
+        "--draft self:4bit --temp 0.5 --min-tokens 3 --stop STOP --stop END "
+        "--stop-token-id 7 --stop-token-id 9 --xtc-probability 0.4 --xtc-threshold 0.2 "
+        "--repetition-penalty 1.1 --presence-penalty 0.3 --frequency-penalty -0.2 "
+        "--logit-bias 5=-inf --logit-bias 6=2.5 --verification block --top-logprobs 2"
+    )
+    output = ("--output", str(tmp_path / "out.jsonl"))
+    assert specdec("run", "-p", "Hi", *options.split(), *output).exit_code == 0
+    assert decoder.calls["params"] == SamplingParams(
+        temperature=0.5,
+        min_tokens=3,
+        stop=("STOP", "END"),
+        stop_token_ids=(7, 9),
+        xtc_probability=0.4,
+        xtc_threshold=0.2,
+        repetition_penalty=1.1,
+        presence_penalty=0.3,
+        frequency_penalty=-0.2,
+        logit_bias={5: float("-inf"), 6: 2.5},
+        verification="block",
+        logprobs=True,
+        top_logprobs=2,
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ("--xtc-probability 0.5", "--xtc-probability needs --temp"),
+        ("--temp 1 --xtc-threshold 0.3", "--xtc-threshold needs --xtc-probability"),
+        ("--temp 1 --verification block", "--verification needs --draft and --temp"),
+        ("--draft d --verification coupled", "--verification needs --draft and --temp"),
+        ("--top-logprobs 2", "--top-logprobs needs --output"),
+        ("--logit-bias 5", "'5' is not of the form ID=BIAS, as in 1234=-5"),
+        ("--logit-bias x=1", "'x=1' is not of the form ID=BIAS"),
+        ("--repetition-penalty 0", "repetition_penalty is 0.0: it must be a number"),
+        ("--min-tokens 9 --max-tokens 8", "min_tokens is 9: it must be at most"),
+    ],
+)
+def test_sampling_options_that_cannot_be(
+    specdec: Specdec, options: str, message: str
+) -> None:
+    result = specdec("run", "-p", "Hi", *options.split())
+    assert result.exit_code == 2
+    assert message in " ".join(result.stderr.split())

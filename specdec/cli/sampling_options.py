@@ -1,0 +1,214 @@
+"""The options of ``specdec run`` that say how each prompt is decoded."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from ..params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _biases(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float] | None:
+    """Token ids and what is added to their logits, from texts ``ID=BIAS``."""
+    biases = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(
+                f"{value!r} is not of the form ID=BIAS, as in 1234=-5"
+            ) from None
+    return biases or None
+
+
+_OPTIONS = (
+    click.option(
+        "--max-tokens",
+        "-m",
+        type=click.IntRange(min=1),
+        metavar="N",
+        default=DEFAULT_MAX_TOKENS,
+        show_default=True,
+        help="Most tokens to generate for a prompt.",
+    ),
+    click.option(
+        "--min-tokens",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Tokens to generate before one may end a prompt's output.",
+    ),
+    click.option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help="End where this text would come; repeat it for more.",
+    ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        multiple=True,
+        type=click.IntRange(min=0),
+        metavar="ID",
+        help="End where this token would come; repeat it for more.",
+    ),
+    click.option(
+        "--temp",
+        type=click.FloatRange(min=0),
+        metavar="T",
+        default=0.0,
+        show_default=True,
+        help="Sampling temperature; 0 is greedy.",
+    ),
+    click.option(
+        "--top-p",
+        type=float,
+        metavar="P",
+        default=1.0,
+        show_default=True,
+        help="Draw from the likeliest tokens that together have probability P.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        show_default=True,
+        help="Draw from tokens at least P times as likely as the likeliest.",
+    ),
+    click.option(
+        "--top-k",
+        type=int,
+        metavar="K",
+        default=0,
+        show_default=True,
+        help="Draw from the K likeliest tokens; 0: from all.",
+    ),
+    click.option(
+        "--xtc-probability",
+        type=float,
+        metavar="P",
+        default=0.0,
+        show_default=True,
+        help="At each token, with probability P, leave out all tokens above "
+        "--xtc-threshold but the least likely of them.",
+    ),
+    click.option(
+        "--xtc-threshold",
+        type=float,
+        metavar="P",
+        default=0.1,
+        show_default=True,
+        help="The probability above which XTC leaves tokens out.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="Divide positive, multiply negative logits of the newest 20 tokens by X.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="Take X off the logits of the newest 20 tokens.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="The same, for every occurrence.",
+    ),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        callback=_biases,
+        metavar="ID=BIAS",
+        help="Add BIAS to the logit of token ID (-inf forbids it); repeat it for more.",
+    ),
+    click.option(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Seed of the first prompt's draws; each next prompt's is one more.",
+    ),
+    click.option(
+        "--verification",
+        type=click.Choice(VERIFICATIONS),
+        default="coupled",
+        show_default=True,
+        help="How draft tokens are accepted, with --temp and --draft. Only coupled "
+        "gives the same text with every draft.",
+    ),
+    click.option(
+        "--top-logprobs",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Write log-probabilities of tokens, and of the N likeliest at each "
+        "position, to --output.",
+    ),
+)
+
+
+def sampling_options(command: F) -> F:
+    """Give ``command`` the options; it hands their values to :func:`params_of`."""
+    for option in reversed(_OPTIONS):
+        command = option(command)
+    return command
+
+
+def params_of(
+    *,
+    draft: str | None,
+    output_file: str | None,
+    temp: float,
+    top_logprobs: int | None,
+    **same_names: Any,
+) -> SamplingParams:
+    """What the options ask for.
+
+    Raises:
+        click.UsageError: an option is left without effect by another.
+        ConfigError: a value is out of range.
+    """
+    for name in ("top_p", "min_p", "top_k", "xtc_probability"):
+        if temp == 0 and is_given(name):
+            raise click.UsageError(
+                f"{dashed(name)} needs --temp: at 0 nothing is drawn"
+            )
+    if is_given("xtc_threshold") and not same_names["xtc_probability"]:
+        raise click.UsageError("--xtc-threshold needs --xtc-probability: add it")
+    if is_given("verification") and (temp == 0 or draft is None):
+        raise click.UsageError(
+            "--verification needs --draft and --temp: without them all are the same"
+        )
+    if top_logprobs is not None and output_file is None:
+        raise click.UsageError("--top-logprobs needs --output: name a file for them")
+    return SamplingParams(
+        temperature=temp,
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+        **same_names,
+    )
+
+
+def is_given(name: str) -> bool:
+    """Whether the option was typed, be it with its default value."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def dashed(name: str) -> str:
+    """The option of a parameter's name."""
+    return "--" + name.replace("_", "-")
