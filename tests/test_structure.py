@@ -28,6 +28,7 @@ LAYERS = (
     {"rounds"},
     {"drafters", "stepwise"},
     {"models", "verification"},
+    {"prefix"},
     {"cache", "results", "sampling", "scheduler", "stats"},
     {"sequence"},
     {"params", "text"},

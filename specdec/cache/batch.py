@@ -13,6 +13,8 @@ from .positions import whole
 from .storage import Arrays, Storage
 
 C = TypeVar("C", bound="BatchCache")
+# Columns of a row, their positions (ascending), and how many tokens the row has.
+RowContents = tuple[Arrays, Sequence[int], int]
 
 
 class BatchCache(CacheCore):
@@ -155,6 +157,43 @@ class BatchCache(CacheCore):
         slots = self.layout.slots(mx.array(self._row_positions(length)))
         return self._make_single(self._storage.row(idx, slots), length)
 
+    # -- prefixes ------------------------------------------------------------
+
+    @property
+    def kind(self) -> dict[str, int | str | None]:
+        """What decides which keys and values are stored, and how."""
+        how = ("max_size", "keep", "chunk_size", "bits", "group_size")
+        options = {k: v for k, v in self._options.items() if k in how}
+        return {"class": type(self).__name__, **options}
+
+    def columns(self, row: int, positions: Sequence[int]) -> Arrays:
+        """A copy of what row ``row`` holds at ``positions``, as it is stored.
+
+        Whether they are still held is for the caller to know.
+
+        Returns:
+            Arrays of shape (1, heads, len(positions), features).
+        """
+        assert not self.empty()
+        return self._storage.row(row, self.layout.slots(mx.array(list(positions))))
+
+    def refilled(self: C, rows: Sequence[RowContents | None]) -> C:
+        """A cache like this one, with rows from what :meth:`columns` gave.
+
+        Args:
+            rows: of a ring, positions must go back as far as the next query sees;
+                ``None`` is a row without tokens.
+        """
+        parts = []
+        for row in rows:
+            part = self._like(1)
+            if row is not None and row[2]:
+                part._fill_row(*row)
+            parts.append(part)
+        made = self._like(0)
+        made._join(parts)
+        return made
+
     def _row_positions(self, length: int) -> list[int]:
         """Positions that a sequence of ``length`` still holds, ascending."""
         return list(range(length))
@@ -185,12 +224,16 @@ class BatchCache(CacheCore):
 
     def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
         """Become one row of ``length`` tokens holding ``positions``."""
-        slots = self.layout.slots(mx.array([list(positions)], mx.int32))
-        self._storage.write_first(
-            tuple(a[:, :, :0] for a in arrays), self._capacity_for(length)
+        capacity = self._capacity_for(length)
+        if len(positions) == length <= capacity:  # all of them, slot after slot
+            self._storage.write_first(arrays, capacity)
+        else:
+            slots = self.layout.slots(mx.array([list(positions)], mx.int32))
+            self._storage.write_first(tuple(a[:, :, :0] for a in arrays), capacity)
+            self._storage.write(arrays, slots)
+        self.offset = self._memo.get(
+            ("row", length), (), None, lambda: mx.array([length], mx.int32)
         )
-        self._storage.write(arrays, slots)
-        self.offset = mx.array([length], mx.int32)
         self._longest, self._uniform = length, True
 
     @classmethod

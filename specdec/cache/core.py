@@ -102,7 +102,7 @@ class CacheCore:
         self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
         self.offset = self._memo.get(
-            "zeros", (), batch_size, lambda: mx.zeros((batch_size,), mx.int32)
+            ("zeros", batch_size), (), None, lambda: mx.zeros((batch_size,), mx.int32)
         )
         # Host knowledge: no row is longer than _longest; none is shorter
         # either while _uniform. Neither needs the device.

@@ -184,7 +184,7 @@ class RingCache(BatchCache):
             oldest = next(p for p in kept if p >= self.keep)
             self._reach = max(length, self._slots + 1)
             # One more: an extracted row's oldest may be stale (_row_positions).
-            self._undone = max(0, oldest + 1 + ring - length)
+            self._undone = min(max(0, oldest + 1 + ring - length), self.max_write)
 
     def _bookkeeping(self) -> tuple[int, ...]:
         return self._reach, self._undone

@@ -20,6 +20,8 @@ from ..cache import (
 )
 from ..cache.positions import round_up
 from ..config import EngineConfig
+from ..prefix.session import ModelPrefixes
+from ..prefix.store import PrefixStore
 
 
 class ModelRunner:
@@ -30,6 +32,7 @@ class ModelRunner:
         name: for messages.
         config: the prefill chunk, how keys and values are kept.
         backend: the columns that attention reads at a time.
+        prefix_store: where prefixes of prompts are kept, and looked for.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve the model.
@@ -41,6 +44,7 @@ class ModelRunner:
         name: str,
         config: EngineConfig,
         backend: BackendDefaults,
+        prefix_store: PrefixStore | None = None,
     ):
         self.model = model
         self.name = name
@@ -57,6 +61,10 @@ class ModelRunner:
         check_caches(model, name, self.options)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
+        self.prefixes: ModelPrefixes | None = None
+        if prefix_store is not None:
+            caches = adopt_caches(model, 1, self.options, name)
+            self.prefixes = ModelPrefixes(prefix_store, model, name, caches)
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_round: int, max_length: int
@@ -84,6 +92,8 @@ class ModelRunner:
 
     def _padded(self, length: int) -> int:
         """Slots that prefill touches for a row of ``length`` tokens."""
+        if self.prefixes is not None:  # a chunk can begin behind any prefix
+            return length + self.prefill_step_size
         rest = length % self.prefill_step_size
         return length - rest + (self.chunk(rest) if rest else 0)
 
@@ -105,6 +115,11 @@ class ModelRows:
             runner.model, len(prompts), options, runner.name, self._memo
         )
         self._max_round = max_round
+        #: Tokens of every row that prefill found in the prefix store.
+        self.reused = [0] * len(prompts)
+        self._session = None
+        if runner.prefixes is not None:
+            self._session = runner.prefixes.begin(prompts, max_write=options.max_write)
 
     @property
     def offset(self) -> mx.array:
@@ -123,7 +138,9 @@ class ModelRows:
         Rows are padded on the right to the chunk's width; a row that has ended
         writes padding that is taken back at once. Logits are never computed.
         """
-        prompts, lengths = self._prompts, [len(p) for p in self._prompts]
+        yield from self._restore()
+        prompts = [p[n:] for p, n in zip(self._prompts, self.reused, strict=True)]
+        lengths = [len(p) for p in prompts]
         longest = max(lengths)
         done = 0
         while done < longest:
@@ -137,16 +154,35 @@ class ModelRows:
             padding = [width - n for n in valid]
             if any(padding):
                 self.trim_per_sequence(padding, width)
-            done += width
-            maybe_quantize(self._caches, self.runner.options, min(done, longest))
+            longest_now = min(done + width, longest)
+            maybe_quantize(self._caches, self.runner.options, longest_now)
             mx.eval([c.state for c in self._caches])
+            self._record(done, valid, width)
+            done += width
             mx.clear_cache()
             yield
-        self.note_lengths(longest, min(lengths))
+        lengths = [len(p) for p in self._prompts]
+        self.note_lengths(max(lengths), min(lengths))
         # Rings, and masks as wide as a chunk, give back what only prefill needed.
         for cache in self._caches:
             cache.resize(self._max_round)
         self._memo.clear()
+
+    def _restore(self) -> Iterator[None]:
+        """Begin with what the prefix store has; yields while that is read."""
+        if self._session is not None:
+            yield from self._session.find()
+            self._caches = self._session.refill(self._caches)
+            self.reused = self._session.reused
+
+    def _record(self, done: int, valid: Sequence[int], width: int) -> None:
+        """Store what a chunk of ``width`` columns added to rows, ``valid[i]`` each."""
+        if self._session is None:
+            return
+        lengths = [len(p) for p in self._prompts]
+        before = [min(r + done, n) for r, n in zip(self.reused, lengths, strict=True)]
+        after = [b + v for b, v in zip(before, valid, strict=True)]
+        self._session.record(self._caches, before, after, width)
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""

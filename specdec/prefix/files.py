@@ -1,0 +1,201 @@
+"""Entries as files: names, headers, and writing so that a crash leaves no half of one.
+
+A file is a safetensors container, ``KIND-PLACE-DIGEST.safetensors``. PLACE is the
+hash of the signature and all tokens (:func:`specdec.prefix.entries.place_key`),
+DIGEST the hash of the whole file, checked before anything of it is used. The
+header says what the hashes were made of. No mlx here.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import json
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .entries import KINDS, Kind, place_key
+
+FORMAT = "specdec prefix"
+VERSION = "1"
+
+_NAME = re.compile(
+    rf"({'|'.join(KINDS)})-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.safetensors"
+)
+_TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.specdec-tmp")
+_MAX_HEADER = 100_000_000  # as in the safetensors library
+
+
+class DamagedError(Exception):
+    """A file is not what its name says; the message says why."""
+
+
+@dataclass(frozen=True)
+class File:
+    """An entry on disk.
+
+    ``parent`` names the place where its tokens begin, ``slack`` is 0 for a block.
+    """
+
+    name: str
+    kind: Kind
+    place: str
+    parent: str
+    signature: str
+    model: str
+    tokens: tuple[int, ...]
+    start: int
+    slack: int
+    nbytes: int
+
+    @property
+    def end(self) -> int:
+        """Tokens from the first one to the end of this entry."""
+        return self.start + len(self.tokens)
+
+    @property
+    def is_first(self) -> bool:
+        """Whether nothing stands before it."""
+        return self.parent == self.signature
+
+
+def header_fields(
+    *,
+    signature: str,
+    model: str,
+    parent: str,
+    start: int,
+    slack: int,
+    tokens: Sequence[int],
+) -> dict[str, str]:
+    """The metadata of an entry's file, as :func:`read_header` expects it."""
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "signature": signature,
+        "model": model,
+        "parent": parent,
+        "start": str(start),
+        "slack": str(slack),
+        "tokens": " ".join(map(str, tokens)),
+    }
+
+
+def is_entry(name: str) -> bool:
+    """Whether a file of that name is one of ours."""
+    return _NAME.fullmatch(name) is not None
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of that name is one that was being written."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def digest(data: bytes) -> str:
+    """The hash of a whole file (SHA-256: what processors do fastest)."""
+    return hashlib.sha256(data).hexdigest()[:32]
+
+
+def read_header(path: Path) -> File:
+    """What the file at ``path`` says of itself; its arrays are not looked at.
+
+    Raises:
+        DamagedError: it is not an entry of this format and version, or its tokens
+            do not lead to the place in its name.
+        OSError: it cannot be read.
+    """
+    parts = _NAME.fullmatch(path.name)
+    if parts is None:
+        raise DamagedError("its name is not that of an entry")
+    with path.open("rb") as file:
+        nbytes = os.fstat(file.fileno()).st_size
+        length = int.from_bytes(file.read(8), "little")
+        if not 2 <= length <= min(nbytes - 8, _MAX_HEADER):
+            raise DamagedError("it is cut short, or no safetensors file")
+        header = file.read(length)
+    try:
+        fields = json.loads(header)["__metadata__"]
+        known = fields["format"] == FORMAT and fields["version"] == VERSION
+        if known:
+            found = File(
+                name=path.name,
+                kind="block" if parts[1] == "block" else "ring",
+                place=parts[2],
+                parent=fields["parent"],
+                signature=fields["signature"],
+                model=fields["model"],
+                tokens=tuple(map(int, fields["tokens"].split())),
+                start=int(fields["start"]),
+                slack=int(fields["slack"]),
+                nbytes=nbytes,
+            )
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise DamagedError("its header is not one of specdec's") from error
+    if not known:
+        raise DamagedError("it is of another format or version")
+    if place_key(found.parent, found.tokens) != found.place or not found.tokens:
+        raise DamagedError("its tokens do not lead to its place")
+    return found
+
+
+def read_verified(path: Path) -> bytes:
+    """The whole file, after a check against the digest in its name.
+
+    Raises:
+        DamagedError: it holds something else.
+        OSError: it cannot be read.
+    """
+    data = path.read_bytes()
+    parts = _NAME.fullmatch(path.name)
+    if parts is None or digest(data) != parts[3]:
+        raise DamagedError("its contents do not match its name")
+    return data
+
+
+def write_atomically(folder: Path, kind: Kind, place: str, data: bytes) -> str:
+    """Write an entry; it is there whole, or not at all. Returns its name.
+
+    The temporary file is locked while it is written, so that others can tell it
+    from one that a crash has left (:func:`remove_leftover`).
+
+    Raises:
+        OSError: it could not be written; nothing is left.
+    """
+    name = f"{kind}-{place}-{digest(data)}.safetensors"
+    temporary = folder / f".{os.getpid()}-{id(data)}.specdec-tmp"
+    with temporary.open("wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+            os.replace(temporary, folder / name)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink(missing_ok=True)
+            raise
+    _sync_folder(folder)
+    return name
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove a temporary file unless somebody is writing it."""
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        return True
+    return False
+
+
+def _sync_folder(folder: Path) -> None:
+    """Make the new name durable, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

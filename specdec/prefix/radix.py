@@ -1,0 +1,211 @@
+"""A radix tree over token ids: longest common prefix, a byte budget, oldest out.
+
+Pure Python, and blind to what it keeps: values of any type stand at the ends of
+paths. An edge holds as many tokens as there are until paths part or a value
+stands, so a path of 50,000 tokens in blocks of 256 is 200 nodes.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+V = TypeVar("V")
+Path = Sequence[Hashable]
+
+
+@dataclass(eq=False)
+class Node(Generic[V]):
+    """The end of an edge. Those that callers are given hold a value."""
+
+    edge: tuple[Hashable, ...] = ()
+    end: int = 0
+    parent: Node[V] | None = None
+    children: dict[Hashable, Node[V]] = field(default_factory=dict)
+    value: V | None = None
+    nbytes: int = 0
+
+    def path(self) -> tuple[Hashable, ...]:
+        """All tokens from the root to here."""
+        edges = []
+        node: Node[V] | None = self
+        while node is not None:
+            edges.append(node.edge)
+            node = node.parent
+        return tuple(token for edge in reversed(edges) for token in edge)
+
+    def ancestors(self) -> Iterator[Node[V]]:
+        """Nodes with a value from here to the root, this one included."""
+        node: Node[V] | None = self
+        while node is not None:
+            if node.value is not None:
+                yield node
+            node = node.parent
+
+
+@dataclass(frozen=True)
+class Match(Generic[V]):
+    """Where a path leaves the tree.
+
+    ``length`` tokens are shared with some path of the tree. ``passed`` are the
+    nodes with a value on the way there, from the root on.
+    """
+
+    length: int
+    passed: tuple[Node[V], ...]
+    _beneath: tuple[Node[V], ...]
+
+    def beneath(self) -> Iterator[Node[V]]:
+        """Nodes with a value behind the point, nearest edges first.
+
+        They share the first ``length`` tokens and go on differently, or further.
+        """
+        queue = deque(self._beneath)
+        while queue:
+            node = queue.popleft()
+            if node.value is not None:
+                yield node
+            queue.extend(node.children.values())
+
+
+class RadixTree(Generic[V]):
+    """Values at the ends of paths, the least recently used leaving first.
+
+    What is used or put counts as use of everything above it, so that a value
+    never leaves before those that stand beneath it.
+
+    Args:
+        budget: bytes of all values together; ``None`` is no limit.
+    """
+
+    def __init__(self, budget: int | None = None):
+        self.budget = budget
+        self.nbytes = 0
+        self._root: Node[V] = Node()
+        self._order: OrderedDict[Node[V], None] = OrderedDict()  # oldest first
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Node[V]]:
+        """Nodes with a value, least recently used first."""
+        return iter(tuple(self._order))
+
+    def get(self, tokens: Path) -> Node[V] | None:
+        """The node with a value at the end of ``tokens``."""
+        match = self.match(tokens)
+        if match.passed and match.passed[-1].end == len(tokens):
+            return match.passed[-1]
+        return None
+
+    def match(self, tokens: Path) -> Match[V]:
+        """Follow ``tokens`` as far as the tree goes."""
+        tokens = tuple(tokens)
+        node, length = self._root, 0
+        passed: list[Node[V]] = []
+        while True:
+            if node.value is not None:
+                passed.append(node)
+            child = node.children.get(tokens[length]) if length < len(tokens) else None
+            if child is None:
+                return Match(length, tuple(passed), tuple(node.children.values()))
+            shared = _shared(child, tokens, length)
+            length += shared
+            if shared < len(child.edge):
+                return Match(length, tuple(passed), (child,))
+            node = child
+
+    def put(self, tokens: Path, value: V, nbytes: int) -> list[V]:
+        """Let ``value``, of ``nbytes`` bytes, stand at the end of ``tokens``.
+
+        Takes the place of a value there.
+
+        Returns:
+            Values that had to leave, oldest first; ``value`` itself, and nothing
+            else, when it alone is larger than the budget.
+        """
+        if self.budget is not None and nbytes > self.budget:
+            return [value]
+        node = self._node_at(tuple(tokens))
+        self.nbytes += nbytes - node.nbytes
+        node.value, node.nbytes = value, nbytes
+        self.touch(node)
+        return [] if self.budget is None else self.shrink(self.budget)
+
+    def touch(self, node: Node[V]) -> None:
+        """Note that ``node``, and all that it stands on, was used now."""
+        for each in node.ancestors():
+            self._order[each] = None
+            self._order.move_to_end(each)
+
+    def remove(self, node: Node[V]) -> None:
+        """Take the value of ``node`` out; what stands beneath stays."""
+        del self._order[node]
+        self.nbytes -= node.nbytes
+        node.value, node.nbytes = None, 0
+        self._tidy(node)
+
+    def shrink(self, budget: int) -> list[V]:
+        """Let the least recently used go until ``budget`` bytes are left; those."""
+        gone: list[V] = []
+        while self.nbytes > budget:
+            oldest = next(iter(self._order))
+            assert oldest.value is not None
+            gone.append(oldest.value)
+            self.remove(oldest)
+        return gone
+
+    def _node_at(self, tokens: tuple[Hashable, ...]) -> Node[V]:
+        """The node at the end of ``tokens``, made if there is none."""
+        node, length = self._root, 0
+        while length < len(tokens):
+            child = node.children.get(tokens[length])
+            if child is None:
+                made = Node(tokens[length:], len(tokens), node)
+                node.children[tokens[length]] = made
+                return made
+            shared = _shared(child, tokens, length)
+            if shared < len(child.edge):
+                child = self._split(child, shared)
+            node, length = child, length + shared
+        return node
+
+    @staticmethod
+    def _split(node: Node[V], at: int) -> Node[V]:
+        """A new node ``at`` tokens into the edge of ``node``."""
+        assert node.parent is not None
+        head, tail = node.edge[:at], node.edge[at:]
+        upper = Node(head, node.end - len(tail), node.parent, {tail[0]: node})
+        node.parent.children[head[0]] = upper
+        node.edge, node.parent = tail, upper
+        return upper
+
+    @staticmethod
+    def _tidy(node: Node[V]) -> None:
+        """Drop nodes without a value that nothing needs any more, from here up."""
+        while node.parent is not None and node.value is None:
+            parent = node.parent
+            if len(node.children) > 1:
+                return
+            if node.children:  # its only child takes its place
+                (child,) = node.children.values()
+                child.edge, child.parent = node.edge + child.edge, parent
+                parent.children[child.edge[0]] = child
+                return
+            del parent.children[node.edge[0]]
+            node = parent
+
+
+def _shared(node: Node[V], tokens: tuple[Hashable, ...], at: int) -> int:
+    """How much of the edge of ``node`` is found in ``tokens`` from ``at`` on."""
+    return common_length(node.edge, tokens[at : at + len(node.edge)])
+
+
+def common_length(a: tuple[Hashable, ...], b: tuple[Hashable, ...]) -> int:
+    """Length of the common prefix of two tuples."""
+    n = min(len(a), len(b))
+    if a[:n] == b[:n]:
+        return n
+    return next(i for i in range(n) if a[i] != b[i])

@@ -1,0 +1,191 @@
+"""Prefixes of the rows that a model is about to prefill: found, restored, recorded."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+from itertools import pairwise
+from typing import Any
+
+import mlx.nn as nn
+
+from .entries import Kind, Plan, block_start, place_key
+from .radix import common_length
+from .signature import signature
+from .snapshot import Piece, cut, linear_caches, refill, ring_caches
+from .store import Place, PrefixStore
+
+
+class ModelPrefixes:
+    """The part of a store that belongs to one model.
+
+    Args:
+        store: shared by the models of a run.
+        model: whose weights and arguments are in the signature.
+        name: the name that the user gave.
+        caches: as the model's rows have them; only their kinds are looked at.
+    """
+
+    def __init__(
+        self, store: PrefixStore, model: nn.Module, name: str, caches: list[Any]
+    ):
+        self.store = store
+        self.name = name
+        self.signature = signature(model, caches)
+        self.linear = bool(linear_caches(caches))
+        self.rings = bool(ring_caches(caches))
+
+    def begin(
+        self, prompts: Sequence[Sequence[int]], *, max_write: int
+    ) -> PrefixSession:
+        """A session for rows with these prompts.
+
+        Args:
+            max_write: of their caches during prefill.
+        """
+        return PrefixSession(self, [tuple(p) for p in prompts], max_write)
+
+
+NOTHING: Plan[Piece] = Plan(0)
+
+
+@dataclass
+class _Row:
+    """What is known of a row's prefix.
+
+    Args:
+        keys: of the places at the ends of its blocks so far, the signature first.
+        plan: what restores it; emptied when that is done.
+        reused: tokens restored.
+        slack: ends before ``reused`` that its rings could go back to.
+        shared: tokens in common with some stored prompt.
+        branch: where it parts from the other prompts known; 0 for nowhere.
+    """
+
+    tokens: tuple[int, ...]
+    keys: list[str]
+    plan: Plan[Piece] = NOTHING
+    reused: int = 0
+    slack: int = 0
+    shared: int = 0
+    branch: int = 0
+
+
+class PrefixSession:
+    """Takes rows through their prefill: find, refill, and record chunk by chunk."""
+
+    def __init__(
+        self, prefixes: ModelPrefixes, prompts: list[tuple[int, ...]], max_write: int
+    ):
+        self._prefixes = prefixes
+        self._store = prefixes.store
+        self._max_write = max_write
+        self._rows = [_Row(tokens, [prefixes.signature]) for tokens in prompts]
+
+    @property
+    def reused(self) -> list[int]:
+        """Tokens of every row that need no prefill."""
+        return [row.reused for row in self._rows]
+
+    def find(self) -> Iterator[None]:
+        """Look the prompts up, yielding behind each that had something to load."""
+        prefixes = self._prefixes
+        self._store.refresh()
+        for row in self._rows:
+            found = self._store.lookup(
+                prefixes.signature,
+                row.tokens,
+                linear=prefixes.linear,
+                rings=prefixes.rings,
+            )
+            row.plan, row.shared = found.plan, found.shared
+            row.reused = found.plan.length
+            ring = found.plan.ring
+            row.slack = 0 if ring is None else row.reused - (ring.end - ring.slack)
+            if row.reused:
+                yield
+        if prefixes.rings:
+            self._find_branches()
+
+    def _find_branches(self) -> None:
+        """Where a prompt parts from those stored, and from the others beside it.
+
+        A ring that is kept there serves the next prompt that begins like these.
+        """
+        ordered = sorted(self._rows, key=lambda row: row.tokens)
+        for row in ordered:
+            row.branch = row.shared
+        for one, other in pairwise(ordered):
+            shared = common_length(one.tokens, other.tokens)
+            one.branch = max(one.branch, shared)
+            other.branch = max(other.branch, shared)
+        for row in ordered:
+            if row.branch < self._store.min_length:
+                row.branch = 0
+
+    def refill(self, caches: list[Any]) -> list[Any]:
+        """Caches like these with the prefixes that were found."""
+        plans = [row.plan for row in self._rows]
+        for row in self._rows:
+            row.plan = NOTHING
+        return refill(caches, plans) if any(p.length for p in plans) else caches
+
+    def record(
+        self, caches: list[Any], before: Sequence[int], after: Sequence[int], width: int
+    ) -> None:
+        """Keep what a chunk of prefill has completed.
+
+        Args:
+            caches: behind the chunk, its padding taken back.
+            before, after: tokens of every row before and behind it.
+            width: columns that it wrote to every row.
+        """
+        for i, (row, first, last) in enumerate(
+            zip(self._rows, before, after, strict=True)
+        ):
+            for end, kinds in self._ends(row, first, last):
+                # What padding has overwritten, and what was never restored.
+                slack = min(
+                    self._max_write - (first + width - end),
+                    end - row.reused + row.slack,
+                )
+                for kind in kinds:
+                    start = block_start(end, self._store.block_size)
+                    self._store.insert(
+                        self._place(row, start, end),
+                        kind,
+                        partial(
+                            cut, caches, i, kind, start, end, slack * (kind == "ring")
+                        ),
+                    )
+
+    def _ends(
+        self, row: _Row, first: int, last: int
+    ) -> Iterator[tuple[int, list[Kind]]]:
+        """Ends of entries in ``first + 1 .. last``, ascending, and their kinds."""
+        size, whole = self._store.block_size, len(row.tokens)
+        ends = {*range(first - first % size + size, last + 1, size)}
+        ends |= {end for end in (row.branch, whole) if first < end <= last}
+        for end in sorted(ends):
+            kinds: list[Kind] = []
+            # A block that a stored one goes beyond would be half of it.
+            if end % size == 0 or (end == whole and row.shared < whole):
+                kinds.append("block")
+            if self._prefixes.rings and end in (row.branch, whole):
+                kinds.append("ring")
+            yield end, kinds
+
+    def _place(self, row: _Row, start: int, end: int) -> Place:
+        size = self._store.block_size
+        while len(row.keys) <= start // size:
+            at = (len(row.keys) - 1) * size
+            row.keys.append(place_key(row.keys[-1], row.tokens[at : at + size]))
+        parent = row.keys[start // size]
+        return Place(
+            path=(self._prefixes.signature, *row.tokens[:end]),
+            key=place_key(parent, row.tokens[start:end]),
+            parent=parent,
+            start=start,
+            model=self._prefixes.name,
+        )

@@ -1,0 +1,74 @@
+"""Which model, weights and caches a stored prefix belongs to."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .. import backend
+from .files import VERSION
+from .snapshot import members
+
+# Odd, so that no bit of a word is lost; any large ones would do.
+_WITHIN, _ACROSS = 2654435761, 2246822519
+_SLAB = 1 << 26  # bytes at a time, since they are widened
+
+
+def signature(model: nn.Module, caches: list[Any]) -> str:
+    """A name for everything that decides which keys and values a prefix has.
+
+    The model's class and arguments, its weights, the kind of every cache with its
+    bits and group size, the versions of specdec, mlx and mlx-lm, and the backend.
+    """
+    versions = backend.describe()
+    text = json.dumps(
+        {
+            "format": VERSION,
+            "model": f"{type(model).__module__}.{type(model).__qualname__}",
+            "arguments": repr(getattr(model, "args", None)),
+            "weights": fingerprint(model),
+            "caches": [cache.kind for cache in members(caches)],
+            **{k: versions[k] for k in ("specdec", "mlx", "mlx_lm", "backend")},
+        },
+        sort_keys=True,
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of all weights: names, types, shapes and a checksum of every value.
+
+    The checksums are computed on the device, as fast as it reads memory. They are
+    no protection against weights that somebody forged.
+    """
+    weights: Any = tree_flatten(model.parameters())
+    hashed = hashlib.sha256()
+    for name, weight in sorted(weights):
+        value = _checksum(weight)
+        hashed.update(f"{name} {weight.dtype} {weight.shape} {value}\n".encode())
+    return hashed.hexdigest()[:32]
+
+
+def _checksum(weight: mx.array) -> int:
+    """A weighted sum of all words, modulo 2**32, in which each place counts."""
+    if weight.size == 0:
+        return 0
+    rows = weight.reshape(-1, weight.shape[-1] if weight.ndim else 1)
+    step = max(1, _SLAB * rows.shape[0] // rows.nbytes)
+    total = 0
+    for first in range(0, rows.shape[0], step):
+        slab = rows[first : first + step]
+        words = slab.view(mx.uint8 if slab.itemsize == 1 else mx.uint16)
+        words = words.astype(mx.uint32)
+        within = mx.arange(1, 2 * words.shape[1], 2, mx.uint32) * _WITHIN
+        last = first + words.shape[0]
+        across = mx.arange(2 * first + 1, 2 * last, 2, mx.uint32) * _ACROSS
+        sums = (words * within).sum(axis=1)
+        checksum: Any = ((sums ^ (sums >> 15)) * across).sum().item()
+        total += checksum
+    return total % 2**32

@@ -1,0 +1,195 @@
+"""The front: a memory tier over a disk tier, for all models of a run.
+
+A tier is a radix tree of paths (signature, token, token, ...); where entries end
+stands a dict of them by kind. Both tiers are asked, and the best of both answers
+is used.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import islice
+from pathlib import Path
+
+from .disk import DiskTier
+from .entries import Kind, Plan, plan, reached
+from .files import File, header_fields
+from .radix import RadixTree
+from .snapshot import Piece, pack, unpack
+
+BLOCK_SIZE = 256
+_READERS = 4
+
+Tokens = tuple[int, ...]
+_Path = tuple[Hashable, ...]
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where an entry lies on its prompt.
+
+    Args:
+        path: (signature, token, ...) up to its end.
+        key, parent: names of its end and of its begin (``place_key``).
+        start: tokens before it.
+        model: the name that the user gave, for ``specdec cache list``.
+    """
+
+    path: _Path
+    key: str
+    parent: str
+    start: int
+    model: str
+
+    def fields(self, slack: int) -> dict[str, str]:
+        """The header of its file."""
+        signature, *tokens = self.path
+        return header_fields(
+            signature=str(signature),
+            model=self.model,
+            parent=self.parent,
+            start=self.start,
+            slack=slack,
+            tokens=tokens[self.start :],  # type: ignore[arg-type]
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """What the store has of a prompt.
+
+    Args:
+        plan: pieces, in memory now, that restore its first ``plan.length`` tokens.
+        shared: tokens that it has in common with some stored prompt.
+    """
+
+    plan: Plan[Piece]
+    shared: int
+
+
+class PrefixStore:
+    """Keys and values of prompts, kept for prompts that begin alike.
+
+    Args:
+        memory: bytes that the memory tier may hold.
+        folder: of the disk tier; ``None`` for none.
+        disk: bytes that the disk tier may hold.
+        block_size: tokens in a block.
+    """
+
+    def __init__(
+        self,
+        *,
+        memory: int,
+        folder: Path | None = None,
+        disk: int = 0,
+        block_size: int = BLOCK_SIZE,
+    ):
+        self.block_size = block_size
+        # Less is not worth a read: it rides along in a chunk of prefill.
+        self.min_length = max(1, block_size // 8)
+        self.disk = None if folder is None else DiskTier(folder, disk)
+        self._memory: RadixTree[dict[Kind, Piece]] = RadixTree(memory)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the memory tier holds."""
+        return self._memory.nbytes
+
+    def refresh(self) -> None:
+        """Learn what other processes have stored and removed."""
+        if self.disk is not None:
+            self.disk.refresh()
+
+    def flush(self) -> None:
+        """Wait until everything is on disk."""
+        if self.disk is not None:
+            self.disk.flush()
+
+    def close(self) -> None:
+        """Write what waits to be written; the disk tier takes no more."""
+        if self.disk is not None:
+            self.disk.close()
+
+    def lookup(
+        self, signature: str, tokens: Tokens, *, linear: bool, rings: bool
+    ) -> Found:
+        """The longest prefix of ``tokens`` that can be restored, read into memory.
+
+        Args:
+            linear, rings: the kinds of caches that the model has.
+        """
+        path = (signature, *tokens)
+        while True:
+            match = self._memory.match(path)
+            shared = max(match.length - 1, 0)
+            found: list[tuple[Piece | File, int]] = [*reached(match)]
+            if self.disk is not None:
+                on_disk, files = self.disk.find(path)
+                shared = max(shared, on_disk)
+                found += files
+            best = plan(found, linear=linear, rings=rings)
+            if best.length < self.min_length:
+                return Found(Plan(0), shared)
+            loaded = self._load(best)
+            if loaded is not None:
+                for node in [*match.passed, *islice(match.beneath(), 1)][-1:]:
+                    self._memory.touch(node)
+                return Found(loaded, shared)
+            # A file could not be read and is known no more: what else is there?
+
+    def _load(self, best: Plan[Piece | File]) -> Plan[Piece] | None:
+        """The same plan with every file read, or ``None`` when one cannot be."""
+        wanted = [*best.blocks, *([best.ring] if best.ring else [])]
+        files = [entry for entry in wanted if isinstance(entry, File)]
+        paths = [self.disk.path(file) for file in files] if self.disk else []
+        read: dict[str, Piece] = {}
+        for file, piece in zip(files, self._read(files), strict=True):
+            if piece is None:
+                return None
+            read[file.name] = piece
+        # Longest first: what stands above was used last.
+        for file, path in reversed(list(zip(files, paths, strict=True))):
+            self._keep(path, read[file.name])
+        pieces = [read[e.name] if isinstance(e, File) else e for e in wanted]
+        ring = pieces.pop() if best.ring else None
+        return Plan(best.length, tuple(pieces), ring)
+
+    def _read(self, files: list[File]) -> list[Piece | None]:
+        if self.disk is None or not files:
+            return []
+        # Reading and hashing leave the interpreter to others; arrays are made here.
+        with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
+            contents = list(pool.map(self.disk.read, files))
+        return [
+            None if data is None else unpack(data, f.kind, f.start, f.end, f.slack)
+            for f, data in zip(files, contents, strict=True)
+        ]
+
+    def insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:
+        """Keep what ``cut`` makes, in each tier that has no such entry there.
+
+        ``cut`` is called only then.
+        """
+        node = self._memory.get(place.path)
+        piece = None if node is None else (node.value or {}).get(kind)
+        first = place.start == 0
+        to_disk = self.disk is not None and self.disk.takes(
+            kind, place.key, None if first else place.parent
+        )
+        if node is not None and piece is not None:
+            self._memory.touch(node)
+        elif to_disk or self._memory.budget:
+            piece = cut()
+            self._keep(place.path, piece)
+        if to_disk and self.disk is not None and piece is not None:
+            self.disk.write(kind, place.key, pack(piece, place.fields(piece.slack)))
+
+    def _keep(self, path: _Path, piece: Piece) -> None:
+        """Put a piece into the memory tier, beside the other kind at its place."""
+        node = self._memory.get(path)
+        held = {} if node is None else dict(node.value or {})
+        held[piece.kind] = piece
+        self._memory.put(path, held, sum(p.nbytes for p in held.values()))
