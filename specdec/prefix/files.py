@@ -13,10 +13,12 @@ import hashlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import BinaryIO
 
 from .entries import KINDS, Kind, place_key
 
@@ -26,7 +28,7 @@ VERSION = "1"
 _NAME = re.compile(
     rf"({'|'.join(KINDS)})-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.safetensors"
 )
-_TEMPORARY = re.compile(r"\.[0-9]+-[0-9]+\.specdec-tmp")
+_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.specdec-tmp")
 _MAX_HEADER = 100_000_000  # as in the safetensors library
 
 
@@ -166,20 +168,28 @@ def write_atomically(folder: Path, kind: Kind, place: str, data: bytes) -> str:
         OSError: it could not be written; nothing is left.
     """
     name = f"{kind}-{place}-{digest(data)}.safetensors"
-    temporary = folder / f".{os.getpid()}-{id(data)}.specdec-tmp"
-    with temporary.open("wb") as file:
+    with _locked_temporary(folder) as file:
         try:
-            fcntl.flock(file, fcntl.LOCK_EX)
             file.write(data)
             file.flush()
             os.fsync(file.fileno())
-            os.replace(temporary, folder / name)
+            os.replace(file.name, folder / name)
         except BaseException:
             with suppress(OSError):
-                temporary.unlink(missing_ok=True)
+                os.unlink(file.name)
             raise
     _sync_folder(folder)
     return name
+
+
+def _locked_temporary(folder: Path) -> BinaryIO:
+    while True:
+        # A name that never comes again: who removes it means this file.
+        file = (folder / f".{secrets.token_hex(16)}.specdec-tmp").open("xb")
+        fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # removed as a leftover before it was locked
 
 
 def remove_leftover(path: Path) -> bool:
