@@ -25,7 +25,7 @@ from .files import (
     remove_leftover,
 )
 from .radix import Node, RadixTree
-from .writer import Writer
+from .writer import Job, Writer
 
 log = logging.getLogger("specdec.prefix")
 
@@ -53,7 +53,7 @@ class DiskTier:
         self._queued: set[tuple[Kind, str]] = set()
         self._lock = threading.RLock()
         self._warned: set[str] = set()
-        self._writer = Writer(folder, self._written, self._failed)
+        self._writer = Writer(folder, self)
         weakref.finalize(self, self._writer.close)  # at exit, too
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -216,13 +216,13 @@ class DiskTier:
             below = parent is None or any(self.has(k, parent) for k in KINDS)
             return below and not self.has(kind, place)
 
-    def write(self, kind: Kind, place: str, data: bytes) -> None:
-        """Have ``data``, a whole file, written in the background."""
-        if len(data) > self.budget:
+    def write(self, job: Job) -> None:
+        """Have a whole file written in the background."""
+        if len(job.data) > self.budget:
             return
         with self._lock:
-            self._queued.add((kind, place))
-        self._writer.put((kind, place, data))
+            self._queued.add((job.kind, job.place))
+        self._writer.put(job)
 
     def flush(self) -> None:
         """Wait for what is being written."""
@@ -232,14 +232,24 @@ class DiskTier:
         """Write what is queued; nothing more after that."""
         self._writer.close()
 
-    def _written(self, kind: Kind, place: str) -> None:
+    # What the writer asks and tells.
+
+    def wanted(self, job: Job) -> bool:
+        with self._lock:
+            there = job.parent is None or job.parent in self._nodes
+            if not there:  # it had to leave again
+                self._queued.discard((job.kind, job.place))
+            return there
+
+    def written(self, job: Job) -> None:
         with self._lock:
             self.refresh()
-            self._queued.discard((kind, place))
+            self._queued.discard((job.kind, job.place))
 
-    def _failed(self, error: OSError) -> None:
+    def failed(self, error: Exception) -> None:
+        reason = (isinstance(error, OSError) and error.strerror) or repr(error)
         self._warn_once(
-            f"cannot be written ({error.strerror}): nothing more is stored there now"
+            f"cannot be written ({reason}): nothing more is stored there now"
         )
 
     # -- trouble -------------------------------------------------------------

@@ -103,6 +103,8 @@ def reached(match: Match[dict[Kind, E]]) -> Iterator[tuple[E, int]]:
     for node in match.passed:
         for entry in (node.value or {}).values():
             yield entry, entry.end
+    if match.length <= 1:  # no token
+        return
     for node in islice(match.beneath(), _BENEATH):
         for entry in (node.value or {}).values():
             yield entry, match.length - 1

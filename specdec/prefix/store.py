@@ -18,6 +18,7 @@ from .entries import Kind, Plan, plan, reached
 from .files import File, header_fields
 from .radix import RadixTree
 from .snapshot import Piece, pack, unpack
+from .writer import Job
 
 BLOCK_SIZE = 256
 _READERS = 4
@@ -175,17 +176,16 @@ class PrefixStore:
         """
         node = self._memory.get(place.path)
         piece = None if node is None else (node.value or {}).get(kind)
-        first = place.start == 0
-        to_disk = self.disk is not None and self.disk.takes(
-            kind, place.key, None if first else place.parent
-        )
+        parent = place.parent if place.start else None
+        to_disk = self.disk is not None and self.disk.takes(kind, place.key, parent)
         if node is not None and piece is not None:
             self._memory.touch(node)
         elif to_disk or self._memory.budget:
             piece = cut()
             self._keep(place.path, piece)
         if to_disk and self.disk is not None and piece is not None:
-            self.disk.write(kind, place.key, pack(piece, place.fields(piece.slack)))
+            data = pack(piece, place.fields(piece.slack))
+            self.disk.write(Job(kind, place.key, parent, data))
 
     def _keep(self, path: _Path, piece: Piece) -> None:
         """Put a piece into the memory tier, beside the other kind at its place."""

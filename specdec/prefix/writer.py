@@ -5,8 +5,9 @@ from __future__ import annotations
 import queue
 import threading
 import weakref
-from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from .entries import Kind
 from .files import write_atomically
@@ -14,7 +15,28 @@ from .files import write_atomically
 # Files of a 27B-like model have about 16 MB.
 QUEUE_LENGTH = 16
 
-Job = tuple[Kind, str, bytes]
+
+@dataclass(frozen=True)
+class Job:
+    """An entry to write: a whole file. ``parent`` is ``None`` where it is the first."""
+
+    kind: Kind
+    place: str
+    parent: str | None
+    data: bytes
+
+
+class Owner(Protocol):
+    """Who is told, in the thread, what becomes of jobs."""
+
+    def wanted(self, job: Job) -> bool:
+        """Whether a job is still to be done, now that its turn has come."""
+
+    def written(self, job: Job) -> None:
+        """It was done."""
+
+    def failed(self, error: Exception) -> None:
+        """It could not be done, nor will be what comes behind it."""
 
 
 class Writer:
@@ -26,21 +48,12 @@ class Writer:
 
     Args:
         folder: where to.
-        written: a method, called in the thread with the kind and place of each
-            job that was written.
-        failed: a method, called in the thread with the error.
+        owner: is told; the thread does not keep it alive.
     """
 
-    def __init__(
-        self,
-        folder: Path,
-        written: Callable[[Kind, str], None],
-        failed: Callable[[OSError], None],
-    ):
+    def __init__(self, folder: Path, owner: Owner):
         self._folder = folder
-        # The thread must not keep its owner alive.
-        self._written = weakref.WeakMethod(written)
-        self._failed = weakref.WeakMethod(failed)
+        self._owner = weakref.ref(owner)
         self._jobs: queue.Queue[Job | None] = queue.Queue(QUEUE_LENGTH)
         self._thread: threading.Thread | None = None
         self._given_up = False
@@ -71,20 +84,20 @@ class Writer:
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
-            try:
-                if not self._given_up:
-                    write_atomically(self._folder, *job)
-                    self._tell(self._written, *job[:2])
-            except OSError as error:
-                self._given_up = True
-                self._tell(self._failed, error)
-            finally:
-                job = None  # a whole file: not to be held while waiting
-                self._jobs.task_done()
+            if not self._given_up:
+                self._do(job)
+            job = None  # a whole file: not to be held while waiting
+            self._jobs.task_done()
         self._jobs.task_done()
 
-    @staticmethod
-    def _tell(method: weakref.WeakMethod[Callable[..., None]], *args: object) -> None:
-        bound = method()
-        if bound is not None:
-            bound(*args)
+    def _do(self, job: Job) -> None:
+        owner = self._owner()
+        try:
+            if owner is None or owner.wanted(job):
+                write_atomically(self._folder, job.kind, job.place, job.data)
+                if owner is not None:
+                    owner.written(job)
+        except Exception as error:  # whatever it is, no run may wait for this thread
+            self._given_up = True
+            if owner is not None:
+                owner.failed(error)

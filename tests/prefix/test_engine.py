@@ -163,10 +163,10 @@ def test_rows_own_their_copies(tiny_model: TinyModel) -> None:
     decode(target, None, [STEM[:30]], store)
     prompts = [STEM[:30] + other(n, n) for n in (5, 7, 3)]
     wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in prompts]
-    for _ in range(2):
+    for expected in ([29, 29, 29], [34, 36, 32]):
         tokens, reused, _ = decode(target, target, prompts, store)
         assert tokens == wanted
-        assert min(reused) == 30 or reused == [34, 36, 32]
+        assert reused == expected
 
 
 @cache
