@@ -27,6 +27,7 @@ from .models.runner import ModelRunner
 from .params import SamplingParams
 from .prompts import Prompt, encode_all
 from .results import GenerationResult, StreamEvent
+from .serving import Server
 from .session import Bounds, Session
 from .stats import RunStats
 
@@ -177,6 +178,18 @@ class SpecDecoder:
             lambda: self.tokenizer.detokenizer,
         )
         return Session(engine, self.tokenizer, self._bounds)
+
+    def serve(self) -> Server:
+        """A server for asyncio, which decodes in a thread of its own.
+
+        Entering it starts the thread; see :class:`~specdec.serving.Server`.
+        """
+        return Server(self._session_at_work)
+
+    @contextmanager
+    def _session_at_work(self) -> Iterator[Session]:
+        with wired_memory():
+            yield self.session()
 
 
 def _events(session: Session) -> Iterator[StreamEvent]:

@@ -8,6 +8,7 @@
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
     │   └── VocabularyMismatchError  target and draft do not share a vocabulary
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
+    ├── ServerError            a server is not open, or its engine failed
     └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
 
 Each message is one line that names the way out; the command line prints it as it is.
@@ -61,6 +62,10 @@ class VocabularyMismatchError(ModelError):
 
 class CacheError(SpecdecError, ValueError):
     """A cache was asked for something that it cannot do."""
+
+
+class ServerError(SpecdecError):
+    """A server is not open, or its engine failed: then ``__cause__`` is why."""
 
 
 class CompilerMissingError(SpecdecError):

@@ -22,6 +22,7 @@ LAYERS = (
     {"__main__"},
     {"cli"},
     {"decoder"},
+    {"serving"},
     {"session"},
     {"engine"},
     {"batch"},

@@ -59,6 +59,9 @@ class ModelRunner:
             additive_mask=not reads_boolean_masks(model),
         )
         check_caches(model, name, self.options)
+        # An array still to be computed belongs to the thread that made it (some
+        # position embeddings' frequencies do), and servers decode in another.
+        mx.eval(model)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
         self.prefixes: ModelPrefixes | None = None
