@@ -49,6 +49,7 @@ def choose_stepwise(
     params = sequence.request.params
     sampling = RowSampling.of([params], vocab_size=vocab_size)
     history = [*sequence.request.prompt_tokens, *sequence.tokens]
+    proposed = proposed[: sequence.remaining - 1]
     done = Stepped([], [])
     try:
         for j in range(len(proposed) + 1):
@@ -63,7 +64,7 @@ def choose_stepwise(
                 token = _sample(params.sampler, row, params.seed, position)
             done.tokens.append(token)
             done.logits.append(row)
-            if j < len(proposed) and token != proposed[j]:
+            if token in sequence.end_tokens or [token] != proposed[j : j + 1]:
                 break
     except Exception as error:  # it is the user's function: this row's loss alone
         at = len(sequence.tokens) + len(done.tokens)

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
+from mlx_lm.sample_utils import (
+    apply_min_p,
+    apply_top_k,
+    apply_top_p,
+    apply_xtc,
+    make_logits_processors,
+)
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
@@ -30,14 +37,21 @@ def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:
     return [int(token) for token, _ in steps]
 
 
-def drawable(logits: mx.array, params: SamplingParams) -> mx.array:
+def drawable(logits: mx.array, params: SamplingParams, position: int = 0) -> mx.array:
     """Logits of one position as mlx-lm's sampler chain leaves them."""
     chain: list[Any] = []
     if params.top_p < 1:
         chain.append(lambda x: apply_top_p(x, params.top_p))
     if params.min_p > 0:
         chain.append(lambda x: apply_min_p(x, params.min_p))
-    if params.top_k > 0:
+    if params.xtc_probability > 0:
+        # mlx-lm draws whether it applies; here the request's key does.
+        key = mx.random.key((params.seed % 2**32) << 32 | position)
+        draw = mx.random.uniform(key=mx.random.split(key, 4)[1])
+        if bool(draw <= params.xtc_probability):
+            special = list(params.xtc_special_tokens or ())
+            chain.append(lambda x: apply_xtc(x, 1.0, params.xtc_threshold, special))
+    if 0 < params.top_k < logits.shape[-1]:
         chain.append(lambda x: apply_top_k(x, params.top_k))
     if chain:
         logits = logits - mx.logsumexp(logits)
@@ -46,19 +60,71 @@ def drawable(logits: mx.array, params: SamplingParams) -> mx.array:
     return logits
 
 
-def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
-    """Plain decoding with the noise that the request's seed and positions name."""
+@dataclass
+class Plain:
+    """What plain decoding of one request gives, until one of ``ends`` comes."""
+
+    tokens: list[int] = field(default_factory=list)
+    #: Log-probabilities of every token of the vocabulary, at each token.
+    logprobs: list[mx.array] = field(default_factory=list)
+    finish_reason: str = "length"
+
+
+def plainly(
+    model: Any,
+    prompt: Sequence[int],
+    params: SamplingParams,
+    eos: frozenset[int] = frozenset(),
+) -> Plain:
+    """Plain decoding with mlx-lm's own processors, one token at a time.
+
+    The noise is that which the request's seed and positions name. Stop texts are
+    not looked for.
+    """
     cache = make_prompt_cache(model)
-    inputs, tokens = list(prompt), []
+    inputs, done = list(prompt), Plain()
+    ends = eos | frozenset(params.stop_token_ids)
+    processors = make_logits_processors(
+        dict(params.logit_bias or {}),
+        params.repetition_penalty,
+        params.repetition_context_size,
+        params.presence_penalty,
+        params.presence_context_size,
+        params.frequency_penalty,
+        params.frequency_context_size,
+    )
     for position in range(len(prompt), len(prompt) + params.max_tokens):
-        logits = model(mx.array([inputs]), cache=cache)[0, -1]
-        if params.temperature:
-            key = mx.array([params.seed % 2**32, position], mx.uint32)
-            noise = mx.random.gumbel(logits.shape, key=key)
-            logits = drawable(logits, params) + params.temperature * noise
-        inputs = [int(mx.argmax(logits))]
-        tokens += inputs
-    return tokens
+        history = mx.array([*prompt, *done.tokens])
+        logits = model(mx.array([inputs]), cache=cache)[:, -1]
+        for processor in processors:
+            logits = processor(history, logits)
+        if len(done.tokens) < params.min_tokens:
+            logits[:, mx.array(sorted(ends))] = -float("inf")
+        for processor in params.logits_processors:
+            logits = processor(history, logits)
+        logprobs = logits[0] - mx.logsumexp(logits[0])
+        key = (params.seed % 2**32) << 32 | position
+        if params.sampler is not None:
+            mx.random.seed(key)
+            token = int(params.sampler(logprobs[None]))
+        else:
+            drawn = logits[0]
+            if params.temperature:
+                noise = mx.random.gumbel(drawn.shape, key=mx.random.key(key))
+                drawn = drawable(drawn, params, position) + params.temperature * noise
+            token = int(mx.argmax(drawn))
+        if token in ends:
+            done.finish_reason = "stop"
+            break
+        done.tokens.append(token)
+        done.logprobs.append(logprobs)
+        inputs = [token]
+    return done
+
+
+def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[int]:
+    """The tokens of :func:`plainly`."""
+    return plainly(model, prompt, params).tokens
 
 
 def run_rows(
@@ -73,6 +139,7 @@ def run_rows(
     prefill_step_size: int = 16,
     eos: frozenset[int] = frozenset(),
     drafter: Drafter | None = None,
+    draft_context: int | None = None,
     **options: Any,
 ) -> list[TokenSequence]:
     """Decode through the engine; the finished rows, in the order of the prompts."""
@@ -88,6 +155,7 @@ def run_rows(
             ModelRunner(draft, "draft", config, backend),
             vocab_size=runner.vocab_size,
             max_draft_tokens=num_draft_tokens,
+            context_length=draft_context,
         )
     requests = [
         Request(i, "", tuple(prompt), p)

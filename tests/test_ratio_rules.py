@@ -1,0 +1,386 @@
+"""The ratio test and block verification keep the target's distribution.
+
+Three ways: the array code against the formulas written down with numpy; the
+formulas by exact enumeration of everything that can happen; whole decodings by
+chi-square at 10^5 draws.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec import verification
+from specdec.params import SamplingParams
+from specdec.sampling import RowSampling, gumbel_noise
+from specdec.sampling.noise import ACCEPT, RESIDUAL, uniform_draws
+from specdec.verification import Proposed, next_recent
+from tests.plain import AT_ONCE, run_rows
+
+RULES = {"rejection": verification.rejection, "block": verification.block}
+BY_RULE = pytest.mark.parametrize("rule", ["rejection", "block"])
+Distribution = np.ndarray
+
+
+# -- the formulas, one row at a time ----------------------------------------
+
+
+def pass_probabilities(
+    rule: str, p: Distribution, q: Distribution, x: Sequence[int], k: int
+) -> tuple[list[float], list[float]]:
+    """h_1 .. h_k of a row, and the scale of P behind 0 .. k - 1 accepted tokens.
+
+    ``p`` has the target's distributions at k + 1 positions, ``q`` the draft's at k.
+    """
+    if rule == "rejection":
+        return [min(1.0, p[i, x[i]] / q[i, x[i]]) for i in range(k)], [1.0] * k
+    prefix = [1.0]
+    h = []
+    for i in range(1, k + 1):
+        prefix.append(min(1.0, prefix[-1] * p[i - 1, x[i - 1]] / q[i - 1, x[i - 1]]))
+        if i == k:
+            h.append(prefix[k])
+            continue
+        mass = np.maximum(prefix[i] * p[i] - q[i], 0).sum()
+        rest = mass + 1 - prefix[i]
+        h.append(mass / rest if rest > 0 else 1.0)
+    return h, prefix[:-1]
+
+
+def count_of(rule: str, h: Sequence[float], u: np.ndarray) -> int:
+    passed = [ui < hi for ui, hi in zip(u, h, strict=True)]
+    if rule == "rejection":
+        return next((i for i, ok in enumerate(passed) if not ok), len(h))
+    return max((i + 1 for i, ok in enumerate(passed) if ok), default=0)
+
+
+def extra_distribution(
+    p: Distribution, q: Distribution, scale: Sequence[float], count: int, k: int
+) -> Distribution:
+    if count == k:
+        behind: Distribution = p[k]
+        return behind
+    left = np.maximum(scale[count] * p[count] - q[count], 0)
+    found: Distribution = left / left.sum() if left.sum() > 0 else p[count]
+    return found
+
+
+def count_probabilities(rule: str, h: Sequence[float]) -> list[float]:
+    """Probability of each number of accepted tokens, over independent draws."""
+    k = len(h)
+    if rule == "rejection":
+        return [math.prod(h[:i]) * (1 - h[i] if i < k else 1) for i in range(k + 1)]
+    some = [h[i - 1] if i else 1.0 for i in range(k + 1)]
+    return [some[i] * math.prod(1 - x for x in some[i + 1 :]) for i in range(k + 1)]
+
+
+def random_chains(rng: np.random.Generator, v: int, length: int) -> Distribution:
+    """A distribution of the next token behind every prefix, shape (v, ..., v)."""
+    shape = (v,) * length
+    found: Distribution = rng.dirichlet(np.full(v, 0.6), size=shape[:-1])
+    return found
+
+
+# -- exact enumeration --------------------------------------------------------
+
+
+@BY_RULE
+@pytest.mark.parametrize("k", [1, 2, 3])
+@pytest.mark.parametrize("limit", [0, 1, 2, 3])
+@pytest.mark.parametrize("seed", range(3))
+def test_the_formulas_by_enumeration(rule: str, k: int, limit: int, seed: int) -> None:
+    """All drafts, all counts, all extra tokens: k + 1 tokens as the target draws them.
+
+    What a round leaves open is drawn from the target. A row that may accept fewer
+    than k is decided as if k were that.
+    """
+    k = min(k, limit)
+    rng = np.random.default_rng(seed)
+    v, length = 3, k + 1
+    target = {n: random_chains(rng, v, n + 1) for n in range(length)}
+    draft = {n: random_chains(rng, v, n + 1) for n in range(length)}
+    if seed == 2:  # a token that the draft never proposes, one the target never takes
+        for n in range(length):
+            draft[n][..., 0] = 0
+            draft[n] /= draft[n].sum(-1, keepdims=True)
+            target[n][..., 2] = 0
+            target[n] /= target[n].sum(-1, keepdims=True)
+    got = np.zeros((v,) * length)
+    for x in itertools.product(range(v), repeat=k):
+        p = np.array([target[n][x[:n]] for n in range(k + 1)])
+        q = np.array([draft[n][x[:n]] for n in range(k)]).reshape(k, v)
+        drafted = math.prod(q[n, x[n]] for n in range(k))
+        if drafted == 0:
+            continue
+        h, scale = pass_probabilities(rule, p, q, x, k)
+        for count, probability in enumerate(count_probabilities(rule, h)):
+            if probability == 0:
+                continue
+            extra = extra_distribution(p, q, scale, count, k)
+            for token in range(v):
+                prefix = (*x[:count], token)
+                weight = drafted * probability * extra[token]
+                for rest in itertools.product(range(v), repeat=length - len(prefix)):
+                    whole = (*prefix, *rest)
+                    behind = math.prod(
+                        target[n][whole[: n + 1]] for n in range(len(prefix), length)
+                    )
+                    got[whole] += weight * behind
+    expected = np.ones(got.shape)
+    for n in range(length):
+        expected = expected * target[n].reshape(
+            (v,) * (n + 1) + (1,) * (length - n - 1)
+        )
+    np.testing.assert_allclose(got, expected, atol=1e-12)
+
+
+# -- the array code is the formulas ----------------------------------------
+
+
+@BY_RULE
+@pytest.mark.parametrize("one_hot", [False, True])
+def test_the_array_code_follows_the_formulas(rule: str, one_hot: bool) -> None:
+    """Random rows of every limit: counts, and the token behind them by its noise."""
+    rng = np.random.default_rng(5)
+    rows, k, v = 1000, 4, 5
+    p = rng.dirichlet(np.full(v, 0.5), size=(rows, k + 1)).astype(np.float32)
+    q = rng.dirichlet(np.full(v, 0.5), size=(rows, k)).astype(np.float32)
+    x = np.array([[rng.choice(v, p=d / d.sum()) for d in row] for row in q])
+    if one_hot:
+        q = np.eye(v, dtype=np.float32)[x]
+    limits = rng.integers(-1, k + 1, size=rows)
+    u = rng.random((rows, k)).astype(np.float32)
+    gumbel = rng.gumbel(size=(rows, v)).astype(np.float32)
+    proposed = Proposed(
+        mx.array(x.astype(np.int32)),
+        None if one_hot else mx.array(q),
+        mx.array(p),
+        mx.array(limits.astype(np.int32)),
+    )
+    accepted = RULES[rule](proposed, mx.array(u))
+    verdict = verification.with_extra_token(proposed, accepted, mx.array(gumbel))
+    kept, chosen = np.array(verdict.kept), np.array(verdict.chosen)
+    seen = set()
+    for i in range(rows):
+        n = int(limits[i])
+        if n < 0:
+            assert kept[i] == 0
+            continue
+        h, scale = pass_probabilities(rule, p[i].astype(float), q[i], x[i], n)
+        count = count_of(rule, h, u[i, :n])
+        extra = extra_distribution(p[i].astype(float), q[i], scale, count, n)
+        with np.errstate(divide="ignore"):
+            token = int(np.argmax(np.log(extra) + gumbel[i]))
+        assert kept[i] == count + 1
+        assert chosen[i, : count + 1].tolist() == [*x[i, :count], token]
+        seen.add((n, count))
+    assert {(4, 0), (4, 1), (4, 2), (1, 1), (0, 0)} <= seen
+    assert one_hot or (4, 4) in seen
+
+
+def test_block_verification_keeps_no_fewer_than_the_ratio_test() -> None:
+    """In expectation (Sun et al. 2024, theorem 2), here on average over 10^5 rounds."""
+    rng = np.random.default_rng(1)
+    draws, k, v = 100_000, 4, 4
+    p = rng.dirichlet(np.full(v, 0.7), size=k + 1).astype(np.float32)
+    q = rng.dirichlet(np.full(v, 0.7), size=k).astype(np.float32)
+    x = np.stack([rng.choice(v, size=draws, p=d / d.sum()) for d in q], axis=1)
+    proposed = Proposed(
+        mx.array(x.astype(np.int32)),
+        mx.broadcast_to(mx.array(q), (draws, k, v)),
+        mx.broadcast_to(mx.array(p), (draws, k + 1, v)),
+        mx.full((draws,), k),
+    )
+    u = mx.array(rng.random((draws, k)).astype(np.float32))
+    by_ratio = verification.rejection(proposed, u).count.mean().item()
+    by_block = verification.block(proposed, u).count.mean().item()
+    assert by_block > by_ratio * 1.01  # type: ignore[operator]
+
+
+def test_equal_distributions_accept_everything() -> None:
+    p = mx.broadcast_to(mx.array([0.2, 0.5, 0.3]), (50, 4, 3))
+    tokens = mx.array(np.random.default_rng(0).integers(0, 3, (50, 3)).astype(np.int32))
+    proposed = Proposed(tokens, p[:, :-1], p, mx.full((50,), 3))
+    u = mx.full((50, 3), 0.999999)
+    for rule in RULES.values():
+        assert (rule(proposed, u).count == 3).all()
+
+
+# -- whole decodings ----------------------------------------------------------
+
+
+def chi_square_bound(df: int) -> float:
+    """Wilson and Hilferty's approximation of the quantile at 1 - 1e-6."""
+    return float(df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3)
+
+
+def chi_square(counts: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
+    rare = expected < 5
+    cells = [*zip(counts[~rare], expected[~rare], strict=True)]
+    if rare.any():
+        cells.append((counts[rare].sum(), max(expected[rare].sum(), 1e-9)))
+    return sum((c - e) ** 2 / e for c, e in cells), chi_square_bound(len(cells) - 1)
+
+
+def decodings(
+    rule: Callable[..., Any], target: np.ndarray, draft: np.ndarray, k: int, draws: int,
+    temperature: float,
+) -> np.ndarray:  # fmt: skip
+    """First three tokens of many decodings of two Markov chains, as rounds do it."""
+    v = target.shape[0]
+    params = [SamplingParams(temperature=temperature, seed=s) for s in range(draws)]
+    sampling = RowSampling.of(params, vocab_size=v)
+    target_logits, draft_logits = mx.array(target), mx.array(draft)
+    recent = mx.zeros((draws, 2), mx.int32)
+    first = mx.ones((draws,), mx.int32)
+    limit = mx.full((draws,), k)
+    out: list[list[int]] = [[] for _ in range(draws)]
+    while min(map(len, out)) < 3:
+        noise = sampling.draws(first, k + 1)
+        inputs, q = recent[:, 1:], []
+        for j in range(k):
+            logits = draft_logits[inputs[:, -1:]]
+            q.append(sampling.probabilities(logits, noise.at(j)))
+            proposal = sampling.choose(logits, noise.at(j))
+            inputs = mx.concatenate([inputs, proposal], axis=1)
+        p = sampling.probabilities(target_logits[inputs], noise)
+        proposed = Proposed(inputs[:, 1:], mx.concatenate(q, axis=1), p, limit)
+        uniform = uniform_draws(sampling.seed, noise.positions[:, :k], use=ACCEPT)
+        accepted = rule(proposed, uniform)
+        at = first[:, None] + accepted.count[:, None]
+        gumbel = gumbel_noise(sampling.seed, at, v, use=RESIDUAL)[:, 0]
+        verdict = verification.with_extra_token(proposed, accepted, gumbel)
+        recent = next_recent(recent, verdict.chosen, verdict.kept)
+        first = first + verdict.kept
+        kept, chosen = np.array(verdict.kept), np.array(verdict.chosen)
+        for row, n, tokens in zip(out, kept, chosen, strict=True):
+            row.extend(tokens[:n].tolist())
+    return np.array([row[:3] for row in out])
+
+
+def of_three(p: np.ndarray) -> np.ndarray:
+    """Probability of every sequence of three tokens of a chain that begins with 0."""
+    v = range(len(p))
+    return np.array([p[0, a] * p[a, b] * p[b, c] for a in v for b in v for c in v])
+
+
+@BY_RULE
+@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (3, 0.7)])
+def test_decodings_follow_the_target(rule: str, k: int, temperature: float) -> None:
+    """Chi-square of whole sequences at 10^5; a right rule fails in 1 of 10^6.
+
+    Fixed seeds: the outcome never changes. Dependent draws (the acceptance test
+    reusing the draft's noise, say) fail as well as wrong formulas do.
+    """
+    rng = np.random.default_rng(3)
+    target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
+    draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
+    draws = 100_000
+    got = decodings(RULES[rule], target, draft, k, draws, temperature)
+    counts = np.bincount((got * np.array([16, 4, 1])).sum(-1), minlength=64)
+    p = np.exp(target / temperature)
+    p /= p.sum(-1, keepdims=True)
+    found, bound = chi_square(counts, of_three(p) * draws)
+    assert found < bound
+
+
+@BY_RULE
+def test_the_engine_follows_the_target(
+    rule: str, tiny_model: Callable[..., Any]
+) -> None:
+    """4000 requests through batches of 500, both models of five tokens.
+
+    The first two tokens by chi-square; a right engine fails in 1 of 10^6.
+    """
+    target = tiny_model("llama", seed=0, vocab_size=5)
+    draft = tiny_model("llama", seed=3, vocab_size=5)
+    scale = 0.5  # else one token has nearly all of it
+    for model in (target, draft):
+        model.model.norm.weight = model.model.norm.weight * scale
+    draws, prompt = 4000, [1, 2, 3]
+    params = [
+        SamplingParams(max_tokens=3, temperature=1.0, seed=s, verification=rule)  # type: ignore[arg-type]
+        for s in range(draws)
+    ]
+    rows = run_rows(
+        target, draft, [prompt] * draws, params, batch_size=500, num_draft_tokens=2,
+        backend=AT_ONCE,
+    )  # fmt: skip
+    drafted = sum(r.drafted for r in rows)
+    assert 0.2 < sum(r.accepted for r in rows) / drafted < 0.98
+    counts = np.bincount([r.tokens[1] * 5 + r.tokens[2] for r in rows], minlength=25)
+    first = _next(target, [prompt])[0]
+    second = _next(target, [[*prompt, a] for a in range(5)])
+    third = _next(target, [[*prompt, a, b] for a in range(5) for b in range(5)])
+    joint = first[:, None, None] * second[:, :, None] * third.reshape(5, 5, 5)
+    found, bound = chi_square(counts, joint.sum(0).reshape(-1) * draws)
+    assert found < bound
+
+
+def _next(model: Any, prompts: list[list[int]]) -> np.ndarray:
+    return np.array(mx.softmax(model(mx.array(prompts))[:, -1], axis=-1))
+
+
+@BY_RULE
+def test_greedy_rows_are_greedy_under_every_rule(
+    rule: str, tiny_model: Callable[..., Any]
+) -> None:
+    target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=5)
+    params = [
+        SamplingParams(max_tokens=8, verification=v)  # type: ignore[arg-type]
+        for v in (rule, "coupled")
+    ]
+    rows = run_rows(target, draft, [[5, 6], [5, 6]], params)
+    assert rows[0].tokens == rows[1].tokens
+
+
+class TestFaultsAreCaught:
+    """Rules that are nearly right do not pass the chi-square above."""
+
+    def differs(self, rule: Callable[..., Any]) -> bool:
+        rng = np.random.default_rng(3)
+        target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
+        draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
+        got = decodings(rule, target, draft, 3, 50_000, 1.0)
+        counts = np.bincount((got * np.array([16, 4, 1])).sum(-1), minlength=64)
+        p = np.exp(target)
+        p /= p.sum(-1, keepdims=True)
+        found, bound = chi_square(counts, of_three(p) * 50_000)
+        return found > bound
+
+    @BY_RULE
+    def test_no_fault(self, rule: str) -> None:
+        assert not self.differs(RULES[rule])
+
+    @BY_RULE
+    def test_a_wrong_scale(self, rule: str) -> None:
+        def faulty(proposed: Proposed, u: mx.array) -> verification.Accepted:
+            right = RULES[rule](proposed, u)
+            return verification.Accepted(right.count, right.scale * 0.8)
+
+        assert self.differs(faulty)
+
+    @BY_RULE
+    def test_one_accepted_too_few(self, rule: str) -> None:
+        def faulty(proposed: Proposed, u: mx.array) -> verification.Accepted:
+            right = RULES[rule](proposed, u)
+            return verification.Accepted(mx.maximum(right.count - 1, 0), right.scale)
+
+        assert self.differs(faulty)
+
+    def test_the_test_of_single_tokens_for_whole_prefixes(self) -> None:
+        """Keeping the longest prefix whose last token passes the ratio test."""
+
+        def faulty(proposed: Proposed, u: mx.array) -> verification.Accepted:
+            passes = u < proposed.ratios()
+            index = mx.arange(1, u.shape[1] + 1)
+            count = mx.where(passes, index, 0).max(axis=1)
+            return verification.Accepted(count, mx.ones(count.shape))
+
+        assert self.differs(faulty)

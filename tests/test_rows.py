@@ -1,0 +1,286 @@
+"""Every setting of a request, in batches, against plain decoding of it alone.
+
+Float32 and small random models: no difference is allowed, whatever the draft, its
+length, the batch and the way of reading rounds.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx_lm.sample_utils import make_sampler
+
+from specdec.backend import BackendDefaults
+from specdec.params import SamplingParams
+from tests.plain import AT_ONCE, BEHIND, plainly, run_rows
+
+VOCAB = 97
+BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
+    near = tiny_model("llama", seed=0)
+    noise = mx.random.normal(near.model.embed_tokens.weight.shape, key=mx.random.key(1))
+    near.model.embed_tokens.weight = near.model.embed_tokens.weight + 0.1 * noise
+    other = tiny_model("llama", seed=5, num_hidden_layers=1)
+    return {"perfect": target, "near": near, "unrelated": other, "none": None}
+
+
+def only_even(tokens: mx.array, logits: mx.array) -> mx.array:
+    """A logits processor that looks at the last token."""
+    even = mx.arange(logits.shape[-1]) % 2 == tokens[-1] % 2
+    return mx.where(even, logits, -float("inf"))
+
+
+def no_twice(tokens: mx.array, logits: mx.array) -> mx.array:
+    """One that writes into its argument, as mlx-lm's do."""
+    logits[:, tokens[-9:]] = -float("inf")
+    return logits
+
+
+# Each is a request of its own; none of them but the last greedy ones is plain.
+SETTINGS: list[dict[str, Any]] = [
+    {"repetition_penalty": 1.8},
+    {"repetition_penalty": 1.3, "repetition_context_size": 3, "temperature": 0.7},
+    {"presence_penalty": 1.5, "presence_context_size": 40},
+    {"frequency_penalty": 0.6, "temperature": 1.2, "top_k": 20},
+    {"frequency_penalty": -0.3, "presence_penalty": 0.2, "repetition_penalty": 1.1},
+    {"logit_bias": {3: 5.0, 11: -float("inf")}, "temperature": 1.0},
+    {"logit_bias": {t: (t % 7) / 3 for t in range(VOCAB)}},
+    {"min_tokens": 9, "stop_token_ids": tuple(range(60))},
+    {"min_tokens": 4, "stop_token_ids": tuple(range(80)), "temperature": 1.5},
+    {"stop_token_ids": (5, 6, 7, 8, 9, 10), "temperature": 1.0},
+    {"xtc_probability": 0.5, "xtc_threshold": 0.02, "temperature": 1.0},
+    {"xtc_probability": 1.0, "xtc_threshold": 0.01, "temperature": 0.8, "top_p": 0.9},
+    {
+        "xtc_probability": 0.7,
+        "xtc_threshold": 0.01,
+        "xtc_special_tokens": (1, 2, 3),
+        "min_p": 0.05,
+        "top_k": 9,
+        "temperature": 1.4,
+    },
+    {"logits_processors": (only_even,), "temperature": 1.0},
+    {"logits_processors": (only_even, no_twice), "repetition_penalty": 1.2},
+    {"sampler": make_sampler(temp=1.0, top_p=0.8, xtc_probability=0.5)},
+    {"sampler": make_sampler(temp=0.0), "logits_processors": (no_twice,)},
+    {"num_draft_tokens": 0, "temperature": 1.0},
+    {"num_draft_tokens": 1},
+    {"temperature": 1.0},
+    {},
+]
+
+
+@pytest.fixture(scope="module")
+def requests() -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(0)
+    return [
+        (
+            [rng.randrange(VOCAB) for _ in range(rng.choice((1, 2, 7, 30)))],
+            SamplingParams(**{"max_tokens": 14 + i % 5, "seed": i, **settings}),
+        )
+        for i, settings in enumerate(SETTINGS)
+    ]
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    ("draft", "k", "batch_size"),
+    [
+        ("near", 3, 8),
+        ("near", 1, 3),
+        ("near", 6, 21),
+        ("perfect", 4, 5),
+        ("unrelated", 2, 8),
+        ("none", 0, 8),
+        ("near", 3, 1),
+    ],
+)
+def test_every_row_is_what_it_would_be_alone(
+    target: Any,
+    drafts: dict[str, Any],
+    requests: list[tuple[list[int], SamplingParams]],
+    draft: str,
+    k: int,
+    batch_size: int,
+    backend: BackendDefaults,
+) -> None:
+    prompts, params = map(list, zip(*requests, strict=True))
+    rows = run_rows(
+        target,
+        drafts[draft],
+        prompts,
+        params,
+        batch_size=batch_size,
+        num_draft_tokens=k,
+        backend=backend,
+        prefill_step_size=8,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        expected = plainly(target, prompt, p)
+        assert row.error is None
+        assert row.tokens == expected.tokens, p
+        assert row.finish_reason == expected.finish_reason
+        if p.num_draft_tokens is not None:
+            assert row.drafted <= p.num_draft_tokens * row.rounds
+    if draft == "perfect":
+        whole = [r for r, p in zip(rows, params, strict=True) if not p.stepwise]
+        # The draft chooses with the row's penalties, filters and noise, too.
+        assert sum(r.accepted for r in whole) == sum(r.drafted for r in whole) > 100
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["near", "none"])
+def test_logprobs_are_those_of_plain_decoding(
+    target: Any, drafts: dict[str, Any], draft: str, backend: BackendDefaults
+) -> None:
+    """Of the logits that processors leave, unfiltered, also where rows ask for less."""
+    settings: list[dict[str, Any]] = [
+        {"logprobs": True},
+        {"top_logprobs": 4, "temperature": 1.0, "top_p": 0.5},
+        {"top_logprobs": 1, "repetition_penalty": 1.5},
+        {"top_logprobs": 3, "logits_processors": (no_twice,), "temperature": 1.0},
+        {},
+    ]
+    prompts = [[5, 6, 7], [8] * 20, [9, 9, 10], [11, 12], [13]]
+    params = [SamplingParams(max_tokens=12, seed=3, **s) for s in settings]
+    rows = run_rows(
+        target, drafts[draft], prompts, params, num_draft_tokens=3, backend=backend
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        expected = plainly(target, prompt, p)
+        assert row.tokens == expected.tokens
+        if not p.logprobs and not p.top_logprobs:
+            assert all(not t.top for t in row.logprobs)
+            continue
+        assert len(row.logprobs) == len(row.tokens)
+        for token, got, logprobs in zip(
+            row.tokens, row.logprobs, expected.logprobs, strict=True
+        ):
+            assert got.logprob == pytest.approx(float(logprobs[token]), abs=1e-4)
+            assert len(got.top) == p.top_logprobs
+            best = mx.argsort(-logprobs)[: p.top_logprobs].tolist()
+            assert [t for t, _ in got.top] == best
+            for t, value in got.top:
+                assert value == pytest.approx(float(logprobs[t]), abs=1e-4)
+
+
+class Recorder:
+    """A logits processor that remembers the tokens that it was shown."""
+
+    def __init__(self) -> None:
+        self.shown: list[list[int]] = []
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        self.shown.append(tokens.tolist())  # type: ignore[arg-type]
+        return logits
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["perfect", "near", "unrelated"])
+def test_a_processor_sees_every_accepted_token_once_and_in_order(
+    target: Any, drafts: dict[str, Any], draft: str, backend: BackendDefaults
+) -> None:
+    """Never a rejected one: a processor may keep a state of its own."""
+    recorders = [Recorder() for _ in range(3)]
+    prompts = [[5, 6, 7], [8], [9] * 11]
+    params = [SamplingParams(max_tokens=13, logits_processors=(r,)) for r in recorders]
+    rows = run_rows(target, drafts[draft], prompts, params, backend=backend)
+    for row, prompt, recorder in zip(rows, prompts, recorders, strict=True):
+        whole = [*prompt, *row.tokens]
+        first = len(prompt)
+        assert recorder.shown == [whole[:n] for n in range(first, len(whole))]
+    if draft == "perfect":
+        assert all(r.accepted == r.drafted > 0 for r in rows)
+
+
+def fails_at(length: int) -> Callable[[mx.array, mx.array], mx.array]:
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        if tokens.size == length:
+            raise RuntimeError("out of\nluck")
+        return logits
+
+    return processor
+
+
+@BACKENDS
+def test_a_row_whose_processor_fails_leaves_the_others_alone(
+    target: Any, drafts: dict[str, Any], backend: BackendDefaults
+) -> None:
+    prompts = [[5, 6, 7], [8] * 20, [9, 9, 10], [11, 12], [13], [14]]
+    broken: list[dict[str, Any]] = [
+        {"logits_processors": (fails_at(8),)},  # 3 of the prompt, 5 generated
+        {"logits_processors": (fails_at(20),)},  # the first token
+        {"logits_processors": (lambda tokens, logits: logits[0],)},
+        {"sampler": lambda logprobs: 5000},
+        {},
+        {"temperature": 1.0},
+    ]
+    params = [SamplingParams(max_tokens=12, seed=3, **s) for s in broken]
+    rows = run_rows(
+        target, drafts["near"], prompts, params, batch_size=4, backend=backend
+    )
+    assert [r.finish_reason for r in rows] == [*["error"] * 4, "length", "length"]
+    expected = plainly(target, prompts[0], SamplingParams(max_tokens=12)).tokens
+    assert rows[0].tokens == expected[:5]
+    assert [r.tokens for r in rows[1:4]] == [[], [], []]
+    assert rows[0].error == (
+        "its sampler or a logits processor failed at token 5: "
+        "RuntimeError: out of\nluck"
+    )
+    assert "not logits of shape (1, 97)" in str(rows[2].error)
+    assert "token 5000 is not in the vocabulary" in str(rows[3].error)
+    for row, prompt, p in list(zip(rows, prompts, params, strict=True))[4:]:
+        assert row.tokens == plainly(target, prompt, p).tokens
+
+
+@BACKENDS
+def test_a_draft_of_shorter_context_stops_drafting_for_long_rows(
+    target: Any, drafts: dict[str, Any], backend: BackendDefaults
+) -> None:
+    """A row within it, one that grows out of it, and one that begins outside."""
+    prompts = [[5] * 4, [6] * 20, [7] * 50]
+    params = [SamplingParams(max_tokens=n) for n in (10, 30, 20)]
+    rows = run_rows(
+        target,
+        target,
+        prompts,
+        params,
+        num_draft_tokens=3,
+        backend=backend,
+        draft_context=32,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == plainly(target, prompt, p).tokens
+        assert row.accepted == row.drafted
+    inside, growing, outside = rows
+    assert inside.drafted >= len(inside.tokens) - 1 - inside.rounds > 0
+    assert 0 < growing.accepted < 30 - 12
+    assert outside.drafted == 0
+
+
+def test_counts_by_position(target: Any, drafts: dict[str, Any]) -> None:
+    rows = run_rows(
+        target,
+        drafts["near"],
+        [[5, 6, 7], [8] * 9],
+        [SamplingParams(max_tokens=30)] * 2,
+        num_draft_tokens=4,
+    )
+    for row in rows:
+        assert len(row.drafted_at) == 4
+        assert row.drafted_at == sorted(row.drafted_at, reverse=True)
+        assert row.accepted_at == sorted(row.accepted_at, reverse=True)
+        assert all(a <= d for a, d in zip(row.accepted_at, row.drafted_at))  # noqa: B905
+        assert row.drafted_at[0] <= row.rounds
+        assert len(row.tokens) == 1 + row.rounds + row.accepted
