@@ -179,6 +179,8 @@ class RowBatch:
         """Run the prompts, yielding behind each chunk; last, the first tokens."""
         for _ in self._target.prefill():
             yield []
+        for sequence, reused in zip(self.rows, self._target.reused, strict=True):
+            sequence.prefix_tokens = reused
         in_flight = self._dispatch(0, first=True)
         if self._draft is not None:
             for _ in self._draft.prefill():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 
 from .checks import require_int, require_one_of
@@ -10,6 +11,8 @@ from .errors import ConfigError
 DEFAULT_BATCH_SIZE = 8
 DEFAULT_NUM_DRAFT_TOKENS = 3
 DEFAULT_PREFILL_STEP_SIZE = 512
+DEFAULT_PREFIX_CACHE_SIZE = 8 * 10**9
+DEFAULT_PREFIX_CACHE_MEMORY = 10**9
 
 # Drafts that are made from the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
@@ -47,9 +50,15 @@ class EngineConfig:
             many tokens.
         max_kv_size: full-attention layers see each row's first 4 tokens and its
             newest ``max_kv_size - 4``; ``None`` sees everything.
+        prefix_cache: a folder in which keys and values of prompts are kept, for
+            prompts that begin alike, in this run and later ones; made if it is not
+            there. ``None`` keeps none on disk. See docs/prefix.md.
+        prefix_cache_size: most bytes of the entries in that folder.
+        prefix_cache_memory: most bytes of those kept in memory; ``None`` is 1 GB
+            with a ``prefix_cache`` and 0, which keeps none, without.
 
     Raises:
-        ConfigError: a value is out of range.
+        ConfigError: a value is out of range, or does not go with another.
     """
 
     batch_size: int = DEFAULT_BATCH_SIZE
@@ -60,6 +69,9 @@ class EngineConfig:
     kv_group_size: int = 64
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
+    prefix_cache: str | os.PathLike[str] | None = None
+    prefix_cache_size: int = DEFAULT_PREFIX_CACHE_SIZE
+    prefix_cache_memory: int | None = None
 
     def __post_init__(self) -> None:
         require_int("batch_size", self.batch_size, 1)
@@ -73,3 +85,27 @@ class EngineConfig:
         require_int("quantized_kv_start", self.quantized_kv_start, 0)
         if self.max_kv_size is not None:
             require_int("max_kv_size", self.max_kv_size, 5)
+        self._check_prefix_cache()
+
+    @property
+    def prefix_memory(self) -> int:
+        """Bytes of prefixes that may be kept in memory."""
+        if self.prefix_cache_memory is not None:
+            return self.prefix_cache_memory
+        return 0 if self.prefix_cache is None else DEFAULT_PREFIX_CACHE_MEMORY
+
+    def _check_prefix_cache(self) -> None:
+        require_int("prefix_cache_size", self.prefix_cache_size, 1)
+        if self.prefix_cache_memory is not None:
+            require_int("prefix_cache_memory", self.prefix_cache_memory, 0)
+        folder = self.prefix_cache
+        if folder is not None:
+            path = os.path.expanduser(folder)
+            if not path or (os.path.exists(path) and not os.path.isdir(path)):
+                raise ConfigError(f"prefix_cache {path!r} is no folder: name one")
+        keeps = folder is not None or self.prefix_memory > 0
+        if keeps and self.kv_bits is not None and self.quantized_kv_start:
+            raise ConfigError(
+                "quantized_kv_start above 0 does not go with a prefix cache: what a "
+                "prompt's keys are then depends on the rows beside it; use 0"
+            )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -23,8 +24,10 @@ from .models import (
     load,
     load_draft,
 )
+from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.runner import ModelRunner
 from .params import SamplingParams
+from .prefix.store import PrefixStore, open_store
 from .prompts import Prompt, encode_all
 from .results import GenerationResult, StreamEvent
 from .serving import Server
@@ -41,7 +44,10 @@ class SpecDecoder:
     Args:
         target: the model whose output is wanted.
         draft: a model of the same vocabulary that proposes tokens.
-        config: batch size, draft length, prefill chunk.
+        config: batch size, draft length, prefill chunk, prefix cache.
+
+    Attributes:
+        prefix_store: what is kept of prompts, where the config asks for it.
 
     Raises:
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -63,6 +69,7 @@ class SpecDecoder:
         self._backend = backend.defaults()
         if draft is not None:
             check_same_vocabulary(target, draft)
+        self.prefix_store: PrefixStore | None = open_store(self.config)
         self._target = self._runner(target)
         self._bounds = Bounds(self._target.vocab_size, context_length(target.config))
         self._drafter: Drafter | None = None
@@ -75,7 +82,9 @@ class SpecDecoder:
             )
 
     def _runner(self, model: LoadedModel) -> ModelRunner:
-        return ModelRunner(model.model, model.name, self.config, self._backend)
+        return ModelRunner(
+            model.model, model.name, self.config, self._backend, self.prefix_store
+        )
 
     @classmethod
     def from_pretrained(
@@ -166,6 +175,42 @@ class SpecDecoder:
         session.add_all(encoded, _per_prompt(params, len(encoded)))
         self.stats = session.stats
         return _events(session)
+
+    def import_prompt_cache(
+        self, file: str | os.PathLike[str], prompt: Prompt, **encoding: Any
+    ) -> int:
+        """Take a prompt-cache file of mlx-lm into the prefix store, for the target.
+
+        Args:
+            file: written by mlx-lm for this very model.
+            prompt: what it was made of, and possibly more.
+            encoding: ``system_prompt`` and ``ignore_chat_template``, as for
+                :meth:`generate`.
+
+        Returns:
+            Tokens in the file.
+
+        Raises:
+            CacheError: it cannot be read, does not fit, or there is no store.
+        """
+        return read_prompt_cache(self._target, file, self._encode(prompt, **encoding))
+
+    def export_prompt_cache(
+        self, prompt: Prompt, file: str | os.PathLike[str], **encoding: Any
+    ) -> int:
+        """Write what the prefix store has of ``prompt`` as mlx-lm's prompt-cache file.
+
+        Returns:
+            Tokens in the file: the longest stored prefix.
+
+        Raises:
+            CacheError: nothing is stored, it cannot be written, or mlx-lm has no
+                cache of that kind (rings with ``kv_bits``).
+        """
+        return write_prompt_cache(self._target, self._encode(prompt, **encoding), file)
+
+    def _encode(self, prompt: Prompt, **encoding: Any) -> tuple[int, ...]:
+        return encode_all(self.tokenizer, [prompt], **encoding)[0].token_ids
 
     def session(self) -> Session:
         """A new session, to which requests can be added while others run."""

@@ -106,9 +106,11 @@ class Engine:
             start += elapsed
             if outputs:
                 self.stats.prefilled += len(outputs)
+                sequences = [o.sequence for o in outputs]
                 self.stats.prompt_tokens += sum(
-                    len(o.sequence.request.prompt_tokens) for o in outputs
+                    len(s.request.prompt_tokens) for s in sequences
                 )
+                self.stats.prefix_tokens += sum(s.prefix_tokens for s in sequences)
         # First tokens do not wait for a round.
         if not outputs:
             self._round_is_due = False

@@ -27,6 +27,8 @@ class GenerationResult:
             ``error``. Whatever it is, what was generated until then is there.
         stop_reason: the text or the token id that ended it, else ``None``.
         error: one line, where ``finish_reason`` is ``error``.
+        prefix_tokens: of the ``prompt_tokens``, those that were found in the prefix
+            store and not computed.
         rounds: decode rounds that the row took part in (its first token comes from
             prefill, not from a round).
         drafted, accepted: draft tokens up to the row's end.
@@ -48,6 +50,7 @@ class GenerationResult:
     rounds: int
     drafted: int
     accepted: int
+    prefix_tokens: int = 0
     stop_reason: str | int | None = None
     error: str | None = None
     drafted_at: list[int] = field(default_factory=list)
@@ -75,6 +78,7 @@ class GenerationResult:
             token_ids=sequence.tokens,
             finish_reason=reason,
             prompt_tokens=len(request.prompt_tokens),
+            prefix_tokens=sequence.prefix_tokens,
             rounds=sequence.rounds,
             drafted=sequence.drafted,
             accepted=sequence.accepted,
@@ -118,6 +122,7 @@ class GenerationResult:
             "stop_reason": self.stop_reason,
             "error": self.error,
             "prompt_tokens": self.prompt_tokens,
+            "prefix_tokens": self.prefix_tokens,
             "generated_tokens": self.generated_tokens,
             "rounds": self.rounds,
             "drafted": self.drafted,

@@ -63,6 +63,8 @@ class Sequence:
     #: The stop text or token that ended it, or why it failed.
     stop_reason: str | int | None = None
     error: str | None = None
+    #: Tokens of the prompt that were found in the prefix store.
+    prefix_tokens: int = 0
     rounds: int = 0
     #: Rounds that drafted, and that accepted, at least 1, 2, ... tokens.
     drafted_at: list[int] = field(default_factory=list)

@@ -17,15 +17,17 @@ class RunStats:
     ``decode_tokens`` behind it. A prefill chunk that finds a round still running
     waits for it, so that with rows that join the two mix a little. ``rounds`` counts
     rounds of the batch, ``prefilled`` and ``prompt_tokens`` prompts that have been
-    taken in; ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they
-    are by position (:class:`~specdec.results.GenerationResult`) add up the rows
-    that have ended. ``peak_memory_bytes`` is MLX's peak in this process
-    so far, weights included.
+    taken in, ``prefix_tokens`` what of them was found in the prefix store;
+    ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
+    position (:class:`~specdec.results.GenerationResult`) add up the rows that have
+    ended. ``peak_memory_bytes`` is MLX's peak in this process so far, weights
+    included.
     """
 
     prompts: int = 0
     prefilled: int = 0
     prompt_tokens: int = 0
+    prefix_tokens: int = 0
     generated_tokens: int = 0
     decode_tokens: int = 0
     prefill_seconds: float = 0.0
@@ -54,7 +56,7 @@ class RunStats:
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens over the time until the rows' first tokens."""
+        """Prompt tokens, reused ones too, over the time until the first tokens."""
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0
 
     @property

@@ -36,6 +36,15 @@ from specdec.params import SamplingParams
         ({"kv_group_size": None}, "kv_group_size is None"),
         ({"quantized_kv_start": -1}, "quantized_kv_start is -1"),
         ({"max_kv_size": 4}, "max_kv_size is 4: it must be a whole number, 5 or more"),
+        ({"prefix_cache": __file__}, f"prefix_cache {__file__!r} is no folder"),
+        ({"prefix_cache": ""}, "prefix_cache '' is no folder: name one"),
+        ({"prefix_cache_size": 0}, "prefix_cache_size is 0"),
+        ({"prefix_cache_size": "8GB"}, "prefix_cache_size is '8GB': it must be a"),
+        ({"prefix_cache_memory": -1}, "prefix_cache_memory is -1"),
+        (
+            {"prefix_cache_memory": 9, "kv_bits": 8, "quantized_kv_start": 5},
+            "quantized_kv_start above 0 does not go with a prefix cache",
+        ),
     ],
 )
 def test_engine_config_refuses(options: dict[str, Any], message: str) -> None:

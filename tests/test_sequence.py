@@ -118,6 +118,7 @@ def test_the_line_of_a_result() -> None:
         "token_ids": [5, 6],
         "finish_reason": "length",
         "prompt_tokens": 2,
+        "prefix_tokens": 0,
         "generated_tokens": 2,
         "rounds": 4,
         "drafted": 12,

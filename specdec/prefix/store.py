@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
 
+from ..config import EngineConfig
 from .disk import DiskTier
 from .entries import Kind, Plan, plan, reached
 from .files import File, header_fields
@@ -68,6 +69,18 @@ class Found:
 
     plan: Plan[Piece]
     shared: int
+
+
+def open_store(config: EngineConfig) -> PrefixStore | None:
+    """The store that ``config`` asks for, if it does."""
+    folder = config.prefix_cache
+    if folder is None and config.prefix_memory == 0:
+        return None
+    return PrefixStore(
+        memory=config.prefix_memory,
+        folder=None if folder is None else Path(folder).expanduser(),
+        disk=config.prefix_cache_size,
+    )
 
 
 class PrefixStore:

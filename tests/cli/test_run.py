@@ -30,6 +30,7 @@ FIELDS = {
     "token_ids",
     "finish_reason",
     "prompt_tokens",
+    "prefix_tokens",
     "generated_tokens",
     "rounds",
     "drafted",

@@ -1,0 +1,146 @@
+"""mlx-lm's prompt-cache files: read into the prefix store, and written from it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..cache import BatchCacheList, adopt_caches
+from ..errors import CacheError
+from ..prefix.session import ModelPrefixes
+from ..prefix.snapshot import members
+from .messages import shorten
+from .runner import ModelRunner
+
+Path = str | os.PathLike[str]
+
+
+def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) -> int:
+    """Store the prefix that a file of mlx-lm holds.
+
+    Such a file does not say of which tokens it is, nor surely of which model: that
+    is the caller's word. What can be compared is: how many tokens there are, the
+    kind of every layer's cache, heads, head sizes and types.
+
+    Args:
+        file: as ``mlx_lm.models.cache.save_prompt_cache`` writes it.
+        tokens: the prompt that it was made of; it may go on behind.
+
+    Returns:
+        Tokens in the file, now in the store.
+
+    Raises:
+        CacheError: the file cannot be read, or does not fit the model's caches.
+    """
+    prefixes = _prefixes(runner)
+    name = shorten(os.fspath(file))
+    try:
+        singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
+        mx.eval([c.state for c in singles])
+    except Exception as error:  # a file's contents can be wrong in any way
+        raise CacheError(
+            f"{name} cannot be read as a prompt cache of mlx-lm "
+            f"({type(error).__name__}): write it with mlx_lm.cache_prompt"
+        ) from error
+    caches = _like_the_model(runner, singles, name)
+    (length,) = caches[0].offset.tolist() if caches else [0]
+    if not 0 < length <= len(tokens):
+        raise CacheError(
+            f"{name} holds {length} tokens and the prompt has {len(tokens)}: "
+            "give the prompt that it was made of"
+        )
+    # As if one chunk had written it all: rings serve their very end only.
+    session = prefixes.begin([tokens[:length]], max_write=0)
+    session.record(caches, [0], [length], length)
+    return int(length)
+
+
+def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -> int:
+    """Write the longest stored prefix of ``tokens`` as a file for mlx-lm.
+
+    Returns:
+        Tokens in the file.
+
+    Raises:
+        CacheError: nothing is stored of this prompt; a layer's cache is of a kind
+            that mlx-lm does not have; the file cannot be written.
+    """
+    session = _prefixes(runner).begin([tokens], max_write=runner.options.max_write)
+    for _ in session.find():
+        pass
+    (length,) = session.reused
+    if length == 0:
+        raise CacheError("nothing is stored of this prompt: generate with it first")
+    caches = session.refill(adopt_caches(runner.model, 1, runner.options, runner.name))
+    singles = [c.extract(0) for c in caches]
+    # What mlx_lm.generate --prompt-cache-file asks for.
+    about = {"model": runner.name, "tokenizer_config": "{}"}
+    try:
+        mlx_lm_cache.save_prompt_cache(os.fspath(file), singles, about)
+    except (OSError, RuntimeError, ValueError) as error:
+        raise CacheError(
+            f"{shorten(os.fspath(file))} cannot be written ({error}): name a file "
+            "that ends in .safetensors, in a folder that is there"
+        ) from error
+    return length
+
+
+def _prefixes(runner: ModelRunner) -> ModelPrefixes:
+    if runner.prefixes is None:
+        raise CacheError(
+            "there is no prefix store: set prefix_cache or prefix_cache_memory"
+        )
+    return runner.prefixes
+
+
+def _like_the_model(runner: ModelRunner, singles: list[Any], name: str) -> list[Any]:
+    """Batch caches of one row, after a comparison with those of the model."""
+    wanted = adopt_caches(runner.model, 1, runner.options, runner.name)
+    # Builds a graph to read its shapes; nothing is computed.
+    runner.model(mx.array([[0]]), cache=wanted)
+    if len(singles) != len(wanted):
+        raise CacheError(
+            f"{name} holds {len(singles)} caches, the model has {len(wanted)}: "
+            "it is of another model"
+        )
+    caches = []
+    for layer, (single, like) in enumerate(zip(singles, wanted, strict=True)):
+        try:
+            made = _adopted(single, like)
+        except (CacheError, AttributeError, TypeError, ValueError) as error:
+            raise CacheError(f"{name}, layer {layer}: {error}") from error
+        for new, old in zip(members([made]), members([like]), strict=True):
+            if new.kind != old.kind or _form(new) != _form(old):
+                raise CacheError(
+                    f"{name}, layer {layer}: {_described(new)}, where the model has "
+                    f"{_described(old)}"
+                )
+        caches.append(made)
+    return caches
+
+
+def _adopted(single: Any, like: Any) -> Any:
+    if isinstance(like, BatchCacheList):
+        pairs = zip(single.caches, like.caches, strict=True)
+        return BatchCacheList(*(_adopted(s, c) for s, c in pairs))
+    return type(like).merge([single])
+
+
+def _form(cache: Any) -> list[tuple[Any, ...]]:
+    """Heads, head sizes and types of what a cache stores."""
+    state = [cache.keys, cache.values]
+    arrays = [
+        a for part in state for a in (part if isinstance(part, tuple) else [part])
+    ]
+    return [(a.shape[1], a.shape[3], a.dtype) for a in arrays]
+
+
+def _described(cache: Any) -> str:
+    kind = {k: v for k, v in cache.kind.items() if k != "class"}
+    options = "".join(f" {k}={v}" for k, v in kind.items())
+    forms = ", ".join(f"{h} x {size} {dtype}" for h, size, dtype in _form(cache))
+    return f"{cache.kind['class']}{options} ({forms})"
