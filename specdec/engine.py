@@ -12,9 +12,10 @@ from collections.abc import Set as AbstractSet
 import mlx.core as mx
 
 from .backend import BackendDefaults
-from .batch import RowBatch, RowOutput
+from .batch import RowBatch
 from .config import EngineConfig
 from .drafters import Drafter
+from .inflight import RowOutput
 from .models.runner import ModelRunner
 from .scheduler import Scheduler
 from .sequence import Request, Sequence

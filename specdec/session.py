@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from .batch import RowOutput
 from .engine import Engine
 from .errors import ConfigError, PromptError
+from .inflight import RowOutput
 from .params import SamplingParams
 from .prompts import EncodedPrompt, Prompt, encode
 from .results import GenerationResult, StreamEvent

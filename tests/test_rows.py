@@ -284,3 +284,23 @@ def test_counts_by_position(target: Any, drafts: dict[str, Any]) -> None:
         assert all(a <= d for a, d in zip(row.accepted_at, row.drafted_at))  # noqa: B905
         assert row.drafted_at[0] <= row.rounds
         assert len(row.tokens) == 1 + row.rounds + row.accepted
+
+
+@BACKENDS
+@pytest.mark.parametrize("draft", ["near", "none"])
+def test_a_row_that_no_token_is_left_for_ends_with_an_error(
+    target: Any, drafts: dict[str, Any], draft: str, backend: BackendDefaults
+) -> None:
+    nothing = dict.fromkeys(range(VOCAB), -float("inf"))
+    params = [
+        SamplingParams(max_tokens=9),
+        SamplingParams(max_tokens=9, logit_bias=nothing),
+        # Until min_tokens nothing may end the row, and everything would.
+        SamplingParams(max_tokens=9, min_tokens=2, stop_token_ids=tuple(range(VOCAB))),
+    ]
+    prompts = [[5, 6], [7], [8, 9]]
+    rows = run_rows(target, drafts[draft], prompts, params, backend=backend)
+    assert rows[0].tokens == plainly(target, prompts[0], params[0]).tokens
+    for row in rows[1:]:
+        assert (row.finish_reason, row.tokens) == ("error", [])
+        assert row.error == "its logits leave no token at token 0"

@@ -26,6 +26,7 @@ LAYERS = (
     {"session"},
     {"engine"},
     {"batch"},
+    {"inflight"},
     {"rounds"},
     {"drafters", "stepwise"},
     {"models", "verification"},

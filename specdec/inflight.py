@@ -1,0 +1,104 @@
+"""Rounds that were handed to the device and are not read yet."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from math import inf, isnan
+
+import mlx.core as mx
+
+from .rounds import Decision
+from .sequence import Sequence
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """What a row emitted in one step; ``ended`` by the last of it."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    text: str
+    ended: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> RowOutput:
+        """What ``sequence`` has to show and has not shown yet."""
+        token_ids, text = sequence.take()
+        return cls(sequence, token_ids, text, sequence.finish_reason is not None)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A round that was handed to the device and not read yet.
+
+    Args:
+        rows: those that take part.
+        limits: most draft tokens that each could accept, -1 where it had ended.
+        first: it is the prompts' last step, which counts as no round.
+        packed: shape (B, k + 2): how many tokens each row keeps, and the k + 1 that
+            were chosen.
+    """
+
+    rows: tuple[Sequence, ...]
+    limits: tuple[int, ...]
+    first: bool
+    packed: mx.array
+    decision: Decision
+
+    @classmethod
+    def of(
+        cls,
+        rows: tuple[Sequence, ...],
+        limits: tuple[int, ...],
+        decision: Decision,
+        *,
+        first: bool,
+    ) -> InFlight:
+        """Hand what the host will read to the device."""
+        verdict = decision.verdict
+        packed = mx.concatenate([verdict.kept[:, None], verdict.chosen], axis=1)
+        mx.async_eval(packed, decision.peaks)
+        return cls(rows, limits, first, packed, decision)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """k of the round."""
+        return int(self.packed.shape[1]) - 2
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.rows))
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the row takes part."""
+        return id(sequence) in self._ids
+
+    def read(self) -> list[tuple[Sequence, int]]:
+        """Wait for the round and commit it: its rows, and how much each kept."""
+        packed: list[list[int]] = self.packed.tolist()  # type: ignore[assignment]
+        peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
+        logprobs = self.decision.logprobs
+        reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
+        read = []
+        for i, sequence in enumerate(self.rows):
+            kept, *chosen = packed[i]
+            read.append((sequence, kept))
+            valid = next((j for j in range(kept) if _hopeless(peaks[i][j])), kept)
+            if self.first:
+                sequence.commit(chosen[:valid], reported[i][:valid])
+            elif valid:
+                drafted = max(self.limits[i], 0)
+                sequence.commit_round(chosen[:valid], drafted, reported[i][:valid])
+            at = len(sequence.tokens)
+            if valid < kept:
+                what = "hold NaN" if isnan(peaks[i][valid]) else "leave no token"
+                sequence.fail(f"its logits {what} at token {at}")
+            elif i in self.decision.errors:
+                sequence.fail(self.decision.errors[i])
+        return read
+
+
+def _hopeless(peak: float) -> bool:
+    """Whether nothing can be chosen from logits of which this is the largest."""
+    return isnan(peak) or peak == -inf
