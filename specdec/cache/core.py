@@ -13,6 +13,7 @@ from typing import Any, TypedDict
 import mlx.core as mx
 
 from ..errors import CacheError
+from ..memory.capacity import grown_capacity, round_up
 from .memo import Memo
 from .positions import (
     Layout,
@@ -20,8 +21,6 @@ from .positions import (
     SlidingRule,
     additive_mask,
     at_least,
-    grown_capacity,
-    round_up,
     visible_slots,
     whole,
 )

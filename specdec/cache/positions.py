@@ -171,28 +171,3 @@ def at_least(name: str, value: int, low: int) -> None:
     """Raise :class:`CacheError` unless ``value`` is whole and ``low`` or more."""
     if whole(name, value) < low:
         raise CacheError(f"{name} is {value}: it must be {low} or more")
-
-
-def round_up(n: int, multiple: int) -> int:
-    """The smallest multiple of ``multiple`` that is at least ``n``."""
-    return -(-n // multiple) * multiple
-
-
-FIRST_CAPACITY = 256
-
-
-def grown_capacity(needed: int, limit: int | None = None) -> int:
-    """Slots to allocate for ``needed``: 256, 512, 1024, ..., never past ``limit``.
-
-    Raises:
-        CacheError: ``needed`` is more than ``limit``.
-    """
-    if limit is not None and needed > limit:
-        raise CacheError(
-            f"a row needs {needed} cache slots and the cache was made for {limit}: "
-            "make it with a larger max_length"
-        )
-    capacity = FIRST_CAPACITY
-    while capacity < needed:
-        capacity *= 2
-    return capacity if limit is None else min(capacity, limit)

@@ -15,9 +15,10 @@ from typing import Self, Unpack
 import mlx.core as mx
 
 from ..errors import CacheError
+from ..memory.capacity import grown_capacity, ring_slots
 from .batch import BatchCache
 from .core import Options, Settings
-from .positions import RingLayout, Rule, at_least, grown_capacity
+from .positions import RingLayout, Rule, at_least
 from .storage import Arrays, Codec
 
 
@@ -66,7 +67,7 @@ class RingCache(BatchCache):
 
     @property
     def _slots(self) -> int:
-        return self.keep + self.window + self.max_write - 1
+        return ring_slots(self.window, self.max_write, self.keep)
 
     def size(self) -> int:
         """Tokens held for the longest row, at most ``keep + window``."""

@@ -20,7 +20,7 @@ from .gguf_header import GGUFFile, TensorInfo
 GROUP_SIZE = 32
 PACKED_BITS = {"Q4_0": 4, "Q4_1": 4, "Q8_0": 8}
 # Elements that are in float32 at one time while a tensor is read.
-_CHUNK = 1 << 24
+CHUNK = 1 << 24
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ def is_packed(info: TensorInfo) -> bool:
 
 
 def _chunks(info: TensorInfo) -> range:
-    return range(0, info.rows, max(1, _CHUNK // info.shape[-1]))
+    return range(0, info.rows, max(1, CHUNK // info.shape[-1]))
 
 
 def _join(parts: list[mx.array]) -> mx.array:

@@ -21,6 +21,7 @@ from .gguf_config import (
 from .gguf_header import GGUFFile, TensorInfo
 from .gguf_tensors import (
     GROUP_SIZE,
+    PACKED_BITS,
     is_packed,
     read_float,
     read_packed,
@@ -171,8 +172,34 @@ def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:
     return entry
 
 
-def build_model(
+def describe_weights(
     file: GGUFFile, config: dict[str, Any], form: WeightFormat
+) -> tuple[dict[str, mx.array], dict[str, Quantization]]:
+    """What :func:`read_weights` reads, in shapes and types alone: zeros, not computed.
+
+    Only for a form without ``bits``.
+
+    Raises:
+        UnsupportedModelError: no layer of the architecture has such a tensor.
+    """
+    dtype = form.dtype or stored_dtype(file)
+    weights: dict[str, mx.array] = {}
+    packed: dict[str, Quantization] = {}
+    for name, info in _used_tensors(file, config["tie_word_embeddings"]):
+        if form.dtype is not None or not is_packed(info):
+            weights[name] = mx.zeros(info.shape, dtype)
+            continue
+        layer, bits = name.removesuffix(".weight"), PACKED_BITS[info.type_name]
+        rows, columns = info.shape
+        weights[name] = mx.zeros((rows, columns * bits // 32), mx.uint32)
+        for part in ("scales", "biases"):
+            weights[f"{layer}.{part}"] = mx.zeros((rows, columns // GROUP_SIZE), dtype)
+        packed[layer] = Quantization(GROUP_SIZE, bits)
+    return weights, packed
+
+
+def build_model(
+    file: GGUFFile, config: dict[str, Any], form: WeightFormat, *, lazy: bool = False
 ) -> tuple[nn.Module, dict[str, Any]]:
     """The file's model, evaluated, and its configuration with how it is packed.
 
@@ -180,12 +207,13 @@ def build_model(
         file: where the weights are.
         config: what :func:`~specdec.models.gguf_config.build_config` made of it.
         form: what the weights become.
+        lazy: read no weight; shapes and types are those of the model.
 
     Raises:
         UnsupportedModelError: a part of the model is not supported.
         ModelError: the file lacks weights or has some of a wrong shape.
     """
-    weights, packed = read_weights(file, config, form)
+    weights, packed = (describe_weights if lazy else read_weights)(file, config, form)
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if hasattr(model, "sanitize"):
@@ -206,5 +234,6 @@ def build_model(
             f"({shorten(error)}): download it again"
         ) from error
     model.eval()
-    mx.eval(model.parameters())
+    if not lazy:
+        mx.eval(model.parameters())
     return model, config

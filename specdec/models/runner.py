@@ -18,10 +18,22 @@ from ..cache import (
     maybe_quantize,
     reads_boolean_masks,
 )
-from ..cache.positions import round_up
 from ..config import EngineConfig
+from ..memory.capacity import chunk_width, padded_length
 from ..prefix.session import ModelPrefixes
 from ..prefix.store import PrefixStore
+
+
+def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
+    """How the caches of any model are made under ``config``."""
+    return CacheOptions(
+        max_write=config.prefill_step_size,
+        read_bucket=config.read_bucket or backend.read_bucket,
+        kv_bits=config.kv_bits,
+        kv_group_size=config.kv_group_size,
+        quantized_kv_start=config.quantized_kv_start,
+        max_kv_size=config.max_kv_size,
+    )
 
 
 class ModelRunner:
@@ -49,14 +61,8 @@ class ModelRunner:
         self.model = model
         self.name = name
         self.prefill_step_size = config.prefill_step_size
-        self.options = CacheOptions(
-            max_write=config.prefill_step_size,
-            read_bucket=config.read_bucket or backend.read_bucket,
-            kv_bits=config.kv_bits,
-            kv_group_size=config.kv_group_size,
-            quantized_kv_start=config.quantized_kv_start,
-            max_kv_size=config.max_kv_size,
-            additive_mask=not reads_boolean_masks(model),
+        self.options = replace(
+            cache_options(config, backend), additive_mask=not reads_boolean_masks(model)
         )
         check_caches(model, name, self.options)
         # An array still to be computed belongs to the thread that made it (some
@@ -89,16 +95,13 @@ class ModelRunner:
 
     def chunk(self, remaining: int) -> int:
         """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
-        return min(
-            self.prefill_step_size, round_up(remaining, self.options.read_bucket)
-        )
+        return chunk_width(remaining, self.prefill_step_size, self.options.read_bucket)
 
     def _padded(self, length: int) -> int:
         """Slots that prefill touches for a row of ``length`` tokens."""
         if self.prefixes is not None:  # a chunk can begin behind any prefix
             return length + self.prefill_step_size
-        rest = length % self.prefill_step_size
-        return length - rest + (self.chunk(rest) if rest else 0)
+        return padded_length(length, self.prefill_step_size, self.options.read_bucket)
 
 
 class ModelRows:

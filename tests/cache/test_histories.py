@@ -10,12 +10,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.cache import positions
 from specdec.cache.batch import BatchCache
 from specdec.cache.core import CacheCore
 from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
 from specdec.cache.ring import RingCache
 from specdec.cache.storage import Storage
+from specdec.memory import capacity
 
 from .histories import BY_NAME, KINDS, History, Kind, Seeded, run
 
@@ -26,7 +26,7 @@ Patch = pytest.MonkeyPatch
 @pytest.fixture(autouse=True)
 def _small_first_capacity(monkeypatch: Patch) -> None:
     """Let linear caches grow within a few tokens."""
-    monkeypatch.setattr(positions, "FIRST_CAPACITY", 4)
+    monkeypatch.setattr(capacity, "FIRST_CAPACITY", 4)
 
 
 def run_many(kind: Kind) -> None:

@@ -17,11 +17,8 @@ from specdec.cache.positions import (
     RingLayout,
     SlidingRule,
     additive_mask,
-    grown_capacity,
-    round_up,
     visible_slots,
 )
-from specdec.errors import CacheError
 
 
 @given(
@@ -86,24 +83,3 @@ def test_additive_masks_keep_softmax_finite() -> None:
     mask = additive_mask(mx.array([[True, False]]), mx.float16)
     assert mask.dtype == mx.float16
     assert mx.softmax(mask, axis=-1).tolist() == [[1, 0]]
-
-
-@pytest.mark.parametrize(
-    ("needed", "limit", "capacity"),
-    [(0, None, 256), (1, None, 256), (257, None, 512), (513, 600, 600),
-     (5000, None, 8192), (100, 100, 100), (300, 300, 300)],
-)  # fmt: skip
-def test_capacities(needed: int, limit: int | None, capacity: int) -> None:
-    assert grown_capacity(needed, limit) == capacity
-
-
-def test_a_limit_is_never_passed() -> None:
-    with pytest.raises(CacheError, match="needs 301 cache slots"):
-        grown_capacity(301, 300)
-
-
-@given(n=st.integers(0, 999), multiple=st.integers(1, 99))
-def test_round_up(n: int, multiple: int) -> None:
-    up = round_up(n, multiple)
-    assert up % multiple == 0
-    assert 0 <= up - n < multiple

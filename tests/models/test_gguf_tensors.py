@@ -28,7 +28,7 @@ ROWS, COLUMNS = 48, 256
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read ten rows at a time, so that 48 rows are four whole chunks and a rest."""
-    monkeypatch.setattr(gguf_tensors, "_CHUNK", 10 * COLUMNS)
+    monkeypatch.setattr(gguf_tensors, "CHUNK", 10 * COLUMNS)
 
 
 def stored_bytes(kind: KIND) -> Any:

@@ -1,0 +1,42 @@
+"""Memory known beforehand: formulas, and what a run will hold (docs/memory.md).
+
+Nothing here imports mlx; :mod:`specdec.models.geometry` reads models.
+"""
+
+from .capacity import cache_slots, grown_capacity, ring_slots, round_up
+from .formulas import (
+    attention_slot_bytes,
+    growing_bytes,
+    kv_cache_bytes,
+    latent_slot_bytes,
+    logits_bytes,
+    quantized_elem_bytes,
+    recommend_quantization,
+    weight_bytes,
+)
+from .geometry import CacheGeometry, ModelGeometry
+from .plan import MemoryPlan, Moment, RowNeeds, largest_fitting
+from .sizes import format_size, parse_size
+
+__all__ = [
+    "CacheGeometry",
+    "MemoryPlan",
+    "ModelGeometry",
+    "Moment",
+    "RowNeeds",
+    "attention_slot_bytes",
+    "cache_slots",
+    "format_size",
+    "growing_bytes",
+    "grown_capacity",
+    "kv_cache_bytes",
+    "largest_fitting",
+    "latent_slot_bytes",
+    "logits_bytes",
+    "parse_size",
+    "quantized_elem_bytes",
+    "recommend_quantization",
+    "ring_slots",
+    "round_up",
+    "weight_bytes",
+]

@@ -1,0 +1,147 @@
+"""Bytes of caches and weights, from their shapes alone.
+
+Each formula is that of the arrays which are allocated: keys and values are held
+per layer, row, head and slot (specdec/cache/storage.py), packed ones as
+``mx.quantize`` lays them out, a scale and a bias for each group.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..errors import ConfigError
+from .capacity import round_up
+
+GIB = 1 << 30
+# mlx-lm's caches, and ours up to their first doubling, hold multiples of this.
+SLOT_MULTIPLE = 256
+# Bits per weight that a model is usually published in, best first.
+WEIGHT_BITS = (16, 8, 4)
+# Free memory to leave for keys and values when their size is not known.
+DEFAULT_KV_HEADROOM = 2 * GIB
+
+
+def kv_cache_bytes(
+    num_layers: int,
+    num_kv_heads: int,
+    head_dim: int,
+    elem_bytes: float,
+    ctx_len: int,
+    batch: int = 1,
+) -> int:
+    """Keys and values of a model whose layers all attend to everything.
+
+    ``layers * 2 * kv_heads * head_dim * elem_bytes * round_up(ctx_len, 256) * batch``
+
+    Args:
+        num_layers: layers that hold a cache (of layers that share keys and
+            values, only those that own them).
+        num_kv_heads: heads of keys and values, not of queries.
+        head_dim: size of one head.
+        elem_bytes: bytes of one element: 2 for 16 bits, or
+            :func:`quantized_elem_bytes`.
+        ctx_len: tokens of a row, prompt and generated.
+        batch: rows.
+    """
+    slot = attention_slot_bytes(num_kv_heads, head_dim, elem_bytes)
+    return num_layers * slot * round_up(ctx_len, SLOT_MULTIPLE) * batch
+
+
+def attention_slot_bytes(
+    num_kv_heads: int,
+    head_dim: int,
+    elem_bytes: float,
+    *,
+    value_dim: int | None = None,
+) -> int:
+    """Bytes of one token in one layer: a key and a value for each head.
+
+    Args:
+        value_dim: size of a value, where it is not that of a key.
+    """
+    width = head_dim + (head_dim if value_dim is None else value_dim)
+    return round(num_kv_heads * width * elem_bytes)
+
+
+def latent_slot_bytes(
+    kv_lora_rank: int, qk_rope_head_dim: int, elem_bytes: float
+) -> int:
+    """Bytes of one token in a layer of multi-head latent attention (MLA).
+
+    One compressed vector and one rotated key part, shared by all heads
+    (DeepSeek-V2, section 2.1), as mlx-lm's deepseek models store them.
+    """
+    return round((kv_lora_rank + qk_rope_head_dim) * elem_bytes)
+
+
+def quantized_elem_bytes(
+    bits: int, group_size: int = 64, *, scale_bytes: int = 2
+) -> float:
+    """Bytes of one quantized element, its share of a scale and a bias included.
+
+    ``(bits + 2 * 8 * scale_bytes / group_size) / 8``: 4 bits in groups of 64 with
+    16-bit scales take 0.5625, 8 bits 1.0625.
+
+    Args:
+        scale_bytes: of one scale, and of one bias: the size of the elements before.
+    """
+    return bits / 8 + 2 * scale_bytes / group_size
+
+
+def growing_bytes(before: Sequence[int], after: Sequence[int]) -> int:
+    """Most that is held while caches grow, layer after layer.
+
+    A layer's old arrays go as soon as they are copied, so beside the new ones of
+    all layers at most one layer's old ones are held: all of ``after`` and the
+    largest of ``before``.
+
+    Args:
+        before, after: bytes of each layer.
+    """
+    return sum(after) + max(before, default=0)
+
+
+def logits_bytes(
+    batch: int, num_draft_tokens: int, vocab_size: int, elem_bytes: int
+) -> int:
+    """Logits of one verification: ``batch * (k + 1) * vocabulary * elem_bytes``."""
+    return batch * (num_draft_tokens + 1) * vocab_size * elem_bytes
+
+
+def weight_bytes(num_parameters: float, bits: int, group_size: int = 64) -> int:
+    """Weights in ``bits`` bits; fewer than 16 with 16-bit scales and biases."""
+    if bits >= 16:
+        return round(num_parameters * bits / 8)
+    return round(num_parameters * quantized_elem_bytes(bits, group_size))
+
+
+def recommend_quantization(
+    num_parameters: float,
+    memory_bytes: int,
+    kv_bytes: int | None = None,
+    *,
+    group_size: int = 64,
+) -> int | None:
+    """The most bits per weight, of 16, 8 and 4, that fit beside keys and values.
+
+    Args:
+        num_parameters: of the model.
+        memory_bytes: what the device has for weights, keys and values.
+        kv_bytes: of keys and values, for the context and batch wanted; 2 GiB
+            when that is not known.
+        group_size: weights that share a scale.
+
+    Returns:
+        ``None`` when not even 4 bits fit.
+
+    Raises:
+        ConfigError: a size is negative.
+    """
+    headroom = DEFAULT_KV_HEADROOM if kv_bytes is None else kv_bytes
+    for name, value in (("memory", memory_bytes), ("the KV cache", headroom)):
+        if value < 0:
+            raise ConfigError(f"{name} has {value} bytes: it must be 0 or more")
+    for bits in WEIGHT_BITS:
+        if weight_bytes(num_parameters, bits, group_size) + headroom <= memory_bytes:
+            return bits
+    return None

@@ -1,0 +1,253 @@
+"""What a run holds at its fullest moments: a pure function of shapes and lengths."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+from .capacity import chunk_width, padded_length
+from .formulas import logits_bytes
+from .geometry import CacheGeometry, ModelGeometry
+
+# Searches for what fits end here: beyond any model's positions, and any batch.
+MAX_CONTEXT = 1 << 22
+MAX_BATCH = 1 << 14
+
+PARTS = (
+    "target weights",
+    "draft weights",
+    "target KV cache",
+    "draft KV cache",
+    "growth and joins",
+    "logits",
+    "activations",
+    "rounds in flight",
+    "loading",
+)
+
+
+@dataclass(frozen=True)
+class RowNeeds:
+    """What decides how much memory one request needs.
+
+    Args:
+        prompt_tokens: of its prompt.
+        max_tokens: that it may generate.
+        sampled: whether it has a temperature.
+        filtered: whether top-p, min-p or top-k leave tokens out then.
+    """
+
+    prompt_tokens: int
+    max_tokens: int
+    sampled: bool = False
+    filtered: bool = False
+
+    @property
+    def context(self) -> int:
+        """Tokens, prompt and generated."""
+        return self.prompt_tokens + self.max_tokens
+
+
+@dataclass(frozen=True)
+class Moment:
+    """One moment of a run: bytes of each of :data:`PARTS` that it has."""
+
+    name: str
+    parts: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        """Bytes in all."""
+        return sum(self.parts.values())
+
+
+@dataclass(frozen=True, kw_only=True)
+class MemoryPlan:
+    """A run's memory, before it begins.
+
+    The figures are upper bounds of ``mx.get_peak_memory()``: rows are taken to be as
+    long as they may become, all at once, and to have joined together. What MLX holds
+    back for reuse (``mx.get_cache_memory()``) is not counted: it gives that up when
+    memory runs short.
+
+    Args:
+        target, draft: the models; without a draft ``num_draft_tokens`` is 0.
+        num_draft_tokens: k, tokens proposed in a round.
+        prefill_step_size: prompt tokens per row in one forward.
+        read_bucket: columns that attention reads are rounded up to this.
+        lookahead: rounds that the host reads behind the device in such a run.
+        quantized_kv_start: tokens from which on caches are packed, if they are.
+    """
+
+    target: ModelGeometry
+    draft: ModelGeometry | None = None
+    num_draft_tokens: int = 0
+    prefill_step_size: int
+    read_bucket: int = 1
+    lookahead: int = 1
+    quantized_kv_start: int = 0
+
+    # -- the moments -------------------------------------------------------
+
+    def peak(self, rows: Sequence[RowNeeds]) -> int:
+        """Most bytes that a run of these rows holds at any moment."""
+        return max(moment.total for moment in self.moments(rows))
+
+    def moments(self, rows: Sequence[RowNeeds]) -> tuple[Moment, ...]:
+        """Loading, prefill and decoding, each at its fullest."""
+        return (self._loading(), self._prefill(rows), self._decoding(rows))
+
+    @property
+    def weight_bytes(self) -> int:
+        """Weights of target and draft."""
+        return self.target.weight_bytes + (self.draft.weight_bytes if self.draft else 0)
+
+    def _weights(self) -> dict[str, int]:
+        parts = {"target weights": self.target.weight_bytes}
+        if self.draft:
+            parts["draft weights"] = self.draft.weight_bytes
+        return parts
+
+    def _loading(self) -> Moment:
+        most = self.target.loading_bytes
+        if self.draft:
+            most = max(most, self.target.weight_bytes + self.draft.loading_bytes)
+        more = max(0, most - self.weight_bytes)
+        return Moment("loading", {**self._weights(), "loading": more})
+
+    def _prefill(self, rows: Sequence[RowNeeds]) -> Moment:
+        """The last chunk of the longest prompt: the target's, or the draft's."""
+        prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
+        width = chunk_width(prompt, self.prefill_step_size, self.read_bucket)
+        moments = []
+        for name, model in self._models():
+            parts = self._weights()
+            for other, prefilled in self._models():
+                parts[f"{other} KV cache"] = self._kv_bytes(prefilled, rows, prompt)
+                if other == name:
+                    break
+            columns = model.columns(
+                prompt, max_write=self._max_write, read_bucket=self.read_bucket
+            )
+            parts["growth and joins"] = self._largest_layer(model, rows, prompt)
+            parts["activations"] = model.workspace_bytes(len(rows), width, columns)
+            moments.append(Moment("prefill", parts))
+        return max(moments, key=lambda moment: moment.total)
+
+    def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
+        """A round in which every row is as long as it can become."""
+        length, k = self._longest(rows), self.num_draft_tokens
+        parts = self._weights()
+        layers, workspace = [0], []
+        for name, model in self._models():
+            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, length, self._round)
+            layers.append(self._largest_layer(model, rows, length))
+            columns = model.columns(
+                length, max_write=self._round, read_bucket=self.read_bucket
+            )
+            workspace.append(model.workspace_bytes(len(rows), self._round, columns))
+        # Rows that leave or join copy a layer at a time, beside its old arrays.
+        parts["growth and joins"] = max(layers) * (2 if len(rows) > 1 else 1)
+        # A draft's first forward of a round takes two tokens.
+        logits = [_choice_bytes(self.target, rows, k)]
+        if self.draft:
+            logits.append(_choice_bytes(self.draft, rows, 1))
+        parts["logits"] = sum(logits)
+        parts["activations"] = max(workspace)
+        if ahead := self.lookahead:
+            parts["rounds in flight"] = ahead * (max(workspace) + sum(logits))
+        return Moment("decoding", parts)
+
+    # -- the engine's own sizes ----------------------------------------------
+
+    def _models(self) -> list[tuple[str, ModelGeometry]]:
+        models = [("target", self.target)]
+        return [*models, ("draft", self.draft)] if self.draft else models
+
+    @property
+    def _round(self) -> int:
+        """Tokens that a round writes at most."""
+        return max(2 if self.draft else 1, self.num_draft_tokens + 1)
+
+    @property
+    def _max_write(self) -> int:
+        return max(self.prefill_step_size, self._round)
+
+    def _longest(self, rows: Sequence[RowNeeds]) -> int:
+        """Slots that the longest row is written to, rejected tokens included.
+
+        Its last token is never cached; a round may keep k tokens more than were
+        wanted, and rounds in flight write behind them.
+        """
+        context = max((r.context for r in rows), default=0)
+        return context - 2 + (self.lookahead + 1) * self._round if context else 0
+
+    def _max_length(self, rows: Sequence[RowNeeds]) -> int:
+        """The bound that the engine gives its caches (RowBatch, ModelRunner)."""
+        context = max((r.context for r in rows), default=0)
+        prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
+        padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)
+        return max(context + (self.lookahead + 2) * self._round, padded)
+
+    def _kv_bytes(
+        self,
+        model: ModelGeometry,
+        rows: Sequence[RowNeeds],
+        length: int,
+        max_write: int | None = None,
+    ) -> int:
+        return sum(self._layers(model, rows, length, max_write))
+
+    def _largest_layer(
+        self, model: ModelGeometry, rows: Sequence[RowNeeds], length: int
+    ) -> int:
+        return max(self._layers(model, rows, length), default=0)
+
+    def _layers(
+        self,
+        model: ModelGeometry,
+        rows: Sequence[RowNeeds],
+        length: int,
+        max_write: int | None = None,
+    ) -> list[int]:
+        """Bytes of each cache once the longest row has ``length`` tokens."""
+        write = max_write or self._max_write
+        limit = self._max_length(rows)
+
+        def sizes(caches: Sequence[CacheGeometry], n: int) -> list[int]:
+            n = min(n, limit)
+            return [
+                len(rows) * c.slot_bytes * c.slots(n, max_length=limit, max_write=write)
+                for c in caches
+            ]
+
+        now = sizes(model.caches, length)
+        if not model.dense_caches:
+            return now
+        # Dense until the longest row has so many, found out between two writes.
+        dense = min(length, self.quantized_kv_start - 1 + self._max_write)
+        before = sizes(model.dense_caches, dense)
+        return max(now, before, key=sum)
+
+
+def _choice_bytes(model: ModelGeometry, rows: Sequence[RowNeeds], k: int) -> int:
+    """Logits of k + 1 positions, and what choosing a token from them holds."""
+    size = logits_bytes(len(rows), k, model.vocab_size, model.elem_bytes)
+    # Copies in float32, measured: noise, logits and their sum; for filters also
+    # log-probabilities, sorted, summed and put back.
+    copies = 3 if any(r.sampled for r in rows) else 0
+    if any(r.sampled and r.filtered for r in rows):
+        copies = 12
+    return size + copies * logits_bytes(len(rows), k, model.vocab_size, 4)
+
+
+def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:
+    """The largest n from 1 to ``limit`` for which ``fits(n)``; 0 when none does.
+
+    ``fits`` must be true up to some n and false from there on.
+    """
+    low, high = 0, limit
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if fits(middle) else (low, middle - 1)
+    return low

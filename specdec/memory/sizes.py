@@ -1,0 +1,40 @@
+"""Sizes as people write them: ``8GB``, ``6.5GiB``."""
+
+from __future__ import annotations
+
+import re
+
+from ..errors import ConfigError
+
+_UNITS = {
+    "": 1,
+    "B": 1,
+    **{f"{letter}B": 1000**n for n, letter in enumerate("KMGT", 1)},
+    **{f"{letter}IB": 1024**n for n, letter in enumerate("KMGT", 1)},
+}
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``8GB`` (powers of 1000), ``6.5GiB`` (of 1024) or a plain number.
+
+    Raises:
+        ConfigError: it is none of these, or not above 0.
+    """
+    match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.I)
+    unit = _UNITS.get(match[2].upper()) if match else None
+    size = int(float(match[1]) * unit) if match and unit else 0
+    if size <= 0:
+        raise ConfigError(
+            f"{text!r} is no size: write it as 8GB, 6.5GiB, 512MB or a number of bytes"
+        )
+    return size
+
+
+def format_size(size: int) -> str:
+    """``size`` in the largest unit of 1024 that it fills, to three digits or more."""
+    if size < 1024:
+        return f"{size} B"
+    units = ("KiB", "MiB", "GiB", "TiB")
+    power = next((n for n in range(1, 5) if size < 1000 * 1024**n), len(units))
+    value, unit = size / 1024**power, units[power - 1]
+    return f"{value:.2f} {unit}" if value < 10 else f"{value:.1f} {unit}"

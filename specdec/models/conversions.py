@@ -1,0 +1,114 @@
+"""What converting weights holds beside them while a model is loaded.
+
+Weights are read, cast and widened one after the other; while one is converted,
+both its forms are held. The order is that of the code which converts
+(gguf_weights.py, precision.py), so that the peak is a sum of sizes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from .gguf_header import GGUFFile
+from .gguf_tensors import CHUNK
+from .gguf_weights import WeightFormat, describe_weights
+
+# Bytes of an element while it is converted.
+_FLOAT32 = 4
+
+
+def weights_of(model: nn.Module) -> Weights:
+    """What of ``model`` decides how much its conversion holds."""
+    arrays: Any = tree_flatten(model.parameters())
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    packed = {
+        path: layer.weight.size * 32 // layer.bits
+        for path, layer in leaves
+        if hasattr(layer, "bits") and "scales" in layer
+    }
+    return Weights({path: array.nbytes for path, array in arrays}, packed)
+
+
+@dataclass(frozen=True)
+class Weights:
+    """Sizes of a model's arrays, and of its packed layers, in the model's order.
+
+    Args:
+        arrays: bytes by path.
+        packed: elements of each packed layer's matrix, by the layer's path.
+    """
+
+    arrays: dict[str, int]
+    packed: dict[str, int]
+
+    @property
+    def layers(self) -> dict[str, int]:
+        """Bytes by layer."""
+        sizes: dict[str, int] = {}
+        for path, size in self.arrays.items():
+            layer = path.rpartition(".")[0]
+            sizes[layer] = sizes.get(layer, 0) + size
+        return sizes
+
+    def unpacking(self, layer: str) -> int:
+        """What unpacking a layer holds beside source and result; 0 if it is not packed.
+
+        Two matrices in float32, measured on MLX's CPU backend.
+        """
+        return 2 * _FLOAT32 * self.packed.get(layer, 0)
+
+
+class Conversions:
+    """The fullest moment of the steps noted, in bytes."""
+
+    def __init__(self) -> None:
+        self._most = 0
+
+    def peak(self, model: nn.Module) -> int:
+        """Most that was held at any step, and at least the model itself."""
+        return max(self._most, sum(weights_of(model).arrays.values()))
+
+    def _step(self, held: int, steps: Iterable[tuple[int, int, int]]) -> None:
+        """Each step holds (source, work, result) and keeps the result."""
+        for source, work, result in steps:
+            self._most = max(self._most, held + source + work + result)
+            held += result
+
+    def reading(
+        self, file: GGUFFile, config: dict[str, Any], form: WeightFormat
+    ) -> None:
+        """Tensors of a GGUF file: in parts that are joined, each through float32."""
+        arrays, packed = describe_weights(file, config, form)
+        steps = []
+        for name, array in arrays.items():
+            through = 0 if name.rpartition(".")[0] in packed else _FLOAT32
+            parts = array.nbytes if array.size > CHUNK else 0
+            steps.append((parts, min(array.size, CHUNK) * through, array.nbytes))
+        self._step(0, steps)
+
+    def casting(self, before: Weights, after: Weights) -> None:
+        """Layers of a folder, read as they are cast: packed ones, then the others."""
+        old, new = before.layers, after.layers
+        last_first = list(new)[::-1]
+        order = [x for x in last_first if x in before.packed]
+        order += [x for x in last_first if x not in before.packed]
+        self._step(0, ((old[x], before.unpacking(x), new[x]) for x in order))
+
+    def widening(self, before: Weights, after: Weights) -> None:
+        """All are loaded; each array that changes is replaced in turn, last first."""
+        held = sum(before.arrays.values())
+        for path in reversed(list(after.arrays)):
+            old, new = before.arrays[path], after.arrays[path]
+            if old != new:
+                self._most = max(self._most, held + new)
+            held += new - old
+
+    def quantizing(self, target: Weights, draft: Weights) -> None:
+        """The target's layers, in its order, through floats where they are packed."""
+        steps = ((0, target.unpacking(x), size) for x, size in draft.layers.items())
+        self._step(0, steps)

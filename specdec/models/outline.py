@@ -1,0 +1,207 @@
+"""Models without their weights: shapes and types alone, read from headers.
+
+MLX computes nothing until it is asked to, so the model that mlx-lm itself builds
+from a folder's headers, or from a configuration, has every shape and type of the
+loaded one and takes no memory. What is told of a model before it is loaded is read
+off that, never from a second description of its architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import hf_repo_to_path, load_model
+
+from ..backend import defaults
+from ..config import check_draft_name
+from ..errors import ModelError, ModelNotFoundError, SpecdecError
+from .conversions import Conversions, weights_of
+from .gguf_config import build_config
+from .gguf_header import read_header
+from .gguf_weights import WeightFormat, build_model
+from .loading import QUANTIZATION_KEYS, check_folder, explain
+from .messages import shorten
+from .precision import cast, parse_dtype, quantized_copy, widen_packed
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model that must not be computed with.
+
+    Args:
+        model: an mlx-lm model whose weights are not evaluated.
+        config: its configuration, as in ``config.json``.
+        name: what the user gave.
+        loading_bytes: most that loading it will hold, its weights included.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    name: str
+    loading_bytes: int
+
+
+def outline(
+    source: str | os.PathLike[str], *, dtype: str | None = None
+) -> ModelOutline:
+    """The outline of what :func:`specdec.models.load` would load.
+
+    Args:
+        source: an MLX model folder, a ``.gguf`` file, a hub id that was downloaded
+            before, or a ``config.json``. A folder may hold that alone.
+        dtype: as for :func:`specdec.models.load`.
+
+    Raises:
+        ConfigError: another ``dtype``.
+        ModelNotFoundError: nothing has that name here.
+        UnsupportedModelError: the model, or a part of it, is not supported.
+        ModelError: a file is cut short or corrupt.
+    """
+    wanted, name = parse_dtype(dtype), os.fspath(source)
+    if name.startswith("self:"):
+        raise ModelNotFoundError(
+            f"{name} is a draft, made from a target: it cannot be a target itself"
+        )
+    path = Path(os.path.expanduser(name))
+    conversions = Conversions()
+    try:
+        if name.lower().endswith(".gguf") and not path.is_dir():
+            file = read_header(path)
+            form = WeightFormat(dtype=wanted)
+            config = build_config(file)
+            conversions.reading(file, config, form)
+            model, config = build_model(file, config, form, lazy=True)
+        else:
+            model, config = _from_folder(_folder(name, path))
+            if wanted is not None:
+                before = weights_of(model)
+                cast(model, wanted, lazy=True)
+                conversions.casting(before, weights_of(model))
+    except SpecdecError:
+        raise
+    except Exception as error:  # a folder's files can be wrong in any way
+        raise explain(name, error) from error
+    _widen(model, conversions)
+    return ModelOutline(model, config, name, conversions.peak(model))
+
+
+def outline_draft(
+    source: str | os.PathLike[str], target: ModelOutline, *, dtype: str | None = None
+) -> ModelOutline:
+    """The outline of what :func:`specdec.models.load_draft` would load.
+
+    Raises:
+        ConfigError: there is no such ``self:`` draft.
+        ModelError: see :func:`outline`.
+    """
+    name = os.fspath(source)
+    if name != "self" and not name.startswith("self:"):
+        return outline(name, dtype=dtype)
+    check_draft_name(name)
+    bits = int(name.removeprefix("self:").removesuffix("bit"))
+    model, _ = quantized_copy(target.model, bits, lazy=True)
+    conversions = Conversions()
+    conversions.quantizing(weights_of(target.model), weights_of(model))
+    _widen(model, conversions)
+    return ModelOutline(model, target.config, name, conversions.peak(model))
+
+
+def _widen(model: nn.Module, conversions: Conversions) -> None:
+    if defaults().name == "cpu":
+        before = weights_of(model)
+        widen_packed(model, lazy=True)
+        conversions.widening(before, weights_of(model))
+
+
+def _folder(name: str, path: Path) -> Path:
+    """The folder, or the ``config.json``, that is meant."""
+    if path.is_file() and path.suffix == ".json":
+        return path
+    if path.exists():
+        check_folder(path)
+        return path
+    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+        raise ModelNotFoundError(
+            f"no model at {shorten(name)}: give a folder, a .gguf file, a config.json "
+            "or a hub id (owner/name)"
+        )
+    try:
+        return Path(hf_repo_to_path(name))
+    except Exception as error:  # the hub's client raises many kinds
+        raise ModelNotFoundError(
+            f"{name} is not a folder here, and was not downloaded from the hub "
+            f"({type(error).__name__}): download it first, or give its config.json"
+        ) from error
+
+
+def _from_folder(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    if path.is_dir() and any(path.glob("model*.safetensors")):
+        model, config = load_model(path, lazy=True)
+        return model, config
+    return _from_config(path if path.is_file() else path / "config.json")
+
+
+def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of random weights in the type and packing that the file names.
+
+    mlx-lm packs what a folder's weights have packed; here there are none, so the
+    layers to pack are those that its own conversion would pack.
+    """
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {shorten(error)}") from error
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ModelError(f"{path} names no model_type: give the config of a model")
+    plain = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(plain), "utf-8")
+        try:
+            model, _ = load_model(Path(folder), lazy=True, strict=False)
+        except (LookupError, TypeError) as error:
+            # Some models' code wants weights to rename.
+            raise ModelError(
+                f"{path} does not say enough by itself for {config['model_type']}: "
+                "give the folder with its weights"
+            ) from error
+    stored = _first(config, "torch_dtype", "dtype") or "bfloat16"
+    dtype = parse_dtype(str(stored).removeprefix("torch."))
+    assert dtype is not None  # which it is for None alone
+    model.set_dtype(dtype)
+    packing = config.get("quantization")
+    if packing is None and config.get("quantization_config") is not None:
+        raise ModelError(
+            f"{path} names a quantization_config without MLX's own quantization: "
+            "give the folder with its weights"
+        )
+    if packing is not None:
+        _pack(model, packing)
+    return model, config
+
+
+def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
+    may_pack = getattr(model, "quant_predicate", lambda path, layer: True)
+    default = {k: packing[k] for k in ("group_size", "bits", "mode") if k in packing}
+
+    def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if path in packing:
+            chosen: bool | dict[str, Any] = packing[path]
+            return chosen
+        if not hasattr(layer, "to_quantized") or may_pack(path, layer) is False:
+            return False
+        fits: bool = layer.weight.shape[-1] % default["group_size"] == 0
+        return fits
+
+    nn.quantize(model, **default, class_predicate=choose)
+
+
+def _first(config: dict[str, Any], *keys: str) -> Any:
+    """The first of ``keys`` that the configuration, or its text part, has."""
+    parts = (config, config.get("text_config") or {})
+    return next((p[k] for k in keys for p in parts if p.get(k) is not None), None)
