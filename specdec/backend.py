@@ -5,10 +5,12 @@ MLX is imported inside the functions, so that naming a type from here is free.
 
 from __future__ import annotations
 
+import os
 import platform
 import shutil
 from dataclasses import dataclass
 from importlib import metadata
+from pathlib import Path
 from typing import Literal
 
 from .errors import CompilerMissingError
@@ -54,6 +56,36 @@ def defaults() -> BackendDefaults:
     if mx.default_device().type == mx.DeviceType.cpu:
         return _DEFAULTS["cpu"]
     return _DEFAULTS["metal" if mx.metal.is_available() else "cuda"]
+
+
+def memory_size() -> int | None:
+    """Bytes that MLX can use on its default device; ``None`` when nothing says it.
+
+    On Metal what the system recommends, which is less than all of the memory; on
+    CUDA the GPU's; on a CPU the machine's, or the container's if that is less.
+    """
+    import mlx.core as mx
+
+    if defaults().name == "cpu":
+        return _system_memory()
+    info = mx.device_info()
+    for key in ("max_recommended_working_set_size", "total_memory", "memory_size"):
+        size = info.get(key)
+        if isinstance(size, int) and size > 0:
+            return size
+    return None
+
+
+def _system_memory() -> int | None:
+    try:
+        size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (OSError, ValueError):  # a system that does not count its pages
+        return None
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text("ascii").strip()
+    except (OSError, ValueError):
+        return size
+    return min(size, int(limit)) if limit.isdecimal() else size
 
 
 def check_compiler() -> str | None:

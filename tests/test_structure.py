@@ -34,7 +34,7 @@ LAYERS = (
     {"cache", "results", "sampling", "scheduler", "stats"},
     {"sequence"},
     {"params", "text"},
-    {"backend", "config", "prompts"},
+    {"backend", "config", "memory", "prompts"},
     {"checks"},
     {"errors"},
 )
@@ -44,6 +44,7 @@ WITHOUT_MLX = {
     "checks",
     "config",
     "errors",
+    "memory",
     "params",
     "prompts",
     "results",

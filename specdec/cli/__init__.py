@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from .convert import convert
+from .estimate import estimate
 from .report import report
 from .run import run
 
@@ -43,4 +44,5 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(estimate)
 main.add_command(convert)

@@ -81,6 +81,30 @@ class ModelGeometry:
     expanded_width: int = 0
     loading_bytes: int = 0
 
+    def layer_bytes(
+        self,
+        rows: int,
+        length: int,
+        *,
+        max_length: int | None = None,
+        max_write: int = 1,
+        dense: bool = False,
+    ) -> list[int]:
+        """Bytes that each cache has allocated for ``rows`` rows.
+
+        Args:
+            length: tokens of the longest row, those written and taken back included.
+            max_length: most that a row can hold, as the caches were told.
+            max_write: most tokens of one write, as rings were told.
+            dense: before they are quantized.
+        """
+        return [
+            rows
+            * c.slot_bytes
+            * c.slots(length, max_length=max_length, max_write=max_write)
+            for c in (self.dense_caches if dense else self.caches)
+        ]
+
     def columns(self, length: int, *, max_write: int, read_bucket: int) -> int:
         """Keys that attention reads for rows of ``length`` tokens, at most."""
         extent = round_up(length, read_bucket)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from .capacity import chunk_width, padded_length
 from .formulas import logits_bytes
-from .geometry import CacheGeometry, ModelGeometry
+from .geometry import ModelGeometry
 
 # Searches for what fits end here: beyond any model's positions, and any batch.
 MAX_CONTEXT = 1 << 22
@@ -75,7 +75,8 @@ class MemoryPlan:
         num_draft_tokens: k, tokens proposed in a round.
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
-        lookahead: rounds that the host reads behind the device in such a run.
+        lookahead: rounds that the backend lets the host read behind the device.
+        patient: whether speculative rounds are read so late too (RowBatch).
         quantized_kv_start: tokens from which on caches are packed, if they are.
     """
 
@@ -85,6 +86,7 @@ class MemoryPlan:
     prefill_step_size: int
     read_bucket: int = 1
     lookahead: int = 1
+    patient: bool = True
     quantized_kv_start: int = 0
 
     # -- the moments -------------------------------------------------------
@@ -154,7 +156,7 @@ class MemoryPlan:
             logits.append(_choice_bytes(self.draft, rows, 1))
         parts["logits"] = sum(logits)
         parts["activations"] = max(workspace)
-        if ahead := self.lookahead:
+        if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (max(workspace) + sum(logits))
         return Moment("decoding", parts)
 
@@ -163,6 +165,11 @@ class MemoryPlan:
     def _models(self) -> list[tuple[str, ModelGeometry]]:
         models = [("target", self.target)]
         return [*models, ("draft", self.draft)] if self.draft else models
+
+    @property
+    def _ahead(self) -> int:
+        """Rounds in flight behind the one that is read."""
+        return self.lookahead if self.patient or not self.num_draft_tokens else 0
 
     @property
     def _round(self) -> int:
@@ -180,7 +187,7 @@ class MemoryPlan:
         wanted, and rounds in flight write behind them.
         """
         context = max((r.context for r in rows), default=0)
-        return context - 2 + (self.lookahead + 1) * self._round if context else 0
+        return context - 2 + (self._ahead + 1) * self._round if context else 0
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:
         """The bound that the engine gives its caches (RowBatch, ModelRunner)."""
@@ -211,23 +218,23 @@ class MemoryPlan:
         max_write: int | None = None,
     ) -> list[int]:
         """Bytes of each cache once the longest row has ``length`` tokens."""
-        write = max_write or self._max_write
         limit = self._max_length(rows)
 
-        def sizes(caches: Sequence[CacheGeometry], n: int) -> list[int]:
-            n = min(n, limit)
-            return [
-                len(rows) * c.slot_bytes * c.slots(n, max_length=limit, max_write=write)
-                for c in caches
-            ]
+        def sizes(n: int, *, dense: bool) -> list[int]:
+            return model.layer_bytes(
+                len(rows),
+                min(n, limit),
+                max_length=limit,
+                max_write=max_write or self._max_write,
+                dense=dense,
+            )
 
-        now = sizes(model.caches, length)
+        now = sizes(length, dense=False)
         if not model.dense_caches:
             return now
         # Dense until the longest row has so many, found out between two writes.
-        dense = min(length, self.quantized_kv_start - 1 + self._max_write)
-        before = sizes(model.dense_caches, dense)
-        return max(now, before, key=sum)
+        most = min(length, self.quantized_kv_start - 1 + self._max_write)
+        return max(now, sizes(most, dense=True), key=sum)
 
 
 def _choice_bytes(model: ModelGeometry, rows: Sequence[RowNeeds], k: int) -> int:

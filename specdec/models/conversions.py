@@ -27,7 +27,7 @@ def weights_of(model: nn.Module) -> Weights:
     arrays: Any = tree_flatten(model.parameters())
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     packed = {
-        path: layer.weight.size * 32 // layer.bits
+        path: layer.weight.size * 32 // layer.bits + layer.scales.size
         for path, layer in leaves
         if hasattr(layer, "bits") and "scales" in layer
     }
@@ -40,7 +40,7 @@ class Weights:
 
     Args:
         arrays: bytes by path.
-        packed: elements of each packed layer's matrix, by the layer's path.
+        packed: elements of each packed layer's matrix and scales, by its path.
     """
 
     arrays: dict[str, int]
@@ -58,7 +58,8 @@ class Weights:
     def unpacking(self, layer: str) -> int:
         """What unpacking a layer holds beside source and result; 0 if it is not packed.
 
-        Two matrices in float32, measured on MLX's CPU backend.
+        Two matrices in float32, measured on MLX's CPU backend, and so their scales
+        and biases.
         """
         return 2 * _FLOAT32 * self.packed.get(layer, 0)
 

@@ -43,8 +43,6 @@ def plan_memory(
     """
     options = cache_options(config, backend)
     k = config.num_draft_tokens if draft is not None else 0
-    # Where tokens cost time, speculative rounds are read at once (RowBatch).
-    patient = backend.repeat_shapes or not k
     described = [
         geometry_of(each.model, each.config, each.name, options, each.loading_bytes)
         for each in (target, draft)
@@ -56,6 +54,7 @@ def plan_memory(
         num_draft_tokens=k,
         prefill_step_size=config.prefill_step_size,
         read_bucket=options.read_bucket,
-        lookahead=backend.lookahead if patient else 0,
+        lookahead=backend.lookahead,
+        patient=backend.repeat_shapes,
         quantized_kv_start=config.quantized_kv_start,
     )

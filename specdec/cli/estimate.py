@@ -1,0 +1,168 @@
+"""``specdec estimate``: what a run would hold in memory; loads no weights."""
+
+from __future__ import annotations
+
+import json
+
+import click
+
+from ..config import (
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_PREFILL_STEP_SIZE,
+    EngineConfig,
+    check_draft_name,
+)
+from ..errors import UnsupportedModelError
+from ..memory.sizes import parse_size
+from .quiet import silence_third_parties
+
+
+@click.command(short_help="Tell how much memory a run needs, and what fits.")
+@click.option(
+    "--target",
+    "--model",
+    required=True,
+    metavar="MODEL",
+    help="MLX model folder, .gguf file, config.json, or a hub id that is downloaded.",
+)
+@click.option(
+    "--draft",
+    "--draft-model",
+    metavar="MODEL",
+    help="Draft model, named like the target, or self:4bit (2, 3, 8). [default: none]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=2),
+    metavar="N",
+    required=True,
+    help="Tokens of a row, prompt and generated together.",
+)
+@click.option(
+    "--batch",
+    "--batch-size",
+    "batch_size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=1,
+    show_default=True,
+    help="Rows that decode together.",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_NUM_DRAFT_TOKENS,
+    show_default=True,
+    help="Tokens that the draft proposes in a round.",
+)
+@click.option(
+    "--prefill-step-size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_PREFILL_STEP_SIZE,
+    show_default=True,
+    help="Prompt tokens per row in one forward.",
+)
+@click.option(
+    "--max-kv-size",
+    type=click.IntRange(min=5),
+    metavar="N",
+    help="Full-attention layers keep this many tokens of a row. [default: all]",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["4", "8"]),
+    help="Keep keys and values quantized. [default: as they are]",
+)
+@click.option(
+    "--kv-group-size",
+    type=click.Choice(["32", "64", "128"]),
+    default="64",
+    show_default=True,
+    help="Elements that share a scale, with --kv-bits.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="As the run would load the weights. [default: as they are stored]",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    default=0.0,
+    help="Above 0, count what drawing tokens takes, filters included. [default: 0]",
+)
+@click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="What is there, such as 8GB or 6.5GiB. [default: what the device has]",
+)
+@click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
+def estimate(
+    *,
+    target: str,
+    draft: str | None,
+    context: int,
+    batch_size: int,
+    num_draft_tokens: int,
+    prefill_step_size: int,
+    max_kv_size: int | None,
+    kv_bits: str | None,
+    kv_group_size: str,
+    dtype: str | None,
+    temp: float,
+    memory_limit: str | None,
+    as_json: bool,
+) -> None:
+    """Tell how much memory a run would hold at most, and what fits.
+
+    Reads headers and configurations; loads no weights.
+
+    \b
+      specdec estimate --target MODEL --context 8192 --batch 8
+      specdec estimate --target config.json --context 131072 --memory-limit 24GB
+    """  # noqa: D301 - click's mark for lines to keep
+    if draft is not None:
+        check_draft_name(draft)
+    limit = None if memory_limit is None else parse_size(memory_limit)
+    silence_third_parties()
+    from .. import backend
+    from ..memory import MemoryPlan
+    from ..memory.estimate import Estimate
+    from ..models.outline import outline, outline_draft
+    from ..models.planning import plan_memory
+
+    target_outline = outline(target, dtype=dtype)
+    draft_outline = None
+    if draft is not None:
+        draft_outline = outline_draft(draft, target_outline, dtype=dtype)
+
+    def plan_with(bits: int | None) -> MemoryPlan:
+        config = EngineConfig(
+            batch_size=batch_size,
+            num_draft_tokens=num_draft_tokens,
+            prefill_step_size=prefill_step_size,
+            max_kv_size=max_kv_size,
+            kv_bits=bits,
+            kv_group_size=int(kv_group_size),
+        )
+        return plan_memory(target_outline, draft_outline, config, backend.defaults())
+
+    def plan_if_supported(bits: int | None) -> MemoryPlan | None:
+        try:
+            return plan_with(bits)
+        except UnsupportedModelError:
+            return None
+
+    found = Estimate(
+        plan=plan_with(None if kv_bits is None else int(kv_bits)),
+        context=context,
+        batch=batch_size,
+        limit=backend.memory_size() if limit is None else limit,
+        plan_with_bits=plan_if_supported,
+        sampled=temp > 0,
+        filtered=temp > 0,
+    )
+    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

@@ -1,0 +1,181 @@
+"""An estimate as people and programs read it: a table, and what fits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+from .formulas import recommend_quantization
+from .plan import (
+    MAX_BATCH,
+    MAX_CONTEXT,
+    PARTS,
+    MemoryPlan,
+    Moment,
+    RowNeeds,
+    largest_fitting,
+)
+from .sizes import format_size
+
+
+@dataclass(frozen=True, kw_only=True)
+class Estimate:
+    """The memory of a batch of equal rows, and what would fit in its place.
+
+    Args:
+        plan: of the run.
+        context: tokens of each row, prompt and generated; nearly all of them are
+            taken for the prompt, which needs most.
+        batch: rows.
+        limit: what the device has; ``None`` when that is not known.
+        plan_with_bits: the plan with keys and values in so many bits (``None``: as
+            they are), or ``None`` where the models refuse it.
+        sampled, filtered: as in :class:`RowNeeds`.
+    """
+
+    plan: MemoryPlan
+    context: int
+    batch: int
+    limit: int | None
+    plan_with_bits: Callable[[int | None], MemoryPlan | None]
+    sampled: bool = False
+    filtered: bool = False
+
+    def _rows(self, batch: int, context: int) -> list[RowNeeds]:
+        # One token is generated at least.
+        prompt = max(1, context - 1)
+        row = RowNeeds(prompt, max(1, context - prompt), self.sampled, self.filtered)
+        return [row] * batch
+
+    @cached_property
+    def moments(self) -> tuple[Moment, ...]:
+        """The run's fullest moments."""
+        return self.plan.moments(self._rows(self.batch, self.context))
+
+    @property
+    def total(self) -> int:
+        """Most bytes held at any moment."""
+        return max(moment.total for moment in self.moments)
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether that is within the limit; ``None`` without one."""
+        return None if self.limit is None else self.total <= self.limit
+
+    def _peak(self, batch: int, context: int) -> int:
+        return self.plan.peak(self._rows(batch, context))
+
+    def largest_context(self) -> int:
+        """Most tokens per row at this batch; 0 when not even two fit."""
+        limit = self.limit or 0
+        fitting = largest_fitting(
+            lambda n: self._peak(self.batch, n) <= limit, MAX_CONTEXT
+        )
+        return fitting if fitting > 1 else 0
+
+    def largest_batch(self) -> int:
+        """Most rows at this context."""
+        limit = self.limit or 0
+        return largest_fitting(
+            lambda n: self._peak(n, self.context) <= limit, MAX_BATCH
+        )
+
+    def suggested_kv_bits(self) -> int | str | None:
+        """Bits for keys and values: the most with which it fits.
+
+        Returns:
+            ``"as they are"``, 8 or 4; ``None`` when none fits.
+        """
+        rows = self._rows(self.batch, self.context)
+        for bits in (None, 8, 4):
+            plan = self.plan_with_bits(bits)
+            if plan is not None and plan.peak(rows) <= (self.limit or 0):
+                return "as they are" if bits is None else bits
+        return None
+
+    def suggested_weight_bits(self) -> int | None:
+        """Bits for the target's weights, all else as it is; ``None``: none fits."""
+        weights = self.plan.target.weight_bytes
+        rest = max(m.total for m in self.moments if m.name != "loading") - weights
+        return recommend_quantization(
+            self.plan.target.num_parameters, self.limit or 0, rest
+        )
+
+    # -- as text and JSON ----------------------------------------------------
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it, sizes in bytes, for JSON."""
+        found: dict[str, Any] = {
+            "target": self.plan.target.name,
+            "draft": self.plan.draft.name if self.plan.draft else None,
+            "context": self.context,
+            "batch": self.batch,
+            "num_draft_tokens": self.plan.num_draft_tokens,
+            "num_parameters": self.plan.target.num_parameters,
+            "moments": {m.name: {**m.parts, "total": m.total} for m in self.moments},
+            "total": self.total,
+            "memory_limit": self.limit,
+            "fits": self.fits,
+        }
+        if self.limit is not None:
+            found |= {
+                "largest_context": self.largest_context(),
+                "largest_batch": self.largest_batch(),
+                "suggested_kv_bits": self.suggested_kv_bits(),
+                "suggested_weight_bits": self.suggested_weight_bits(),
+            }
+        return found
+
+    def table(self) -> str:
+        """The parts of each moment in columns, and what fits, as text."""
+        moments = self.moments
+        cells = [["", *(m.name for m in moments)]]
+        for part in PARTS:
+            sizes = [m.parts.get(part, 0) for m in moments]
+            if any(sizes):
+                cells.append([part, *(format_size(n) if n else "-" for n in sizes)])
+        cells.append(["total", *(format_size(m.total) for m in moments)])
+        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+        lines = [
+            "  ".join(
+                [row[0].ljust(widths[0])]
+                + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
+            )
+            for row in cells
+        ]
+        return "\n".join([self._heading(), "", *lines, "", *self._conclusions()])
+
+    def _heading(self) -> str:
+        draft = self.plan.draft
+        with_draft = f", draft {draft.name}" if draft else ""
+        k = f", {self.plan.num_draft_tokens} draft tokens" if draft else ""
+        rows = f"{self.batch} row" + "s" * (self.batch != 1)
+        return (
+            f"{self.plan.target.name}{with_draft}: {rows} of {self.context} tokens{k}"
+        )
+
+    def _conclusions(self) -> list[str]:
+        if self.limit is None:
+            return [
+                f"at most {format_size(self.total)}; the device does not say what it "
+                "has: give --memory-limit"
+            ]
+        size = f"{format_size(self.total)} of {format_size(self.limit)}"
+        verdict = "fits" if self.fits else "does not fit"
+        kv, weights = self.suggested_kv_bits(), self.suggested_weight_bits()
+        context, batch = self.largest_context(), self.largest_batch()
+        return [
+            f"at most {size}: {verdict}",
+            f"largest context at this batch: {_most(context, MAX_CONTEXT, 'tokens')}",
+            f"largest batch at this context: {_most(batch, MAX_BATCH, 'rows')}",
+            f"suggested KV cache bits: {'none fits' if kv is None else kv}",
+            f"suggested weight bits: {'none fits' if weights is None else weights}",
+        ]
+
+
+def _most(n: int, limit: int, what: str) -> str:
+    if n == 0:
+        return "none fits"
+    return f"{n} {what}" + " or more" * (n == limit)

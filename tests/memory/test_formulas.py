@@ -1,0 +1,193 @@
+"""Formulas against reference points, and capacities against their definition."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.errors import CacheError, ConfigError
+from specdec.memory import (
+    attention_slot_bytes,
+    cache_slots,
+    format_size,
+    growing_bytes,
+    grown_capacity,
+    kv_cache_bytes,
+    latent_slot_bytes,
+    logits_bytes,
+    parse_size,
+    quantized_elem_bytes,
+    recommend_quantization,
+    round_up,
+    weight_bytes,
+)
+from specdec.memory.capacity import padded_length
+
+GIB = 1 << 30
+K = 1024
+
+
+@pytest.mark.parametrize(
+    ("heads", "elem_bytes", "ctx_len", "expected"),
+    [
+        (32, 2, 8 * K, 4 * GIB),
+        (8, 2, 8 * K, GIB),
+        (8, 2, 128 * K, 16 * GIB),
+        (32, 1, 8 * K, 2 * GIB),
+        (8, 1, 8 * K, GIB // 2),
+        (8, 1, 128 * K, 8 * GIB),
+    ],
+)
+def test_reference_points(
+    heads: int, elem_bytes: int, ctx_len: int, expected: int
+) -> None:
+    assert kv_cache_bytes(32, heads, 128, elem_bytes, ctx_len, 1) == expected
+
+
+@pytest.mark.parametrize(("ctx_len", "slots"), [(255, 256), (256, 256), (257, 512)])
+def test_a_context_is_rounded_up_to_256(ctx_len: int, slots: int) -> None:
+    """One token too many, or too few, at the edge of a step."""
+    assert kv_cache_bytes(1, 1, 1, 1, ctx_len, 1) == 2 * slots
+
+
+@given(
+    batch=st.integers(1, 64),
+    layers=st.integers(1, 99),
+    ctx=st.integers(1, 99_999),
+    heads=st.integers(1, 64),
+)
+def test_one_byte_is_half_of_two_and_rows_add_up(
+    batch: int, layers: int, ctx: int, heads: int
+) -> None:
+    two = kv_cache_bytes(layers, heads, 128, 2, ctx, batch)
+    assert kv_cache_bytes(layers, heads, 128, 1, ctx, batch) * 2 == two
+    assert kv_cache_bytes(layers, heads, 128, 2, ctx, 1) * batch == two
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+@pytest.mark.parametrize("group_size", [32, 64, 128])
+@pytest.mark.parametrize("dtype", [mx.float16, mx.float32])
+def test_quantized_elements_are_as_mlx_packs_them(
+    bits: int, group_size: int, dtype: mx.Dtype
+) -> None:
+    """Scales or biases forgotten, or counted in another type."""
+    keys = mx.zeros((2, 4, 8, 128), dtype)
+    packed = sum(a.nbytes for a in mx.quantize(keys, group_size=group_size, bits=bits))
+    each = quantized_elem_bytes(bits, group_size, scale_bytes=dtype.size)
+    assert each * keys.size == packed
+    assert attention_slot_bytes(4, 128, each) * 2 * 8 == 2 * packed
+
+
+def test_figures_of_the_documentation() -> None:
+    assert quantized_elem_bytes(4) == 4.5 / 8
+    assert quantized_elem_bytes(8) == 8.5 / 8
+    assert latent_slot_bytes(512, 64, 2) == 1152  # DeepSeek-V3
+    assert logits_bytes(8, 3, 151_936, 2) == 8 * 4 * 151_936 * 2
+    assert weight_bytes(8e9, 16) == 16_000_000_000
+    assert weight_bytes(8e9, 4) == 4_500_000_000
+    assert attention_slot_bytes(2, 192, 2, value_dim=128) == 2 * (192 + 128) * 2
+
+
+def test_growing_holds_one_old_layer() -> None:
+    assert growing_bytes([10, 30, 20], [20, 60, 40]) == 120 + 30
+    assert growing_bytes([], []) == 0
+
+
+# -- recommendations -----------------------------------------------------------
+
+
+def kv_of_8b(ctx_len: int) -> int:
+    return kv_cache_bytes(32, 8, 128, 2, ctx_len)
+
+
+@pytest.mark.parametrize(
+    ("memory", "kv_bytes", "bits"),
+    [
+        ("24GB", kv_of_8b(8 * K), 16),
+        ("24GB", kv_of_8b(128 * K), 4),
+        ("24GB", None, 16),
+        ("18GB", None, 8),  # 16 GB of weights and 2 GiB do not fit
+        ("8GB", None, 4),
+        ("6GB", None, None),
+    ],
+)
+def test_weights_for_a_machine(
+    memory: str, kv_bytes: int | None, bits: int | None
+) -> None:
+    assert recommend_quantization(8e9, parse_size(memory), kv_bytes) == bits
+
+
+def test_what_exactly_fits_is_taken() -> None:
+    assert recommend_quantization(1000, 2000, 0) == 16
+    assert recommend_quantization(1000, 1999, 0) == 8
+    with pytest.raises(ConfigError, match="it must be 0 or more"):
+        recommend_quantization(1000, -1)
+
+
+# -- capacities ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("needed", "limit", "capacity"),
+    [(0, None, 256), (1, None, 256), (257, None, 512), (513, 600, 600),
+     (5000, None, 8192), (100, 100, 100), (300, 300, 300)],
+)  # fmt: skip
+def test_capacities(needed: int, limit: int | None, capacity: int) -> None:
+    assert grown_capacity(needed, limit) == capacity
+
+
+def test_a_limit_is_never_passed() -> None:
+    with pytest.raises(CacheError, match="needs 301 cache slots"):
+        grown_capacity(301, 300)
+
+
+@given(n=st.integers(0, 999), multiple=st.integers(1, 99))
+def test_round_up(n: int, multiple: int) -> None:
+    up = round_up(n, multiple)
+    assert up % multiple == 0
+    assert 0 <= up - n < multiple
+
+
+def test_a_ring_holds_its_window_and_a_write() -> None:
+    assert cache_slots(0, window=512) == 0
+    assert cache_slots(100, window=512, max_write=5) == 256
+    assert cache_slots(9999, window=512, max_write=5) == 516
+    assert cache_slots(9999, window=508, keep=4, max_write=1) == 512
+    assert cache_slots(9999, window=4096, max_write=512, max_length=10_000) == 4607
+    assert cache_slots(400, window=4096, max_write=512, max_length=500) == 500
+
+
+def test_prefill_touches_whole_buckets() -> None:
+    assert padded_length(700, 512, 256) == 768
+    assert padded_length(512, 512, 256) == 512
+    assert padded_length(700, 512, 1) == 700
+    assert padded_length(0, 512, 256) == 0
+
+
+# -- sizes as people write them ----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("8GB", 8 * 10**9), ("6.5GiB", 6.5 * GIB), ("512 mb", 512e6), ("1KiB", 1024),
+     ("123", 123), ("1tb", 1e12), ("10B", 10)],
+)  # fmt: skip
+def test_sizes(text: str, size: float) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "8 apples", "1e9", "8GBs"])
+def test_what_is_no_size(text: str) -> None:
+    with pytest.raises(ConfigError, match="is no size: write it as 8GB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("size", "text"),
+    [(0, "0 B"), (1023, "1023 B"), (1536, "1.50 KiB"), (5 * GIB, "5.00 GiB"),
+     (GIB - 1, "1.00 GiB"), (200 * GIB, "200.0 GiB"), (3000 * 1024**4, "3000.0 TiB")],
+)  # fmt: skip
+def test_sizes_are_shown_in_the_largest_unit(size: int, text: str) -> None:
+    assert format_size(size) == text

@@ -1,0 +1,212 @@
+"""What is computed from shapes is what the caches allocate, for every kind of cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from specdec import backend
+from specdec.backend import BackendDefaults
+from specdec.cache import CacheOptions
+from specdec.config import EngineConfig
+from specdec.errors import UnsupportedModelError
+from specdec.memory import attention_slot_bytes, latent_slot_bytes, quantized_elem_bytes
+from specdec.models.geometry import geometry_of
+from specdec.models.runner import ModelRows, ModelRunner, cache_options
+
+from ..cache.small_models import MODELS, WINDOW, ChunkedModel
+
+TinyModel = Callable[..., nn.Module]
+CPU = backend.BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
+GPU = backend.BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1)
+HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
+
+# Names that small_models.MODELS does not have, with their models.
+CHUNKED = "chunked"
+PACKABLE = ("full", "sliding", "gemma3", "mistral", CHUNKED)
+
+
+def build(tiny_model: TinyModel, name: str, head_dim: int = 8) -> nn.Module:
+    if name == CHUNKED:
+        model = ChunkedModel(head_dim=head_dim)
+        mx.eval(model.parameters())
+        return model
+    arch, arguments = MODELS[name]
+    if head_dim != 8:
+        arguments = {**arguments, "head_dim": head_dim}
+    return tiny_model(arch, **arguments)
+
+
+def check_run(
+    model: nn.Module,
+    config: EngineConfig,
+    backend_: BackendDefaults,
+    lengths: list[int],
+    rounds: int,
+) -> None:
+    """Follow a run, comparing bytes behind every forward."""
+    geometry = geometry_of(model, HEADS, "it", cache_options(config, backend_))
+    runner = ModelRunner(model, "it", config, backend_)
+    written, max_length = 3, max(lengths) + rounds * 3
+    rows = runner.rows(
+        [[5] * n for n in lengths], max_round=written, max_length=max_length
+    )
+    # The bound that the runner gives its caches; padding of prefill may pass it.
+    limit = max(max_length, *(runner._padded(n) for n in lengths))
+    step, done = config.prefill_step_size, 0
+
+    def expect(length: int, max_write: int) -> None:
+        sizes = geometry.layer_bytes(
+            len(lengths), length, max_length=limit, max_write=max_write
+        )
+        assert nbytes(rows) == sum(sizes)
+
+    for _ in rows.prefill():
+        done += runner.chunk(max(lengths) - done)
+        expect(done, max(step, written))
+    longest = max(lengths)
+    for _ in range(rounds):
+        rows.forward(mx.full((len(lengths), written), 7))
+        longest += written
+        # Linear capacity stays once it is there, for padding too.
+        expect(max(longest, done), written)
+
+
+def nbytes(rows: ModelRows) -> int:
+    mx.eval([c.state for c in rows._caches])
+    return rows.nbytes
+
+
+@pytest.mark.parametrize("lengths", [[70], [300, 11, 257]], ids=str)
+@pytest.mark.parametrize("backend_", [CPU, GPU], ids=["bucket-1", "bucket-256"])
+@pytest.mark.parametrize("name", [*MODELS, CHUNKED])
+def test_dense_caches(
+    tiny_model: TinyModel, name: str, backend_: BackendDefaults, lengths: list[int]
+) -> None:
+    """A layer, a head, a window or an edge counted wrong, for any kind of layer."""
+    config = EngineConfig(prefill_step_size=64)
+    check_run(build(tiny_model, name), config, backend_, lengths, rounds=6)
+
+
+@pytest.mark.parametrize(("bits", "group_size"), [(4, 32), (8, 64)])
+@pytest.mark.parametrize("name", PACKABLE)
+def test_quantized_caches(
+    tiny_model: TinyModel, name: str, bits: int, group_size: int
+) -> None:
+    """Packed caches, full, in windows and in chunks, grown past 256 slots."""
+    config = EngineConfig(prefill_step_size=64, kv_bits=bits, kv_group_size=group_size)
+    check_run(build(tiny_model, name, 64), config, CPU, [250, 3], rounds=4)
+
+
+@pytest.mark.parametrize("kv_bits", [None, 8])
+def test_caches_of_a_bounded_size(tiny_model: TinyModel, kv_bits: int | None) -> None:
+    """``max_kv_size``: a ring in place of a full cache, its sinks included."""
+    config = EngineConfig(prefill_step_size=32, max_kv_size=40, kv_bits=kv_bits)
+    check_run(build(tiny_model, "full", 64), config, CPU, [100, 90], rounds=5)
+
+
+@pytest.mark.parametrize("start", [100, 10_000])
+def test_caches_that_are_quantized_later(tiny_model: TinyModel, start: int) -> None:
+    """Dense before, packed behind: each is known."""
+    model = build(tiny_model, "full", 64)
+    config = EngineConfig(prefill_step_size=64, kv_bits=8, quantized_kv_start=start)
+    geometry = geometry_of(model, HEADS, "it", cache_options(config, CPU))
+    runner = ModelRunner(model, "it", config, CPU)
+    rows = runner.rows([[5] * 128], max_round=1, max_length=140)
+    for done, _ in enumerate(rows.prefill(), 1):
+        sizes = geometry.layer_bytes(
+            1, 64 * done, max_length=140, dense=64 * done < start
+        )
+        assert nbytes(rows) == sum(sizes)
+
+
+def test_each_kind_by_its_formula(tiny_model: TinyModel) -> None:
+    """What is read off models is what the formulas say of them."""
+
+    def slots_of(name: str, head_dim: int = 8, **options: Any) -> list[int]:
+        made = CacheOptions(max_write=4, **options)
+        model = build(tiny_model, name, head_dim)
+        found = geometry_of(model, HEADS, name, made)
+        return [c.slot_bytes for c in found.caches]
+
+    dense = attention_slot_bytes(2, 8, 4)
+    latent = latent_slot_bytes(16, 8, 4)
+    packed = attention_slot_bytes(2, 64, quantized_elem_bytes(4, 32, scale_bytes=4))
+    assert slots_of("full") == [dense] * 2
+    assert slots_of("full", 64, kv_bits=4, kv_group_size=32) == [packed] * 2
+    assert slots_of("latent") == [latent] * 2
+    assert slots_of("list") == [latent] * 4
+    assert len(slots_of("shared-kv")) == 2  # of four layers
+    windows = [
+        c.window for c in geometry_of(build(tiny_model, CHUNKED), HEADS, CHUNKED).caches
+    ]
+    assert windows == [WINDOW, None, WINDOW]
+
+
+def test_weights_and_widths(tiny_model: TinyModel) -> None:
+    model = tiny_model()
+    found = geometry_of(model, HEADS, "it")
+    sizes = {
+        "embedding": 97 * 32,
+        "attention": 2 * (32 * 32 + 2 * 16 * 32 + 32 * 32),
+        "mlp": 2 * 3 * 32 * 64,
+        "norms": 5 * 32,
+    }
+    assert found.num_parameters == sum(sizes.values())
+    assert found.weight_bytes == 4 * sum(sizes.values())
+    assert found.layer_width == 32 + 2 * 16 + 32 + 2 * 64 + 32
+    assert (found.vocab_size, found.elem_bytes) == (97, 4)
+    nn.quantize(model, group_size=32, bits=4)
+    packed = geometry_of(model, HEADS, "it")
+    assert packed.num_parameters == found.num_parameters
+    assert packed.layer_width == found.layer_width
+    assert packed.weight_bytes < found.weight_bytes / 4
+
+
+def test_nothing_is_computed(tiny_model: TinyModel) -> None:
+    """Reading a geometry must not evaluate a model's weights."""
+    mx.synchronize()
+    before = mx.get_active_memory()
+    from mlx_lm.models import llama
+
+    model = llama.Model(
+        llama.ModelArgs(
+            model_type="llama",
+            hidden_size=8192,
+            num_hidden_layers=80,
+            intermediate_size=28672,
+            num_attention_heads=64,
+            num_key_value_heads=8,
+            rms_norm_eps=1e-5,
+            vocab_size=128256,
+            tie_word_embeddings=False,
+        )
+    )
+    found = geometry_of(model, {"num_attention_heads": 64, "hidden_size": 8192}, "70B")
+    assert found.num_parameters == 70_553_706_496
+    assert mx.get_active_memory() - before < 1 << 20
+
+
+def test_recurrent_layers_are_refused_by_name() -> None:
+    from mlx_lm.models import mamba
+
+    model = mamba.Model(
+        mamba.ModelArgs(
+            model_type="mamba",
+            vocab_size=97,
+            hidden_size=32,
+            intermediate_size=64,
+            state_size=8,
+            num_hidden_layers=2,
+            conv_kernel=4,
+            use_bias=False,
+            use_conv_bias=True,
+            time_step_rank=2,
+        )
+    )
+    with pytest.raises(UnsupportedModelError, match="mamba: layer 0 asks for a Arrays"):
+        geometry_of(model, HEADS, "mamba")
