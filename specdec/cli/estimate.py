@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import click
+from click.core import ParameterSource
 
 from ..config import (
     DEFAULT_NUM_DRAFT_TOKENS,
@@ -124,8 +125,16 @@ def estimate(
       specdec estimate --target MODEL --context 8192 --batch 8
       specdec estimate --target config.json --context 131072 --memory-limit 24GB
     """  # noqa: D301 - click's mark for lines to keep
+    for option, value in (("--target", target), ("--draft", draft)):
+        if value is not None and not value.strip():
+            raise click.UsageError(f"{option} is empty: name a model")
     if draft is not None:
         check_draft_name(draft)
+    given = click.get_current_context().get_parameter_source
+    if draft is None and given("num_draft_tokens") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
+    if kv_bits is None and given("kv_group_size") is ParameterSource.COMMANDLINE:
+        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend

@@ -57,10 +57,12 @@ class ModelGeometry:
         vocab_size: logits of one position.
         elem_bytes: of one logit, key or activation.
         hidden_size: width of the residual stream.
-        layer_width: outputs of all projections of the widest layer, of experts only
-            those that one token uses.
+        layer_width: outputs of all projections of the widest layer; of experts, only
+            of those that one token uses, and what is gathered for them.
         num_heads: of queries.
         head_width: of one query head.
+        score_copies: scores that attention holds at a time: 1, or 2 where it adds
+            its own to the mask (latent attention) or sinks to the softmax.
         expanded_width: numbers per cached token that attention unfolds while it
             runs (latent attention); 0 for most.
         loading_bytes: most that is held while the model is loaded, its weights
@@ -78,6 +80,7 @@ class ModelGeometry:
     layer_width: int
     num_heads: int
     head_width: int
+    score_copies: int = 1
     expanded_width: int = 0
     loading_bytes: int = 0
 
@@ -135,13 +138,9 @@ class ModelGeometry:
         per_token = (
             self.elem_bytes * (self.layer_width + 6 * queries)
             + 32 * self.hidden_size
-            + self._scores() * self.num_heads * columns * self.elem_bytes
+            + self.score_copies * self.num_heads * columns * self.elem_bytes
             + 4 * columns
         )
         per_column = self.elem_bytes * self.expanded_width
         per_column += max((c.slot_bytes for c in self.caches if c.packed), default=0)
         return rows * (tokens * per_token + columns * per_column)
-
-    def _scores(self) -> int:
-        # Latent attention adds its own to the mask, and scores again.
-        return 3 if self.expanded_width else 1

@@ -148,8 +148,9 @@ class MemoryPlan:
                 length, max_write=self._round, read_bucket=self.read_bucket
             )
             workspace.append(model.workspace_bytes(len(rows), self._round, columns))
-        # Rows that leave or join copy a layer at a time, beside its old arrays.
-        parts["growth and joins"] = max(layers) * (2 if len(rows) > 1 else 1)
+        # Caches grow a layer at a time, beside its old arrays. Rows that leave and
+        # rows that join copy it twice more, in one go.
+        parts["growth and joins"] = max(layers) * (3 if len(rows) > 1 else 1)
         # A draft's first forward of a round takes two tokens.
         logits = [_choice_bytes(self.target, rows, k)]
         if self.draft:

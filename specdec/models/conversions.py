@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
@@ -92,13 +93,21 @@ class Conversions:
             steps.append((parts, min(array.size, CHUNK) * through, array.nbytes))
         self._step(0, steps)
 
-    def casting(self, before: Weights, after: Weights) -> None:
+    def casting(self, before: Weights, after: Weights, dtype: mx.Dtype) -> None:
         """Layers of a folder, read as they are cast: packed ones, then the others."""
         old, new = before.layers, after.layers
         last_first = list(new)[::-1]
         order = [x for x in last_first if x in before.packed]
         order += [x for x in last_first if x not in before.packed]
-        self._step(0, ((old[x], before.unpacking(x), new[x]) for x in order))
+        steps = []
+        for layer in order:
+            work, source = before.unpacking(layer), old[layer]
+            if work and dtype == mx.float32:
+                work //= 2  # one of the two matrices is the result
+            if not work and source == new[layer]:
+                source = 0  # nothing to cast
+            steps.append((source, work, new[layer]))
+        self._step(0, steps)
 
     def widening(self, before: Weights, after: Weights) -> None:
         """All are loaded; each array that changes is replaced in turn, last first."""

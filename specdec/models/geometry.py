@@ -56,6 +56,7 @@ def geometry_of(
     if options.kv_bits is not None and options.quantized_kv_start:
         dense, _ = _caches(model, name, replace(at_once, kv_bits=None))
     weights = [array for _, array in _arrays(model)]
+    sinks = any(path.endswith("sinks") for path, _ in _arrays(model))
     settings = _Settings(config)
     heads = settings.number("num_attention_heads", "n_heads", "num_heads", "n_head")
     hidden = settings.number("hidden_size", "d_model", "n_embd", "dim", "model_dim")
@@ -77,6 +78,7 @@ def geometry_of(
         layer_width=_layer_width(model, settings),
         num_heads=heads,
         head_width=nope + rope if latent else head,
+        score_copies=2 if latent or sinks else 1,
         expanded_width=heads * (nope + values) if latent else 0,
         loading_bytes=loading_bytes,
     )
@@ -152,6 +154,9 @@ def _layer_width(model: nn.Module, settings: _Settings) -> int:
         weight = layer.get("weight")
         if found is None or weight is None or weight.ndim < 2:
             continue
-        experts = weight.ndim == 3
-        widths[found[1]] += weight.shape[-2] * (max(active, 1) if experts else 1)
+        width = weight.shape[-2]
+        if weight.ndim == 3:  # experts
+            columns = weight.shape[-1] * 32 // getattr(layer, "bits", 32)
+            width = max(active, 1) * (width + columns)
+        widths[found[1]] += width
     return max(widths.values(), default=0)

@@ -82,7 +82,7 @@ def outline(
             if wanted is not None:
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
-                conversions.casting(before, weights_of(model))
+                conversions.casting(before, weights_of(model), wanted)
     except SpecdecError:
         raise
     except Exception as error:  # a folder's files can be wrong in any way

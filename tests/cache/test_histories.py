@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from specdec.cache import positions
 from specdec.cache.batch import BatchCache
 from specdec.cache.core import CacheCore
 from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule

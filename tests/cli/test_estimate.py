@@ -1,0 +1,116 @@
+"""``specdec estimate`` from the outside."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specdec.cli import main
+
+LLAMA_8B = {
+    "model_type": "llama",
+    "hidden_size": 4096,
+    "intermediate_size": 14336,
+    "num_hidden_layers": 32,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 500000.0,
+    "vocab_size": 128256,
+    "tie_word_embeddings": False,
+    "torch_dtype": "bfloat16",
+}
+
+
+def estimate(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["estimate", *arguments])
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> str:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(LLAMA_8B))
+    return str(path)
+
+
+def as_json(*arguments: str) -> Any:
+    result = estimate(*arguments, "--json")
+    assert result.exit_code == 0, result.output
+    return json.loads(result.stdout)
+
+
+def test_an_8b_from_its_config_alone(config: str) -> None:
+    """The reference points, through the command line."""
+    limit = ("--memory-limit", "24GB")
+    short = as_json("--target", config, "--context", "8192", *limit)
+    assert short["num_parameters"] == 8_030_261_248
+    assert short["moments"]["decoding"]["target weights"] == 16_060_522_496
+    assert short["moments"]["decoding"]["target KV cache"] == 1 << 30
+    assert short["fits"]
+    assert short["suggested_weight_bits"] == 16
+    long = as_json("--target", config, "--context", "131072", *limit)
+    assert long["moments"]["decoding"]["target KV cache"] == 16 << 30
+    assert not long["fits"]
+    assert long["largest_context"] < 131072
+
+
+def test_a_table_with_a_draft_and_packed_caches(config: str) -> None:
+    result = estimate(
+        "--target", config, "--draft", "self:4bit", "--context", "4096",
+        "--batch", "4", "--num-draft-tokens", "2", "--kv-bits", "4",
+        "--prefill-step-size", "128", "--memory-limit", "64GiB", "--temp", "0.7",
+    )  # fmt: skip
+    assert result.exit_code == 0, result.output
+    lines = result.stdout.splitlines()
+    assert lines[0].endswith("draft self:4bit: 4 rows of 4096 tokens, 2 draft tokens")
+    for part in ("draft weights", "draft KV cache", "logits", "activations", "total"):
+        assert any(line.startswith(part) for line in lines)
+    assert "of 64.0 GiB: fits" in result.stdout
+
+
+def test_options_reach_the_plan(config: str) -> None:
+    """An option that is read and dropped."""
+    base = ("--target", config, "--context", "8192", "--memory-limit", "64GB")
+    totals = [
+        as_json(*base, *more)["total"]
+        for more in (
+            (),
+            ("--batch", "2"),
+            ("--kv-bits", "8"),
+            ("--max-kv-size", "1024"),
+            ("--prefill-step-size", "64"),
+            ("--dtype", "float32"),
+            ("--draft", config),
+        )
+    ]
+    assert len(set(totals)) == len(totals)
+    device = as_json("--target", config, "--context", "8192")
+    assert device["memory_limit"] > 1 << 28
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "message"),
+    [
+        (("--context", "99"), 2, "Missing option '--target'"),
+        (("--target", "x"), 2, "Missing option '--context'"),
+        (("--target", "x", "--context", "1"), 2, "'--context': 1 is not in the range"),
+        (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
+        (("--target", "x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
+        (("--target", "x", "--context", "9", "--memory-limit", "8 apples"), 2,
+         "'8 apples' is no size: write it as 8GB"),
+        (("--target", "x", "--context", "9", "--num-draft-tokens", "2"), 2,
+         "--num-draft-tokens needs --draft"),
+        (("--target", "x", "--context", "9", "--kv-group-size", "32"), 2,
+         "--kv-group-size needs --kv-bits"),
+        (("--target", "no-such-model", "--context", "9"), 1, "no model at no-such"),
+    ],
+)  # fmt: skip
+def test_mistakes(arguments: tuple[str, ...], code: int, message: str) -> None:
+    result = estimate(*arguments)
+    assert result.exit_code == code
+    assert message in result.stderr
+    assert len(result.stderr.strip().splitlines()) == 1

@@ -1,0 +1,198 @@
+"""Whole runs: MLX's peak memory stays within what the plan told, and near it."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from specdec import backend
+from specdec.config import EngineConfig
+from specdec.drafters import DraftModel
+from specdec.engine import Engine
+from specdec.memory import MemoryPlan, RowNeeds
+from specdec.models import LoadedModel, load_draft
+from specdec.models.planning import plan_memory
+from specdec.models.runner import ModelRunner
+from specdec.params import SamplingParams
+from specdec.sequence import Request
+
+from ..cache.small_models import MODELS
+
+WIDER: dict[str, Any] = {
+    "hidden_size": 128,
+    "intermediate_size": 256,
+    "vocab_size": 1000,
+    "head_dim": 32,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_experts_per_tok": 1,
+    "moe_topk": 1,
+}
+
+
+def loaded(
+    tiny_model: Callable[..., nn.Module], name: str, seed: int = 0, **changes: Any
+) -> LoadedModel:
+    """A model wide enough for its arrays to outweigh MLX's rounding."""
+    arch, arguments = MODELS[name]
+    config = {**arguments, **WIDER, "num_hidden_layers": 4, **changes}
+    if "sliding_window" in config:
+        config["sliding_window"] = 64
+    tokenizer: Any = None
+    return LoadedModel(tiny_model(arch, seed=seed, **config), tokenizer, config, name)
+
+
+def needs(request: Request) -> RowNeeds:
+    params = request.params
+    sampled = params.temperature > 0
+    return RowNeeds(
+        len(request.prompt_tokens), params.max_tokens, sampled, params.top_p < 1
+    )
+
+
+def measure(
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    config: EngineConfig,
+    requests: Sequence[Request],
+) -> tuple[int, MemoryPlan]:
+    """Bytes at the fullest moment of a run, and the plan of it."""
+    defaults = backend.defaults()
+    plan = plan_memory(target, draft, config, defaults)
+    runner = ModelRunner(target.model, "target", config, defaults)
+    drafter = None
+    if draft is not None:
+        drafter = DraftModel(
+            ModelRunner(draft.model, "draft", config, defaults),
+            vocab_size=runner.vocab_size,
+            max_draft_tokens=config.num_draft_tokens,
+        )
+    gc.collect()
+    mx.synchronize()
+    others = mx.get_active_memory() - plan.weight_bytes
+    mx.reset_peak_memory()
+    engine = Engine(runner, drafter, config, defaults, frozenset())
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        engine.step()
+    return mx.get_peak_memory() - others, plan
+
+
+def requests_of(
+    n: int, prompt: int, generated: int, temperature: float = 0.0
+) -> list[Request]:
+    """``n`` requests that end one after the other, so that rows leave and join."""
+    return [
+        Request(
+            i,
+            "",
+            [5 + i] * (prompt - 7 * i % 23),
+            SamplingParams(
+                max_tokens=generated - 5 * i % 7,
+                temperature=temperature,
+                top_p=0.9 if temperature else 1.0,
+            ),
+        )
+        for i in range(n)
+    ]
+
+
+def fullest(requests: Sequence[Request], batch: int) -> list[RowNeeds]:
+    most = max(map(needs, requests), key=lambda r: r.context)
+    prompt = max(len(r.prompt_tokens) for r in requests)
+    return [RowNeeds(prompt, most.context - prompt, most.sampled, most.filtered)] * min(
+        batch, len(requests)
+    )
+
+
+Run = tuple[str, int, int, int, int, dict[str, Any]]
+RUNS: list[Run] = [
+    # name, batch, requests, prompt, generated, options
+    ("full", 4, 6, 200, 80, {}),
+    ("full", 1, 1, 600, 20, {"prefill_step_size": 256}),
+    ("full", 8, 12, 10, 280, {}),  # grows, and rows join, past 256 slots
+    ("full", 3, 5, 150, 115, {"num_draft_tokens": 3}),
+    ("full", 4, 6, 20, 30, {"temperature": 0.8, "num_draft_tokens": 3}),
+    ("full", 4, 6, 200, 80, {"kv_bits": 4, "kv_group_size": 32}),
+    ("full", 4, 6, 200, 80, {"kv_bits": 8, "kv_group_size": 32,
+                             "quantized_kv_start": 150}),
+    ("full", 2, 4, 500, 30, {"max_kv_size": 100}),
+    ("gemma3", 4, 6, 200, 80, {}),
+    ("gemma3", 8, 12, 10, 280, {}),
+    ("gemma3", 4, 6, 200, 80, {"kv_bits": 8, "kv_group_size": 32}),
+    ("gpt-oss", 2, 3, 300, 20, {"prefill_step_size": 128}),
+    ("latent", 4, 6, 200, 80, {}),
+    ("list", 2, 3, 300, 20, {}),
+    ("shared-kv", 4, 6, 200, 80, {}),
+    ("mistral", 4, 6, 200, 80, {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "n", "prompt", "generated", "options"), RUNS, ids=str
+)
+def test_a_run_stays_within_its_plan(
+    tiny_model: Callable[..., nn.Module],
+    name: str,
+    batch: int,
+    n: int,
+    prompt: int,
+    generated: int,
+    options: dict[str, Any],
+) -> None:
+    """A part forgotten (growth, a join, scores, noise) lets the peak pass the plan."""
+    options = {"prefill_step_size": 64, "num_draft_tokens": 0, **options}
+    temperature = options.pop("temperature", 0.0)
+    config = EngineConfig(batch_size=batch, **options)
+    target = loaded(tiny_model, name)
+    draft = loaded(tiny_model, name, seed=1) if config.num_draft_tokens else None
+    requests = requests_of(n, prompt, generated, temperature)
+    peak, plan = measure(target, draft, config, requests)
+    told = plan.peak(fullest(requests, batch))
+    assert peak <= told
+    # What is told above the weights is not just anything large.
+    assert told - plan.weight_bytes <= 1.75 * (peak - plan.weight_bytes)
+
+
+@pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=str)
+def test_gemma_within_a_tenth(
+    tiny_model: Callable[..., nn.Module], options: dict[str, Any]
+) -> None:
+    """Gemma 3's layers, and its proportion of weights to everything else."""
+    target = loaded(
+        tiny_model, "gemma3", vocab_size=30_000, num_hidden_layers=8, head_dim=64
+    )
+    config = EngineConfig(batch_size=3, prefill_step_size=64, **options)
+    requests = requests_of(5, 150, 130)
+    peak, plan = measure(target, None, config, requests)
+    told = plan.peak(fullest(requests, 3))
+    assert peak <= told <= 1.1 * peak
+
+
+@pytest.mark.parametrize(
+    ("draft_name", "batch", "prompt", "options", "temperature"),
+    [
+        (None, 2, 40, {"kv_bits": 4}, 0.8),
+        ("self:4bit", 1, 24, {}, 0.0),
+    ],
+)
+def test_smollm2_within_a_tenth(
+    smollm2: LoadedModel,
+    draft_name: str | None,
+    batch: int,
+    prompt: int,
+    options: dict[str, Any],
+    temperature: float,
+) -> None:
+    draft = load_draft(draft_name, smollm2) if draft_name else None
+    config = EngineConfig(batch_size=batch, num_draft_tokens=2, **options)
+    requests = requests_of(batch, prompt, 6, temperature)
+    peak, plan = measure(smollm2, draft, config, requests)
+    told = plan.peak(fullest(requests, batch))
+    assert peak <= told <= 1.1 * peak

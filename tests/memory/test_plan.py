@@ -1,0 +1,184 @@
+"""The plan as a pure function, and the estimate made of it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.memory import (
+    CacheGeometry,
+    MemoryPlan,
+    ModelGeometry,
+    RowNeeds,
+    kv_cache_bytes,
+    largest_fitting,
+)
+from specdec.memory.estimate import Estimate
+
+# An 8B model: 32 layers, 8 heads of 128 in 16 bits.
+TARGET = ModelGeometry(
+    name="8B",
+    num_parameters=8_000_000_000,
+    weight_bytes=16_000_000_000,
+    caches=(CacheGeometry(slot_bytes=2 * 8 * 128 * 2),) * 32,
+    vocab_size=128_256,
+    elem_bytes=2,
+    hidden_size=4096,
+    layer_width=43_008,
+    num_heads=32,
+    head_width=128,
+    loading_bytes=16_000_000_000,
+)
+DRAFT = replace(
+    TARGET,
+    name="1B",
+    num_parameters=1_000_000_000,
+    weight_bytes=2_000_000_000,
+    caches=(CacheGeometry(slot_bytes=2 * 8 * 64 * 2),) * 16,
+    loading_bytes=2_500_000_000,
+)
+PLAN = MemoryPlan(target=TARGET, prefill_step_size=512)
+PAIR = replace(PLAN, draft=DRAFT, num_draft_tokens=3, patient=False)
+
+rows = st.lists(
+    st.builds(
+        RowNeeds,
+        prompt_tokens=st.integers(1, 9000),
+        max_tokens=st.integers(1, 3000),
+        sampled=st.booleans(),
+        filtered=st.booleans(),
+    ),
+    min_size=1,
+    max_size=9,
+)
+
+
+def test_the_parts_of_a_run() -> None:
+    loading, prefill, decoding = PAIR.moments([RowNeeds(1000, 1048)] * 4)
+    assert loading.total == 18_500_000_000
+    assert prefill.parts["draft weights"] == 2_000_000_000
+    # 2,047 cached tokens and a round of four more, of a limit of 2,048 + 3 * 4.
+    slots = 2060
+    assert decoding.parts["target KV cache"] == 4 * 32 * 4096 * slots
+    assert decoding.parts["draft KV cache"] == 4 * 16 * 2048 * slots
+    assert decoding.parts["growth and joins"] == 3 * 4 * 4096 * slots
+    assert decoding.parts["logits"] == 4 * (4 + 2) * 128_256 * 2
+    assert "rounds in flight" not in decoding.parts
+    assert "rounds in flight" in PLAN.moments([RowNeeds(9, 9)])[2].parts
+
+
+def test_plain_rows_need_the_reference_formula() -> None:
+    """A power of two is held in exactly so many slots."""
+    decoding = PLAN.moments([RowNeeds(8000, 192)])[2]
+    assert decoding.parts["target KV cache"] == kv_cache_bytes(32, 8, 128, 2, 8192)
+
+
+@given(rows, st.integers(0, 8), st.sampled_from([PLAN, PAIR]))
+def test_more_never_needs_less(
+    batch: list[RowNeeds], at: int, plan: MemoryPlan
+) -> None:
+    """Searches for what fits rely on it: a row, a token, a draw more costs."""
+    peak = plan.peak(batch)
+    row = batch[at % len(batch)]
+    assert plan.peak([*batch, row]) >= peak
+    for longer in (
+        replace(row, max_tokens=row.max_tokens + 1),
+        replace(row, prompt_tokens=row.prompt_tokens + 1),
+        replace(row, sampled=True, filtered=True),
+    ):
+        changed = [longer if r is row else r for r in batch]
+        assert plan.peak(changed) >= peak
+
+
+def test_a_window_bounds_the_cache() -> None:
+    ring = CacheGeometry(slot_bytes=1000, window=1024)
+    plan = replace(PLAN, target=replace(TARGET, caches=(ring,)))
+    _, prefill, decoding = plan.moments([RowNeeds(99_999, 1)])
+    assert prefill.parts["target KV cache"] == 1000 * (1024 + 511)
+    assert decoding.parts["target KV cache"] == 1000 * 1024
+
+
+def test_rows_that_are_quantized_late_are_dense_before() -> None:
+    packed = replace(
+        TARGET,
+        caches=(CacheGeometry(slot_bytes=1000, packed=True),),
+        dense_caches=(CacheGeometry(slot_bytes=3000),),
+    )
+    plan = replace(PLAN, target=packed, quantized_kv_start=4096)
+
+    def kv(prompt: int) -> int:
+        return plan.moments([RowNeeds(prompt, 1)])[1].parts["target KV cache"]
+
+    assert kv(257) == 3000 * 256
+    assert kv(4096) == 3000 * 4096
+    assert kv(65_537) == 1000 * 65_536
+
+
+@given(st.integers(0, 50), st.integers(0, 50))
+def test_the_largest_that_fits(most: int, limit: int) -> None:
+    assert largest_fitting(lambda n: n <= most, limit) == min(most, limit)
+
+
+def estimate(limit: int | None, context: int = 8192, batch: int = 1) -> Estimate:
+    def with_bits(bits: int | None) -> MemoryPlan | None:
+        if bits is None:
+            return PLAN
+        slot = CacheGeometry(slot_bytes=4096 * bits // 16 + 256, packed=True)
+        return replace(PLAN, target=replace(TARGET, caches=(slot,) * 32))
+
+    return Estimate(
+        plan=PLAN,
+        context=context,
+        batch=batch,
+        limit=limit,
+        plan_with_bits=with_bits,
+    )
+
+
+def test_what_fits_is_the_edge() -> None:
+    """One token, or one row, more than the largest does not fit."""
+    found = estimate(24 * 10**9)
+    assert found.fits
+    context, batch = found.largest_context(), found.largest_batch()
+    assert estimate(24 * 10**9, context).fits
+    assert not estimate(24 * 10**9, context + 1).fits
+    assert estimate(24 * 10**9, batch=batch).fits
+    assert not estimate(24 * 10**9, batch=batch + 1).fits
+    assert found.suggested_kv_bits() == "as they are"
+    assert found.suggested_weight_bits() == 16
+
+
+def test_suggestions_where_it_does_not_fit() -> None:
+    long = estimate(36 * 10**9, context=128 * 1024)
+    assert not long.fits
+    assert long.suggested_kv_bits() == 8
+    assert long.suggested_weight_bits() == 8
+    none = estimate(10**9)
+    assert none.suggested_kv_bits() is none.suggested_weight_bits() is None
+    assert none.largest_context() == none.largest_batch() == 0
+    assert "largest context at this batch: none fits" in none.table()
+
+
+def test_table_and_json_agree() -> None:
+    found = estimate(24 * 10**9)
+    told = found.as_dict()
+    assert told["total"] == found.total == max(m.total for m in found.moments)
+    for moment in found.moments:
+        assert told["moments"][moment.name]["total"] == sum(moment.parts.values())
+    lines = found.table().splitlines()
+    assert lines[0] == "8B: 1 row of 8192 tokens"
+    assert lines[2].split() == ["loading", "prefill", "decoding"]
+    assert next(x for x in lines if x.startswith("target weights")).count("14.9") == 3
+    assert "fits" in lines[-5]
+    unknown = estimate(None)
+    assert unknown.fits is None
+    assert "give --memory-limit" in unknown.table()
+    assert "largest_context" not in unknown.as_dict()
+
+
+@pytest.mark.parametrize("context", [2, 3])
+def test_the_smallest_context(context: int) -> None:
+    assert estimate(24 * 10**9, context).fits
