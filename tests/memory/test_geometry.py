@@ -32,9 +32,7 @@ PACKABLE = ("full", "sliding", "gemma3", "mistral", CHUNKED)
 
 def build(tiny_model: TinyModel, name: str, head_dim: int = 8) -> nn.Module:
     if name == CHUNKED:
-        model = ChunkedModel(head_dim=head_dim)
-        mx.eval(model.parameters())
-        return model
+        return ChunkedModel(head_dim=head_dim)
     arch, arguments = MODELS[name]
     if head_dim != 8:
         arguments = {**arguments, "head_dim": head_dim}

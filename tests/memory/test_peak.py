@@ -92,7 +92,7 @@ def requests_of(
         Request(
             i,
             "",
-            [5 + i] * (prompt - 7 * i % 23),
+            (5 + i,) * (prompt - 7 * i % 23),
             SamplingParams(
                 max_tokens=generated - 5 * i % 7,
                 temperature=temperature,

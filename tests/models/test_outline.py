@@ -169,7 +169,11 @@ def test_loading_stays_within_what_is_told(
     bits: int | None, dtype: str | None, tmp_path: Path
 ) -> None:
     """Conversions hold two forms of a weight at a time, and unpacking more."""
-    changes = {"hidden_size": 256, "intermediate_size": 1024, "vocab_size": 8192}
+    changes: dict[str, Any] = {
+        "hidden_size": 256,
+        "intermediate_size": 1024,
+        "vocab_size": 8192,
+    }
     write_folder(tmp_path / "m", bits=bits, **changes)
     told = outline(tmp_path / "m", dtype=dtype).loading_bytes
     mx.synchronize()
