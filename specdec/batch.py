@@ -167,7 +167,7 @@ class RowBatch:
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
-        decision = self._rules.decide(round_, proposals, logits, limits, limit)
+        decision = self._rules.decide(round_, proposals, logits, limit)
         verdict = decision.verdict
         # 4. trim, unless all rows keep all that was written
         if k or min(limits) < 0 or decision.errors:
@@ -180,7 +180,7 @@ class RowBatch:
         else:  # those of a row that has ended are never read
             recent = [self._recent[:, 1:], verdict.chosen]
             self._recent = mx.concatenate(recent, axis=1)
-        in_flight = InFlight.of(self.rows, limits, decision, first=first)
+        in_flight = InFlight.of(self.rows, decision, first=first)
         mx.async_eval(self._recent, self._target.offset)
         return in_flight
 
@@ -257,8 +257,8 @@ class RowBatch:
         # cost time, and functions of the user's need every token before the next:
         # then rounds are read at once.
         patient = self._backend.repeat_shapes or not self.num_draft_tokens
-        stepwise = any(running[i] for i in self._rules.stepwise)
-        self._lookahead = self._backend.lookahead if patient and not stepwise else 0
+        patient = patient and not self._rules.stepwise
+        self._lookahead = self._backend.lookahead if patient else 0
 
     def retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""

@@ -34,14 +34,12 @@ class InFlight:
 
     Args:
         rows: those that take part.
-        limits: most draft tokens that each could accept, -1 where it had ended.
         first: it is the prompts' last step, which counts as no round.
-        packed: shape (B, k + 2): how many tokens each row keeps, and the k + 1 that
-            were chosen.
+        packed: shape (B, k + 3): how many tokens each row keeps, how many draft
+            tokens it could accept, and the k + 1 that were chosen.
     """
 
     rows: tuple[Sequence, ...]
-    limits: tuple[int, ...]
     first: bool
     packed: mx.array
     decision: Decision
@@ -50,21 +48,21 @@ class InFlight:
     def of(
         cls,
         rows: tuple[Sequence, ...],
-        limits: tuple[int, ...],
         decision: Decision,
         *,
         first: bool,
     ) -> InFlight:
         """Hand what the host will read to the device."""
         verdict = decision.verdict
-        packed = mx.concatenate([verdict.kept[:, None], verdict.chosen], axis=1)
+        counts = mx.stack([verdict.kept, decision.limit], axis=1)
+        packed = mx.concatenate([counts, verdict.chosen], axis=1)
         mx.async_eval(packed, decision.peaks)
-        return cls(rows, limits, first, packed, decision)
+        return cls(rows, first, packed, decision)
 
     @property
     def num_draft_tokens(self) -> int:
         """k of the round."""
-        return int(self.packed.shape[1]) - 2
+        return int(self.packed.shape[1]) - 3
 
     @cached_property
     def _ids(self) -> frozenset[int]:
@@ -82,13 +80,13 @@ class InFlight:
         reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
         read = []
         for i, sequence in enumerate(self.rows):
-            kept, *chosen = packed[i]
+            kept, limit, *chosen = packed[i]
             read.append((sequence, kept))
             valid = next((j for j in range(kept) if _hopeless(peaks[i][j])), kept)
             if self.first:
                 sequence.commit(chosen[:valid], reported[i][:valid])
             elif valid:
-                drafted = max(self.limits[i], 0)
+                drafted = max(limit, 0)
                 sequence.commit_round(chosen[:valid], drafted, reported[i][:valid])
             at = len(sequence.tokens)
             if valid < kept:

@@ -70,6 +70,8 @@ class Decision:
 
     Args:
         verdict: what every row commits.
+        limit: most draft tokens that each row could accept, -1 where it had ended,
+            shape (B,), int32.
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
@@ -78,6 +80,7 @@ class Decision:
     """
 
     verdict: Verdict
+    limit: mx.array
     peaks: mx.array
     logprobs: Logprobs | None = None
     errors: dict[int, str] = field(default_factory=dict)
@@ -92,7 +95,7 @@ class RowRules:
         sampling: how they choose.
         rejection, block: rows with that verification, shape (B,), boolean;
             ``None`` when there are none.
-        stepwise: rows whose tokens the user's functions choose.
+        stepwise: running rows whose tokens the user's functions choose.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
     """
@@ -125,7 +128,11 @@ class RowRules:
             ),
             rejection=verified_by("rejection"),
             block=verified_by("block"),
-            stepwise=tuple(i for i, p in enumerate(params) if p.stepwise),
+            stepwise=tuple(
+                i
+                for i, s in enumerate(rows)
+                if s.request.params.stepwise and s.finish_reason is None
+            ),
             num_top=max(asked) if asked else None,
         )
 
@@ -139,7 +146,6 @@ class RowRules:
         round_: Round,
         proposals: Proposals | None,
         logits: mx.array,
-        limits: AbstractSequence[int],
         limit: mx.array,
     ) -> Decision:
         """Decide what every row commits.
@@ -148,11 +154,13 @@ class RowRules:
             round_: the round.
             proposals: ``None`` when k is 0.
             logits: the target's, shape (B, k + 1, V).
-            limits, limit: most draft tokens that each row may accept, -1 for rows
-                that have ended; on the host, and as an array of shape (B,).
+            limit: most draft tokens that each row may accept, -1 for rows that have
+                ended, shape (B,), int32.
         """
         draws = round_.draws
         proposed = round_.recent[:, :0] if proposals is None else proposals.tokens
+        if proposals is not None and proposals.lengths is not None:
+            limit = mx.minimum(limit, proposals.lengths)
         logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
         chosen = self.sampling.choose(logits, draws)
         if proposals is None:
@@ -162,14 +170,14 @@ class RowRules:
             if self.needs_probabilities:
                 verdict = self._by_ratio(verdict, proposals, logits, draws, limit)
         errors: dict[int, str] = {}
-        if any(limits[i] >= 0 for i in self.stepwise):
+        if self.stepwise:
             verdict, logits, errors = self._stepwise(
-                verdict, proposed, logits, draws, limits
+                verdict, proposed, logits, draws, limit
             )
         logprobs = None
         if self.num_top is not None:
             logprobs = Logprobs.of(logits, verdict.chosen, self.num_top)
-        return Decision(verdict, logits.max(axis=-1), logprobs, errors)
+        return Decision(verdict, limit, logits.max(axis=-1), logprobs, errors)
 
     def _by_ratio(
         self,
@@ -210,9 +218,10 @@ class RowRules:
         proposed: mx.array,
         logits: mx.array,
         draws: Draws,
-        limits: AbstractSequence[int],
+        limit: mx.array,
     ) -> tuple[Verdict, mx.array, dict[int, str]]:
         """The verdict and logits, with the stepwise rows decided by their functions."""
+        limits: list[int] = limit.tolist()  # type: ignore[assignment]
         errors: dict[int, str] = {}
         chosen = [mx.array(row) for row in verdict.chosen]
         kept = [mx.array(n) for n in verdict.kept]

@@ -2,5 +2,14 @@
 
 from .base import Drafter, DraftRows, Proposals, Round
 from .model import DraftModel
+from .ngram import NgramDrafter, NgramOptions
 
-__all__ = ["DraftModel", "DraftRows", "Drafter", "Proposals", "Round"]
+__all__ = [
+    "DraftModel",
+    "DraftRows",
+    "Drafter",
+    "NgramDrafter",
+    "NgramOptions",
+    "Proposals",
+    "Round",
+]

@@ -21,10 +21,21 @@ class Proposals:
         probabilities: what the tokens were drawn from, shape (B, k, V), float32;
             ``None`` when all probability was on them. Used where
             :attr:`Round.needs_probabilities`.
+        lengths: how many of its k tokens each row means, 0 to k, shape (B,),
+            int32; ``None``: all. The others are never accepted nor counted.
     """
 
     tokens: mx.array
     probabilities: mx.array | None = None
+    lengths: mx.array | None = None
+
+    @property
+    def meant(self) -> mx.array:
+        """Which tokens are meant, shape (B, k), boolean."""
+        num_rows, k = self.tokens.shape
+        if self.lengths is None:
+            return mx.ones((num_rows, k), mx.bool_)
+        return mx.arange(k) < self.lengths[:, None]
 
 
 @dataclass(frozen=True)
@@ -40,6 +51,8 @@ class Round:
         sampling, draws: how the target will choose. A drafter that chooses with
             them (:meth:`choose`) is accepted most often.
         needs_probabilities: whether a row's verification looks at them.
+        given: proposals that stand already, where another drafter came first:
+            continue each row behind those that are meant.
     """
 
     num_draft_tokens: int
@@ -48,6 +61,12 @@ class Round:
     sampling: RowSampling
     draws: Draws
     needs_probabilities: bool = False
+    given: Proposals | None = None
+
+    @property
+    def lengths(self) -> mx.array:
+        """Committed tokens of every row, the prompt included, shape (B,)."""
+        return self.draws.positions[:, 0]
 
     @property
     def tail(self) -> mx.array:
@@ -58,6 +77,8 @@ class Round:
         self, logits: mx.array, proposed: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array | None]:
         """Choose the next proposal as the target would, from a draft's logits.
+
+        Where a proposal is given already, it is that one.
 
         Args:
             logits: of the next position, shape (B, 1, V' <= V).
@@ -76,7 +97,11 @@ class Round:
         probabilities = None
         if self.needs_probabilities:
             probabilities = self.sampling.probabilities(logits, draws)
-        return self.sampling.choose(logits, draws), probabilities
+        chosen = self.sampling.choose(logits, draws)
+        if self.given is not None:
+            meant = self.given.meant[:, j : j + 1]
+            chosen = mx.where(meant, self.given.tokens[:, j : j + 1], chosen)
+        return chosen, probabilities
 
 
 class DraftRows(Protocol):

@@ -1,0 +1,178 @@
+"""Prompt lookup: what followed the newest tokens when they occurred before.
+
+(Saxena 2023, "Prompt lookup decoding"; Yang et al. 2023, "Inference with
+reference".) No model, and nothing leaves the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..checks import require, require_int
+from ..verification import Verdict
+from .base import Proposals, Round
+from .lookup import EMPTY, continuation, longest_match, read, ring_of, write
+from .shared import NgramTable
+
+_MIN_CAPACITY = 256
+
+
+@dataclass(frozen=True, kw_only=True)
+class NgramOptions:
+    """How n-grams are looked up.
+
+    Args:
+        max_ngram, min_ngram: most and fewest of the newest tokens that must have
+            occurred before; the longest match is taken, of equals the newest.
+        max_history: newest tokens of a row that are searched. A round's cost
+            grows with ``max_ngram`` times this.
+        shared: where a row's own tokens have no match, look in those of other
+            rows and of finished requests (the newest 65536 of all).
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    max_ngram: int = 4
+    min_ngram: int = 2
+    max_history: int = 8192
+    shared: bool = False
+
+    def __post_init__(self) -> None:
+        require_int("min_ngram", self.min_ngram, 1)
+        require_int("max_ngram", self.max_ngram, self.min_ngram)
+        require_int("max_history", self.max_history, _MIN_CAPACITY)
+        require(
+            self.max_ngram < _MIN_CAPACITY,
+            "max_ngram",
+            self.max_ngram,
+            f"less than {_MIN_CAPACITY}",
+        )
+
+
+class NgramDrafter:
+    """Proposes what followed a row's newest tokens when they occurred before.
+
+    A row without a match proposes nothing, and nothing is counted for it.
+
+    Args:
+        options: how to look.
+    """
+
+    context_length = None
+    hidden_layers = ()
+
+    def __init__(self, options: NgramOptions | None = None):
+        self.options = options or NgramOptions()
+        self.table = NgramTable() if self.options.shared else None
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
+        """Begin rows for ``prompts``."""
+        return NgramRows(self, prompts, max_length)
+
+
+class NgramRows:
+    """The tokens of some rows, searched in every round.
+
+    Args:
+        drafter: how to look, and where else.
+        prompts: of the rows.
+        max_length: tokens that the longest row can ever hold.
+    """
+
+    def __init__(
+        self, drafter: NgramDrafter, prompts: Sequence[Sequence[int]], max_length: int
+    ):
+        self._options = drafter.options
+        self._table = drafter.table
+        self._prompts: Sequence[Sequence[int]] = prompts
+        # Most tokens that a row can hold, its first one included.
+        self._longest = max(map(len, prompts)) + 1
+        self._ring = ring_of(prompts, self._capacity(self._longest))
+
+    def prefill(self) -> Iterator[None]:
+        """Show the prompts to the other rows."""
+        if self._table is not None:
+            for prompt in self._prompts:
+                tokens = [EMPTY] * self._table.context_size + list(prompt)
+                self._table.add(mx.array([tokens]), mx.array([len(prompt)]))
+        self._prompts = ()
+        return iter(())
+
+    def propose(self, round_: Round) -> Proposals:
+        """Continue the longest, then newest match of every row."""
+        options, k = self._options, round_.num_draft_tokens
+        self._reserve(self._longest)
+        # The prompts' first token comes with the first round; later it is there.
+        newest = round_.recent[:, -1:]
+        self._ring = write(self._ring, round_.lengths - 1, newest, 1)
+        match = longest_match(
+            self._ring,
+            round_.lengths,
+            max_ngram=options.max_ngram,
+            min_ngram=options.min_ngram,
+        )
+        tokens = continuation(self._ring, round_.lengths, match, k)
+        found = match.size > 0
+        length = mx.where(found, k, 0)
+        if self._table is not None:
+            context = self._newest(round_.lengths, self._table.context_size)
+            followed, count = self._table.follow(context, k)
+            tokens = mx.where(found[:, None], tokens, followed)
+            length = mx.where(found, length, count)
+        # What stands in empty slots is no token, and a model may have to embed it.
+        tokens = mx.maximum(tokens, 0)
+        return Proposals(tokens, lengths=length.astype(mx.int32))
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        """Take what was kept."""
+        width = verdict.chosen.shape[1]
+        self._reserve(self._longest + width)
+        self._longest += width
+        newest = round_.recent[:, -1:]
+        tokens = mx.concatenate([newest, verdict.chosen], axis=1)
+        self._ring = write(self._ring, round_.lengths - 1, tokens, verdict.kept + 1)
+        if self._table is not None:
+            before = self._newest(round_.lengths, self._table.context_size)
+            new = mx.concatenate([before, verdict.chosen], axis=1)
+            self._table.add(new, verdict.kept)
+        # Else the graph of every round without proposals would live on.
+        mx.async_eval(self._ring)
+
+    def _newest(self, lengths: mx.array, n: int) -> mx.array:
+        """The newest ``n`` tokens of rows of those lengths, shape (B, n)."""
+        return read(self._ring, lengths[:, None] - n + mx.arange(n))
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """Rows are at most that long."""
+        self._longest = longest
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows."""
+        self._ring = self._ring[mx.array(list(rows), mx.int32)]
+
+    def extend(self, other: NgramRows) -> None:
+        """Append the rows of ``other``."""
+        self._longest = max(self._longest, other._longest)
+        for rows in (self, other):
+            rows._reserve(self._longest)
+        self._ring = mx.concatenate([self._ring, other._ring])
+
+    def _capacity(self, length: int) -> int:
+        """Slots for rows of up to ``length`` tokens: few sizes, so shapes repeat."""
+        capacity = _MIN_CAPACITY
+        while capacity < length:
+            capacity *= 2
+        return min(capacity, self._options.max_history)
+
+    def _reserve(self, length: int) -> None:
+        # Smaller than max_history nothing was overwritten: slots are positions.
+        held = self._ring.shape[1]
+        missing = self._capacity(length) - held
+        if missing > 0:
+            self._ring = mx.pad(
+                self._ring, [(0, 0), (0, missing)], constant_values=EMPTY
+            )

@@ -1,0 +1,267 @@
+"""Prompt lookup in whole runs: exact, honest about what it drafted, bounded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import ConfigError
+from specdec.backend import BackendDefaults
+from specdec.drafters import NgramDrafter, NgramOptions, ngram
+from specdec.drafters.lookup import longest_match
+from specdec.drafters.ngram import NgramRows
+from specdec.params import SamplingParams
+from tests.drafters.repetitive import BACKENDS, check_distribution, make_prompts
+from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
+
+SHARED = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+def drafter(**options: Any) -> NgramDrafter:
+    return NgramDrafter(NgramOptions(**{"min_ngram": 1, "max_ngram": 3, **options}))
+
+
+@BACKENDS
+@SHARED
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (4, 8), (7, 1), (7, 8)])
+def test_greedy_equals_mlx_lm(
+    target: Any, k: int, batch_size: int, shared: bool, backend: BackendDefaults
+) -> None:
+    prompts = make_prompts()
+    params = [SamplingParams(max_tokens=31 + i % 3) for i in range(8)]
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        batch_size=batch_size,
+        num_draft_tokens=k,
+        backend=backend,
+        drafter=drafter(shared=shared),
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+    # Rounds without a match count no draft.
+    assert all(r.drafted_at[0] < r.rounds for r in rows if r.drafted_at)
+
+
+@BACKENDS
+@SHARED
+def test_sampled_rows_equal_plain_decoding(
+    target: Any, shared: bool, backend: BackendDefaults
+) -> None:
+    prompts = make_prompts(1)
+    params = [
+        SamplingParams(max_tokens=30, temperature=t, seed=100 + i)
+        for i, t in enumerate((0.0, 0.3, 0.6, 1.5, 0.0, 0.4, 0.2, 2.0))
+    ]
+    rows = run_rows(
+        target, None, prompts, params, batch_size=5, backend=backend,
+        drafter=drafter(shared=shared),
+    )  # fmt: skip
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == sampled(target, prompt, p)
+    assert sum(r.accepted for r in rows if r.request.params.temperature) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_ratio_rules_keep_the_distribution(
+    verification: Any, backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    """All of a proposal's probability is on it; rows without one just draw."""
+    accepted = check_distribution(
+        tiny_model("llama", seed=3, vocab_size=4),
+        drafter(),
+        SamplingParams(temperature=1.0, verification=verification),
+        backend,
+        prompt=[1, 2, 0, 3],
+        vocab_size=4,
+    )
+    assert accepted > 100
+
+
+@BACKENDS
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_join_and_leave_change_nothing_for_the_others(
+    target: Any, backend: BackendDefaults, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [rng.choice(make_prompts(seed))[:40] for _ in range(14)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice((1, 2, 5, 17, 40)),
+            temperature=rng.choice((0.0, 0.0, 0.8, 1.3)),
+            seed=rng.randrange(100),
+            num_draft_tokens=rng.choice((None, None, 0, 1)),
+        )
+        for _ in prompts
+    ]
+    eos = frozenset({rng.randrange(97)})
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        batch_size=rng.choice((2, 3, 5)),
+        num_draft_tokens=rng.choice((1, 3)),
+        backend=backend,
+        prefill_step_size=rng.choice((4, 16)),
+        eos=eos,
+        drafter=drafter(shared=bool(seed % 2)),
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        tokens = sampled(target, prompt, p)
+        ends = [i for i, t in enumerate(tokens) if t in eos]
+        assert row.tokens == (tokens[: ends[0]] if ends else tokens)
+        if p.num_draft_tokens == 0:
+            assert row.drafted == 0
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Check at every lookup that the ring holds what the engine committed."""
+    shapes: list[tuple[int, ...]] = []
+
+    def checked(ring: mx.array, lengths: mx.array, **options: Any) -> Any:
+        shapes.append(ring.shape)
+        return longest_match(ring, lengths, **options)
+
+    monkeypatch.setattr(ngram, "longest_match", checked)
+    return shapes
+
+
+@BACKENDS
+def test_the_work_of_a_round_is_bounded(
+    target: Any, backend: BackendDefaults, watched: list[tuple[int, ...]]
+) -> None:
+    """However long the rows, at most max_history tokens are searched; few shapes."""
+    prompts = [make_prompts(i)[4] * n for i, n in enumerate((1, 4, 9))]
+    params = [SamplingParams(max_tokens=n) for n in (300, 40, 50)]
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        backend=backend,
+        drafter=drafter(max_history=400),
+        prefill_step_size=128,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert max(capacity for _, capacity in watched) == 400
+    assert {capacity for _, capacity in watched} <= {256, 400}
+
+
+@BACKENDS
+def test_a_row_that_repeats_itself_is_followed(
+    target: Any, backend: BackendDefaults
+) -> None:
+    """Once decoding goes round in circles, every proposal is right."""
+    whole = greedy(target, [5, 6, 7], 400)
+    period = next(
+        n for n in range(1, 150) if whole[-2 * n :][:n] == whole[-n:] and n * 2 < 300
+    )
+    (row,) = run_rows(
+        target, None, [[5, 6, 7]], [SamplingParams(max_tokens=400)],
+        num_draft_tokens=7, backend=backend, drafter=drafter(min_ngram=2),
+    )  # fmt: skip
+    assert row.tokens == whole
+    steady = sum(whole[i] == whole[i - period] for i in range(period, 400))
+    # Ten tokens, and two in three of the rest of those that repeat.
+    assert row.accepted > 0.66 * steady - 10
+
+
+@BACKENDS
+def test_other_rows_and_finished_requests_are_found(
+    target: Any, backend: BackendDefaults
+) -> None:
+    """A second request equal to the first is drafted from what the first became."""
+    shared, own = drafter(min_ngram=3, shared=True), drafter(min_ngram=3)
+    prompt = make_prompts()[1]
+    for pool, least in ((shared, 0.8), (own, 0.0)):
+        rows = run_rows(
+            target, None, [prompt, prompt], [SamplingParams(max_tokens=40)] * 2,
+            batch_size=1, backend=backend, drafter=pool,
+        )  # fmt: skip
+        assert rows[0].tokens == rows[1].tokens == greedy(target, prompt, 40)
+        assert rows[1].accepted >= least * 28
+        if pool is own:
+            assert rows[1].accepted == rows[0].accepted
+
+
+def test_the_lookup_sees_every_committed_token(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring holds prompt and output, whatever was kept of a round."""
+    for backend in (AT_ONCE, BEHIND):
+        prompts = make_prompts()
+        expected = [[*p, *greedy(target, p, 40)] for p in prompts]
+        seen: list[tuple[list[int], list[list[int]]]] = []
+        propose = NgramRows.propose
+
+        def watching(self: NgramRows, round_: Any, propose: Any = propose) -> Any:
+            proposals = propose(self, round_)
+            active = round_.active.tolist()
+            seen.append(([
+                n if a else 0 for n, a in zip(round_.lengths.tolist(), active, strict=True)
+            ], self._ring.tolist()))  # type: ignore[arg-type]  # fmt: skip
+            return proposals
+
+        with monkeypatch.context() as patch:
+            patch.setattr(NgramRows, "propose", watching)
+            run_rows(
+                target, None, prompts, [SamplingParams(max_tokens=40)] * 8,
+                backend=backend, drafter=drafter(),
+            )  # fmt: skip
+        assert len(seen) > 5
+        for lengths, rings in seen:
+            for n, ring in zip(lengths, rings, strict=True):
+                assert n == 0 or ring[:n] in [e[:n] for e in expected]
+
+
+@pytest.mark.parametrize("fault", ["kept", "position"])
+def test_a_fault_in_the_history_is_noticed(
+    target: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is proposed does not change the output, so acceptance has to tell."""
+
+    def accepted() -> int:
+        rows = run_rows(
+            target, None, make_prompts(), [SamplingParams(max_tokens=60)] * 8,
+            drafter=drafter(min_ngram=2),
+        )  # fmt: skip
+        return sum(r.accepted for r in rows)
+
+    sound = accepted()
+    write = ngram.write
+
+    def faulty(ring: mx.array, first: mx.array, tokens: mx.array, n: Any) -> mx.array:
+        if tokens.shape[1] == 1:
+            return write(ring, first, tokens, n)
+        if fault == "kept":
+            return write(ring, first, tokens, n - 1)
+        return write(ring, first + 1, tokens, n)
+
+    monkeypatch.setattr(ngram, "write", faulty)
+    assert accepted() < sound
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_ngram": 0}, {"min_ngram": 4, "max_ngram": 3}, {"max_history": 10},
+     {"max_ngram": 256}],
+)  # fmt: skip
+def test_options_out_of_range(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        NgramOptions(**options)  # type: ignore[arg-type]
