@@ -152,7 +152,7 @@ class RowBatch:
         k = max(0, *limits)
         limit = self._limit_array(limits)
         # 1. propose
-        draws = self._rules.sampling.draws(self._target.offset + 1, k + 1)
+        draws = self._rules.draws(self._target.offset + 1, k + 1)
         round_ = Round(
             k,
             self._recent,

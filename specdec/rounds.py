@@ -11,7 +11,13 @@ import mlx.core as mx
 from . import verification
 from .drafters import Proposals, Round
 from .sampling import Draws, RowSampling
-from .sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, uniform_draws
+from .sampling.noise import (
+    ACCEPT,
+    RESIDUAL,
+    gumbel_noise,
+    round_draws,
+    uniform_draws,
+)
 from .sequence import Sequence, TokenLogprobs
 from .stepwise import choose_stepwise
 from .verification import Accepted, Proposed, Verdict, count_kept
@@ -141,6 +147,17 @@ class RowRules:
         """Whether a row's verification looks at what drafts were drawn from."""
         return self.rejection is not None or self.block is not None
 
+    def draws(self, first: mx.array, num_tokens: int) -> Draws:
+        """The random draws of a round, see :meth:`RowSampling.draws`."""
+        draws = self.sampling.draws(first, num_tokens)
+        if self.block is None or draws.gumbel is None:
+            return draws
+        gumbel, _ = round_draws(
+            self.sampling.seed, first, num_tokens, self.sampling.vocab_size
+        )
+        its_own = mx.where(self.block[:, None, None], gumbel, draws.gumbel)
+        return replace(draws, gumbel=its_own)
+
     def decide(
         self,
         round_: Round,
@@ -195,15 +212,22 @@ class RowRules:
             sampling.probabilities(logits, draws),
             limit,
         )
-        uniform = uniform_draws(sampling.seed, draws.positions[:, :k], use=ACCEPT)
-        for rows, rule in (
-            (self.rejection, verification.rejection),
-            (self.block, verification.block),
+        seed, first = sampling.seed, draws.positions[:, 0]
+
+        def by_position() -> mx.array:
+            return uniform_draws(seed, draws.positions[:, :k], use=ACCEPT)
+
+        def by_round() -> mx.array:
+            return round_draws(seed, first, k, vocab_size=1)[1]
+
+        for rows, rule, uniform in (
+            (self.rejection, verification.rejection, by_position),
+            (self.block, verification.block, by_round),
         ):
             if rows is None:
                 continue
-            accepted: Accepted = rule(proposed, uniform)
-            at = draws.positions[:, :1] + mx.maximum(accepted.count, 0)[:, None]
+            accepted: Accepted = rule(proposed, uniform())
+            at = first[:, None] + mx.maximum(accepted.count, 0)[:, None]
             noise = gumbel_noise(sampling.seed, at, sampling.vocab_size, use=RESIDUAL)
             ruled = verification.with_extra_token(proposed, accepted, noise[:, 0])
             verdict = Verdict(

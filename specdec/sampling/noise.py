@@ -14,7 +14,7 @@ import mlx.core as mx
 # Draws of one position with different uses take different keys: the position's
 # own, or one of those split off it.
 NUM_KEYS = 4
-XTC, ACCEPT, RESIDUAL = range(1, NUM_KEYS)
+_ROUND, XTC, ACCEPT, RESIDUAL = range(NUM_KEYS)
 # Far below -3.1, the noise of the smallest uniform draw above 0 in float32.
 LOWEST_GUMBEL = -100.0
 
@@ -93,3 +93,34 @@ def uniform_draws(seed: mx.array, positions: mx.array, *, use: int) -> mx.array:
         return mx.random.uniform(key=mx.random.split(key, NUM_KEYS)[use])
 
     return _keyed(seed, positions, draw)
+
+
+def round_draws(
+    seed: mx.array, first: mx.array, num_tokens: int, vocab_size: int
+) -> tuple[mx.array, mx.array]:
+    """Draws that no other round looks at, for decisions about whole prefixes.
+
+    Such a decision depends on what was drawn for all of a round's positions, those
+    behind its last kept token too. Had the next round the same draws at the same
+    positions, it would find them biased.
+
+    Args:
+        seed: shape (B,), uint32.
+        first: position of the round's first token, another one in every round,
+            shape (B,).
+
+    Returns:
+        Gumbel noise, shape (B, num_tokens, vocab_size), and uniform draws, shape
+        (B, num_tokens): functions of seed, ``first`` and the column.
+    """
+
+    def keys(use: int) -> mx.array:
+        base = _keyed(seed, first[:, None], lambda k: mx.random.split(k, NUM_KEYS)[use])
+        column = mx.arange(num_tokens, dtype=mx.uint32)[:, None]
+        return (base + mx.pad(column, [(0, 0), (1, 0)])).reshape(-1, 2)
+
+    shape = (len(seed), num_tokens)
+    gumbel = mx.vmap(lambda k: mx.random.gumbel((vocab_size,), key=k))(keys(_ROUND))
+    uniform = mx.vmap(lambda k: mx.random.uniform(key=k))(keys(ACCEPT))
+    gumbel = mx.maximum(gumbel, LOWEST_GUMBEL)
+    return gumbel.reshape(*shape, vocab_size), uniform.reshape(shape)
