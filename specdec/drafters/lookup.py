@@ -87,7 +87,7 @@ def longest_match(
     agree = mx.ones(ring.shape, mx.bool_)
     size = mx.zeros(ring.shape, mx.int32)
     for j in range(max_ngram):
-        agree = agree & (mx.roll(ring, j, axis=1) == suffix[:, j : j + 1])
+        agree = agree & (mx.roll(ring, j, 1) == suffix[:, j : j + 1])
         size = size + agree
     # What was rolled across the ring's end is no neighbour.
     size = mx.minimum(size, position - oldest + 1)

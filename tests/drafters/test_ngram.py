@@ -11,12 +11,12 @@ import pytest
 
 from specdec import ConfigError
 from specdec.backend import BackendDefaults
-from specdec.drafters import NgramDrafter, NgramOptions, ngram
-from specdec.drafters.lookup import longest_match
+from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round, ngram
+from specdec.drafters.lookup import longest_match, write
 from specdec.drafters.ngram import NgramRows
 from specdec.params import SamplingParams
 from tests.drafters.repetitive import BACKENDS, check_distribution, make_prompts
-from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
+from tests.plain import greedy, run_rows, sampled
 
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
 
@@ -32,7 +32,7 @@ def drafter(**options: Any) -> NgramDrafter:
 
 @BACKENDS
 @SHARED
-@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (4, 8), (7, 1), (7, 8)])
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (7, 1)])
 def test_greedy_equals_mlx_lm(
     target: Any, k: int, batch_size: int, shared: bool, backend: BackendDefaults
 ) -> None:
@@ -165,21 +165,22 @@ def test_the_work_of_a_round_is_bounded(
 
 @BACKENDS
 def test_a_row_that_repeats_itself_is_followed(
-    target: Any, backend: BackendDefaults
+    backend: BackendDefaults, tiny_model: Callable[..., Any]
 ) -> None:
-    """Once decoding goes round in circles, every proposal is right."""
-    whole = greedy(target, [5, 6, 7], 400)
-    period = next(
-        n for n in range(1, 150) if whole[-2 * n :][:n] == whole[-n:] and n * 2 < 300
-    )
+    """A target that looks at one token only goes round in circles."""
+    target = tiny_model("llama", seed=0, num_hidden_layers=1)
+    out = target.model.layers[0].self_attn.o_proj
+    out.weight = mx.zeros_like(out.weight)
+    whole = greedy(target, [5, 6, 7], 200)
+    first = next(i for i, t in enumerate(whole) if t in whole[:i])
     (row,) = run_rows(
-        target, None, [[5, 6, 7]], [SamplingParams(max_tokens=400)],
+        target, None, [[5, 6, 7]], [SamplingParams(max_tokens=200)],
         num_draft_tokens=7, backend=backend, drafter=drafter(min_ngram=2),
     )  # fmt: skip
     assert row.tokens == whole
-    steady = sum(whole[i] == whole[i - period] for i in range(period, 400))
-    # Ten tokens, and two in three of the rest of those that repeat.
-    assert row.accepted > 0.66 * steady - 10
+    # From the second token of the second time round, all of it.
+    assert row.rounds <= first + 2 + (200 - first) / 8
+    assert row.accepted > 0.85 * (200 - first - 2)
 
 
 @BACKENDS
@@ -200,34 +201,31 @@ def test_other_rows_and_finished_requests_are_found(
             assert rows[1].accepted == rows[0].accepted
 
 
+@BACKENDS
 def test_the_lookup_sees_every_committed_token(
-    target: Any, monkeypatch: pytest.MonkeyPatch
+    target: Any, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The ring holds prompt and output, whatever was kept of a round."""
-    for backend in (AT_ONCE, BEHIND):
-        prompts = make_prompts()
-        expected = [[*p, *greedy(target, p, 40)] for p in prompts]
-        seen: list[tuple[list[int], list[list[int]]]] = []
-        propose = NgramRows.propose
+    prompts = make_prompts()
+    expected = [[*p, *greedy(target, p, 40)] for p in prompts]
+    seen: list[list[int]] = []
+    propose = NgramRows.propose
 
-        def watching(self: NgramRows, round_: Any, propose: Any = propose) -> Any:
-            proposals = propose(self, round_)
-            active = round_.active.tolist()
-            seen.append(([
-                n if a else 0 for n, a in zip(round_.lengths.tolist(), active, strict=True)
-            ], self._ring.tolist()))  # type: ignore[arg-type]  # fmt: skip
-            return proposals
+    def watching(self: NgramRows, round_: Round) -> Proposals:
+        proposals = propose(self, round_)
+        arrays: list[Any] = [round_.lengths, round_.active, self._ring]
+        for n, active, ring in zip(*(a.tolist() for a in arrays), strict=True):
+            seen.append(ring[:n] if active else [])
+        return proposals
 
-        with monkeypatch.context() as patch:
-            patch.setattr(NgramRows, "propose", watching)
-            run_rows(
-                target, None, prompts, [SamplingParams(max_tokens=40)] * 8,
-                backend=backend, drafter=drafter(),
-            )  # fmt: skip
-        assert len(seen) > 5
-        for lengths, rings in seen:
-            for n, ring in zip(lengths, rings, strict=True):
-                assert n == 0 or ring[:n] in [e[:n] for e in expected]
+    monkeypatch.setattr(NgramRows, "propose", watching)
+    run_rows(
+        target, None, prompts, [SamplingParams(max_tokens=40)] * 8,
+        backend=backend, drafter=drafter(),
+    )  # fmt: skip
+    assert len(seen) > 50
+    for tokens in seen:
+        assert any(tokens == e[: len(tokens)] for e in expected)
 
 
 @pytest.mark.parametrize("fault", ["kept", "position"])
@@ -244,13 +242,12 @@ def test_a_fault_in_the_history_is_noticed(
         return sum(r.accepted for r in rows)
 
     sound = accepted()
-    write = ngram.write
 
     def faulty(ring: mx.array, first: mx.array, tokens: mx.array, n: Any) -> mx.array:
         if tokens.shape[1] == 1:
             return write(ring, first, tokens, n)
         if fault == "kept":
-            return write(ring, first, tokens, n - 1)
+            return write(ring, first, tokens, 1)
         return write(ring, first + 1, tokens, n)
 
     monkeypatch.setattr(ngram, "write", faulty)
