@@ -31,6 +31,8 @@ class NgramTable:
         self._log = mx.full((log_size, context_size + 1), -1, mx.int32)
         self._heads = mx.full((num_heads,), -1, mx.int32)
         self._next = 0
+        # Else they belong to the thread that made them, and servers have another.
+        mx.eval(self._log, self._heads)
 
     def _hash(self, contexts: mx.array) -> mx.array:
         hashed = mx.zeros(contexts.shape[:-1], mx.uint32)
