@@ -18,6 +18,7 @@ from .backend import BackendDefaults
 from .drafters import Drafter, DraftRows, Round
 from .inflight import InFlight, RowOutput
 from .models.runner import ModelRunner
+from .observer import RoundObserver
 from .rounds import RowRules
 from .sequence import Sequence
 from .verification import next_recent
@@ -35,6 +36,7 @@ class RowBatch:
         sequences: the rows, one or more, none of them begun.
         num_draft_tokens: k, how many tokens are proposed in a round.
         backend: how to shape rounds.
+        observer: is told of every round.
     """
 
     def __init__(
@@ -44,10 +46,12 @@ class RowBatch:
         sequences: AbstractSequence[Sequence],
         num_draft_tokens: int,
         backend: BackendDefaults,
+        observer: RoundObserver,
     ):
         self.rows = tuple(sequences)
         self.num_draft_tokens = num_draft_tokens if drafter else 0
         self._backend = backend
+        self._observer = observer
         self._vocab_size = target.vocab_size
         self._draft_context = drafter.context_length if drafter else None
         prompts = [s.request.prompt_tokens for s in self.rows]
@@ -151,6 +155,7 @@ class RowBatch:
         limits = self._limits(k)
         k = max(0, *limits)
         limit = self._limit_array(limits)
+        self._observer.begun(k)
         # 1. propose
         draws = self._rules.draws(self._target.offset + 1, k + 1)
         round_ = Round(
@@ -165,10 +170,13 @@ class RowBatch:
         if k and self._draft is not None:
             proposals = self._draft.propose(round_)
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
+            self._observer.built("draft", inputs)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
+        self._observer.built("verify", logits)
         decision = self._rules.decide(round_, proposals, logits, limit)
         verdict = decision.verdict
+        self._observer.built("sampling", verdict.kept, verdict.chosen)
         # 4. trim, unless all rows keep all that was written
         if k or min(limits) < 0 or decision.errors:
             self._target.trim_per_sequence(k + 1 - verdict.kept, k + 1)
@@ -197,6 +205,7 @@ class RowBatch:
         for sequence, kept in in_flight.read():
             if id(sequence) in cached:
                 cached[id(sequence)] += kept
+        self._observer.read(in_flight.num_draft_tokens, running)
         self._cached = [cached[id(s)] for s in self.rows]
         self.retire()
         return [RowOutput.of(s) for s in running]

@@ -26,6 +26,7 @@ from .models import (
 )
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.runner import ModelRunner
+from .observer import RoundObserver
 from .params import SamplingParams
 from .prefix.store import PrefixStore, open_store
 from .prompts import Prompt, encode_all
@@ -212,8 +213,12 @@ class SpecDecoder:
     def _encode(self, prompt: Prompt, **encoding: Any) -> tuple[int, ...]:
         return encode_all(self.tokenizer, [prompt], **encoding)[0].token_ids
 
-    def session(self) -> Session:
-        """A new session, to which requests can be added while others run."""
+    def session(self, *, observer: RoundObserver | None = None) -> Session:
+        """A new session, to which requests can be added while others run.
+
+        Args:
+            observer: is told of every round, for measurements.
+        """
         engine = Engine(
             self._target,
             self._drafter,
@@ -221,6 +226,7 @@ class SpecDecoder:
             self._backend,
             frozenset(self.tokenizer.eos_token_ids),
             lambda: self.tokenizer.detokenizer,
+            observer,
         )
         return Session(engine, self.tokenizer, self._bounds)
 

@@ -17,6 +17,7 @@ from .config import EngineConfig
 from .drafters import Drafter
 from .inflight import RowOutput
 from .models.runner import ModelRunner
+from .observer import RoundObserver
 from .scheduler import Scheduler
 from .sequence import Request, Sequence
 from .stats import RunStats
@@ -37,6 +38,7 @@ class Engine:
         eos_token_ids: tokens that end a row.
         detokenizer: makes a new streaming detokenizer; without it results have
             tokens and no text, and stop texts are not found.
+        observer: is told of every round.
     """
 
     def __init__(
@@ -47,6 +49,7 @@ class Engine:
         backend: BackendDefaults,
         eos_token_ids: AbstractSet[int],
         detokenizer: Callable[[], Detokenizer] | None = None,
+        observer: RoundObserver | None = None,
     ):
         self.stats = RunStats()
         self._target = target
@@ -55,6 +58,7 @@ class Engine:
         self._backend = backend
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
+        self._observer = observer or RoundObserver()
         self._scheduler = Scheduler(config.batch_size)
         self._alive: dict[int, Sequence] = {}
         self._cancelled: list[Sequence] = []
@@ -176,6 +180,7 @@ class Engine:
             sequences,
             self._config.num_draft_tokens,
             self._backend,
+            self._observer,
         )
         self._chunks = self._joining.prefill()
 

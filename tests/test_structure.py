@@ -31,7 +31,7 @@ LAYERS = (
     {"drafters", "stepwise"},
     {"models", "verification"},
     {"prefix"},
-    {"cache", "results", "sampling", "scheduler", "stats"},
+    {"cache", "observer", "results", "sampling", "scheduler", "stats"},
     {"sequence"},
     {"params", "text"},
     {"backend", "config", "memory", "prompts"},
