@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
+from math import inf
 
 import mlx.core as mx
 
@@ -53,7 +54,11 @@ class RowBatch:
         self._backend = backend
         self._observer = observer
         self._vocab_size = target.vocab_size
-        self._draft_context = drafter.context_length if drafter else None
+        context = drafter.context_length if drafter else None
+        # The draft writes all but the last of what it proposes.
+        self._longest_drafted = (
+            inf if context is None else context - self.num_draft_tokens + 1
+        )
         prompts = [s.request.prompt_tokens for s in self.rows]
         max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
@@ -125,30 +130,49 @@ class RowBatch:
         """Rounds in flight that the row takes part in: each brings a token or more."""
         return sum(f.has(sequence) for f in self._in_flight)
 
-    def _choose_k(self) -> int:
+    def _of_use(self, sequence: Sequence) -> int:
+        """Most draft tokens that a running row can use in the next round.
+
+        Nothing behind the last token that it may emit is of use; where shapes are
+        to repeat, that is not looked at. It depends on the row alone: with the
+        ratio rules, what it emits depends on how many tokens it may accept.
+        """
         if self._backend.repeat_shapes:
             return self.num_draft_tokens
-        # Nothing behind the last token that any row may emit is of use.
-        remaining = max(s.remaining - self._pending(s) for s in self.unfinished)
-        return min(self.num_draft_tokens, remaining - 1)
+        left = sequence.remaining - self._pending(sequence)
+        return min(self.num_draft_tokens, max(left - 1, 0))
+
+    def _choose_k(self) -> int:
+        return max(self._of_use(s) for s in self.unfinished)
 
     def _draft_limit(self, sequence: Sequence, length: int) -> int:
-        """Draft tokens that a row of up to ``length`` committed tokens may accept."""
+        """Draft tokens that a row of ``length`` committed tokens may accept."""
+        if length > self._longest_drafted:
+            return 0
         own = sequence.request.params.num_draft_tokens
-        k = self.num_draft_tokens if own is None else min(own, self.num_draft_tokens)
-        context = self._draft_context
-        # The draft writes all but the last of what it proposes.
-        fits = context is None or length + self.num_draft_tokens - 1 <= context
-        return k if fits else 0
+        return self.num_draft_tokens if own is None else min(own, self.num_draft_tokens)
 
     def _limits(self, k: int) -> tuple[int, ...]:
-        """Draft tokens that each row may accept in a round of k; -1: it has ended."""
+        """Draft tokens that each row may accept in a round of k; -1: it has ended.
+
+        Too many, perhaps, where a row's length in flight is not known.
+        """
         return tuple(
             -1
             if s.finish_reason is not None
-            else min(k, self._draft_limit(s, most + 1))
-            for s, (_, most) in zip(self.rows, self._bounds(), strict=True)
+            else min(k, self._of_use(s), self._draft_limit(s, least + 1))
+            for s, (least, _) in zip(self.rows, self._bounds(), strict=True)
         )
+
+    def _limit_array(self, limits: tuple[int, ...]) -> mx.array:
+        """The limits on the device, exact; most rounds have those of the one before."""
+        if self._last_limit is None or self._last_limit[0] != limits:
+            self._last_limit = limits, mx.array(limits, mx.int32)
+        limit = self._last_limit[1]
+        if any(most + 1 > self._longest_drafted for _, most in self._bounds()):
+            fits = self._target.offset + 1 <= self._longest_drafted
+            limit = mx.where(fits, limit, mx.minimum(limit, 0))
+        return limit
 
     def _dispatch(self, k: int, *, first: bool = False) -> InFlight:
         """Build one round and hand it to the device; nothing here waits for it."""
@@ -191,12 +215,6 @@ class RowBatch:
         in_flight = InFlight.of(self.rows, decision, first=first)
         mx.async_eval(self._recent, self._target.offset)
         return in_flight
-
-    def _limit_array(self, limits: tuple[int, ...]) -> mx.array:
-        """The limits on the device; most rounds have those of the one before."""
-        if self._last_limit is None or self._last_limit[0] != limits:
-            self._last_limit = limits, mx.array(limits, mx.int32)
-        return self._last_limit[1]
 
     def _read(self, in_flight: InFlight) -> list[RowOutput]:
         """Wait for a round; append its tokens to the rows and retire those that end."""

@@ -230,6 +230,8 @@ class RowRules:
             at = first[:, None] + mx.maximum(accepted.count, 0)[:, None]
             noise = gumbel_noise(sampling.seed, at, sampling.vocab_size, use=RESIDUAL)
             ruled = verification.with_extra_token(proposed, accepted, noise[:, 0])
+            # One that may accept nothing is not speculating: as in a round of k = 0.
+            rows = rows & (limit > 0)
             verdict = Verdict(
                 mx.where(rows[:, None], ruled.chosen, verdict.chosen),
                 mx.where(rows, ruled.kept, verdict.kept),
