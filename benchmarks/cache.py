@@ -21,18 +21,10 @@ import numpy as np
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models.base import scaled_dot_product_attention
 
-from benchmarks.common import (
-    DTYPES,
-    MIB,
-    Script,
-    header_of,
-    interleaved,
-    markdown_table,
-    show_spread,
-    spread,
-    write_report,
-)
+from benchmarks.common import MIB, Script, header_of, write_report
 from specdec import backend
+from specdec.bench.models import DTYPES
+from specdec.bench.tables import interleaved, markdown_table, show_spread, spread
 from specdec.cache import (
     BatchChunkedKVCache,
     BatchKVCache,

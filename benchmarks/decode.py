@@ -2,36 +2,29 @@
 
 from __future__ import annotations
 
-import gc
-import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
+from unittest.mock import patch
 
 import click
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks import systems
-from benchmarks.common import (
-    MIB,
-    Script,
-    encode_prompts,
-    header_of,
-    interleaved,
-    load_model,
-    markdown_table,
-    random_prompts,
-    short,
-    show_spread,
-    write_report,
-)
+from benchmarks.common import MIB, Script, encode_prompts, header_of, write_report
+from specdec import EngineConfig, backend
+from specdec.bench.engine import engine
+from specdec.bench.machine import short
+from specdec.bench.measure import Record, measure, rate, step_ms, total
+from specdec.bench.models import load_model, random_prompts, token_level
+from specdec.bench.peers import mlx_lm_batch, mlx_lm_plain, mlx_lm_speculative
+from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.waves import Options, Run
+from specdec.decoder import SpecDecoder
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel, check_same_vocabulary
-
-Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -41,7 +34,7 @@ class System:
     name: str
     batch_size: int
     k: int | None
-    run: systems.Run
+    run: Run
 
     @property
     def key(self) -> str:
@@ -54,68 +47,49 @@ def make_systems(
     draft: LoadedModel | None,
     batches: Sequence[int],
     ks: Sequence[int],
-    options: systems.Options,
+    options: Options,
+    *,
+    read_bucket: int | None,
+    lookahead: int | None,
 ) -> list[System]:
     """Plain first: the others' tokens are compared with its."""
     model = target.model
-    made = [System("mlx-lm plain", 1, None, systems.mlx_lm_plain(model, options))]
+    defaults = backend.defaults()
+    if lookahead is not None:
+        defaults = replace(defaults, lookahead=lookahead)
+
+    def ours(draft: Any, k: int, batch_size: int) -> Run:
+        config = EngineConfig(
+            batch_size=batch_size,
+            num_draft_tokens=k,
+            prefill_step_size=options.prefill_step_size,
+            read_bucket=read_bucket,
+        )
+
+        def make() -> SpecDecoder:
+            with patch.object(backend, "defaults", lambda: defaults):
+                return SpecDecoder(
+                    token_level(model, options.eos_token_ids),
+                    None if draft is None else token_level(draft),
+                    config=config,
+                )
+
+        return engine(make, options)
+
+    made = [System("mlx-lm plain", 1, None, mlx_lm_plain(model, options))]
     drafts = [(k, draft.model) for k in ks] if draft else []
     for k, draft_model in drafts:
-        run = systems.mlx_lm_speculative(model, draft_model, k, options)
+        run = mlx_lm_speculative(model, draft_model, k, options)
         made.append(System("mlx-lm speculative", 1, k, run))
     for b in batches:
-        run = systems.mlx_lm_batch(model, options)
+        run = mlx_lm_batch(model, options)
         made.append(System("mlx-lm batch_generate", b, None, run))
-        run = systems.engine(model, None, 0, b, options)
+        run = ours(None, 0, b)
         made.append(System("specdec", b, None, run))
         for k, draft_model in drafts:
-            run = systems.engine(model, draft_model, k, b, options)
+            run = ours(draft_model, k, b)
             made.append(System("specdec, draft", b, k, run))
     return made
-
-
-def measure(system: System, prompts: list[list[int]]) -> Record:
-    """One pass of one system over all prompts, in waves of its batch size."""
-    gc.collect()
-    mx.synchronize()
-    mx.clear_cache()
-    mx.reset_peak_memory()
-    before = mx.get_active_memory()
-    waves, tokens = [], []
-    for first in range(0, len(prompts), system.batch_size):
-        wave = system.run(prompts[first : first + system.batch_size])
-        waves.append(wave.record())
-        tokens += wave.tokens
-    return {
-        "peak_memory_bytes": mx.get_peak_memory(),
-        "memory_before_bytes": before,
-        "tokens": tokens,
-        "waves": waves,
-    }
-
-
-def total(record: Record, name: str) -> float:
-    return float(sum(wave[name] for wave in record["waves"]))
-
-
-def rate(record: Record) -> float:
-    """Decode tokens per second."""
-    seconds = total(record, "decode_seconds")
-    return total(record, "decode_tokens") / seconds if seconds else 0.0
-
-
-def full_steps(record: Record) -> list[float]:
-    """Milliseconds of the steps in which every row of the wave was running."""
-    return [
-        ms
-        for wave in record["waves"]
-        for ms, rows in zip(wave["step_ms"], wave["step_rows"], strict=True)
-        if rows == wave["rows"]
-    ]
-
-
-def step_ms(record: Record) -> float:
-    return statistics.median(full_steps(record) or [0.0])
 
 
 # -- exactness -------------------------------------------------------------
@@ -322,10 +296,16 @@ def main(
         vocab_size = loaded.model(mx.array([[0]])).shape[-1]
         prompts = random_prompts(num_prompts, prompt_tokens, vocab_size)
     stop = loaded.tokenizer.eos_token_ids if eos else ()
-    options = systems.Options(
-        max_tokens, prefill_step_size, frozenset(stop), read_bucket, lookahead
+    options = Options(max_tokens, prefill_step_size, frozenset(stop))
+    plain, *others = make_systems(
+        loaded,
+        loaded_draft,
+        batches,
+        ks,
+        options,
+        read_bucket=read_bucket,
+        lookahead=lookahead,
     )
-    plain, *others = make_systems(loaded, loaded_draft, batches, ks, options)
     made = [plain, *(s for s in others if not only or s.key.startswith(only))]
 
     raw = header_of("Decode rates")
@@ -347,7 +327,7 @@ def main(
     }
     records: dict[str, list[Record]] = {s.key: [] for s in made}
     runs: dict[str, Callable[[], Record]] = {
-        s.key: lambda s=s: measure(s, prompts)  # type: ignore[misc]
+        s.key: lambda s=s: measure(s.run, prompts, s.batch_size)  # type: ignore[misc]
         for s in made
     }
     with wired_limit(loaded.model):
@@ -359,6 +339,8 @@ def main(
     for kept in records.values():
         for number, record in enumerate(kept):
             tokens = record.pop("tokens")
+            for wave in record["waves"]:
+                del wave["rounds"], wave["requests"], wave["first_tokens"]
             record["pass"] = number
             record["decode_tokens_per_second"] = rate(record)
             record["full_step_ms"] = step_ms(record)

@@ -13,17 +13,11 @@ import click
 import mlx.core as mx
 import mlx.nn as nn
 
-from benchmarks.common import (
-    Script,
-    header_of,
-    load_model,
-    markdown_table,
-    random_prompts,
-    short,
-    token_level,
-    write_report,
-)
+from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams
+from specdec.bench.machine import short
+from specdec.bench.models import load_model, random_prompts, token_level
+from specdec.bench.tables import markdown_table
 from specdec.decoder import SpecDecoder
 
 PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")

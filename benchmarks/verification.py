@@ -11,6 +11,9 @@ import click
 import mlx.core as mx
 
 from specdec import EngineConfig, SamplingParams, backend
+from specdec.bench.machine import short
+from specdec.bench.models import load_model
+from specdec.bench.tables import markdown_table
 from specdec.drafters import Drafter, DraftModel, DraftRows, Proposals, Round
 from specdec.engine import Engine
 from specdec.models.runner import ModelRunner
@@ -138,8 +141,8 @@ def main(
 ) -> None:
     """Compare the three rules of this engine and mlx-lm's, on generated text."""
     config = EngineConfig(batch_size=batch, num_draft_tokens=num_draft_tokens)
-    loaded = common.load_model(target, dtype)
-    loaded_draft = common.load_model(draft, dtype, target=loaded)
+    loaded = load_model(target, dtype)
+    loaded_draft = load_model(draft, dtype, target=loaded)
     defaults = backend.defaults()
     runner = ModelRunner(loaded.model, target, config, defaults)
     model = DraftModel(
@@ -187,10 +190,10 @@ def main(
         mx.clear_cache()
     header = ["prompts", "T", "coupled", "rejection", "block", "independent (mlx-lm)"]
     body = (
-        f"{common.short(target)} with {common.short(draft)}, k = {num_draft_tokens}; "
+        f"{short(target)} with {short(draft)}, k = {num_draft_tokens}; "
         f"{num_prompts} prompts of each file, up to {max_tokens} tokens. Acceptance "
         "rate / acceptance length (the round's extra token included).\n\n"
-        + common.markdown_table(header, table)
+        + markdown_table(header, table)
     )
     common.write_report(out, raw, body)
 

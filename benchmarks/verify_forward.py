@@ -19,15 +19,9 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
-from benchmarks.common import (
-    DTYPES,
-    SHAPES,
-    Script,
-    header_of,
-    markdown_table,
-    random_model,
-    write_report,
-)
+from benchmarks.common import Script, header_of, write_report
+from specdec.bench.models import DTYPES, SHAPES, random_model
+from specdec.bench.tables import markdown_table
 from specdec.cache.adopt import CacheOptions, adopt_caches
 
 PREFILL_STEP_SIZE = 512

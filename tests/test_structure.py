@@ -21,6 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"__main__"},
     {"cli"},
+    {"bench"},
     {"decoder"},
     {"serving"},
     {"session"},

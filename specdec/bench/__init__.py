@@ -1,0 +1,1 @@
+"""Recipes: acceptance and speed of a pair, measured, kept and shown."""

@@ -1,0 +1,51 @@
+"""Order of runs, spread, Markdown tables. No mlx here."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def interleaved(
+    systems: Mapping[str, Callable[[], T]], passes: int
+) -> Iterator[tuple[int, str, T]]:
+    """Run every system once a pass: A B C, then B C A, then C A B, ...
+
+    What drifts in the machine meanwhile then falls on all of them alike.
+    """
+    names = list(systems)
+    for number in range(passes):
+        turn = number % len(names)
+        for name in names[turn:] + names[:turn]:
+            yield number, name, systems[name]()
+
+
+def spread(values: Sequence[float]) -> dict[str, float]:
+    """Median, smallest and largest."""
+    return {
+        "median": statistics.median(values),
+        "min": min(values),
+        "max": max(values),
+    }
+
+
+def show_spread(values: Sequence[float], digits: int = 1) -> str:
+    """``median (min to max)``; the median alone for a single value."""
+    s = spread(values)
+    text = f"{s['median']:.{digits}f}"
+    if len(values) > 1:
+        text += f" ({s['min']:.{digits}f} to {s['max']:.{digits}f})"
+    return text
+
+
+def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
+    """A Markdown table; columns but the first are aligned right."""
+    lines = [
+        "| " + " | ".join(header) + " |",
+        "|---|" + "---:|" * (len(header) - 1),
+        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
+    ]
+    return "\n".join(lines) + "\n"
