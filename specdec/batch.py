@@ -259,8 +259,8 @@ class RowBatch:
 
         Rows that have ended are dropped; one of each batch must be running.
         """
-        self._keep_running()
-        other._keep_running()
+        self.drop_ended()
+        other.drop_ended()
         self._target.extend(other._target)
         if self._draft is not None and other._draft is not None:
             self._draft.extend(other._draft)
@@ -293,13 +293,13 @@ class RowBatch:
         if running < len(self.rows):
             # A new batch size is a new shape: where those are dear, wait for half.
             if not self._backend.repeat_shapes or 2 * running <= len(self.rows):
-                self._keep_running()
+                self.drop_ended()
             else:
                 self._note_rows()
         self._note_lengths()
 
-    def _keep_running(self) -> None:
-        """Drop the rows that have ended."""
+    def drop_ended(self) -> None:
+        """Drop the rows that have ended, and their memory."""
         rows = [i for i, s in enumerate(self.rows) if s.finish_reason is None]
         if len(rows) == len(self.rows):
             return

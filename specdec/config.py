@@ -56,6 +56,9 @@ class EngineConfig:
         prefix_cache_size: most bytes of the entries in that folder.
         prefix_cache_memory: most bytes of those kept in memory; ``None`` is 1 GB
             with a ``prefix_cache`` and 0, which keeps none, without.
+        memory_limit: most bytes that MLX should hold: models that cannot fit are not
+            loaded, requests that cannot are refused, and rows wait for memory;
+            ``None`` is what the device has. See docs/memory.md.
 
     Raises:
         ConfigError: a value is out of range, or does not go with another.
@@ -72,6 +75,7 @@ class EngineConfig:
     prefix_cache: str | os.PathLike[str] | None = None
     prefix_cache_size: int = DEFAULT_PREFIX_CACHE_SIZE
     prefix_cache_memory: int | None = None
+    memory_limit: int | None = None
 
     def __post_init__(self) -> None:
         require_int("batch_size", self.batch_size, 1)
@@ -86,6 +90,8 @@ class EngineConfig:
         if self.max_kv_size is not None:
             require_int("max_kv_size", self.max_kv_size, 5)
         self._check_prefix_cache()
+        if self.memory_limit is not None:
+            require_int("memory_limit", self.memory_limit, 1)
 
     @property
     def prefix_memory(self) -> int:

@@ -15,7 +15,7 @@ from . import backend
 from .config import EngineConfig, check_draft_name
 from .drafters import Drafter, DraftModel
 from .engine import Engine
-from .errors import ConfigError
+from .errors import ConfigError, ModelError
 from .models import (
     LoadedModel,
     check_same_vocabulary,
@@ -24,11 +24,14 @@ from .models import (
     load,
     load_draft,
 )
+from .models.outline import outline, outline_draft
+from .models.planning import Described, plan_memory
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.runner import ModelRunner
 from .observer import RoundObserver
 from .params import SamplingParams
 from .prefix.store import PrefixStore, open_store
+from .preflight import Preflight
 from .prompts import Prompt, encode_all
 from .results import GenerationResult, StreamEvent
 from .serving import Server
@@ -53,6 +56,7 @@ class SpecDecoder:
     Raises:
         VocabularyMismatchError: target and draft do not share a vocabulary.
         UnsupportedModelError: a model needs a cache that is not supported.
+        MemoryLimitError: the models do not fit in memory.
     """
 
     def __init__(
@@ -71,8 +75,11 @@ class SpecDecoder:
         if draft is not None:
             check_same_vocabulary(target, draft)
         self.prefix_store: PrefixStore | None = open_store(self.config)
+        self._preflight = _preflight(target, draft, self.config, self._backend)
         self._target = self._runner(target)
-        self._bounds = Bounds(self._target.vocab_size, context_length(target.config))
+        self._bounds = Bounds(
+            self._target.vocab_size, context_length(target.config), self._preflight
+        )
         self._drafter: Drafter | None = None
         if draft is not None and self.config.num_draft_tokens:
             self._drafter = DraftModel(
@@ -111,10 +118,14 @@ class SpecDecoder:
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
             ConfigError: there is no such ``self:`` draft, or ``dtype``.
+            MemoryLimitError: the models do not fit in memory; none is loaded.
         """
         if draft is not None:
             check_draft_name(draft)
-        loaded = load(default_target() if target is None else target, dtype=dtype)
+        if target is None:
+            target = default_target()
+        _check_before_loading(target, draft, dtype, config or EngineConfig())
+        loaded = load(target, dtype=dtype)
         loaded_draft = None
         if draft is not None:
             loaded_draft = load_draft(draft, loaded, dtype=dtype)
@@ -227,6 +238,7 @@ class SpecDecoder:
             frozenset(self.tokenizer.eos_token_ids),
             lambda: self.tokenizer.detokenizer,
             observer,
+            self._preflight,
         )
         return Session(engine, self.tokenizer, self._bounds)
 
@@ -247,6 +259,34 @@ def _events(session: Session) -> Iterator[StreamEvent]:
     with wired_memory():
         while session.busy:
             yield from session.step()
+
+
+def _preflight(
+    target: Described,
+    draft: Described | None,
+    config: EngineConfig,
+    defaults: backend.BackendDefaults,
+) -> Preflight | None:
+    """What fits in memory; ``None`` where nobody says how much there is."""
+    limit = config.memory_limit or backend.memory_size()
+    if limit is None:
+        return None
+    preflight = Preflight(plan_memory(target, draft, config, defaults), limit)
+    preflight.check_models()
+    return preflight
+
+
+def _check_before_loading(
+    target: str, draft: str | None, dtype: str | None, config: EngineConfig
+) -> None:
+    try:
+        target_outline = outline(target, dtype=dtype)
+        draft_outline = None
+        if draft is not None:
+            draft_outline = outline_draft(draft, target_outline, dtype=dtype)
+    except ModelError:
+        return  # not downloaded yet, or broken: loading tells, and checks again
+    _preflight(target_outline, draft_outline, config, backend.defaults())
 
 
 def _per_prompt(

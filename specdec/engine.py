@@ -18,6 +18,7 @@ from .drafters import Drafter
 from .inflight import RowOutput
 from .models.runner import ModelRunner
 from .observer import RoundObserver
+from .preflight import Preflight
 from .scheduler import Scheduler
 from .sequence import Request, Sequence
 from .stats import RunStats
@@ -39,6 +40,7 @@ class Engine:
         detokenizer: makes a new streaming detokenizer; without it results have
             tokens and no text, and stop texts are not found.
         observer: is told of every round.
+        preflight: rows wait while those that run leave no memory for them.
     """
 
     def __init__(
@@ -50,6 +52,7 @@ class Engine:
         eos_token_ids: AbstractSet[int],
         detokenizer: Callable[[], Detokenizer] | None = None,
         observer: RoundObserver | None = None,
+        preflight: Preflight | None = None,
     ):
         self.stats = RunStats()
         self._target = target
@@ -60,6 +63,10 @@ class Engine:
         self._detokenizer = detokenizer
         self._observer = observer or RoundObserver()
         self._scheduler = Scheduler(config.batch_size)
+        if preflight is not None:
+            self._scheduler = Scheduler(
+                config.batch_size, budget=preflight.limit, cost=preflight.cost
+            )
         self._alive: dict[int, Sequence] = {}
         self._cancelled: list[Sequence] = []
         self._running: RowBatch | None = None
@@ -174,6 +181,8 @@ class Engine:
         sequences = self._scheduler.admit(running)
         if not sequences:
             return
+        if self._running is not None:  # what it takes was not counted
+            self._running.drop_ended()
         self._joining = RowBatch(
             self._target,
             self._drafter,

@@ -7,6 +7,7 @@
     │   ├── ModelNotFoundError     no model under that name
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
     │   └── VocabularyMismatchError  target and draft do not share a vocabulary
+    ├── MemoryLimitError       a run does not fit in memory (the numbers are named)
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
     ├── ServerError            a server is not open, or its engine failed
     └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
@@ -58,6 +59,10 @@ class UnsupportedModelError(ModelError):
 
 class VocabularyMismatchError(ModelError):
     """Target and draft do not share a vocabulary; the message names what differs."""
+
+
+class MemoryLimitError(SpecdecError):
+    """A run does not fit in memory; the message has the numbers."""
 
 
 class CacheError(SpecdecError, ValueError):

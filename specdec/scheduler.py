@@ -9,7 +9,7 @@ from collections.abc import Sequence as AbstractSequence
 from .sequence import Request, Sequence
 
 
-def _free(request: Request) -> int:
+def _free(requests: AbstractSequence[Request]) -> int:
     return 0
 
 
@@ -22,7 +22,8 @@ class Scheduler:
         batch_size: rows that decode together at most.
         budget: what the rows of a batch may cost together, in bytes; ``None``:
             anything.
-        cost: what a request costs while it has a row, in bytes.
+        cost: what requests cost while they have rows together, in bytes: more for
+            more of them.
     """
 
     def __init__(
@@ -30,7 +31,7 @@ class Scheduler:
         batch_size: int,
         *,
         budget: int | None = None,
-        cost: Callable[[Request], int] = _free,
+        cost: Callable[[AbstractSequence[Request]], int] = _free,
     ):
         self.batch_size = batch_size
         self.budget = budget
@@ -60,12 +61,15 @@ class Scheduler:
             running: the rows that have one. Where there are none, the first that
                 waits gets one whatever it costs: it will not fit better later.
         """
-        spent = sum(self._cost(s.request) for s in running)
         admitted: list[Sequence] = []
         while self._waiting and len(running) + len(admitted) < self.batch_size:
-            spent += self._cost(self._waiting[0].request)
-            occupied = bool(running or admitted)
-            if occupied and self.budget is not None and spent > self.budget:
+            together = [*running, *admitted, self._waiting[0]]
+            if len(together) > 1 and not self._fits(together):
                 break
             admitted.append(self._waiting.popleft())
         return admitted
+
+    def _fits(self, rows: AbstractSequence[Sequence]) -> bool:
+        return self.budget is None or (
+            self._cost([s.request for s in rows]) <= self.budget
+        )

@@ -7,9 +7,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from .engine import Engine
-from .errors import ConfigError, PromptError
+from .errors import ConfigError, MemoryLimitError, PromptError
 from .inflight import RowOutput
 from .params import SamplingParams
+from .preflight import Preflight
 from .prompts import EncodedPrompt, Prompt, encode
 from .results import GenerationResult, StreamEvent
 from .sequence import Request
@@ -23,10 +24,12 @@ class Bounds:
     Args:
         vocab_size: the target's number of logits.
         context_length: positions that the target serves; ``None``: not known.
+        preflight: knows what fits in memory; ``None``: nothing is asked.
     """
 
     vocab_size: int
     context_length: int | None = None
+    preflight: Preflight | None = None
 
     def check(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
@@ -34,6 +37,7 @@ class Bounds:
         Raises:
             PromptError: the prompt is longer than the context.
             ConfigError: a token id is none of the target's.
+            MemoryLimitError: the request does not fit in memory even alone.
         """
         named = (
             ("logit_bias", params.logit_bias or ()),
@@ -46,6 +50,12 @@ class Bounds:
                     f"{name} names token {max(tokens)}: "
                     f"the target's last is {self.vocab_size - 1}"
                 )
+        params = self._cut(prompt, params)
+        if self.preflight is not None:
+            self.preflight.check(len(prompt.token_ids), params)
+        return params
+
+    def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
             return params
         room = self.context_length - len(prompt.token_ids)
@@ -146,7 +156,7 @@ class Session:
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
                 self._bounds.check(prompt, p)
-            except (PromptError, ConfigError) as error:
+            except (PromptError, ConfigError, MemoryLimitError) as error:
                 raise type(error)(f"prompt {i}: {error}") from error
             checked.append((prompt, p))
         return [self.add_encoded(prompt, p) for prompt, p in checked]

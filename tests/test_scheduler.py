@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as Sequence_
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,6 +14,10 @@ from specdec.sequence import Request, Sequence
 
 def row(index: int, length: int = 1) -> Sequence:
     return Sequence(Request(index, "", (1,) * length, SamplingParams()), frozenset())
+
+
+def total(requests: Sequence_[Request]) -> int:
+    return sum(len(r.prompt_tokens) for r in requests)
 
 
 def indices(rows: list[Sequence]) -> list[int]:
@@ -46,7 +52,7 @@ def test_rows_that_ended_while_they_waited_leave_the_queue() -> None:
 
 
 def test_nobody_overtakes_a_row_that_does_not_fit() -> None:
-    scheduler = Scheduler(8, budget=10, cost=lambda r: len(r.prompt_tokens))
+    scheduler = Scheduler(8, budget=10, cost=total)
     for index, length in enumerate((4, 7, 1)):
         scheduler.add(row(index, length))
     first = scheduler.admit([])
@@ -56,7 +62,7 @@ def test_nobody_overtakes_a_row_that_does_not_fit() -> None:
 
 
 def test_a_row_that_never_fits_runs_alone() -> None:
-    scheduler = Scheduler(8, budget=10, cost=lambda r: len(r.prompt_tokens))
+    scheduler = Scheduler(8, budget=10, cost=total)
     for index, length in enumerate((50, 1)):
         scheduler.add(row(index, length))
     assert indices(scheduler.admit([])) == [0]
@@ -72,9 +78,7 @@ def test_a_row_that_never_fits_runs_alone() -> None:
 def test_every_row_is_admitted_once_in_order_within_bounds(
     lengths: list[int], batch_size: int, budget: int, leaving: list[int]
 ) -> None:
-    scheduler = Scheduler(
-        batch_size, budget=budget, cost=lambda r: len(r.prompt_tokens)
-    )
+    scheduler = Scheduler(batch_size, budget=budget, cost=total)
     for index, length in enumerate(lengths):
         scheduler.add(row(index, length))
     running: list[Sequence] = []

@@ -17,6 +17,7 @@ from ..config import (
     check_draft_name,
 )
 from ..errors import PromptError
+from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
 from .output import Progress, Sink
 from .quiet import silence_third_parties
@@ -124,6 +125,12 @@ if TYPE_CHECKING:
     help="Load the weights in this type. [default: as they are stored]",
 )
 @click.option(
+    "--memory-limit",
+    metavar="SIZE",
+    help="Most memory to use, such as 8GB or 6.5GiB: rows wait for it, and what "
+    "cannot fit is refused. [default: what the device has]",
+)
+@click.option(
     "--output",
     "output_file",
     metavar="FILE.jsonl",
@@ -146,6 +153,7 @@ def run(
     kv_group_size: str,
     quantized_kv_start: int,
     dtype: str | None,
+    memory_limit: str | None,
     output_file: str | None,
     quiet: bool,
     **sampling: Any,
@@ -179,6 +187,7 @@ def run(
         kv_bits=None if kv_bits is None else int(kv_bits),
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
+        memory_limit=None if memory_limit is None else parse_size(memory_limit),
     )
     params = params_of(draft=draft, output_file=output_file, **sampling)
     if ignore_chat_template and system_prompt is not None:

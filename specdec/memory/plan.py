@@ -22,6 +22,7 @@ PARTS = (
     "logits",
     "activations",
     "rounds in flight",
+    "prefix cache",
     "loading",
 )
 
@@ -78,6 +79,7 @@ class MemoryPlan:
         lookahead: rounds that the backend lets the host read behind the device.
         patient: whether speculative rounds are read so late too (RowBatch).
         quantized_kv_start: tokens from which on caches are packed, if they are.
+        prefix_bytes: of prefixes that are kept in memory beside the rows.
     """
 
     target: ModelGeometry
@@ -88,6 +90,7 @@ class MemoryPlan:
     lookahead: int = 1
     patient: bool = True
     quantized_kv_start: int = 0
+    prefix_bytes: int = 0
 
     # -- the moments -------------------------------------------------------
 
@@ -133,7 +136,7 @@ class MemoryPlan:
             )
             parts["growth and joins"] = self._largest_layer(model, rows, prompt)
             parts["activations"] = model.workspace_bytes(len(rows), width, columns)
-            moments.append(Moment("prefill", parts))
+            moments.append(Moment("prefill", self._with_prefixes(parts)))
         return max(moments, key=lambda moment: moment.total)
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
@@ -159,7 +162,12 @@ class MemoryPlan:
         parts["activations"] = max(workspace)
         if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (max(workspace) + sum(logits))
-        return Moment("decoding", parts)
+        return Moment("decoding", self._with_prefixes(parts))
+
+    def _with_prefixes(self, parts: dict[str, int]) -> dict[str, int]:
+        return (
+            parts | {"prefix cache": self.prefix_bytes} if self.prefix_bytes else parts
+        )
 
     # -- the engine's own sizes ----------------------------------------------
 
@@ -195,6 +203,8 @@ class MemoryPlan:
         context = max((r.context for r in rows), default=0)
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
         padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)
+        if self.prefix_bytes:  # a chunk can begin behind any prefix
+            padded = prompt + self.prefill_step_size
         return max(context + (self.lookahead + 2) * self._round, padded)
 
     def _kv_bytes(

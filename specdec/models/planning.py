@@ -57,4 +57,5 @@ def plan_memory(
         lookahead=backend.lookahead,
         patient=backend.repeat_shapes,
         quantized_kv_start=config.quantized_kv_start,
+        prefix_bytes=config.prefix_memory,
     )
