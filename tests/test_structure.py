@@ -40,7 +40,7 @@ LAYERS = (
         "sampling",
         "scheduler",
         "stats",
-    },  # fmt: skip
+    },
     {"sequence"},
     {"params", "text"},
     {"backend", "config", "memory", "prompts"},

@@ -55,6 +55,7 @@ MISTAKES = [
     ("run -p Hi --top-p 0.9", 2, "--top-p needs --temp: at 0 nothing is drawn"),
     ("run -p Hi --temp hot", 2, "'--temp': 'hot' is not a valid float"),
     ("run -p Hi --seed x", 2, "'--seed': 'x' is not a valid integer"),
+    ("run -p Hi --memory-limit lots", 2, "'lots' is no size: write it as 8GB"),
     ("run -p Hi --dtype fp16", 2, "'fp16' is not one of 'float32', 'bfloat16'"),
     ("run -p Hi --ignore-chat-template --system-prompt S", 2, "leave out --ignore"),
     ("run --prompt=", 2, "--prompt is empty: give it a text"),
