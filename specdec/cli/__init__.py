@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .cache import cache
 from .convert import convert
 from .estimate import estimate
 from .report import report
@@ -46,3 +47,4 @@ def main() -> None:
 main.add_command(run)
 main.add_command(estimate)
 main.add_command(convert)
+main.add_command(cache)

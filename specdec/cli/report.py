@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import traceback
 
@@ -27,6 +28,19 @@ def report(error: Exception) -> int:
     message, code = _describe(error)
     click.echo(f"specdec: error: {' '.join(message.split())}", err=True)
     return code
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        message = " ".join(record.getMessage().split())
+        click.echo(f"specdec: warning: {message}", err=True)
+
+
+def show_warnings() -> None:
+    """Let warnings of the library appear as lines like the errors."""
+    logger = logging.getLogger("specdec")
+    if not logger.handlers:
+        logger.addHandler(_Lines(logging.WARNING))
 
 
 def debugging() -> bool:

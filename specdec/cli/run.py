@@ -20,8 +20,9 @@ from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
 from .output import Progress, Sink
+from .prefix_options import prefix_config, prefix_options
 from .quiet import silence_third_parties
-from .report import INTERRUPTED
+from .report import INTERRUPTED, show_warnings
 from .sampling_options import dashed, is_given, params_of, sampling_options
 
 if TYPE_CHECKING:
@@ -119,6 +120,7 @@ if TYPE_CHECKING:
     show_default=True,
     help="Quantize once the longest row holds N tokens, with --kv-bits.",
 )
+@prefix_options
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "bfloat16", "float16"]),
@@ -152,6 +154,9 @@ def run(
     kv_bits: str | None,
     kv_group_size: str,
     quantized_kv_start: int,
+    prefix_cache: str | None,
+    prefix_cache_size: str | None,
+    prefix_cache_memory: str | None,
     dtype: str | None,
     memory_limit: str | None,
     output_file: str | None,
@@ -188,6 +193,11 @@ def run(
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
+        **prefix_config(
+            prefix_cache=prefix_cache,
+            prefix_cache_size=prefix_cache_size,
+            prefix_cache_memory=prefix_cache_memory,
+        ),
     )
     params = params_of(draft=draft, output_file=output_file, **sampling)
     if ignore_chat_template and system_prompt is not None:
@@ -201,6 +211,7 @@ def run(
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
+    show_warnings()
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
 
@@ -313,7 +324,7 @@ def _summary(decoder: SpecDecoder) -> str:
         "target": decoder.target_name,
         "draft": f"{draft}, {_some(k, 'token')} a round" if draft else "none",
         "prefill": f"{_some(stats.prefilled, 'prompt')}, "
-        f"{_some(stats.prompt_tokens, 'token')}, "
+        f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",
     }
     if stats.rounds:
@@ -329,6 +340,10 @@ def _summary(decoder: SpecDecoder) -> str:
         )
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+
+
+def _reused(n: int) -> str:
+    return f" ({n} from the prefix cache)" if n else ""
 
 
 def _some(n: int, what: str) -> str:

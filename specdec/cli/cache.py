@@ -1,0 +1,88 @@
+"""``specdec cache``: what a prefix cache folder holds; no mlx is loaded."""
+
+from __future__ import annotations
+
+import sys
+from datetime import datetime
+from pathlib import Path
+
+import click
+
+from ..memory.sizes import format_size
+from ..prefix.audit import Audit, audit, remove
+from .report import FAILURE
+
+
+def _existing(_: click.Context, __: click.Parameter, value: str) -> Path:
+    folder = Path(value).expanduser()
+    if not folder.is_dir():
+        raise click.BadParameter(f"there is no folder {folder}")
+    return folder
+
+
+_folder = click.argument("folder", metavar="DIR", callback=_existing)
+
+
+@click.group(short_help="List, verify or clear a prefix cache folder.")
+def cache() -> None:
+    """Look after the folder of --prefix-cache."""
+
+
+@cache.command("list", short_help="What it holds, by model.")
+@_folder
+def list_(folder: Path) -> None:
+    """List what DIR holds, by model and kind of cache."""
+    found = _audit(folder)
+    for each in found.holdings(folder):
+        used = datetime.fromtimestamp(each.last_used)
+        click.echo(
+            f"{each.signature[:8]}  {each.model}: {_entries(each.entries)}, "
+            f"{format_size(each.nbytes)}, longest prefix {each.longest} tokens, "
+            f"last used {used:%Y-%m-%d %H:%M}"
+        )
+    click.echo(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")
+    if found.damaged:
+        click.echo(
+            f"specdec: note: {_entries(len(found.damaged))} of no use: "
+            f"specdec cache verify {folder} removes them",
+            err=True,
+        )
+
+
+@cache.command(short_help="Read all of it; remove what is damaged.")
+@_folder
+def verify(folder: Path) -> None:
+    """Compare every entry of DIR with its digest; remove what is damaged.
+
+    The exit code is 1 if anything was. Removing costs nothing but time: what is
+    missing is computed again.
+    """
+    found = _audit(folder, contents=True)
+    remove(folder, list(found.damaged))
+    for name, reason in found.damaged.items():
+        click.echo(f"removed {name}: {reason}")
+    click.echo(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}: verified")
+    if found.damaged:
+        sys.exit(FAILURE)
+
+
+@cache.command(short_help="Remove all entries.")
+@_folder
+def clear(folder: Path) -> None:
+    """Remove all entries of DIR; other files stay."""
+    found = _audit(folder)
+    remove(folder, [*(file.name for file in found.sound), *found.damaged])
+    click.echo(f"removed {_entries(len(found.sound) + len(found.damaged))}")
+
+
+def _audit(folder: Path, *, contents: bool = False) -> Audit:
+    try:
+        return audit(folder, contents=contents)
+    except OSError as error:
+        raise click.ClickException(
+            f"{folder} cannot be read: {error.strerror}"
+        ) from error
+
+
+def _entries(n: int) -> str:
+    return "1 entry" if n == 1 else f"{n} entries"
