@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from specdec import SamplingParams
 from specdec.backend import BackendDefaults
-from specdec.prefix.store import PrefixStore
 from tests.cache.small_models import MODELS, ChunkedModel
 from tests.plain import AT_ONCE, BEHIND, greedy
 
-from .harness import BLOCK, NEW_TOKENS, Prompt, TinyModel, decode, memory_store
+from .harness import NEW_TOKENS, Prompt, TinyModel, decode, memory_store
 
 STEM = [(7 * i + i * i) % 97 for i in range(60)]
 
@@ -167,41 +163,3 @@ def test_rows_own_their_copies(tiny_model: TinyModel) -> None:
         tokens, reused, _ = decode(target, target, prompts, store)
         assert tokens == wanted
         assert reused == expected
-
-
-@cache
-def small_model(name: str) -> Any:
-    from tests.conftest import _tiny_model
-
-    arch, arguments = MODELS[name]
-    return _tiny_model(arch, **arguments)
-
-
-@cache
-def plain(name: str, prompt: tuple[int, ...]) -> list[int]:
-    return greedy(small_model(name), prompt, 6)
-
-
-# Prompts over two tokens share prefixes of all lengths.
-RANDOM = st.lists(
-    st.lists(st.tuples(st.integers(0, 1), st.integers(1, 9)), min_size=1, max_size=5),
-    min_size=1,
-    max_size=3,
-)
-
-
-@pytest.mark.parametrize("name", ["full", "gemma3"])
-@settings(max_examples=15)
-@given(calls=st.lists(RANDOM, min_size=1, max_size=4), budget=st.integers(0, 60_000))
-def test_random_prompts(
-    name: str, calls: list[list[list[tuple[int, int]]]], budget: int
-) -> None:
-    """Any history of any prompts, with places that are taken away in between."""
-    store = PrefixStore(memory=budget, block_size=BLOCK)
-    for call in calls:
-        prompts = [[t for token, n in runs for t in [token] * n] for runs in call]
-        got, _, _ = decode(
-            small_model(name), None, prompts, store, params=SamplingParams(max_tokens=6)
-        )
-        assert got == [plain(name, tuple(prompt)) for prompt in prompts]
-        assert store.nbytes <= budget
