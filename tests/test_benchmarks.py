@@ -78,6 +78,28 @@ def test_profile_round(tmp_path: Path) -> None:
         assert sum(phases.values()) == pytest.approx(total)
 
 
+def test_prefix(tmp_path: Path) -> None:
+    """In float32 the tokens are the same wherever the prefix comes from."""
+    raw = run(
+        "prefix",
+        tmp_path / "first",
+        *("first-tokens", "--dtype", "float32", "--num-prompts", "2"),
+        *("--shared", "300", "--own", "9", "--folder", str(tmp_path)),
+    )
+    rounds = list(raw["rounds"].values())
+    assert [r["prefix_tokens"][0] for r in rounds] == [0, 0, 308, 300, 308]
+    plain, first, second, _, disk = (r["tokens"] for r in rounds)
+    assert plain == first == second == disk
+    raw = run(
+        "prefix",
+        tmp_path / "storage",
+        *("storage", "--tokens", "600", "--geometry", "2:2:64"),
+    )
+    dense, packed = raw["stored"]["16 bits"], raw["stored"]["4 bits"]
+    assert dense["memory_bytes"] == 600 * 2 * 2 * 2 * 64 * 2
+    assert packed["memory_bytes"] * 16 == dense["memory_bytes"] * 4.5
+
+
 SHAPES = "shapes are 8b, 1b, tiny"
 
 

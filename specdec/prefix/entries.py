@@ -62,7 +62,7 @@ def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E
     chain: list[E] = []
     length = 0
     if linear:
-        length, chain = _chain(found)
+        length, chain = chained(found)
     ring = None
     if rings:
         longest, length = length, 0
@@ -76,8 +76,8 @@ def plan(found: Iterable[tuple[E, int]], *, linear: bool, rings: bool) -> Plan[E
     return Plan(length, blocks, ring)
 
 
-def _chain(found: list[tuple[E, int]]) -> tuple[int, list[E]]:
-    """Blocks that follow each other from the first token on, and their length."""
+def chained(found: Iterable[tuple[E, int]]) -> tuple[int, list[E]]:
+    """How far blocks follow each other from the first token on, and which."""
     best: dict[int, tuple[int, E]] = {}
     for entry, shared in found:
         end = min(shared, entry.end)

@@ -60,6 +60,7 @@ class _Row:
         reused: tokens restored.
         slack: ends before ``reused`` that its rings could go back to.
         shared: tokens in common with some stored prompt.
+        covered: tokens that stored blocks hold.
         branch: where it parts from the other prompts known; 0 for nowhere.
     """
 
@@ -69,6 +70,7 @@ class _Row:
     reused: int = 0
     slack: int = 0
     shared: int = 0
+    covered: int = 0
     branch: int = 0
 
 
@@ -100,6 +102,7 @@ class PrefixSession:
                 rings=prefixes.rings,
             )
             row.plan, row.shared = found.plan, found.shared
+            row.covered = found.covered
             row.reused = found.plan.length
             ring = found.plan.ring
             row.slack = 0 if ring is None else row.reused - (ring.end - ring.slack)
@@ -169,8 +172,8 @@ class PrefixSession:
         ends |= {end for end in (row.branch, whole) if first < end <= last}
         for end in sorted(ends):
             kinds: list[Kind] = []
-            # A block that a stored one goes beyond would be half of it.
-            if end % size == 0 or (end == whole and row.shared < whole):
+            # At the prompt's end a block may be half of one that is there.
+            if end % size == 0 or (end == whole and row.covered < whole):
                 kinds.append("block")
             if self._prefixes.rings and end in (row.branch, whole):
                 kinds.append("ring")

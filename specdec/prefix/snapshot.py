@@ -63,7 +63,8 @@ def ring_positions(ring: RingCache, end: int, slack: int) -> list[int]:
 
     The query at position ``e`` sees ``e - window + 1 .. e`` and the first ``keep``.
     """
-    first = max(ring.keep, end - slack - ring.window + 1)
+    # Of a window of 1 nothing is needed; one column all the same, not to be empty.
+    first = max(ring.keep, end - slack - max(ring.window - 1, 1))
     return [*range(min(ring.keep, end)), *range(first, end)]
 
 

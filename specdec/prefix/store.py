@@ -15,7 +15,7 @@ from pathlib import Path
 
 from ..config import EngineConfig
 from .disk import DiskTier
-from .entries import Kind, Plan, plan, reached
+from .entries import Kind, Plan, chained, plan, reached
 from .files import File, header_fields
 from .radix import RadixTree
 from .snapshot import Piece, pack, unpack
@@ -65,10 +65,13 @@ class Found:
     Args:
         plan: pieces, in memory now, that restore its first ``plan.length`` tokens.
         shared: tokens that it has in common with some stored prompt.
+        covered: tokens that stored blocks hold without a gap: those on disk, where
+            there is a disk tier.
     """
 
     plan: Plan[Piece]
     shared: int
+    covered: int
 
 
 def open_store(config: EngineConfig) -> PrefixStore | None:
@@ -140,18 +143,20 @@ class PrefixStore:
             match = self._memory.match(path)
             shared = max(match.length - 1, 0)
             found: list[tuple[Piece | File, int]] = [*reached(match)]
+            files: list[tuple[File, int]] = []
             if self.disk is not None:
                 on_disk, files = self.disk.find(path)
                 shared = max(shared, on_disk)
                 found += files
+            covered, _ = chained(found if self.disk is None else files)
             best = plan(found, linear=linear, rings=rings)
             if best.length < self.min_length:
-                return Found(Plan(0), shared)
+                return Found(Plan(0), shared, covered)
             loaded = self._load(best)
             if loaded is not None:
                 for node in [*match.passed, *islice(match.beneath(), 1)][-1:]:
                     self._memory.touch(node)
-                return Found(loaded, shared)
+                return Found(loaded, shared, covered)
             # A file could not be read and is known no more: what else is there?
 
     def _load(self, best: Plan[Piece | File]) -> Plan[Piece] | None:

@@ -86,7 +86,7 @@ def main() -> None:
             # What has lost its parent goes when that is missed a second time.
             DiskTier(folder, MANY).refresh()
             check(folder, jobs)
-    print(cut_short, partial, len(jobs))
+    print(cut_short, partial)
 
 
 if __name__ == "__main__":
