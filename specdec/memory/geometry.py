@@ -62,7 +62,7 @@ class ModelGeometry:
         num_heads: of queries.
         head_width: of one query head.
         score_copies: scores that attention holds at a time: 1, or 2 where it adds
-            its own to the mask (latent attention) or sinks to the softmax.
+            its own to the mask (latent attention).
         expanded_width: numbers per cached token that attention unfolds while it
             runs (latent attention); 0 for most.
         loading_bytes: most that is held while the model is loaded, its weights

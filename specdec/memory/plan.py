@@ -155,13 +155,15 @@ class MemoryPlan:
         # rows that join copy it twice more, in one go.
         parts["growth and joins"] = max(layers) * (3 if len(rows) > 1 else 1)
         # A draft's first forward of a round takes two tokens.
-        logits = [_choice_bytes(self.target, rows, k)]
-        if self.draft:
-            logits.append(_choice_bytes(self.draft, rows, 1))
-        parts["logits"] = sum(logits)
+        heads = [(self.target, k)] + ([(self.draft, 1)] if self.draft else [])
+        logits = sum(
+            logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
+        )
+        logits += max(_choice_bytes(m, rows, n) for m, n in heads)
+        parts["logits"] = logits
         parts["activations"] = max(workspace)
         if ahead := self._ahead:
-            parts["rounds in flight"] = ahead * (max(workspace) + sum(logits))
+            parts["rounds in flight"] = ahead * (max(workspace) + logits)
         return Moment("decoding", self._with_prefixes(parts))
 
     def _with_prefixes(self, parts: dict[str, int]) -> dict[str, int]:
@@ -249,14 +251,15 @@ class MemoryPlan:
 
 
 def _choice_bytes(model: ModelGeometry, rows: Sequence[RowNeeds], k: int) -> int:
-    """Logits of k + 1 positions, and what choosing a token from them holds."""
-    size = logits_bytes(len(rows), k, model.vocab_size, model.elem_bytes)
-    # Copies in float32, measured: noise, logits and their sum; for filters also
-    # log-probabilities, sorted, summed and put back.
+    """What choosing a token from logits of k + 1 positions holds beside them.
+
+    Copies in float32, measured: noise, logits and their sum; for filters also
+    log-probabilities, sorted, summed and put back.
+    """
     copies = 3 if any(r.sampled for r in rows) else 0
     if any(r.sampled and r.filtered for r in rows):
         copies = 12
-    return size + copies * logits_bytes(len(rows), k, model.vocab_size, 4)
+    return copies * logits_bytes(len(rows), k, model.vocab_size, 4)
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:

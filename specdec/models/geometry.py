@@ -56,7 +56,6 @@ def geometry_of(
     if options.kv_bits is not None and options.quantized_kv_start:
         dense, _ = _caches(model, name, replace(at_once, kv_bits=None))
     weights = [array for _, array in _arrays(model)]
-    sinks = any(path.endswith("sinks") for path, _ in _arrays(model))
     settings = _Settings(config)
     heads = settings.number("num_attention_heads", "n_heads", "num_heads", "n_head")
     hidden = settings.number("hidden_size", "d_model", "n_embd", "dim", "model_dim")
@@ -78,7 +77,7 @@ def geometry_of(
         layer_width=_layer_width(model, settings),
         num_heads=heads,
         head_width=nope + rope if latent else head,
-        score_copies=2 if latent or sinks else 1,
+        score_copies=2 if latent else 1,
         expanded_width=heads * (nope + values) if latent else 0,
         loading_bytes=loading_bytes,
     )

@@ -118,7 +118,8 @@ RUNS: list[Run] = [
     ("full", 1, 1, 600, 20, {"prefill_step_size": 256}),
     ("full", 8, 12, 10, 280, {}),  # grows, and rows join, past 256 slots
     ("full", 3, 5, 150, 115, {"num_draft_tokens": 3}),
-    ("full", 4, 6, 20, 30, {"temperature": 0.8, "num_draft_tokens": 3}),
+    ("full", 4, 6, 25, 12, {"temperature": 0.8, "num_draft_tokens": 3,
+                            "vocab_size": 8000}),
     ("full", 4, 6, 200, 80, {"kv_bits": 4, "kv_group_size": 32}),
     ("full", 4, 6, 200, 80, {"kv_bits": 8, "kv_group_size": 32,
                              "quantized_kv_start": 150}),
@@ -126,7 +127,7 @@ RUNS: list[Run] = [
     ("gemma3", 4, 6, 200, 80, {}),
     ("gemma3", 8, 12, 10, 280, {}),
     ("gemma3", 4, 6, 200, 80, {"kv_bits": 8, "kv_group_size": 32}),
-    ("gpt-oss", 2, 3, 300, 20, {"prefill_step_size": 128}),
+    ("gpt-oss", 1, 1, 1300, 4, {"prefill_step_size": 256}),
     ("latent", 4, 6, 200, 80, {}),
     ("list", 2, 3, 300, 20, {}),
     ("shared-kv", 4, 6, 200, 80, {}),
@@ -149,9 +150,12 @@ def test_a_run_stays_within_its_plan(
     """A part forgotten (growth, a join, scores, noise) lets the peak pass the plan."""
     options = {"prefill_step_size": 64, "num_draft_tokens": 0, **options}
     temperature = options.pop("temperature", 0.0)
+    wider = {"vocab_size": options.pop("vocab_size", 1000)}
     config = EngineConfig(batch_size=batch, **options)
-    target = loaded(tiny_model, name)
-    draft = loaded(tiny_model, name, seed=1) if config.num_draft_tokens else None
+    target = loaded(tiny_model, name, **wider)
+    draft = None
+    if config.num_draft_tokens:
+        draft = loaded(tiny_model, name, seed=1, **wider)
     requests = requests_of(n, prompt, generated, temperature)
     peak, plan = measure(target, draft, config, requests)
     told = plan.peak(fullest(requests, batch))
