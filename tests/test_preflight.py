@@ -32,7 +32,7 @@ def requests_of(n: int) -> list[Request]:
     """Rows of many lengths, that end and join one by one."""
     return [
         Request(
-            i, "", (5 + i,) * (60 + 37 * i % 180), SamplingParams(max_tokens=20 + 9 * i)
+            i, "", (5 + i,) * (60 + 37 * i % 180), SamplingParams(max_tokens=12 + 6 * i)
         )
         for i in range(n)
     ]
@@ -82,7 +82,7 @@ def test_a_small_limit_is_never_passed(
     """Rows wait for memory; the output stays, and the peak is within the limit."""
     target = loaded(tiny_model, "full", vocab_size=300)
     draft = loaded(tiny_model, "gemma3", seed=1, vocab_size=300) if with_draft else None
-    requests = requests_of(10)
+    requests = requests_of(8)
     free, unbounded, most = decode(target, draft, requests, backend, None)
     assert most == 6
     config = EngineConfig(batch_size=6, prefill_step_size=64, num_draft_tokens=2)
