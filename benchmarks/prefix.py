@@ -23,16 +23,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from benchmarks.common import (
-    DTYPES,
-    Script,
-    header_of,
-    load_model,
-    markdown_table,
-    token_level,
-    write_report,
-)
+from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.bench.models import DTYPES, load_model, token_level
+from specdec.bench.tables import markdown_table
 from specdec.cache import BatchKVCache, BatchQuantizedKVCache
 from specdec.errors import ConfigError
 from specdec.prefix.session import ModelPrefixes
@@ -126,7 +120,7 @@ def first_tokens(
         # Shapes and kernels are new once; that is not what is measured.
         decoder().generate([p[: own + 8] for p in first], SamplingParams(max_tokens=2))
         measure("without a store", decoder(), first)
-        stored = decoder(prefix_cache=at, prefix_cache_memory=2**40)
+        stored = decoder(prefix_cache=at, prefix_cache_memory=4 * 10**9)
         measure("first round, nothing stored", stored, first)
         measure("second round, the same prompts", stored, first)
         measure("other endings, from memory", stored, others)
@@ -137,7 +131,7 @@ def first_tokens(
             stored.prefix_store.nbytes,
         )
         raw["pages_forgotten"] = forget_pages(at)
-        again = decoder(prefix_cache=at, prefix_cache_memory=2**40)
+        again = decoder(prefix_cache=at, prefix_cache_memory=4 * 10**9)
         measure("another process' second round, from disk", again, first)
         assert again.prefix_store is not None
         again.prefix_store.close()

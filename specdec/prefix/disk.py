@@ -170,10 +170,11 @@ class DiskTier:
             match = self._tree.match(path)
             return max(match.length - 1, 0), list(reached(match))
 
-    def path(self, file: File) -> tuple[Hashable, ...]:
-        """(signature, token, token, ...) up to the end of ``file``."""
+    def path(self, file: File) -> tuple[Hashable, ...] | None:
+        """(signature, token, ...) up to the end of ``file``, if it is still known."""
         with self._lock:
-            return self._nodes[file.place].path()
+            known = file.name in self._known
+            return self._nodes[file.place].path() if known else None
 
     def read(self, file: File) -> bytes | None:
         """The verified contents, or ``None`` with a warning."""

@@ -7,6 +7,7 @@ is used.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Hashable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -109,6 +110,8 @@ class PrefixStore:
         self.min_length = max(1, block_size // 8)
         self.disk = None if folder is None else DiskTier(folder, disk)
         self._memory: RadixTree[dict[Kind, Piece]] = RadixTree(memory)
+        # Sessions in several threads may share a store.
+        self._lock = threading.Lock()
 
     @property
     def nbytes(self) -> int:
@@ -139,6 +142,10 @@ class PrefixStore:
             linear, rings: the kinds of caches that the model has.
         """
         path = (signature, *tokens)
+        with self._lock:
+            return self._lookup(path, linear=linear, rings=rings)
+
+    def _lookup(self, path: _Path, *, linear: bool, rings: bool) -> Found:
         while True:
             match = self._memory.match(path)
             shared = max(match.length - 1, 0)
@@ -165,13 +172,15 @@ class PrefixStore:
         files = [entry for entry in wanted if isinstance(entry, File)]
         paths = [self.disk.path(file) for file in files] if self.disk else []
         read: dict[str, Piece] = {}
-        for file, piece in zip(files, self._read(files), strict=True):
-            if piece is None:
+        keep: list[tuple[_Path, Piece]] = []
+        for file, path, piece in zip(files, paths, self._read(files), strict=True):
+            if path is None or piece is None:
                 return None
             read[file.name] = piece
+            keep.append((path, piece))
         # Longest first: what stands above was used last.
-        for file, path in reversed(list(zip(files, paths, strict=True))):
-            self._keep(path, read[file.name])
+        for path, piece in reversed(keep):
+            self._keep(path, piece)
         pieces = [read[e.name] if isinstance(e, File) else e for e in wanted]
         ring = pieces.pop() if best.ring else None
         return Plan(best.length, tuple(pieces), ring)
@@ -179,19 +188,29 @@ class PrefixStore:
     def _read(self, files: list[File]) -> list[Piece | None]:
         if self.disk is None or not files:
             return []
-        # Reading and hashing leave the interpreter to others; arrays are made here.
-        with ThreadPoolExecutor(min(_READERS, len(files))) as pool:
-            contents = list(pool.map(self.disk.read, files))
-        return [
-            None if data is None else unpack(data, f.kind, f.start, f.end, f.slack)
-            for f, data in zip(files, contents, strict=True)
-        ]
+        # Reading and hashing leave the interpreter to others; arrays are made here,
+        # a few files at a time, so that little is held twice.
+        pieces: list[Piece | None] = []
+        with ThreadPoolExecutor(_READERS) as pool:
+            for first in range(0, len(files), 2 * _READERS):
+                some = files[first : first + 2 * _READERS]
+                for f, data in zip(some, pool.map(self.disk.read, some), strict=True):
+                    if data is None:
+                        pieces.append(None)
+                    else:
+                        piece = unpack(data, f.kind, f.start, f.end, f.slack)
+                        pieces.append(piece)
+        return pieces
 
     def insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:
         """Keep what ``cut`` makes, in each tier that has no such entry there.
 
         ``cut`` is called only then.
         """
+        with self._lock:
+            self._insert(place, kind, cut)
+
+    def _insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:
         node = self._memory.get(place.path)
         piece = None if node is None else (node.value or {}).get(kind)
         parent = place.parent if place.start else None

@@ -1,8 +1,9 @@
 """A model whose next token tells exactly which keys it saw.
 
 What a layer stores for a token is a whole number that follows from the token, its
-position and the layer; the next token is the sum of all that is visible, modulo the
-vocabulary. One column too many, too few or misplaced, and the output is another one.
+position, the layer, and the sum of all that the token saw in the layers below; the
+next token is that sum, modulo the vocabulary. One column too many, too few or
+misplaced, in a prompt or behind it, and the output is another one.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class TellTale(nn.Module):
         rows, width = inputs.shape
         if cache is None:
             return mx.zeros((rows, width, VOCABULARY))
-        total: Any = 0
+        total: Any = mx.zeros((rows, width), mx.int32)
         for layer, c in enumerate(cache):
             positions = c.offset[:, None] + mx.arange(width)
-            stored = stored_number(inputs, positions, layer)
+            stored = stored_number(inputs, positions, layer, total)
             mask = c.make_mask(width, return_array=True)
             columns = mx.repeat(stored.astype(mx.float32)[:, None, :, None], 32, -1)
             keys, values = c.update_and_fetch(columns, columns)
@@ -60,14 +61,14 @@ class TellTale(nn.Module):
             visible = mask if mask.dtype == mx.bool_ else mask == 0
             for seen in (keys, values):
                 seen = mx.round(seen[:, :, None, :, 0])  # (rows, 1, 1, columns)
-                total = total + mx.where(visible, seen, 0).sum(axis=(1, 3))
-        chosen: mx.array = total.astype(mx.int32) % VOCABULARY
+                total += mx.where(visible, seen, 0).sum(axis=(1, 3)).astype(mx.int32)
+        chosen: mx.array = total % VOCABULARY
         one_hot: mx.array = mx.arange(VOCABULARY) == chosen[..., None]
         return one_hot.astype(mx.float32)
 
 
-def stored_number(token: Any, position: Any, layer: int) -> Any:
-    return (token * 31 + position * 17 + layer * 13) % 101
+def stored_number(token: Any, position: Any, layer: int, seen: Any) -> Any:
+    return (token * 31 + position * 17 + layer * 13 + seen) % 101
 
 
 def visible_positions(kind: str, query: int, max_kv_size: int | None) -> list[int]:
@@ -92,12 +93,14 @@ def decoded(
 ) -> list[int]:
     """The model's greedy output, from the definitions alone."""
     tokens = list(prompt)
-    for _ in range(max_tokens):
-        query = len(tokens) - 1
-        total = sum(
-            2 * stored_number(tokens[p], p, layer)
-            for layer, kind in enumerate(layers)
-            for p in visible_positions(kind, query, max_kv_size)
-        )
+    stored: list[list[int]] = [[] for _ in layers]
+    while True:
+        for query in range(len(stored[0]), len(tokens)):
+            total = 0
+            for layer, kind in enumerate(layers):
+                stored[layer].append(stored_number(tokens[query], query, layer, total))
+                seen = visible_positions(kind, query, max_kv_size)
+                total += 2 * sum(stored[layer][p] for p in seen)
+        if len(tokens) == len(prompt) + max_tokens:
+            return tokens[len(prompt) :]
         tokens.append(total % VOCABULARY)
-    return tokens[len(prompt) :]

@@ -26,7 +26,7 @@ RUNS = st.lists(
 )
 CALLS = st.lists(st.lists(RUNS, min_size=1, max_size=3), min_size=2, max_size=5)
 SUBSETS = st.sampled_from(
-    [LAYERS, ("full",), ("window",), ("full", "window"), ("full", "sinks", "chunk")]
+    [LAYERS, ("full",), ("window",) * 2, ("full", "window"), ("sinks", "chunk", "full")]
 )
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -86,7 +86,9 @@ def test_any_history_of_prompts(
 
 
 @pytest.mark.parametrize("options", OPTIONS)
-@pytest.mark.parametrize("layers", [LAYERS, ("full",), ("chunk",), ("sinks",)])
+@pytest.mark.parametrize(
+    "layers", [LAYERS, ("full", "full"), ("chunk",) * 2, ("sinks",) * 2]
+)
 def test_every_prefix_of_a_prompt(
     layers: tuple[str, ...], options: dict[str, Any]
 ) -> None:
@@ -118,7 +120,31 @@ def test_every_prefix_of_a_prompt(
         ]
         assert reused[1] == shared, "a ring was left where the two parted"
     if not options:
-        rings = layers != ("full",)
+        rings = layers != ("full", "full")
         # What the last chunk of 5 leaves: the end at 33, and as many as it wrote.
         served = range(28, 34) if rings else range(34)
         assert found == [n if n in served else 0 for n in every]
+
+
+@pytest.mark.parametrize("layers", [LAYERS, ("window",) * 2])
+@pytest.mark.parametrize("step", [5, 9])
+def test_a_ring_of_a_restored_row_claims_no_more_than_it_holds(
+    layers: tuple[str, ...], step: int
+) -> None:
+    """What was not restored cannot be stored again.
+
+    A row starts at the oldest end that a stored ring serves, goes on a little, and
+    leaves a ring of its own; then a prompt parts from it before it had started.
+    """
+    model = TellTale(layers)
+    stem = [(7 * i + i * i) % 97 for i in range(34)]
+    options: Any = {"params": PARAMS, "prefill_step_size": step}
+    for start in range(24, 31):
+        for behind in (2, 4):
+            for back in range(4):
+                store = PrefixStore(memory=1 << 30, block_size=8)
+                second = [*stem[:start], *range(90, 90 + behind)]
+                third = [*stem[: start - back], 80, 81]
+                for prompt in (stem, second, third):
+                    tokens, _, _ = decode(model, None, [prompt], store, **options)
+                    assert tokens == [decoded(layers, prompt, NEW_TOKENS)]
