@@ -51,6 +51,8 @@ class SpecDecoder:
         config: batch size, draft length, prefill chunk, prefix cache.
 
     Attributes:
+        target: the model whose output is wanted.
+        bounds: what a request must fit in.
         prefix_store: what is kept of prompts, where the config asks for it.
 
     Raises:
@@ -67,6 +69,7 @@ class SpecDecoder:
         config: EngineConfig | None = None,
     ):
         self.config = config or EngineConfig()
+        self.target = target
         self.tokenizer: Any = target.tokenizer
         self.target_name = target.name
         self.draft_name = None if draft is None else draft.name
@@ -77,7 +80,7 @@ class SpecDecoder:
         self.prefix_store: PrefixStore | None = open_store(self.config)
         self._preflight = _preflight(target, draft, self.config, self._backend)
         self._target = self._runner(target)
-        self._bounds = Bounds(
+        self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
         self._drafter: Drafter | None = None
@@ -240,7 +243,7 @@ class SpecDecoder:
             observer,
             self._preflight,
         )
-        return Session(engine, self.tokenizer, self._bounds)
+        return Session(engine, self.tokenizer, self.bounds)
 
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.

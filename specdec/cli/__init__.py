@@ -13,6 +13,7 @@ from .convert import convert
 from .estimate import estimate
 from .report import report
 from .run import run
+from .verify import verify
 
 __all__ = ["main"]
 
@@ -48,3 +49,4 @@ main.add_command(run)
 main.add_command(estimate)
 main.add_command(convert)
 main.add_command(cache)
+main.add_command(verify)

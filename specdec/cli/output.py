@@ -9,11 +9,34 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
+import click
+
 from ..prompts import Prompt
 from ..results import GenerationResult, StreamEvent
 
 if TYPE_CHECKING:
     from ..stats import RunStats
+
+
+def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
+    """Open for appending: what the file holds stays until there is something new.
+
+    Raises:
+        click.UsageError: it is the file of the prompts, or cannot be written.
+    """
+    both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
+    if both_exist and os.path.samefile(path, str(prompts_file)):
+        raise click.UsageError(f"{option} is the file of --prompts: name another")
+    try:
+        return open(path, "a", encoding="utf-8")
+    except OSError as error:
+        reason = error.strerror
+        folder = os.path.dirname(path)
+        if folder and not os.path.isdir(folder):
+            reason = f"there is no folder {folder}: create it first"
+        raise click.UsageError(
+            f"{option} {path} cannot be written: {reason}"
+        ) from error
 
 
 class Sink:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -19,8 +18,12 @@ from ..config import (
 from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
+<<<<<<< HEAD
 from .output import Progress, Sink
 from .prefix_options import prefix_config, prefix_options
+=======
+from .output import Progress, Sink, open_output
+>>>>>>> 206b27c (specdec verify: the engine beside mlx-lm's plain decoding, ties told from failures)
 from .quiet import silence_third_parties
 from .report import INTERRUPTED, show_warnings
 from .sampling_options import dashed, is_given, params_of, sampling_options
@@ -207,7 +210,7 @@ def run(
     prompts = _collect(texts, file)
     output = None
     if output_file is not None:
-        output = _open_output(output_file, file)
+        output = open_output("--output", output_file, file)
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
@@ -298,23 +301,6 @@ def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
             )
         prompts += read_prompts("-")
     return prompts
-
-
-def _open_output(path: str, prompts_file: str | None) -> TextIO:
-    """Open for appending: what the file holds stays until decoding begins."""
-    both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
-    if both_exist and os.path.samefile(path, str(prompts_file)):
-        raise click.UsageError("--output is the file of --prompts: name another")
-    try:
-        return open(path, "a", encoding="utf-8")
-    except OSError as error:
-        reason = error.strerror
-        folder = os.path.dirname(path)
-        if folder and not os.path.isdir(folder):
-            reason = f"there is no folder {folder}: create it first"
-        raise click.UsageError(
-            f"--output {path} cannot be written: {reason}"
-        ) from error
 
 
 def _summary(decoder: SpecDecoder) -> str:

@@ -1,0 +1,305 @@
+"""``specdec verify``: the engine beside plain decoding, and a verdict."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import sys
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from ..config import (
+    DEFAULT_BATCH_SIZE,
+    DEFAULT_NUM_DRAFT_TOKENS,
+    EngineConfig,
+    check_draft_name,
+)
+from ..params import VERIFICATIONS, SamplingParams
+from ..prompts import read_prompts
+from .output import open_output
+from .quiet import silence_third_parties
+from .report import FAILURE
+from .sampling_options import is_given
+
+if TYPE_CHECKING:
+    from ..certificate import Certificate
+    from ..decoder import SpecDecoder
+
+# Enough rounds for caches to be written, trimmed and written again many times.
+DEFAULT_MAX_TOKENS = 64
+# A row's first token, a round of all its draft tokens, and the round behind it.
+TOKENS_BEHIND_DRAFT = 3
+
+
+@click.command(short_help="Compare the output with plain decoding.")
+@click.option(
+    "--target",
+    "--model",
+    metavar="MODEL",
+    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
+)
+@click.option(
+    "--draft",
+    "--draft-model",
+    metavar="MODEL",
+    help="Draft, named as for `specdec run`. [default: none: batches are compared]",
+)
+@click.option(
+    "--prompts",
+    "file",
+    required=True,
+    metavar="FILE",
+    help="Prompts, one a line: text, or JSON as for `specdec run`; '-' reads "
+    "standard input.",
+)
+@click.option(
+    "--num-prompts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Take the first N prompts. [default: all]",
+)
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help=f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
+    "distribution, a round and what is around it]",
+)
+@click.option(
+    "--batch",
+    "--batch-size",
+    "batch_size",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_BATCH_SIZE,
+    show_default=True,
+    help="Prompts that the engine decodes together.",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=DEFAULT_NUM_DRAFT_TOKENS,
+    show_default=True,
+    help="Tokens that the draft proposes in a round.",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 is greedy.",
+)
+@click.option(
+    "--seed",
+    type=int,
+    metavar="N",
+    default=0,
+    show_default=True,
+    help="Seed of the first prompt's draws; each next prompt's is one more.",
+)
+@click.option(
+    "--verification",
+    type=click.Choice(VERIFICATIONS),
+    default="coupled",
+    show_default=True,
+    help="How sampled draft tokens are accepted: coupled is compared token for "
+    "token, the others by the distribution of many draws.",
+)
+@click.option(
+    "--draws",
+    type=click.IntRange(min=20),
+    metavar="N",
+    default=256,
+    show_default=True,
+    help="Decodings of each prompt, for a distribution.",
+)
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    metavar="N",
+    default=16,
+    show_default=True,
+    help="Times that a prompt is decoded on from behind a tie.",
+)
+@click.option(
+    "--kv-bits",
+    type=click.Choice(["4", "8"]),
+    help="Keep keys and values quantized, in plain decoding too. [default: as they "
+    "are]",
+)
+@click.option(
+    "--kv-group-size",
+    type=click.Choice(["32", "64", "128"]),
+    default="64",
+    show_default=True,
+    help="Elements that share a scale, with --kv-bits.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Load the weights in this type. [default: as they are stored]",
+)
+@click.option(
+    "--json",
+    "json_file",
+    metavar="FILE",
+    help="Write everything that was measured, with machine, versions and options.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+def verify(
+    *,
+    target: str | None,
+    draft: str | None,
+    file: str,
+    num_prompts: int | None,
+    max_tokens: int | None,
+    batch_size: int,
+    num_draft_tokens: int,
+    temp: float,
+    seed: int,
+    verification: Any,
+    draws: int,
+    max_restarts: int,
+    kv_bits: str | None,
+    kv_group_size: str,
+    dtype: str | None,
+    json_file: str | None,
+    quiet: bool,
+) -> None:
+    """Compare the engine's output with mlx-lm's plain decoding of the target alone.
+
+    Each first difference is shown with its position, both tokens, how close they
+    were, and how differently this machine rounds the two shapes of forward, measured
+    without a draft. What that explains is a tie; anything else is a failure, with
+    exit code 1.
+
+    \b
+      specdec verify --draft self:4bit --prompts questions.jsonl --json exact.json
+    """  # noqa: D301 - click's mark for lines to keep
+    sampled = temp > 0 and verification != "coupled"
+    _check_together(draft, temp, kv_bits, sampled=sampled)
+    if max_tokens is None:
+        short = num_draft_tokens + TOKENS_BEHIND_DRAFT
+        max_tokens = short if sampled else DEFAULT_MAX_TOKENS
+    config = EngineConfig(
+        batch_size=batch_size,
+        num_draft_tokens=num_draft_tokens,
+        kv_bits=None if kv_bits is None else int(kv_bits),
+        kv_group_size=int(kv_group_size),
+    )
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
+    )
+    prompts = read_prompts(file)[:num_prompts]
+    output = None
+    if json_file is not None:
+        if not json_file.strip():
+            raise click.UsageError("--json is empty: name a file")
+        output = open_output("--json", json_file, file)
+        click.get_current_context().call_on_close(output.close)
+
+    silence_third_parties()
+    from tqdm import tqdm
+
+    from ..certificate import certify, summary
+    from ..decoder import SpecDecoder
+
+    decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
+    # tqdm's None: only on a terminal.
+    with tqdm(unit="row", leave=False, disable=True if quiet else None) as bar:
+
+        def show(what: str, done: int, total: int) -> None:
+            bar.set_description_str(what, refresh=False)
+            bar.total, bar.n = total, done
+            bar.refresh()
+
+        found = certify(
+            decoder,
+            prompts,
+            params,
+            draws=draws,
+            max_restarts=max_restarts,
+            progress=show,
+        )
+    if output is not None:
+        options = {
+            "prompts": file,
+            "num_prompts": len(prompts),
+            "max_tokens": max_tokens,
+            "batch_size": batch_size,
+            "num_draft_tokens": num_draft_tokens if draft else 0,
+            "temperature": temp,
+            "seed": seed,
+            "verification": verification,
+            "kv_bits": config.kv_bits,
+            "kv_group_size": config.kv_group_size if kv_bits else None,
+            "dtype": dtype,
+            "max_restarts": max_restarts,
+        }
+        if os.path.isfile(output.name):
+            output.truncate(0)
+        json.dump(_record(decoder, found, options), output, indent=1)
+        output.write("\n")
+    click.echo(_header(decoder, found, params))
+    click.echo(summary(found))
+    if not found.passed:
+        sys.exit(FAILURE)
+
+
+def _check_together(
+    draft: str | None, temp: float, kv_bits: str | None, *, sampled: bool
+) -> None:
+    """Refuse what is empty, or without effect; before a model is loaded."""
+    if draft is not None:
+        check_draft_name(draft)
+    elif is_given("num_draft_tokens"):
+        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
+    if is_given("verification") and (temp == 0 or draft is None):
+        raise click.UsageError(
+            "--verification needs --draft and --temp: without them all are the same"
+        )
+    if is_given("seed") and temp == 0:
+        raise click.UsageError("--seed needs --temp: at 0 nothing is drawn")
+    if is_given("draws") and not sampled:
+        raise click.UsageError("--draws needs --verification rejection or block")
+    if is_given("max_restarts") and sampled:
+        raise click.UsageError("--max-restarts is for a comparison token for token")
+    if is_given("kv_group_size") and kv_bits is None:
+        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
+
+
+def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
+    draft, k = decoder.draft_name, decoder.config.num_draft_tokens
+    how = "greedy"
+    if params.temperature:
+        how = f"temperature {params.temperature:g}, {params.verification}"
+    rate = found.accepted / found.drafted if found.drafted else 0.0
+    return (
+        f"target:  {decoder.target_name}\n"
+        f"draft:   {f'{draft}, up to {k} a round' if draft else 'none'}"
+        f"{f', acceptance rate {rate:.3f}' if found.drafted else ''}\n"
+        f"decoded: {how}, batch {decoder.config.batch_size}, "
+        f"up to {params.max_tokens} tokens\n"
+    )
+
+
+def _record(
+    decoder: SpecDecoder, found: Certificate, options: dict[str, object]
+) -> dict[str, object]:
+    from ..backend import describe
+
+    return {
+        "verdict": found.verdict,
+        "passed": found.passed,
+        "command": shlex.join(["specdec", *sys.argv[1:]]),
+        "machine": describe(),
+        "target": decoder.target_name,
+        "draft": decoder.draft_name,
+        "options": options,
+        "result": found.to_dict(),
+    }
