@@ -1,0 +1,93 @@
+"""What is compared, what is refused, and how it reads."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from specdec import ConfigError, PromptError, SamplingParams
+from specdec.certificate import TokenCertificate, certify, summary
+
+from .harness import TinyModel, make_decoder, make_prompts
+
+
+@pytest.mark.parametrize(
+    ("params", "config", "message"),
+    [
+        ({"top_p": 0.9, "temperature": 1.0}, {}, "top_p is not verified: leave it out"),
+        ({"stop": ("a",)}, {}, "stop is not verified"),
+        ({"repetition_penalty": 1.2}, {}, "repetition_penalty is not verified"),
+        ({}, {"max_kv_size": 64}, "max_kv_size makes"),
+        (
+            {},
+            {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 9},
+            "quantized_kv_start makes",
+        ),
+    ],
+)
+def test_what_has_no_plain_counterpart_is_refused(
+    tiny_model: TinyModel, params: dict[str, Any], config: dict[str, Any], message: str
+) -> None:
+    decoder = make_decoder(tiny_model, head_dim=32, config=config)
+    with pytest.raises(ConfigError, match=message):
+        certify(decoder, [[5, 6]], SamplingParams(max_tokens=4, **params))
+
+
+def test_prompts_that_cannot_be_used(tiny_model: TinyModel) -> None:
+    decoder = make_decoder(tiny_model)
+    with pytest.raises(PromptError, match="no prompts"):
+        certify(decoder, [])
+    with pytest.raises(PromptError, match="prompt 1: it is empty"):
+        certify(decoder, [[5], []])
+    with pytest.raises(ConfigError, match="draws is 5"):
+        certify(decoder, [[5]], draws=5)
+    with pytest.raises(ConfigError, match="max_restarts is -1"):
+        certify(decoder, [[5]], max_restarts=-1)
+
+
+def test_every_prompt_has_a_seed_of_its_own(tiny_model: TinyModel) -> None:
+    """As generate() has it: the certificate is about what a user gets."""
+    decoder = make_decoder(tiny_model)
+    params = SamplingParams(max_tokens=6, temperature=1.0, seed=4)
+    prompts = [[5, 6, 7], [5, 6, 7]]
+    seen: list[str] = []
+    found = certify(
+        decoder, prompts, params, progress=lambda what, done, total: seen.append(what)
+    )
+    assert found.verdict == "exact"
+    assert {"speculative", "plain"} <= set(seen)
+    one, two = (r.token_ids for r in decoder.generate(prompts, params))
+    assert one != two
+
+
+def test_the_context_ends_both(tiny_model: TinyModel) -> None:
+    decoder = make_decoder(tiny_model)
+    decoder.target.config["max_position_embeddings"] = 12
+    from specdec.decoder import SpecDecoder
+
+    short = SpecDecoder(decoder.target, config=decoder.config)
+    found = certify(short, [[5] * 10, [6] * 3], SamplingParams(max_tokens=20))
+    assert isinstance(found, TokenCertificate)
+    assert (found.verdict, found.tokens) == ("exact", 2 + 9)
+    with pytest.raises(PromptError, match="prompt 1: it has 13 tokens"):
+        certify(short, [[5], [6] * 13])
+
+
+@pytest.mark.parametrize("rounding", [False, True])
+def test_how_it_reads(tiny_model: TinyModel, rounding: bool) -> None:
+    decoder = make_decoder(tiny_model, rounding=rounding)
+    found = certify(decoder, make_prompts(), SamplingParams(max_tokens=30))
+    assert isinstance(found, TokenCertificate)
+    lines = summary(found).splitlines()
+    json.dumps(found.to_dict(), allow_nan=False)
+    if not rounding:
+        assert lines == [
+            "verdict: exact: 180 of 180 tokens of 6 prompts equal plain decoding; "
+            f"log-probabilities within {found.logprob_difference:.2g}"
+        ]
+        return
+    assert lines[0].split()[:4] == ["prompt", "token", "plain", "engine"]
+    assert [line.split()[-1] for line in lines[1:-2]] == ["tie"] * found.ties
+    assert lines[-1].startswith(f"verdict: exact up to {found.ties} tie")
