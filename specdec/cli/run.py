@@ -18,12 +18,8 @@ from ..config import (
 from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
-<<<<<<< HEAD
-from .output import Progress, Sink
-from .prefix_options import prefix_config, prefix_options
-=======
 from .output import Progress, Sink, open_output
->>>>>>> 206b27c (specdec verify: the engine beside mlx-lm's plain decoding, ties told from failures)
+from .prefix_options import prefix_config, prefix_options
 from .quiet import silence_third_parties
 from .report import INTERRUPTED, show_warnings
 from .sampling_options import dashed, is_given, params_of, sampling_options

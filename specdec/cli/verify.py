@@ -20,7 +20,7 @@ from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_prompts
 from .output import open_output
 from .quiet import silence_third_parties
-from .report import FAILURE
+from .report import FAILURE, show_warnings
 from .sampling_options import is_given
 
 if TYPE_CHECKING:
@@ -204,11 +204,14 @@ def verify(
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
+    show_warnings()
     from tqdm import tqdm
 
+    from ..backend import check_compiler
     from ..certificate import certify, summary
     from ..decoder import SpecDecoder
 
+    check_compiler()
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
     # tqdm's None: only on a terminal.
     with tqdm(unit="row", leave=False, disable=True if quiet else None) as bar:
