@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
+from dataclasses import replace
 from math import inf
 
 import mlx.core as mx
@@ -99,14 +100,25 @@ class RowBatch:
     def prefill(self) -> Iterator[list[RowOutput]]:
         """Run the prompts, yielding behind each chunk; last, the first tokens."""
         for _ in self._target.prefill():
+            self._observe(self._target.written)
             yield []
         for sequence, reused in zip(self.rows, self._target.reused, strict=True):
             sequence.prefix_tokens = reused
         in_flight = self._dispatch(0, first=True)
+        self._observe([1] * len(self.rows))
         if self._draft is not None:
             for _ in self._draft.prefill():
                 yield []
         yield self._read(in_flight)
+
+    def _observe(self, lengths: AbstractSequence[int]) -> None:
+        """Show the drafter the hidden states that it asked for."""
+        if self._draft is not None and self._target.hidden is not None:
+            drafted = [
+                n if self._draft_limit(s, len(s.request.prompt_tokens)) else 0
+                for s, n in zip(self.rows, lengths, strict=True)
+            ]
+            self._draft.observe(self._target.hidden, drafted)
 
     # -- rounds ------------------------------------------------------------
 
@@ -206,7 +218,7 @@ class RowBatch:
             self._target.trim_per_sequence(k + 1 - verdict.kept, k + 1)
         # 5. commit
         if self._draft is not None and not first:
-            self._draft.commit(round_, verdict)
+            self._draft.commit(round_, replace(verdict, hidden=self._target.hidden))
         if k:
             self._recent = next_recent(self._recent, verdict.chosen, verdict.kept)
         else:  # those of a row that has ended are never read

@@ -14,23 +14,6 @@ DEFAULT_PREFILL_STEP_SIZE = 512
 DEFAULT_PREFIX_CACHE_SIZE = 8 * 10**9
 DEFAULT_PREFIX_CACHE_MEMORY = 10**9
 
-# Drafts that are made from the target's own weights.
-SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
-
-
-def check_draft_name(source: str) -> None:
-    """Refuse a draft ``self...`` that is none; other names are a loader's question.
-
-    Raises:
-        ConfigError: it is not one of ``SELF_DRAFTS``.
-    """
-    is_self = source == "self" or source.startswith("self:")
-    if is_self and source not in SELF_DRAFTS:
-        raise ConfigError(
-            f"draft {source!r} is not known: use {', '.join(SELF_DRAFTS)}, "
-            "a folder, a .gguf file or a hub id"
-        )
-
 
 @dataclass(frozen=True, kw_only=True)
 class EngineConfig:

@@ -12,17 +12,16 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .config import EngineConfig, check_draft_name
-from .drafters import Drafter, DraftModel
+from .config import EngineConfig
+from .draft_spec import DraftSpec
+from .drafters import DraftContext, Drafter, DrafterFactory, NamedDrafter
 from .engine import Engine
-from .errors import ConfigError, ModelError
+from .errors import ConfigError, ModelError, UnsupportedModelError
 from .models import (
     LoadedModel,
-    check_same_vocabulary,
     context_length,
     default_target,
     load,
-    load_draft,
 )
 from .models.outline import outline, outline_draft
 from .models.planning import Described, plan_memory
@@ -48,6 +47,7 @@ class SpecDecoder:
     Args:
         target: the model whose output is wanted.
         draft: a model of the same vocabulary that proposes tokens.
+        drafter: makes what proposes, in place of ``draft`` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
 
     Attributes:
@@ -57,8 +57,10 @@ class SpecDecoder:
 
     Raises:
         VocabularyMismatchError: target and draft do not share a vocabulary.
-        UnsupportedModelError: a model needs a cache that is not supported.
+        UnsupportedModelError: a model needs a cache that is not supported, or the
+            drafter asks for hidden states that the target does not give.
         MemoryLimitError: the models do not fit in memory.
+        ConfigError: both ``draft`` and ``drafter`` are given.
     """
 
     def __init__(
@@ -66,31 +68,39 @@ class SpecDecoder:
         target: LoadedModel,
         draft: LoadedModel | None = None,
         *,
+        drafter: DrafterFactory | None = None,
         config: EngineConfig | None = None,
     ):
         self.config = config or EngineConfig()
         self.target = target
         self.tokenizer: Any = target.tokenizer
         self.target_name = target.name
-        self.draft_name = None if draft is None else draft.name
+        if draft is not None:
+            if drafter is not None:
+                raise ConfigError("draft and drafter are both given: leave one out")
+            drafter = NamedDrafter(draft.name, draft)
+        self.draft_name = _name_of(drafter)
         self.stats = RunStats()
         self._backend = backend.defaults()
-        if draft is not None:
-            check_same_vocabulary(target, draft)
         self.prefix_store: PrefixStore | None = open_store(self.config)
-        self._preflight = _preflight(target, draft, self.config, self._backend)
+        # Of a drafter from elsewhere nothing is known.
+        model: LoadedModel | None = getattr(drafter, "model", None)
+        drafts = drafter is not None
+        self._preflight = _preflight(target, model, self.config, drafts=drafts)
         self._target = self._runner(target)
         self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
         self._drafter: Drafter | None = None
-        if draft is not None and self.config.num_draft_tokens:
-            self._drafter = DraftModel(
-                self._runner(draft),
+        if drafter is not None and self.config.num_draft_tokens:
+            context = DraftContext(
+                target,
                 vocab_size=self._target.vocab_size,
                 max_draft_tokens=self.config.num_draft_tokens,
-                context_length=context_length(draft.config),
+                runner=self._runner,
             )
+            self._drafter = drafter(context)
+            self._target = self._target.recording(self._drafter.hidden_layers)
 
     def _runner(self, model: LoadedModel) -> ModelRunner:
         return ModelRunner(
@@ -111,8 +121,10 @@ class SpecDecoder:
         Args:
             target: MLX model folder, hub id or ``.gguf`` file; ``None`` takes the
                 installed default model.
-            draft: the same, or ``self:4bit`` (2, 3, 8) for the target's own
-                weights quantized in memory.
+            draft: the same; ``self:4bit`` (2, 3, 8) for the target's own weights
+                quantized in memory; ``layers:0-7,22-29`` for just those layers of
+                it; ``ngram`` or ``ngram:shared`` for prompt lookup; or
+                ``ngram+MODEL`` for a model of these where no n-gram matches.
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
                 weights as stored.
             config: batch size, draft length, prefill chunk.
@@ -120,19 +132,19 @@ class SpecDecoder:
         Raises:
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
-            ConfigError: there is no such ``self:`` draft, or ``dtype``.
+            ConfigError: ``draft`` cannot be taken apart, or there is no such
+                ``dtype``.
             MemoryLimitError: the models do not fit in memory; none is loaded.
         """
-        if draft is not None:
-            check_draft_name(draft)
+        spec = None if draft is None else DraftSpec.parse(draft)
         if target is None:
             target = default_target()
-        _check_before_loading(target, draft, dtype, config or EngineConfig())
+        _check_before_loading(target, spec, dtype, config or EngineConfig())
         loaded = load(target, dtype=dtype)
-        loaded_draft = None
-        if draft is not None:
-            loaded_draft = load_draft(draft, loaded, dtype=dtype)
-        return cls(loaded, loaded_draft, config=config)
+        drafter = None
+        if spec is not None:
+            drafter = NamedDrafter.load(spec, loaded, dtype=dtype)
+        return cls(loaded, drafter=drafter, config=config)
 
     def generate(
         self,
@@ -258,6 +270,14 @@ class SpecDecoder:
             yield self.session()
 
 
+def _name_of(drafter: DrafterFactory | None) -> str | None:
+    """What reports call it: its ``name``, or that of its class or function."""
+    if drafter is None:
+        return None
+    named = getattr(drafter, "name", None) or getattr(drafter, "__name__", None)
+    return str(named or type(drafter).__name__)
+
+
 def _events(session: Session) -> Iterator[StreamEvent]:
     with wired_memory():
         while session.busy:
@@ -268,28 +288,32 @@ def _preflight(
     target: Described,
     draft: Described | None,
     config: EngineConfig,
-    defaults: backend.BackendDefaults,
+    *,
+    drafts: bool,
 ) -> Preflight | None:
     """What fits in memory; ``None`` where nobody says how much there is."""
     limit = config.memory_limit or backend.memory_size()
     if limit is None:
         return None
-    preflight = Preflight(plan_memory(target, draft, config, defaults), limit)
+    plan = plan_memory(target, draft, config, backend.defaults(), drafts=drafts)
+    preflight = Preflight(plan, limit)
     preflight.check_models()
     return preflight
 
 
 def _check_before_loading(
-    target: str, draft: str | None, dtype: str | None, config: EngineConfig
+    target: str, spec: DraftSpec | None, dtype: str | None, config: EngineConfig
 ) -> None:
+    model = None
     try:
         target_outline = outline(target, dtype=dtype)
-        draft_outline = None
-        if draft is not None:
-            draft_outline = outline_draft(draft, target_outline, dtype=dtype)
+        if spec is not None and spec.model is not None:
+            model = outline_draft(spec.model.name, target_outline, dtype=dtype)
+    except UnsupportedModelError:
+        raise
     except ModelError:
         return  # not downloaded yet, or broken: loading tells, and checks again
-    _preflight(target_outline, draft_outline, config, backend.defaults())
+    _preflight(target_outline, model, config, drafts=spec is not None)
 
 
 def _per_prompt(

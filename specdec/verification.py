@@ -31,7 +31,8 @@ class Verdict:
             ended, shape (B,), int32.
         hidden: the target's hidden states at the round's inputs (the last committed
             token, then the proposals), shape (B, k + 1, D), where the drafter asked
-            for them, else ``None``.
+            for them, else ``None``: what the layers that it asked for put out,
+            before any norm, one behind the other along the last axis.
     """
 
     chosen: mx.array

@@ -161,6 +161,8 @@ def run_rows(
         Request(i, "", tuple(prompt), p)
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
+    if drafter is not None:
+        runner = runner.recording(drafter.hidden_layers)
     engine = Engine(runner, drafter, config, backend, eos)
     for request in requests:
         engine.add(request)

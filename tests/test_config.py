@@ -9,9 +9,7 @@ from typing import Any
 import pytest
 
 from specdec.config import (
-    SELF_DRAFTS,
     EngineConfig,
-    check_draft_name,
 )
 from specdec.errors import ConfigError
 from specdec.params import SamplingParams
@@ -92,17 +90,6 @@ def test_options_are_frozen(options: Any) -> None:
 def test_a_config_error_is_a_value_error() -> None:
     with pytest.raises(ValueError, match="batch_size"):
         EngineConfig(batch_size=0)
-
-
-@pytest.mark.parametrize("name", [*SELF_DRAFTS, "a/b", "folder/self", "m.gguf"])
-def test_draft_names(name: str) -> None:
-    check_draft_name(name)
-
-
-@pytest.mark.parametrize("name", ["self", "self:", "self:5bit", "self:4bit "])
-def test_drafts_that_are_none(name: str) -> None:
-    with pytest.raises(ConfigError, match="is not known: use self:2bit, self:3bit"):
-        check_draft_name(name)
 
 
 PerPrompt = Callable[[Any, int], list[SamplingParams]]

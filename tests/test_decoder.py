@@ -14,8 +14,11 @@ from specdec import (
     PromptError,
     SamplingParams,
     SpecDecoder,
+    UnsupportedModelError,
     VocabularyMismatchError,
 )
+from specdec.draft_spec import DraftSpec
+from specdec.drafters import DraftContext, NamedDrafter, NgramDrafter, NgramOptions
 from specdec.models import LoadedModel
 from tests.plain import greedy
 
@@ -203,3 +206,56 @@ def test_no_draft_tokens_means_no_draft(target: Any) -> None:
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=4))
     assert decoder.stats.drafted == 0
     assert [r.token_ids for r in results] == [greedy(target, p, 4) for p in PROMPTS]
+
+
+DRAFTS = [
+    "ngram",
+    "ngram:shared",
+    "layers:0",
+    "ngram+layers:1",
+    "ngram:shared+self:8bit",
+]
+
+
+@pytest.mark.parametrize("name", DRAFTS)
+def test_drafts_by_name(tiny_model: Callable[..., Any], name: str) -> None:
+    """Through the factory that from_pretrained and the command line use."""
+    model = tiny_model("llama", hidden_size=64, head_dim=16)
+    target = loaded(model)
+    drafter = NamedDrafter.load(DraftSpec.parse(name), target)
+    decoder = SpecDecoder(target, drafter=drafter)
+    assert decoder.draft_name == name
+    params = SamplingParams(max_tokens=25)
+    results = decoder.generate(PROMPTS, params)
+    assert [r.token_ids for r in results] == [greedy(model, p, 25) for p in PROMPTS]
+    assert decoder.stats.drafted > 0
+
+
+def test_a_factory_is_told_what_it_makes_a_drafter_for(target: Any) -> None:
+    made: list[DraftContext] = []
+
+    def my_drafts(context: DraftContext) -> NgramDrafter:
+        made.append(context)
+        return NgramDrafter(NgramOptions(min_ngram=1))
+
+    model = loaded(target)
+    config = EngineConfig(num_draft_tokens=5)
+    decoder = SpecDecoder(model, drafter=my_drafts, config=config)
+    (context,) = made
+    assert context.target is model
+    assert (context.vocab_size, context.max_draft_tokens) == (97, 5)
+    assert context.runner(model).vocab_size == 97
+    assert decoder.draft_name == "my_drafts"
+    decoder.generate(PROMPTS, SamplingParams(max_tokens=20))
+    assert decoder.stats.drafted > 0
+
+
+def test_a_draft_and_a_drafter_are_one_too_many(target: Any) -> None:
+    model = loaded(target)
+    with pytest.raises(ConfigError, match="leave one out"):
+        SpecDecoder(model, model, drafter=NamedDrafter("mine", model))
+
+
+def test_layers_that_are_not_there(target: Any) -> None:
+    with pytest.raises(UnsupportedModelError, match=r"2 layers, 0 to 1: .* layer 7"):
+        NamedDrafter.load(DraftSpec.parse("ngram+layers:0,7"), loaded(target))

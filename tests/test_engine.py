@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import random
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,7 +16,7 @@ import pytest
 from specdec.backend import BackendDefaults
 from specdec.batch import RowBatch
 from specdec.config import EngineConfig
-from specdec.drafters import Proposals, Round
+from specdec.drafters import DraftRows, Proposals, Round
 from specdec.engine import Engine
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.params import SamplingParams
@@ -53,7 +53,8 @@ def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
 class AlwaysWrong:
     """Proposes what the target will not choose: its own choice plus one."""
 
-    context_length = None
+    context_length: int | None = None
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, continuations: dict[tuple[int, ...], list[int]]):
         self._all = continuations
@@ -64,13 +65,10 @@ class AlwaysWrong:
         return AlwaysWrongRows([self._all[tuple(p)] for p in prompts])
 
 
-class AlwaysWrongRows:
+class AlwaysWrongRows(DraftRows):
     def __init__(self, continuations: list[list[int]]):
         # The first token of each came from prefill.
         self._left = [c[1:] for c in continuations]
-
-    def prefill(self) -> Iterator[None]:
-        return iter(())
 
     def propose(self, round_: Round) -> Proposals:
         k = round_.num_draft_tokens

@@ -43,7 +43,7 @@ LAYERS = (
     },
     {"sequence"},
     {"params", "text"},
-    {"backend", "config", "memory", "prompts"},
+    {"backend", "config", "draft_spec", "memory", "prompts"},
     {"checks"},
     {"errors"},
 )
@@ -52,6 +52,7 @@ LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}
 WITHOUT_MLX = {
     "checks",
     "config",
+    "draft_spec",
     "errors",
     "memory",
     "params",

@@ -11,8 +11,8 @@ from ..config import (
     DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
-    check_draft_name,
 )
+from ..draft_spec import DraftSpec
 from ..errors import UnsupportedModelError
 from ..memory.sizes import parse_size
 from .quiet import silence_third_parties
@@ -30,7 +30,8 @@ from .quiet import silence_third_parties
     "--draft",
     "--draft-model",
     metavar="MODEL",
-    help="Draft model, named like the target, or self:4bit (2, 3, 8). [default: none]",
+    help="Draft, as for specdec run: a model, self:4bit, layers:0-7,22-29, ngram or "
+    "ngram+MODEL. [default: none]",
 )
 @click.option(
     "--context",
@@ -128,8 +129,7 @@ def estimate(
     for option, value in (("--target", target), ("--draft", draft)):
         if value is not None and not value.strip():
             raise click.UsageError(f"{option} is empty: name a model")
-    if draft is not None:
-        check_draft_name(draft)
+    spec = None if draft is None else DraftSpec.parse(draft)
     given = click.get_current_context().get_parameter_source
     if draft is None and given("num_draft_tokens") is ParameterSource.COMMANDLINE:
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
@@ -145,8 +145,8 @@ def estimate(
 
     target_outline = outline(target, dtype=dtype)
     draft_outline = None
-    if draft is not None:
-        draft_outline = outline_draft(draft, target_outline, dtype=dtype)
+    if spec is not None and spec.model is not None:
+        draft_outline = outline_draft(spec.model.name, target_outline, dtype=dtype)
 
     def plan_with(bits: int | None) -> MemoryPlan:
         config = EngineConfig(
@@ -157,7 +157,13 @@ def estimate(
             kv_bits=bits,
             kv_group_size=int(kv_group_size),
         )
-        return plan_memory(target_outline, draft_outline, config, backend.defaults())
+        return plan_memory(
+            target_outline,
+            draft_outline,
+            config,
+            backend.defaults(),
+            drafts=spec is not None,
+        )
 
     def plan_if_supported(bits: int | None) -> MemoryPlan | None:
         try:

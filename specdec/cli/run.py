@@ -13,8 +13,8 @@ from ..config import (
     DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
-    check_draft_name,
 )
+from ..draft_spec import DraftSpec
 from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
@@ -39,8 +39,10 @@ if TYPE_CHECKING:
     "--draft",
     "--draft-model",
     metavar="MODEL",
-    help="Draft model, named like the target, or self:4bit (self:2bit, self:3bit, "
-    "self:8bit): the target's own weights, quantized. [default: none]",
+    help="Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
+    "quantized; layers:0-7,22-29: just those layers of it; ngram: no model, what "
+    "followed the newest tokens before (ngram:shared: in any row); ngram+MODEL: "
+    "MODEL where no n-gram matches. [default: none]",
 )
 @click.option(
     "--prompt",
@@ -181,7 +183,7 @@ def run(
         if value is not None and not value.strip():
             raise click.UsageError(f"{option} is empty: name {what}")
     if draft is not None:
-        check_draft_name(draft)
+        DraftSpec.parse(draft)
     _check_together(draft, num_draft_tokens, kv_bits)
     config = EngineConfig(
         batch_size=batch_size,

@@ -37,6 +37,12 @@ class Proposals:
             return mx.ones((num_rows, k), mx.bool_)
         return mx.arange(k) < self.lengths[:, None]
 
+    def drawn_from(self, vocab_size: int) -> mx.array:
+        """``probabilities``, made of the tokens where they are ``None``."""
+        if self.probabilities is not None:
+            return self.probabilities
+        return (self.tokens[..., None] == mx.arange(vocab_size)).astype(mx.float32)
+
 
 @dataclass(frozen=True)
 class Round:
@@ -108,20 +114,37 @@ class DraftRows(Protocol):
     """What a drafter knows of some rows that decode together.
 
     Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
-    is 0) and :meth:`commit`. Neither may wait for the device.
+    is 0) and :meth:`commit`. Neither may wait for the device. A class that inherits
+    from this one need not write what it has no use for.
     """
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """See the target's hidden states of a chunk of the prompts.
+
+        Called before :meth:`prefill`, chunk after chunk up to the prompts' last
+        token, where the drafter asked for :attr:`Drafter.hidden_layers`.
+
+        Args:
+            hidden: shape (B, S, D), as in :class:`~specdec.verification.Verdict`.
+            lengths: tokens of the chunk that each row has; what is behind them is
+                padding.
+        """
+        return
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts, yielding behind each chunk of work."""
+        return iter(())
 
     def propose(self, round_: Round) -> Proposals:
         """``round_.num_draft_tokens`` tokens for every row."""
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Learn what the round kept; called for rounds with k = 0 too."""
+        return
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Committed tokens of the longest and shortest row, as the host knows."""
+        return
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows, in that order."""
@@ -133,12 +156,13 @@ class DraftRows(Protocol):
 class Drafter(Protocol):
     """Proposes tokens; whatever it proposes, the output is the target's."""
 
-    @property
-    def context_length(self) -> int | None:
-        """Positions that the drafter can serve; ``None``: any number.
+    #: Positions that the drafter can serve; ``None``: any number. A row that is
+    #: longer is not drafted for any more.
+    context_length: int | None = None
 
-        A row that is longer is not drafted for any more.
-        """
+    #: Layers of the target whose outputs the drafter wants, counted from 0, or from
+    #: the last with -1, -2, ...
+    hidden_layers: tuple[int, ...] = ()
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""

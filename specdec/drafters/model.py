@@ -21,6 +21,8 @@ class DraftModel:
         context_length: positions that the draft model was made for, if known.
     """
 
+    hidden_layers: tuple[int, ...] = ()
+
     def __init__(
         self,
         runner: ModelRunner,
@@ -113,6 +115,9 @@ class DraftModelRows:
         self._unseen = mx.concatenate([seen, verdict.chosen], axis=1)
         # Else the graph of every such round would live until it is looked at.
         mx.async_eval(self._unseen)
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """The cache is two tokens behind what is committed, or more."""

@@ -62,8 +62,8 @@ class NgramDrafter:
         options: how to look.
     """
 
-    context_length = None
-    hidden_layers = ()
+    context_length: int | None = None
+    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, options: NgramOptions | None = None):
         self.options = options or NgramOptions()
@@ -145,6 +145,9 @@ class NgramRows:
     def _newest(self, lengths: mx.array, n: int) -> mx.array:
         """The newest ``n`` tokens of rows of those lengths, shape (B, n)."""
         return read(self._ring, lengths[:, None] - n + mx.arange(n))
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Rows are at most that long."""

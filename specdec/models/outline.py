@@ -19,15 +19,16 @@ import mlx.nn as nn
 from mlx_lm.utils import hf_repo_to_path, load_model
 
 from ..backend import defaults
-from ..config import check_draft_name
+from ..draft_spec import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from .conversions import Conversions, weights_of
 from .gguf_config import build_config
 from .gguf_header import read_header
 from .gguf_weights import WeightFormat, build_model
-from .loading import QUANTIZATION_KEYS, check_folder, explain
+from .loading import QUANTIZATION_KEYS, check_folder, check_no_draft, explain
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .skipping import SkippingModel
 
 
 @dataclass(frozen=True)
@@ -64,10 +65,7 @@ def outline(
         ModelError: a file is cut short or corrupt.
     """
     wanted, name = parse_dtype(dtype), os.fspath(source)
-    if name.startswith("self:"):
-        raise ModelNotFoundError(
-            f"{name} is a draft, made from a target: it cannot be a target itself"
-        )
+    check_no_draft(name)
     path = Path(os.path.expanduser(name))
     conversions = Conversions()
     try:
@@ -97,15 +95,17 @@ def outline_draft(
     """The outline of what :func:`specdec.models.load_draft` would load.
 
     Raises:
-        ConfigError: there is no such ``self:`` draft.
+        ConfigError: there is no such ``self:`` draft, or it names no layers.
         ModelError: see :func:`outline`.
     """
     name = os.fspath(source)
-    if name != "self" and not name.startswith("self:"):
+    draft = ModelDraft.parse(name)
+    if draft.layers is not None:
+        skipping = SkippingModel(target.model, draft.layers, target.name)
+        return ModelOutline(skipping, target.config, name, loading_bytes=0)
+    if draft.bits is None:
         return outline(name, dtype=dtype)
-    check_draft_name(name)
-    bits = int(name.removeprefix("self:").removesuffix("bit"))
-    model, _ = quantized_copy(target.model, bits, lazy=True)
+    model, _ = quantized_copy(target.model, draft.bits, lazy=True)
     conversions = Conversions()
     conversions.quantizing(weights_of(target.model), weights_of(model))
     _widen(model, conversions)

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any, Protocol
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ..backend import BackendDefaults
 from ..config import EngineConfig
@@ -35,22 +38,35 @@ def plan_memory(
     draft: Described | None,
     config: EngineConfig,
     backend: BackendDefaults,
+    *,
+    drafts: bool | None = None,
 ) -> MemoryPlan:
     """The plan of a run of these models.
+
+    Args:
+        drafts: whether anything proposes; ``None``: a draft model does, if there
+            is one.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve a model.
     """
     options = cache_options(config, backend)
-    k = config.num_draft_tokens if draft is not None else 0
+    if drafts is None:
+        drafts = draft is not None
+    k = config.num_draft_tokens if drafts else 0
     described = [
         geometry_of(each.model, each.config, each.name, options, each.loading_bytes)
         for each in (target, draft)
         if each is not None
     ]
+    planned = None
+    if draft is not None and k:
+        shared = _arrays(target).keys() & _arrays(draft).keys()
+        own = sum(a.nbytes for i, a in _arrays(draft).items() if i not in shared)
+        planned = replace(described[1], weight_bytes=own)
     return MemoryPlan(
         target=described[0],
-        draft=described[1] if k else None,
+        draft=planned,
         num_draft_tokens=k,
         prefill_step_size=config.prefill_step_size,
         read_bucket=options.read_bucket,
@@ -59,3 +75,9 @@ def plan_memory(
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
     )
+
+
+def _arrays(described: Described) -> dict[int, mx.array]:
+    """The weights, by identity: a draft may share some with its target."""
+    leaves: Any = tree_flatten(described.model.parameters())
+    return {id(array): array for _, array in leaves}

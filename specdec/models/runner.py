@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
@@ -22,6 +23,7 @@ from ..config import EngineConfig
 from ..memory.capacity import chunk_width, padded_length
 from ..prefix.session import ModelPrefixes
 from ..prefix.store import PrefixStore
+from .hidden import HiddenStates, record_layers
 
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
@@ -70,10 +72,33 @@ class ModelRunner:
         mx.eval(model)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
+        #: Listens to layers, see :meth:`recording`.
+        self.recorder: HiddenStates | None = None
         self.prefixes: ModelPrefixes | None = None
         if prefix_store is not None:
             caches = adopt_caches(model, 1, self.options, name)
             self.prefixes = ModelPrefixes(prefix_store, model, name, caches)
+
+    def recording(self, layers: Sequence[int]) -> ModelRunner:
+        """The same, with the outputs of some layers beside the logits.
+
+        Prefixes of prompts are neither stored nor looked for: of what is reused
+        there would be no hidden states.
+
+        Args:
+            layers: counted from 0, or from the last with -1, -2, ...; none of them
+                changes nothing.
+
+        Raises:
+            UnsupportedModelError: the model has no such layer, or its architecture
+                is none of those whose layers can be listened to.
+        """
+        if not layers:
+            return self
+        runner = copy.copy(self)
+        runner.model, runner.recorder = record_layers(self.model, layers, self.name)
+        runner.prefixes = None
+        return runner
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_round: int, max_length: int
@@ -121,6 +146,11 @@ class ModelRows:
             runner.model, len(prompts), options, runner.name, self._memo
         )
         self._max_round = max_round
+        #: Hidden states of the last forward, shape (B, S, D), where layers are
+        #: listened to.
+        self.hidden: mx.array | None = None
+        #: Tokens of every row that the last chunk of prefill wrote.
+        self.written: Sequence[int] = [0] * len(prompts)
         #: Tokens of every row that prefill found in the prefix store.
         self.reused = [0] * len(prompts)
         self._session = None
@@ -163,6 +193,7 @@ class ModelRows:
             longest_now = min(done + width, longest)
             maybe_quantize(self._caches, self.runner.options, longest_now)
             mx.eval([c.state for c in self._caches])
+            self.written = valid
             self._record(done, valid, width)
             done += width
             mx.clear_cache()
@@ -193,6 +224,8 @@ class ModelRows:
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
         logits: mx.array = self.runner.model(tokens, cache=self._caches)
+        if self.runner.recorder is not None:
+            self.hidden = self.runner.recorder.take()
         return logits
 
     def trim_per_sequence(self, n: mx.array | Sequence[int], at_most: int) -> None:

@@ -1,0 +1,96 @@
+"""One drafter where it has something to say, another one elsewhere, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from ..verification import Verdict
+from .base import Drafter, DraftRows, Proposals, Round
+
+
+class ChainDrafter:
+    """Proposes what ``first`` proposes, and behind that what ``second`` does.
+
+    The second continues from the tokens of the first, so that what it has seen of
+    a row (a draft model's cache) is right whoever proposed.
+
+    Args:
+        first: may propose fewer tokens than it was asked for, or none; of
+            n-grams, those that match.
+        second: for the rest; its ``context_length`` holds for the chain.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter):
+        self.first = first
+        self.second = second
+        self.context_length = second.context_length
+        self.hidden_layers = second.hidden_layers
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
+        """Begin rows for ``prompts``."""
+        first = self.first.rows(prompts, max_length=max_length)
+        return ChainRows(first, self.second.rows(prompts, max_length=max_length))
+
+
+class ChainRows:
+    """The same rows, twice."""
+
+    def __init__(self, first: DraftRows, second: DraftRows):
+        self._first = first
+        self._second = second
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """The second's hidden states."""
+        self._second.observe(hidden, lengths)
+
+    def prefill(self) -> Iterator[None]:
+        """Take the prompts."""
+        yield from self._first.prefill()
+        yield from self._second.prefill()
+
+    def propose(self, round_: Round) -> Proposals:
+        """The first's proposals, continued by the second."""
+        first = self._first.propose(round_)
+        second = self._second.propose(replace(round_, given=first))
+        return _continued(first, second, round_.sampling.vocab_size)
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        """Both learn what was kept."""
+        self._first.commit(round_, verdict)
+        self._second.commit(round_, verdict)
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """Both are told."""
+        self._first.note_lengths(longest, shortest)
+        self._second.note_lengths(longest, shortest)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows."""
+        self._first.filter(rows)
+        self._second.filter(rows)
+
+    def extend(self, other: ChainRows) -> None:
+        """Append the rows of ``other``."""
+        self._first.extend(other._first)
+        self._second.extend(other._second)
+
+
+def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
+    """Of every row what ``first`` means, and behind that what ``second`` proposes."""
+    meant = first.meant
+    probabilities = None
+    if first.probabilities is not None or second.probabilities is not None:
+        probabilities = mx.where(
+            meant[..., None],
+            first.drawn_from(vocab_size),
+            second.drawn_from(vocab_size),
+        )
+    lengths = None
+    if first.lengths is not None and second.lengths is not None:
+        lengths = mx.maximum(first.lengths, second.lengths)
+    return Proposals(
+        mx.where(meant, first.tokens, second.tokens), probabilities, lengths
+    )
