@@ -14,8 +14,8 @@ from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_NUM_DRAFT_TOKENS,
     EngineConfig,
-    check_draft_name,
 )
+from ..draft_spec import DraftSpec
 from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_prompts
 from .output import open_output
@@ -259,7 +259,7 @@ def _check_together(
 ) -> None:
     """Refuse what is empty, or without effect; before a model is loaded."""
     if draft is not None:
-        check_draft_name(draft)
+        DraftSpec.parse(draft)
     elif is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if is_given("verification") and (temp == 0 or draft is None):
