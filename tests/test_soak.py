@@ -1,0 +1,65 @@
+"""A bounded part of the soak, and that it finds what it is there to find."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.batch import RowBatch
+from specdec.engine import Engine
+from specdec.models.runner import ModelRows
+from specdec.text import OutputText
+from tests.soak import KINDS, soak
+
+WORLDS = 2 * len(KINDS)
+
+
+def test_random_requests_come_and_go() -> None:
+    """The long run is ``scripts/soak``."""
+    counts = soak(0, lambda done: done.worlds < WORLDS, requests=24)
+    assert counts.worlds == WORLDS
+    assert counts.rows == 24 * WORLDS
+    assert min(counts.cancelled, counts.failed) > 0
+    assert counts.accepted > 50
+
+
+def rows_stay(self: Engine) -> None:
+    pass
+
+
+def limits_of_the_batch(self: RowBatch, sequence: Any) -> int:
+    return min(
+        self.num_draft_tokens, max(s.remaining - 1 for s in self.rows if s.remaining)
+    )
+
+
+_trim = ModelRows.trim_per_sequence
+
+
+def trims_too_little(self: ModelRows, n: Any, at_most: int) -> None:
+    taken = mx.array(n)
+    _trim(self, mx.where(taken > 1, taken - 1, taken), at_most)
+
+
+def holds_nothing_back(self: OutputText, text: str) -> int:
+    return 0
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "fault"),
+    [
+        (Engine, "_drop_idle", rows_stay),
+        (RowBatch, "_of_use", limits_of_the_batch),
+        (ModelRows, "trim_per_sequence", trims_too_little),
+        (OutputText, "_held_back", holds_nothing_back),
+    ],
+    ids=["rows-stay", "limits", "trim", "held-back"],
+)
+def test_it_finds_planted_faults(
+    owner: Any, name: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(owner, name, fault)
+    with pytest.raises(AssertionError):
+        soak(0, lambda done: done.worlds < WORLDS, requests=24)
