@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"bench", "certificate"},
+    {"bench", "certificate", "tuning"},
     {"decoder"},
     {"serving"},
     {"session"},

@@ -13,6 +13,7 @@ from .convert import convert
 from .estimate import estimate
 from .report import report
 from .run import run
+from .tune_layers import tune_layers
 from .verify import verify
 
 __all__ = ["main"]
@@ -50,3 +51,4 @@ main.add_command(estimate)
 main.add_command(convert)
 main.add_command(cache)
 main.add_command(verify)
+main.add_command(tune_layers)

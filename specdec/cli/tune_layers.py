@@ -1,0 +1,174 @@
+"""``specdec tune-layers``: which layers of a target make a good draft."""
+
+from __future__ import annotations
+
+import sys
+from typing import TYPE_CHECKING
+
+import click
+
+from ..prompts import read_prompts
+from .quiet import silence_third_parties
+
+if TYPE_CHECKING:
+    from ..tuning import Candidate
+
+# For each layer of the target: one alone, four that a step tries, one to exchange.
+_EVALUATIONS_PER_LAYER = 6
+
+
+@click.command("tune-layers", short_help="Find layers of a target that make a draft.")
+@click.option(
+    "--target",
+    "--model",
+    metavar="MODEL",
+    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
+)
+@click.option(
+    "--prompts",
+    "file",
+    required=True,
+    metavar="FILE",
+    help="Prompts like those that will be decoded: as for specdec run.",
+)
+@click.option(
+    "--num-prompts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=4,
+    show_default=True,
+    help="Use the first N of them.",
+)
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(min=2),
+    metavar="N",
+    default=32,
+    show_default=True,
+    help="Tokens that the target writes for each, to be agreed with.",
+)
+@click.option(
+    "--layers",
+    "keep",
+    type=click.IntRange(min=1),
+    metavar="N",
+    help="Layers to keep. [default: as many as the best predicted speed-up has]",
+)
+@click.option(
+    "--max-evaluations",
+    type=click.IntRange(min=2),
+    metavar="N",
+    help="Most sets of layers to try; each takes a forward of all these texts. "
+    f"[default: {_EVALUATIONS_PER_LAYER} for each layer of the target]",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Load the weights in this type. [default: as they are stored]",
+)
+@click.option(
+    "--ignore-chat-template",
+    is_flag=True,
+    help="Encode prompts raw, without the chat template.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+def tune_layers(
+    *,
+    target: str | None,
+    file: str,
+    num_prompts: int,
+    max_tokens: int,
+    keep: int | None,
+    max_evaluations: int | None,
+    dtype: str | None,
+    ignore_chat_template: bool,
+    quiet: bool,
+) -> None:
+    """Search for the layers to name in --draft layers:SPEC.
+
+    The target writes an answer to each prompt. Sets of its layers are then judged by
+    how often they choose the same next token, and by how few they are. The table
+    shows the best set of each size; the last line, what to use.
+
+    \b
+      specdec tune-layers --target MODEL --prompts questions.jsonl
+    """  # noqa: D301 - click's mark for lines to keep
+    if target is not None and not target.strip():
+        raise click.UsageError("--target is empty: name a model")
+    prompts = read_prompts(file)[:num_prompts]
+    silence_third_parties()
+    from ..decoder import SpecDecoder
+    from ..errors import ConfigError
+    from ..models import default_target, load
+    from ..models.trunk import check_trunk, layers_of
+    from ..params import SamplingParams
+    from ..prompts import encode_all
+    from ..tuning import Agreement, search_layers
+
+    loaded = load(default_target() if target is None else target, dtype=dtype)
+    check_trunk(loaded.model, loaded.name, "skipping layers")
+    num_layers = len(layers_of(loaded.model))
+    if keep is not None and keep >= num_layers:
+        raise ConfigError(
+            f"--layers is {keep}: the target has {num_layers}, keep fewer"
+        )
+    budget = max_evaluations or _EVALUATIONS_PER_LAYER * num_layers
+    decoder = SpecDecoder(loaded)
+    results = decoder.generate(
+        prompts,
+        SamplingParams(max_tokens=max_tokens),
+        ignore_chat_template=ignore_chat_template,
+    )
+    encoded = encode_all(
+        loaded.tokenizer, prompts, ignore_chat_template=ignore_chat_template
+    )
+    agreement = Agreement(
+        loaded,
+        [(e.token_ids, r.token_ids) for e, r in zip(encoded, results, strict=True)],
+    )
+    if not agreement.num_tokens:
+        raise ConfigError("the target ends every prompt at once: give it other prompts")
+    if not quiet:
+        click.echo(
+            f"trying up to {budget} sets of layers on {agreement.num_tokens} tokens of "
+            f"{len(prompts)} prompts",
+            err=True,
+        )
+    tried = 0
+
+    def show(candidate: Candidate) -> None:
+        nonlocal tried
+        tried += 1
+        if not quiet and sys.stderr.isatty():
+            click.echo(f"\r{tried} of {budget} sets of layers", err=True, nl=False)
+
+    found = search_layers(
+        agreement, num_layers, keep=keep, max_evaluations=budget, progress=show
+    )
+    if not quiet and sys.stderr.isatty():
+        click.echo(err=True)
+    for line in _table(found, agreement.num_tokens):
+        click.echo(line)
+
+
+def _table(found: list[Candidate], num_tokens: int) -> list[str]:
+    best = found[0]
+    by_size = {len(c.layers): c for c in reversed(found)}
+    lines = [
+        f"agreement with {num_tokens} tokens of the target; speed-up predicted for "
+        "k draft tokens, with verification as cheap as a step",
+        f"{'layers':>6}  {'agreement':>9}  {'k':>2}  {'speed-up':>8}  draft",
+    ]
+    for size in sorted(by_size, reverse=True):
+        c = by_size[size]
+        mark = "  <- best" if c == best else ""
+        lines.append(
+            f"{size:>6}  {c.agreement:>9.3f}  {c.best_k:>2}  {c.best_speed_up:>8.2f}"
+            f"  {c.name}{mark}"
+        )
+    if best.best_speed_up <= 1:
+        lines.append("none of them is predicted to be faster than no draft")
+    else:
+        lines.append(f"use: --draft {best.name} --num-draft-tokens {best.best_k}")
+    return lines
