@@ -14,6 +14,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec import UnsupportedModelError
 from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.models import LoadedModel
+from specdec.models.planning import plan_memory
 from specdec.models.skipping import SkippingModel
 from specdec.params import SamplingParams
 from tests.cache.small_models import MODELS
@@ -122,7 +125,6 @@ def test_all_layers_are_always_accepted(
 def test_ratio_rules_keep_the_distribution(
     verification: Any, tiny_model: Callable[..., Any]
 ) -> None:
-    from specdec.config import EngineConfig
     from specdec.drafters import DraftModel
     from specdec.models.runner import ModelRunner
 
@@ -138,6 +140,22 @@ def test_ratio_rules_keep_the_distribution(
         num_rows=2048,
     )
     assert accepted > 100
+
+
+def test_memory_is_planned_for_its_caches_alone(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """Shared weights are counted once, keys and values of layers that run twice."""
+    model = build(tiny_model, "llama")
+    none: Any = None
+    target = LoadedModel(model, none, {"num_attention_heads": 4}, "target")
+    draft = LoadedModel(SkippingModel(model, (0, 4)), none, target.config, "layers")
+    plan = plan_memory(target, draft, EngineConfig(), BEHIND)
+    assert plan.draft is not None
+    assert plan.weight_bytes == plan.target.weight_bytes > 0
+    assert plan.draft.caches == plan.target.caches[:2]
+    alone = plan_memory(target, None, EngineConfig(), BEHIND, drafts=True)
+    assert (alone.draft, alone.num_draft_tokens) == (None, 3)
 
 
 def test_what_is_refused(tiny_model: Callable[..., Any]) -> None:
