@@ -17,11 +17,11 @@ from benchmarks.common import MIB, Script, encode_prompts, header_of, write_repo
 from specdec import EngineConfig, backend
 from specdec.bench.engine import engine
 from specdec.bench.machine import short
-from specdec.bench.measure import Record, measure, rate, step_ms, total
+from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.peers import mlx_lm_batch, mlx_lm_plain, mlx_lm_speculative
 from specdec.bench.tables import interleaved, markdown_table, show_spread
-from specdec.bench.waves import Options, Run
+from specdec.bench.waves import Options, Record, Run, rate, step_ms, total
 from specdec.decoder import SpecDecoder
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel, check_same_vocabulary

@@ -54,6 +54,14 @@ def machine() -> dict[str, Any]:
     return described
 
 
+def load_average() -> float | None:
+    """Processes that wanted a core in the last minute; ``None`` where nobody knows."""
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (AttributeError, OSError):
+        return None
+
+
 def place(machine: Mapping[str, Any], commit: str) -> str:
     """Machine, versions and commit, in a line of a report."""
     where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"

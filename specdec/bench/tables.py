@@ -6,21 +6,26 @@ import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
+S = TypeVar("S")
 T = TypeVar("T")
+
+
+def turns(systems: Sequence[S], passes: int) -> Iterator[tuple[int, S]]:
+    """The order of runs, every system once a pass: A B C, then B C A, then C A B, ...
+
+    What drifts in the machine meanwhile then falls on all of them alike.
+    """
+    for number in range(passes):
+        turn = number % len(systems)
+        yield from ((number, each) for each in [*systems[turn:], *systems[:turn]])
 
 
 def interleaved(
     systems: Mapping[str, Callable[[], T]], passes: int
 ) -> Iterator[tuple[int, str, T]]:
-    """Run every system once a pass: A B C, then B C A, then C A B, ...
-
-    What drifts in the machine meanwhile then falls on all of them alike.
-    """
-    names = list(systems)
-    for number in range(passes):
-        turn = number % len(names)
-        for name in names[turn:] + names[:turn]:
-            yield number, name, systems[name]()
+    """Run every system once a pass, in the order of :func:`turns`."""
+    for number, name in turns(list(systems), passes):
+        yield number, name, systems[name]()
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

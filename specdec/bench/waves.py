@@ -6,12 +6,15 @@ a rate counts is then the same for all.
 
 from __future__ import annotations
 
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 Prompts = Sequence[Sequence[int]]
 Clock = Callable[[], float]
+Record = dict[str, Any]
 #: k, and what each running row drafted and accepted in the round.
 TracedRound = tuple[int, list[tuple[int, int]]]
 
@@ -130,3 +133,29 @@ class Wave:
 
 #: Decodes the prompts of one wave; the second argument is the first one's index.
 Run = Callable[[Prompts, int], Wave]
+
+
+def total(record: Record, name: str) -> float:
+    """The sum of one number over the waves of a pass."""
+    return float(sum(wave[name] for wave in record["waves"]))
+
+
+def rate(record: Record) -> float:
+    """Decode tokens per second."""
+    seconds = total(record, "decode_seconds")
+    return total(record, "decode_tokens") / seconds if seconds else 0.0
+
+
+def full_steps(record: Record) -> list[float]:
+    """Milliseconds of the steps in which every row of the wave was running."""
+    return [
+        ms
+        for wave in record["waves"]
+        for ms, rows in zip(wave["step_ms"], wave["step_rows"], strict=True)
+        if rows == wave["rows"]
+    ]
+
+
+def step_ms(record: Record) -> float:
+    """Median milliseconds of a step with all rows running; 0 without any."""
+    return statistics.median(full_steps(record) or [0.0])

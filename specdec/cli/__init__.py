@@ -8,6 +8,8 @@ from typing import Any
 
 import click
 
+from .bench import bench
+from .bench import report as report_command
 from .cache import cache
 from .convert import convert
 from .estimate import estimate
@@ -47,6 +49,8 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(bench)
+main.add_command(report_command)
 main.add_command(estimate)
 main.add_command(convert)
 main.add_command(cache)

@@ -1,0 +1,176 @@
+"""The report of a folder of raw results: Markdown, with plots beside it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from .figures import CellFigures, Figures
+from .machine import place, short
+from .plots import draw_all
+from .raw import Results
+from .sections import sections
+from .waves import Record
+
+FILE = "report.md"
+
+
+def write_report(folder: Path) -> tuple[Path, bool]:
+    """Write the report, and its plots where matplotlib is installed.
+
+    Returns:
+        The report's file, and whether there are plots.
+
+    Raises:
+        ConfigError: there are no results in the folder.
+    """
+    figures = Figures(Results.read(folder))
+    drawn = draw_all(figures, folder)
+    file = folder / FILE
+    file.write_text(report(figures, drawn or []), "utf-8")
+    return file, drawn is not None
+
+
+def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
+    """The report as Markdown.
+
+    Args:
+        plots: what each shows, and its file.
+    """
+    parts = [
+        f"# {figures.recipe.title}\n",
+        _origin(figures),
+        _setting(figures),
+        *(f"{text}\n" for text in ["\n".join(findings(figures))] if text),
+        *(f"![{title}]({file})\n" for title, file in plots),
+        *sections(figures),
+        _method(),
+    ]
+    return "\n".join(parts)
+
+
+def _origin(figures: Figures) -> str:
+    starts, lines = figures.results.starts, []
+    if figures.missing:
+        done = figures.num_units - len(figures.missing)
+        lines.append(
+            f"**Not complete: {done} of {figures.num_units} passes and profiles.** "
+            "The same command continues.\n"
+        )
+    seen = None
+    for start in starts:
+        where = place(start["machine"], start["commit"])
+        if where != seen:
+            lines.append(f"    {start['command']}\n\n{where}, {start['date']}.\n")
+        seen = where
+    if len(starts) > 1:
+        lines.append(f"Run in {len(starts)} parts.\n")
+    if len({place(s["machine"], s["commit"]) for s in starts}) > 1:
+        lines.append("**The parts differ in machine, versions or commit.**\n")
+    lines += (_busy(start) for start in starts if _busy(start))
+    return "\n".join(lines)
+
+
+def _busy(start: Record) -> str:
+    """A line when others used the machine too."""
+    load, cores = start.get("load_average"), start["machine"]["cores"]
+    if load is None or load < 0.5 * cores:
+        return ""
+    return (
+        f"**The machine was shared**: load average {load} on {cores} cores when it "
+        "began. Ratios stand up to that better than rates.\n"
+    )
+
+
+def _setting(figures: Figures) -> str:
+    recipe, prompts = figures.recipe, figures.results.prompts
+    lengths, sweep = prompts["tokens"], recipe.sweep
+    n = len(lengths)
+    some = (
+        f"{n} prompts"
+        if n == prompts["found"]
+        else f"{n} of {prompts['found']} prompts"
+    )
+    words = [
+        f"Target {short(recipe.target or 'SmolLM2-135M-Instruct (installed default)')}",
+        f"draft {', '.join(map(short, recipe.draft))}" if recipe.draft else "no draft",
+        recipe.dtype if recipe.dtype != "stored" else "weights as stored",
+    ]
+    temperatures = sorted(figures.among["temperature"])
+    drawn = " and ".join("greedy" if not t else f"T = {t:g}" for t in temperatures)
+    end = "" if recipe.run.end_of_sequence else "; end of sequence ignored"
+    text = (
+        f"{', '.join(words)}; {some} of {min(lengths)} to {max(lengths)} tokens "
+        f"({_short_source(recipe.prompts.source)}), up to {recipe.run.max_tokens} new "
+        f"tokens, {drawn}{end}. {recipe.run.repeat} interleaved passes after a first "
+        "one, which is shown apart.\n"
+    )
+    if any(sweep.kv_bits) and recipe.run.mlx_lm:
+        text += "mlx-lm keeps keys and values as they are throughout.\n"
+    if any(sweep.prefix_cache):
+        text += (
+            "With a prefix cache, the prompts were decoded once before every pass.\n"
+        )
+    return text
+
+
+def findings(figures: Figures) -> list[str]:
+    """A line for each batch and condition: what the best draft length comes to."""
+    best: dict[str, tuple[float, CellFigures, list[float]]] = {}
+    for f in figures.drafted:
+        ratios = f.ratios(figures.find(f.cell.plain))
+        if not ratios:
+            continue
+        key, ratio = f.cell.conditions.label(figures.among), statistics.median(ratios)
+        if key not in best or ratio > best[key][0]:
+            best[key] = ratio, f, ratios
+    lines = []
+    for key, (ratio, f, ratios) in best.items():
+        against = f.ratios(figures.find(f.cell.mlx_lm))
+        text = (
+            f"- **{key}**: fastest with {f.cell.draft}, k = {f.cell.num_draft_tokens}: "
+            f"{ratio:.2f} times plain decoding at this batch "
+            f"({min(ratios):.2f} to {max(ratios):.2f})"
+        )
+        if against:
+            text += f", {statistics.median(against):.2f} times mlx-lm's"
+        text += f"; {f.acceptance().length:.2f} tokens per row and round."
+        lines.append(text)
+    return lines + _prefix_findings(figures)
+
+
+def _prefix_findings(figures: Figures) -> list[str]:
+    """How much sooner the first token comes where a prefix cache knows the prompt."""
+    lines = []
+    for cell, with_cache in figures.cells.items():
+        if not cell.conditions.prefix_cache or cell.system != "specdec":
+            continue
+        without = figures.find(
+            replace(cell, conditions=replace(cell.conditions, prefix_cache=False))
+        )
+        if without and with_cache.first_token_ms and without.first_token_ms:
+            late = statistics.median(without.first_token_ms)
+            soon = statistics.median(with_cache.first_token_ms)
+            lines.append(
+                f"- **{figures.name(cell)}**: first token after {soon:.0f} ms instead "
+                f"of {late:.0f}, {late / soon:.1f} times sooner."
+            )
+    return lines
+
+
+def _method() -> str:
+    return (
+        "## How it was measured\n\n"
+        "Systems take turns within one process on the same weights and prompts, and a "
+        "ratio is taken pass by pass before its median: what slows the machine "
+        "meanwhile falls on all alike. All batches begin with all their rows and take "
+        "no new ones in. docs/benchmarks.md says what is counted; `specdec report` "
+        "makes this page from raw.jsonl.\n"
+    )
+
+
+def _short_source(source: str) -> str:
+    kind, _, what = source.partition(":")
+    return f"{kind}:{short(what)}"

@@ -1,0 +1,169 @@
+"""``specdec bench`` and ``specdec report``: recipes, run and shown."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .quiet import silence_third_parties
+from .report import INTERRUPTED
+
+if TYPE_CHECKING:
+    from ..bench.cells import Unit
+
+DEFAULT_OUT = "specdec-bench"
+
+
+@click.command(short_help="Run a recipe: acceptance and speed, with a report.")
+@click.argument("recipe", required=False, metavar="RECIPE")
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Replace a value of the recipe, as in batch=[1, 8]; repeat it for more.",
+)
+@click.option(
+    "--out",
+    metavar="DIR",
+    help=f"Where results and report go. [default: {DEFAULT_OUT}/NAME]",
+)
+@click.option(
+    "--compare",
+    nargs=2,
+    metavar="DIR DIR",
+    help="Compare the results of two runs instead.",
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+def bench(
+    recipe: str | None,
+    settings: tuple[str, ...],
+    out: str | None,
+    compare: tuple[str, str] | None,
+    quiet: bool,
+) -> None:
+    """Run RECIPE, a .toml file or the name of one that comes with specdec.
+
+    Finished parts are kept: the same command continues where it was stopped. DIR
+    gets raw.jsonl, report.md and its plots.
+
+    \b
+      specdec bench acceptance-quick
+      specdec bench acceptance-humaneval --set target=MODEL --set draft=MODEL
+      specdec bench --compare specdec-bench/before specdec-bench/after
+    """  # noqa: D301 - click's mark for lines to keep
+    if compare is not None:
+        if recipe is not None or settings or out is not None:
+            raise click.UsageError("--compare takes two folders and nothing else")
+        silence_third_parties()
+        from ..bench.compare import compare as compared
+
+        click.echo(compared(*map(Path, compare)), nl=False)
+        return
+    from ..bench.recipe import Recipe, shipped_recipes
+
+    if recipe is None:
+        names = ", ".join(file.stem for file in shipped_recipes())
+        raise click.UsageError(f"name a recipe: a .toml file, or one of {names}")
+    wanted = Recipe.read(recipe, settings)
+    if out is not None and not out.strip():
+        raise click.UsageError("--out is empty: name a folder")
+    folder = Path(out or Path(DEFAULT_OUT) / wanted.name)
+
+    silence_third_parties()
+    from ..bench.figures import Figures
+    from ..bench.report import findings
+    from ..bench.run import run_recipe
+
+    progress = Progress(quiet=quiet)
+    try:
+        results = run_recipe(
+            wanted, folder, command=_command(), progress=progress.expect
+        )
+    except KeyboardInterrupt:
+        click.echo(
+            f"specdec: interrupted: {progress.done} of {progress.total} parts are "
+            f"kept in {folder}; the same command continues",
+            err=True,
+        )
+        sys.exit(INTERRUPTED)
+    finally:
+        progress.close()
+    click.echo("\n".join(findings(Figures(results))))
+    _write(folder)
+
+
+@click.command(short_help="Make a run's report anew from its raw results.")
+@click.argument("folder", metavar="DIR")
+def report(folder: str) -> None:
+    """Make report.md and its plots anew from DIR/raw.jsonl."""
+    silence_third_parties()
+    _write(Path(folder))
+
+
+def _write(folder: Path) -> None:
+    from ..bench.plots import MISSING
+    from ..bench.report import write_report
+
+    file, has_plots = write_report(folder)
+    click.echo(f"wrote {file}", err=True)
+    if not has_plots:
+        click.echo(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
+
+
+def _command() -> str:
+    """The command, with absolute paths cut to their last part."""
+    from ..bench.machine import short
+
+    return shlex.join(["specdec", *map(short, sys.argv[1:])])
+
+
+class Progress:
+    """A bar with the time left on a terminal, a line for each part elsewhere."""
+
+    def __init__(self, *, quiet: bool) -> None:
+        self.total = self.done = 0
+        self._quiet = quiet
+        self._bar: Any = None
+
+    def expect(self, total: int, done: int) -> Progress:
+        """Begin, with what was done in earlier runs."""
+        from tqdm import tqdm
+
+        self.total, self.done = total, done
+        self._bar = tqdm(
+            total=total,
+            initial=done,
+            unit="part",
+            # Parts differ in length: the mean of all tells the time left best.
+            smoothing=0,
+            leave=False,
+            disable=self._quiet or not sys.stderr.isatty(),
+        )
+        return self
+
+    @contextmanager
+    def __call__(self, unit: Unit) -> Iterator[None]:
+        """Bracket one part."""
+        self._bar.set_description(unit.label)
+        start = time.perf_counter()
+        yield
+        self.done += 1
+        self._bar.update()
+        if self._bar.disable and not self._quiet:
+            seconds = time.perf_counter() - start
+            click.echo(
+                f"[{self.done}/{self.total}] {unit.label}: {seconds:.1f} s", err=True
+            )
+
+    def close(self) -> None:
+        """Take the bar away."""
+        if self._bar is not None:
+            self._bar.close()
