@@ -340,7 +340,8 @@ def main(
         for number, record in enumerate(kept):
             tokens = record.pop("tokens")
             for wave in record["waves"]:
-                del wave["rounds"], wave["requests"], wave["first_tokens"]
+                for name in ("rounds", "requests", "first_tokens", "prefix_tokens"):
+                    del wave[name]
             record["pass"] = number
             record["decode_tokens_per_second"] = rate(record)
             record["full_step_ms"] = step_ms(record)

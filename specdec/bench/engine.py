@@ -68,6 +68,7 @@ def engine(
                     wave.add(event.index, event.token_ids)
                     if event.result is not None:
                         wave.row_ended(event.index)
+                        wave.prefix_tokens += event.result.prefix_tokens
                         wave.count(
                             event.index,
                             rounds=event.result.rounds,

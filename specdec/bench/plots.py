@@ -91,7 +91,10 @@ def _speedup(figures: Figures, axes: Any) -> str | None:
     if not lines:
         return None
     for i, (name, points) in enumerate(lines.items()):
-        _curve(axes, name, points, COLOURS[i % len(COLOURS)], "o-")
+        style = "o-" if i < len(COLOURS) else "^-"
+        # Side by side, so that no bar hides another.
+        aside = 0.04 * (i - (len(lines) - 1) / 2)
+        _curve(axes, name, points, COLOURS[i % len(COLOURS)], style, aside)
     theirs: dict[str, list[tuple[int, list[float]]]] = {}
     for cell, f in figures.cells.items():
         if cell.system == "mlx-lm speculative":
@@ -100,7 +103,7 @@ def _speedup(figures: Figures, axes: Any) -> str | None:
             if ratios:
                 theirs.setdefault(key, []).append((cell.num_draft_tokens, ratios))
     for name, points in theirs.items():
-        _curve(axes, name, points, GREY, "s--")
+        _curve(axes, name, points, GREY, "s--", 0.0)
     axes.axhline(1.0, color="black", linewidth=1)
     axes.annotate(
         "no draft",
@@ -139,14 +142,19 @@ def _speedup_title(lines: dict[str, list[tuple[int, list[float]]]]) -> str:
 
 
 def _curve(
-    axes: Any, name: str, points: list[tuple[int, list[float]]], colour: str, style: str
+    axes: Any,
+    name: str,
+    points: list[tuple[int, list[float]]],
+    colour: str,
+    style: str,
+    aside: float,
 ) -> None:
     """Medians, with bars from the smallest to the largest."""
     middle = [statistics.median(r) for _, r in points]
     below = [m - min(r) for m, (_, r) in zip(middle, points, strict=True)]
     above = [max(r) - m for m, (_, r) in zip(middle, points, strict=True)]
     axes.errorbar(
-        [k for k, _ in points],
+        [k + aside for k, _ in points],
         middle,
         yerr=[below, above],
         fmt=style,

@@ -238,8 +238,7 @@ _SECTIONS: dict[str, type] = {"prompts": PromptSet, "sweep": Sweep, "run": Runni
 
 
 def _section(kind: type[S], table: Any, name: str) -> S:
-    if not isinstance(table, Mapping):
-        raise ConfigError(f"{name} is {table!r}: it must be a table, [{name}]")
+    require_table(name, table)
     _check_keys(table, {f.name for f in fields(kind)}, f"{name}.")  # type: ignore[arg-type]
     if kind is PromptSet and "source" not in table:
         raise ConfigError(
@@ -312,6 +311,7 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
                     f"--set {key}: no section {section!r}: there are {known}"
                 )
             at = table.setdefault(section, {})
+            require_table(section, at)
         at[name] = _value(text.strip())
         changed.add(f"{section}.{name}" if section else name)
     return changed
@@ -322,6 +322,11 @@ def _value(text: str) -> Any:
         return tomllib.loads(f"value = {text}")["value"]
     except tomllib.TOMLDecodeError:
         return text
+
+
+def require_table(name: str, value: object) -> None:
+    """Require a section of a TOML file."""
+    require(isinstance(value, Mapping), name, value, f"a table, [{name}]")
 
 
 def _text(value: object) -> bool:

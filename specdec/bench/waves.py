@@ -58,6 +58,8 @@ class Wave:
     tokens: list[list[int]] = field(default_factory=list)
     #: Per row: rounds, draft tokens, accepted ones.
     counts: list[tuple[int, int, int]] = field(default_factory=list)
+    #: Prompt tokens, of all rows, that a prefix cache had.
+    prefix_tokens: int = 0
     #: Per round: k, and what each running row drafted and accepted.
     rounds: list[TracedRound] = field(default_factory=list)
 
@@ -114,6 +116,7 @@ class Wave:
             "decode_seconds": times[-1] - times[first],
             "decode_tokens": sum(sum(n) for _, n, _ in decode),
             "generated_tokens": sum(map(len, self.tokens)),
+            "prefix_tokens": self.prefix_tokens,
             "steps": len(decode),
             "row_rounds": sum(rounds for rounds, _, _ in self.counts),
             "drafted": sum(drafted for _, drafted, _ in self.counts),
