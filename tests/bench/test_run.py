@@ -339,3 +339,24 @@ def test_errors_are_one_line_and_exit_2(arguments: list[str], message: str) -> N
     (line,) = result.stderr.splitlines()
     assert line.startswith("specdec: error: ")
     assert message in line
+
+
+def test_an_interrupt_says_what_is_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any, progress: Any, **__: Any) -> None:
+        bracket = progress(5, 2)
+        with bracket(next(units_of(Recipe.read("prefix")))):
+            pass
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("specdec.bench.run.run_recipe", interrupted)
+    out = str(tmp_path / "out")
+    result = CliRunner().invoke(main, ["bench", "prefix", "--out", out])
+    assert result.exit_code == 130
+    part, line = result.stderr.splitlines()
+    assert part.startswith("[3/5] batch 4, context 2048: specdec, no draft, pass 0: ")
+    assert line == (
+        f"specdec: interrupted: 3 of 5 parts are kept in {out}; "
+        "the same command continues"
+    )
