@@ -7,6 +7,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
+from ..draft_spec import DraftSpec
 from .recipe import Recipe
 from .tables import turns
 
@@ -129,7 +130,8 @@ def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
     cells = [plain.mlx_lm, plain] if recipe.run.mlx_lm else [plain]
     for draft, k in product(recipe.draft, recipe.sweep.num_draft_tokens):
         ours = replace(plain, draft=draft, num_draft_tokens=k)
-        if recipe.run.mlx_lm and conditions.batch == 1:
+        alone = conditions.batch == 1 and not DraftSpec.parse(draft).ngram
+        if recipe.run.mlx_lm and alone:
             cells.append(replace(ours, system="mlx-lm speculative"))
         cells.append(ours)
     return cells

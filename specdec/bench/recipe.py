@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any, Self, TypeVar
 
 from ..checks import require, require_int, require_one_of, require_range
-from ..config import DEFAULT_PREFILL_STEP_SIZE, check_draft_name
+from ..config import DEFAULT_PREFILL_STEP_SIZE
+from ..draft_spec import DraftSpec
 from ..errors import ConfigError
 from ..params import MAX_TEMPERATURE
 
@@ -139,8 +140,8 @@ class Recipe:
         title: what the report is called.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
-        draft: one or several, named likewise, or ``self:4bit`` and so on; none
-            measures plain decoding alone.
+        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``;
+            none measures plain decoding alone.
         dtype: of both models; ``stored`` leaves them as they are.
         folder: where a relative ``file:`` source begins.
 
@@ -167,7 +168,7 @@ class Recipe:
         drafts = tuple(drafts) if isinstance(drafts, list | tuple) else (drafts,)
         for draft in drafts:
             require(_text(draft), "draft", draft, "the name of a model")
-            check_draft_name(draft)
+            DraftSpec.parse(draft)
         object.__setattr__(self, "draft", drafts)
         require(
             self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,8 @@ import mlx.core as mx
 
 from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..decoder import SpecDecoder, wired_memory
+from ..draft_spec import DraftSpec
+from ..drafters import NamedDrafter
 from ..models import LoadedModel, check_same_vocabulary, default_target
 from .cells import Cell, Unit, units_of
 from .engine import engine
@@ -47,11 +50,8 @@ class Bench:
         target = default_target() if recipe.target is None else recipe.target
         self._target = load_model(target, dtype)
         self._drafts = {
-            name: load_model(name, dtype, self._target) for name in recipe.draft
+            name: _drafter(name, self._target, dtype) for name in recipe.draft
         }
-        for draft in self._drafts.values():
-            if self._target.tokenizer is not None and draft.tokenizer is not None:
-                check_same_vocabulary(self._target, draft)
         vocab_size = int(self._target.model(mx.array([[0]])).shape[-1])
         self.prompts: EncodedSet = encode_set(recipe, self._target, vocab_size)
         stop: Iterable[int] = ()
@@ -89,7 +89,8 @@ class Bench:
         if cell.system == "mlx-lm batch":
             return mlx_lm_batch(target, options)
         if cell.system == "mlx-lm speculative":
-            draft = self._draft(cell)
+            assert cell.draft is not None
+            draft = self._drafts[cell.draft].model
             assert draft is not None
             return mlx_lm_speculative(
                 target, draft.model, cell.num_draft_tokens, options
@@ -100,11 +101,8 @@ class Bench:
             warm_prefixes=cell.conditions.prefix_cache,
         )
 
-    def _draft(self, cell: Cell) -> LoadedModel | None:
-        return None if cell.draft is None else self._drafts[cell.draft]
-
     def _decoder(self, cell: Cell, *, end: bool = True) -> SpecDecoder:
-        conditions, draft = cell.conditions, self._draft(cell)
+        conditions = cell.conditions
         config = EngineConfig(
             batch_size=conditions.batch,
             num_draft_tokens=cell.num_draft_tokens,
@@ -117,9 +115,22 @@ class Bench:
         ends = self._eos_token_ids if end else ()
         return SpecDecoder(
             token_level(self._target.model, ends),
-            None if draft is None else token_level(draft.model),
+            drafter=None if cell.draft is None else self._drafts[cell.draft],
             config=config,
         )
+
+
+def _drafter(name: str, target: LoadedModel, dtype: str | None) -> NamedDrafter:
+    """A drafter to be driven with token ids alone."""
+    if name.startswith("random:"):
+        found = NamedDrafter(name, load_model(name, dtype))
+    else:
+        found = NamedDrafter.load(DraftSpec.parse(name), target, dtype=dtype)
+    if found.model is None:
+        return found
+    if target.tokenizer is not None and found.model.tokenizer is not None:
+        check_same_vocabulary(target, found.model)
+    return replace(found, model=token_level(found.model.model))
 
 
 def run_recipe(

@@ -360,3 +360,15 @@ def test_an_interrupt_says_what_is_kept(
         f"specdec: interrupted: 3 of 5 parts are kept in {out}; "
         "the same command continues"
     )
+
+
+def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
+    """N-grams, which mlx-lm's speculation does not know, and layers of the target."""
+    recipe = tiny("draft=['ngram', 'layers:0']", "repeat=1", "max_tokens=12")
+    results = run(recipe, tmp_path / "out")
+    theirs = {c.draft for c in results.passes if c.system == "mlx-lm speculative"}
+    assert theirs == {"layers:0"}
+    figures = Figures(results)
+    assert {f.cell.draft for f in figures.drafted} == {"ngram", "layers:0"}
+    text = report(figures)
+    assert "fastest with" in text
