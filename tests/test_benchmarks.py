@@ -100,7 +100,33 @@ def test_prefix(tmp_path: Path) -> None:
     assert packed["memory_bytes"] * 16 == dense["memory_bytes"] * 4.5
 
 
-SHAPES = "shapes are 8b, 1b, tiny"
+def test_joined(tmp_path: Path) -> None:
+    """Three ways to serve the same prompts: the same tokens, in float32."""
+    raw = run(
+        "joined",
+        tmp_path / "joined",
+        *("--target", "random:tiny", "--num-prompts", "6", "--batch", "2"),
+        *("--prompt-tokens", "12", "--max-tokens", "9", "--repeat", "1"),
+        *("--gap-chunks", "4", "--gap-prompt-tokens", "20"),
+    )
+    assert len(raw["passes"]) == 3
+    for passes in raw["passes"].values():
+        assert [record["differ"] for record in passes] == [0, 0]
+    (gaps,) = raw["gaps"].values()
+    assert gaps["passes"][0]["longest_gap_ms"] >= gaps["passes"][0]["median_gap_ms"]
+
+
+def test_overhead(tmp_path: Path) -> None:
+    raw = run(
+        "overhead",
+        tmp_path / "overhead",
+        *("--batch", "2", "--rounds", "2", "--repeat", "1"),
+    )
+    assert len(raw["rounds"]) == 2 * 5
+    assert raw["target_ms"] == {"2": 0.4}
+
+
+SHAPES = "shapes are 8b, 1b, 10m, tiny"
 
 
 @pytest.mark.parametrize(

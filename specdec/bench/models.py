@@ -42,6 +42,15 @@ SHAPES: dict[str, dict[str, Any]] = {
         "vocab_size": 128256,
         "tie_word_embeddings": True,
     },
+    "10m": {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "intermediate_size": 768,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "tie_word_embeddings": True,
+    },
     "tiny": {
         "hidden_size": 64,
         "num_hidden_layers": 2,

@@ -1,0 +1,206 @@
+"""What the engine's own code costs in a round: everything but the model.
+
+The stub computes nothing: its logits are made once for every shape. What is left is
+the scheduler, the round, sampling, text, and MLX's calls that they make.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import click
+import mlx.core as mx
+import numpy as np
+
+from benchmarks.common import Script, header_of, write_report
+from specdec import EngineConfig, SamplingParams, backend
+from specdec.bench.tables import markdown_table, show_spread
+from specdec.drafters import DraftModel
+from specdec.engine import Engine
+from specdec.session import Bounds, Session
+
+VOCAB = 256
+WARM_UP = 20
+#: Milliseconds that the engine may take: of a round, and of each row in it.
+PER_ROUND, PER_ROW = 0.3, 0.05
+
+
+class StubRunner:
+    """In the place of a ModelRunner: every position has the same logits."""
+
+    vocab_size = VOCAB
+    prefixes = None
+
+    def __init__(self) -> None:
+        likely = np.zeros(VOCAB, np.float32)
+        likely[7] = 9.0
+        self._logits = mx.array(likely)
+        self._by_shape: dict[tuple[int, ...], mx.array] = {}
+
+    def logits(self, shape: tuple[int, ...]) -> mx.array:
+        if shape not in self._by_shape:
+            made = mx.broadcast_to(self._logits, (*shape, VOCAB))
+            self._by_shape[shape] = mx.contiguous(made)
+            mx.eval(self._by_shape[shape])
+        return self._by_shape[shape]
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_round: int, max_length: int
+    ) -> StubRows:
+        return StubRows(self, [len(p) for p in prompts])
+
+
+class StubRows:
+    """In the place of ModelRows: knows its rows' lengths and nothing else."""
+
+    def __init__(self, runner: StubRunner, lengths: list[int]):
+        self._runner = runner
+        self.hidden = None
+        self.reused = [0] * len(lengths)
+        self.offset = mx.array(lengths, mx.int32)
+
+    def prefill(self) -> Iterator[None]:
+        return iter(())
+
+    def forward(self, tokens: mx.array) -> mx.array:
+        self.offset = self.offset + tokens.shape[1]
+        return self._runner.logits(tokens.shape)
+
+    def trim_per_sequence(self, n: Any, at_most: int) -> None:
+        self.offset = self.offset - n
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        pass
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self.offset = self.offset[mx.array(list(rows), mx.int32)]
+
+    def extend(self, other: StubRows) -> None:
+        self.offset = mx.concatenate([self.offset, other.offset])
+
+
+class Words:
+    """A tokenizer and detokenizer whose every token is a short word."""
+
+    eos_token_ids = frozenset[int]()
+    has_chat_template = False
+
+    def __init__(self) -> None:
+        self.text = ""
+
+    def add_token(self, token: int) -> None:
+        self.text += "word "
+
+    def finalize(self) -> None:
+        pass
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return "word " * len(tokens)
+
+    def __len__(self) -> int:
+        return VOCAB
+
+
+#: What rows ask for -> its parameters; ``None``: tokens alone, no text.
+ASKED: dict[str, dict[str, Any] | None] = {
+    "tokens": None,
+    "text": {},
+    "text, stop texts": {"stop": ("worm", "wordy", "\n\n")},
+    "text, logprobs": {"logprobs": True},
+    "text, sampling": {"temperature": 0.7, "top_p": 0.9},
+}
+
+
+def make_session(asked: str, batch_size: int, k: int) -> Session:
+    """A session over the stub, with its rows added."""
+    config = EngineConfig(batch_size=batch_size, num_draft_tokens=k)
+    target: Any = StubRunner()
+    drafter = None
+    if k:
+        draft: Any = StubRunner()
+        drafter = DraftModel(draft, vocab_size=VOCAB, max_draft_tokens=k)
+    options = ASKED[asked]
+    engine = Engine(
+        target,
+        drafter,
+        config,
+        backend.defaults(),
+        frozenset(),
+        None if options is None else Words,
+    )
+    session = Session(engine, Words(), Bounds(VOCAB))
+    params = SamplingParams(max_tokens=10**6, **(options or {}))
+    for i in range(batch_size):
+        session.add([1 + i, 2], params)
+    return session
+
+
+def measure(asked: str, batch_size: int, k: int, rounds: int) -> dict[str, float]:
+    """Milliseconds of a mean round: the host thread's time, and the clock's."""
+    session = make_session(asked, batch_size, k)
+    while session.stats.rounds < WARM_UP:
+        session.step()
+    before = session.stats.rounds
+    start, busy = time.perf_counter(), time.thread_time()
+    while session.stats.rounds < before + rounds:
+        session.step()
+    busy, wall = time.thread_time() - busy, time.perf_counter() - start
+    return {"host_ms": busy / rounds * 1e3, "wall_ms": wall / rounds * 1e3}
+
+
+@click.command(cls=Script, context_settings={"show_default": True})
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32))
+@click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(0, 3))
+@click.option("--rounds", default=200)
+@click.option("--repeat", default=5)
+@click.option("--out", help="Write OUT.json and OUT.md.")
+def main(
+    batches: tuple[int, ...],
+    ks: tuple[int, ...],
+    rounds: int,
+    repeat: int,
+    out: str | None,
+) -> None:
+    """Measure the engine's own time in a round."""
+    raw = header_of("The engine's own time in a round")
+    cells = [(a, k, b) for a in ASKED for k in ks for b in batches]
+    measured: dict[str, list[dict[str, float]]] = {}
+    for _ in range(repeat):
+        for asked, k, b in cells:
+            record = measure(asked, b, k, rounds)
+            measured.setdefault(f"{asked} k={k} B={b}", []).append(record)
+    raw["options"] = {"rounds": rounds, "repeat": repeat, "vocabulary": VOCAB}
+    raw["target_ms"] = {str(b): PER_ROUND + PER_ROW * b for b in batches}
+    raw["rounds"] = measured
+
+    def cell(asked: str, k: int, b: int, what: str) -> str:
+        return show_spread([r[what] for r in measured[f"{asked} k={k} B={b}"]], 2)
+
+    header = ["rows ask for", "k", *(f"B={b}" for b in batches)]
+    allowed = [f"{PER_ROUND + PER_ROW * b:.2f}" for b in batches]
+    body = ""
+    for what, title in (("host_ms", "Host thread"), ("wall_ms", "Wall clock")):
+        rows: list[list[object]] = [
+            [asked, k, *(cell(asked, k, b, what) for b in batches)]
+            for asked in ASKED
+            for k in ks
+        ]
+        if what == "host_ms":
+            rows.append(["*target*", "", *allowed])
+        body += f"{title}, ms per round:\n\n{markdown_table(header, rows)}\n"
+    write_report(out, raw, f"{explain(rounds, repeat)}\n{body}")
+
+
+def explain(rounds: int, repeat: int) -> str:
+    return (
+        f"Median (smallest to largest) of {repeat} runs of {rounds} rounds, with a "
+        f"stub in the place of target and draft and {VOCAB} tokens. *Host thread* is "
+        "the processor time of the thread that steps the engine, MLX's share of it "
+        "included; *wall clock* has the arrays' own computing as well.\n"
+    )
+
+
+if __name__ == "__main__":
+    main()
