@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 
 from specdec import (
@@ -224,6 +225,35 @@ def test_companions_change_no_row_whatever_its_verification(
             assert row.rounds == alone.rounds
             assert row.drafted_at == alone.drafted_at
             assert row.accepted_at == alone.accepted_at
+
+
+@BACKENDS
+def test_a_draft_is_never_asked_for_tokens_that_it_lacks(
+    target: Any, tiny_model: Callable[..., Any], backend: BackendDefaults
+) -> None:
+    """An embedding behind the last is memory of somebody else: random drafts."""
+    draft = tiny_model("llama", seed=5, vocab_size=60)
+    asked: list[mx.array] = []
+    embed = draft.model.embed_tokens
+
+    class Watched(nn.Module):
+        weight = embed.weight
+
+        def __call__(self, tokens: mx.array) -> mx.array:
+            asked.append(tokens.max())
+            return embed(tokens)  # type: ignore[no-any-return]
+
+        def as_linear(self, x: mx.array) -> mx.array:
+            return embed.as_linear(x)  # type: ignore[no-any-return]
+
+    draft.model.embed_tokens = Watched()  # type: ignore[no-untyped-call]
+    prompts = [[90, 91, 5], [60], [3] * 20 + [96] * 9]
+    params = [
+        SamplingParams(max_tokens=12, temperature=2.0, verification=v)
+        for v in VERIFICATIONS
+    ]
+    run_rows(target, draft, prompts, params, batch_size=2, backend=backend)
+    assert max(int(token) for token in asked) == 59
 
 
 # -- models that fail ------------------------------------------------------

@@ -43,9 +43,11 @@ class DraftModel:
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> DraftModelRows:
         """Begin rows for ``prompts``."""
-        rows = self.runner.rows(
-            [p[:-1] for p in prompts], max_round=self.max_round, max_length=max_length
-        )
+        known = [p[:-1] for p in prompts]
+        if self.clips:
+            last = self.runner.vocab_size - 1
+            known = [[min(token, last) for token in p] for p in known]
+        rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
         return DraftModelRows(self, rows)
 
 
