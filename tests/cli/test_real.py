@@ -8,9 +8,6 @@ import sys
 from pathlib import Path
 
 import pytest
-from click.testing import CliRunner
-
-from specdec.cli import main
 
 PROMPTS = "Name a river in France.\nWhat is 6 times 7?\n"
 
@@ -48,23 +45,3 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
     assert drafted == stdout
     assert "draft:       self:4bit, 3 tokens a round" in stderr
     assert "acceptance:  rate 0." in stderr
-
-
-@pytest.mark.slow
-@pytest.mark.usefixtures("smollm2_path")
-def test_layers_are_found_and_serve_as_a_draft(tmp_path: Path) -> None:
-    """tune-layers, its last line pasted; then a lookup before these layers."""
-    file = tmp_path / "prompts.txt"
-    file.write_text(PROMPTS, "utf-8")
-    arguments = (
-        "tune-layers", "--prompts", str(file), "--num-prompts", "2", "-m", "6",
-        "--layers", "28", "--max-evaluations", "4", "--dtype", "bfloat16", "-q",
-    )  # fmt: skip
-    result = CliRunner().invoke(main, arguments)
-    assert result.exit_code == 0, result.output
-    use = result.stdout.splitlines()[-1].split()
-    assert use[:2] == ["use:", "--draft"]
-    plain, _, _ = run(tmp_path)
-    drafted, stderr, _ = run(tmp_path, "--draft", f"ngram+{use[2]}")
-    assert drafted == plain
-    assert f"draft:       ngram+{use[2]}, 3 tokens a round" in stderr
