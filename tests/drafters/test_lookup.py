@@ -150,3 +150,12 @@ def test_numbers_begin_again_before_they_overflow() -> None:
     assert tokens.tolist() == [[5, 6]]
     assert length.tolist() == [2]
     assert table.follow(mx.array([[1]]), 1)[1].tolist() == [0]
+
+
+def test_no_match_reaches_across_the_rings_end() -> None:
+    """The token before the oldest that is held was overwritten by the newest."""
+    row = [1, 2, 5, 3, 4, 6, 7, 8, 5, 5]
+    match = longest_match(
+        ring_of([row], 8), mx.array([len(row)]), max_ngram=2, min_ngram=1
+    )
+    assert (match.size.item(), match.last.item()) == (1, 8)
