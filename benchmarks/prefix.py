@@ -192,8 +192,8 @@ def storage(geometry: str, tokens: int, folder: str | None, out: str | None) -> 
     raw["stored"] = {}
     rows = []
     kinds: dict[str, Callable[[], Any]] = {
-        "16 bits": lambda: BatchKVCache(1),
-        "4 bits": lambda: BatchQuantizedKVCache(1, bits=4),
+        "16 bits": lambda: BatchKVCache(1, max_length=tokens),
+        "4 bits": lambda: BatchQuantizedKVCache(1, bits=4, max_length=tokens),
     }
     for name, make in kinds.items():
         with scratch(folder) as at:
