@@ -37,13 +37,20 @@ class BackendDefaults:
     read_bucket: int
     repeat_shapes: bool
     lookahead: int
+    new_shape_seconds: float = 0.0
 
 
 _DEFAULTS = {
     each.name: each
     for each in (
         BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1),
-        BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1),
+        BackendDefaults(
+            "cuda",
+            read_bucket=256,
+            repeat_shapes=True,
+            lookahead=1,
+            new_shape_seconds=0.04,
+        ),
         BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
     )
 }

@@ -19,8 +19,10 @@ import mlx.core as mx
 from .backend import BackendDefaults
 from .drafters import Drafter, DraftRows, Round
 from .inflight import InFlight, RowOutput
+from .lengths import DraftLength
 from .models.runner import ModelRunner
 from .observer import RoundObserver
+from .pacing import Pacer
 from .rounds import RowRules
 from .sequence import Sequence
 from .verification import next_recent
@@ -36,7 +38,7 @@ class RowBatch:
         target: runs the target model.
         drafter: proposes; ``None`` decodes plainly.
         sequences: the rows, one or more, none of them begun.
-        num_draft_tokens: k, how many tokens are proposed in a round.
+        length: chooses k, how many tokens are proposed in a round.
         backend: how to shape rounds.
         observer: is told of every round.
     """
@@ -46,12 +48,14 @@ class RowBatch:
         target: ModelRunner,
         drafter: Drafter | None,
         sequences: AbstractSequence[Sequence],
-        num_draft_tokens: int,
+        length: DraftLength,
         backend: BackendDefaults,
         observer: RoundObserver,
     ):
         self.rows = tuple(sequences)
-        self.num_draft_tokens = num_draft_tokens if drafter else 0
+        self._pacer = Pacer(length)
+        # The largest k of any round.
+        self.num_draft_tokens = length.max_draft_tokens if drafter else 0
         self._backend = backend
         self._observer = observer
         self._vocab_size = target.vocab_size
@@ -128,9 +132,15 @@ class RowBatch:
         Returns nothing while the first rounds are on their way.
         """
         ahead = len(self._in_flight)
-        if ahead <= self._lookahead and self._worth_a_round():
-            self._in_flight.append(self._dispatch(self._choose_k()))
-            if ahead < self._lookahead:
+        if ahead <= self._backend.lookahead and self._worth_a_round():
+            k = self._choose_k()
+            lookahead = self._lookahead(k)
+            if ahead <= lookahead:
+                if k and self._pacer.undrafted > self.num_draft_tokens:
+                    # For rows that have ended there may be no room to catch up.
+                    self.drop_ended()
+                self._in_flight.append(self._dispatch(k))
+            if ahead < lookahead:
                 return []
         return self._read(self._in_flight.popleft()) if self._in_flight else []
 
@@ -155,7 +165,22 @@ class RowBatch:
         return min(self.num_draft_tokens, max(left - 1, 0))
 
     def _choose_k(self) -> int:
-        return max(self._of_use(s) for s in self.unfinished)
+        most = max(self._of_use(s) for s in self.unfinished)
+        if not most:
+            return 0
+        room = [n for n in self._limits(most) if n >= 0]
+        remaining = sum(s.remaining for s in self.unfinished) / len(room)
+        return min(most, self._pacer.choose(len(self.rows), room, remaining))
+
+    def _lookahead(self, k: int) -> int:
+        """Rounds that may be on their way when one of k is handed out.
+
+        A round that turns out to be of no use is dear where tokens, not launches,
+        cost time, and functions of the user's need every token before the next:
+        then rounds are read at once.
+        """
+        patient = self._backend.repeat_shapes or not k
+        return self._backend.lookahead if patient and not self._rules.stepwise else 0
 
     def _draft_limit(self, sequence: Sequence, length: int) -> int:
         """Draft tokens that a row of ``length`` committed tokens may accept."""
@@ -192,6 +217,8 @@ class RowBatch:
         k = max(0, *limits)
         limit = self._limit_array(limits)
         self._observer.begun(k)
+        if not first:
+            self._pacer.begin(k, limits)
         # 1. propose
         draws = self._rules.draws(self._target.offset + 1, k + 1)
         round_ = Round(
@@ -232,9 +259,13 @@ class RowBatch:
         """Wait for a round; append its tokens to the rows and retire those that end."""
         cached = dict(zip(map(id, self.rows), self._cached, strict=True))
         running = [s for s in in_flight.rows if s.finish_reason is None]
-        for sequence, kept in in_flight.read():
+        read = in_flight.read()
+        for sequence, kept in read:
             if id(sequence) in cached:
                 cached[id(sequence)] += kept
+        if not in_flight.first:
+            ran = set(map(id, running))
+            self._pacer.read([n if id(s) in ran else None for s, n in read])
         self._observer.read(in_flight.num_draft_tokens, running)
         self._cached = [cached[id(s)] for s in self.rows]
         self.retire()
@@ -266,6 +297,10 @@ class RowBatch:
 
     # -- rows --------------------------------------------------------------
 
+    def note_interruption(self) -> None:
+        """Other work ran on the device between two rounds."""
+        self._pacer.interrupt()
+
     def extend(self, other: RowBatch) -> None:
         """Append the rows of ``other``, which has been prefilled and not stepped.
 
@@ -276,6 +311,7 @@ class RowBatch:
         self._target.extend(other._target)
         if self._draft is not None and other._draft is not None:
             self._draft.extend(other._draft)
+        self._pacer.join(len(self.rows), len(other.rows))
         self.rows += other.rows
         self._cached += other._cached
         self._note_rows()
@@ -292,12 +328,6 @@ class RowBatch:
         self._all_drafted = all(
             self._draft_limit(s, len(s.request.prompt_tokens)) for s in self.rows
         )
-        # A round that turns out to be of no use is dear where tokens, not launches,
-        # cost time, and functions of the user's need every token before the next:
-        # then rounds are read at once.
-        patient = self._backend.repeat_shapes or not self.num_draft_tokens
-        patient = patient and not self._rules.stepwise
-        self._lookahead = self._backend.lookahead if patient else 0
 
     def retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""

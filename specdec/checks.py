@@ -24,9 +24,12 @@ def is_number(value: object) -> bool:
     return known and math.isfinite(value)  # type: ignore[arg-type]
 
 
-def require_int(name: str, value: object, low: int | None = None) -> None:
-    """Require a whole number, ``low`` or more."""
+def require_int(
+    name: str, value: object, low: int | None = None, *, other: str = ""
+) -> None:
+    """Require a whole number, ``low`` or more; ``other``: what else is allowed."""
     rule = "a whole number" if low is None else f"a whole number, {low} or more"
+    rule += f", or {other}" if other else ""
     in_range = is_int(value) and (low is None or value >= low)  # type: ignore[operator]
     require(in_range, name, value, rule)
 

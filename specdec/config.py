@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import os
 from dataclasses import dataclass
+from typing import Literal
 
 from .checks import require_int, require_one_of
 from .errors import ConfigError
 
+NumDraftTokens = int | Literal["auto"]
+
 DEFAULT_BATCH_SIZE = 8
-DEFAULT_NUM_DRAFT_TOKENS = 3
+DEFAULT_NUM_DRAFT_TOKENS: NumDraftTokens = "auto"
+# The largest k that "auto" chooses.
+MAX_AUTO_DRAFT_TOKENS = 8
 DEFAULT_PREFILL_STEP_SIZE = 512
 DEFAULT_PREFIX_CACHE_SIZE = 8 * 10**9
 DEFAULT_PREFIX_CACHE_MEMORY = 10**9
@@ -21,7 +26,8 @@ class EngineConfig:
 
     Args:
         batch_size: rows that decode together.
-        num_draft_tokens: tokens proposed per round; 0 decodes plainly.
+        num_draft_tokens: tokens proposed per round; 0 decodes plainly, "auto"
+            chooses for every round, 0 included. See docs/draft-length.md.
         prefill_step_size: prompt tokens per row in one prefill forward.
         read_bucket: cache columns handed to attention are rounded up to a
             multiple of this; ``None`` takes the backend's default
@@ -48,7 +54,7 @@ class EngineConfig:
     """
 
     batch_size: int = DEFAULT_BATCH_SIZE
-    num_draft_tokens: int = DEFAULT_NUM_DRAFT_TOKENS
+    num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
     prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
     read_bucket: int | None = None
     kv_bits: int | None = None
@@ -62,7 +68,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_int("batch_size", self.batch_size, 1)
-        require_int("num_draft_tokens", self.num_draft_tokens, 0)
+        if self.num_draft_tokens != "auto":
+            require_int("num_draft_tokens", self.num_draft_tokens, 0, other='"auto"')
         require_int("prefill_step_size", self.prefill_step_size, 1)
         if self.read_bucket is not None:
             require_int("read_bucket", self.read_bucket, 1)
@@ -75,6 +82,12 @@ class EngineConfig:
         self._check_prefix_cache()
         if self.memory_limit is not None:
             require_int("memory_limit", self.memory_limit, 1)
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that any round proposes."""
+        k = self.num_draft_tokens
+        return MAX_AUTO_DRAFT_TOKENS if k == "auto" else k
 
     @property
     def prefix_memory(self) -> int:

@@ -12,11 +12,13 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
+from .calibration import draft_length, measure_forwards
 from .config import EngineConfig
 from .draft_spec import DraftSpec
 from .drafters import DraftContext, Drafter, DrafterFactory, NamedDrafter
 from .engine import Engine
 from .errors import ConfigError, ModelError, UnsupportedModelError
+from .lengths import Forwards
 from .models import (
     LoadedModel,
     context_length,
@@ -92,15 +94,33 @@ class SpecDecoder:
             self._target.vocab_size, context_length(target.config), self._preflight
         )
         self._drafter: Drafter | None = None
-        if drafter is not None and self.config.num_draft_tokens:
+        if drafter is not None and self.config.max_draft_tokens:
             context = DraftContext(
                 target,
                 vocab_size=self._target.vocab_size,
-                max_draft_tokens=self.config.num_draft_tokens,
+                max_draft_tokens=self.config.max_draft_tokens,
                 runner=self._runner,
             )
             self._drafter = drafter(context)
             self._target = self._target.recording(self._drafter.hidden_layers)
+        # What one call learns of the draft serves the next.
+        self._length = draft_length(
+            self.config, self._target, self._drafter, self._backend
+        )
+
+    def measure_forwards(self, num_rows: int) -> Forwards:
+        """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.
+
+        Raises:
+            ConfigError: there is no draft.
+        """
+        if self._drafter is None:
+            raise ConfigError("there is no draft to measure: give one")
+        k = self.config.max_draft_tokens
+        with wired_memory():
+            return measure_forwards(
+                self._target, self._drafter, num_rows, max_draft_tokens=k
+            )
 
     def _runner(self, model: LoadedModel) -> ModelRunner:
         return ModelRunner(
@@ -254,6 +274,7 @@ class SpecDecoder:
             lambda: self.tokenizer.detokenizer,
             observer,
             self._preflight,
+            self._length,
         )
         return Session(engine, self.tokenizer, self.bounds)
 

@@ -16,6 +16,7 @@ from .batch import RowBatch
 from .config import EngineConfig
 from .drafters import Drafter
 from .inflight import RowOutput
+from .lengths import DraftLength, FixedLength
 from .models.runner import ModelRunner
 from .observer import RoundObserver
 from .preflight import Preflight
@@ -41,6 +42,8 @@ class Engine:
             tokens and no text, and stop texts are not found.
         observer: is told of every round.
         preflight: rows wait while those that run leave no memory for them.
+        length: chooses how many tokens rounds draft; ``None``: the most that the
+            config allows.
     """
 
     def __init__(
@@ -53,6 +56,7 @@ class Engine:
         detokenizer: Callable[[], Detokenizer] | None = None,
         observer: RoundObserver | None = None,
         preflight: Preflight | None = None,
+        length: DraftLength | None = None,
     ):
         self.stats = RunStats()
         self._target = target
@@ -62,6 +66,7 @@ class Engine:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
         self._observer = observer or RoundObserver()
+        self._length = length or FixedLength(config.max_draft_tokens)
         self._scheduler = Scheduler(config.batch_size)
         if preflight is not None:
             self._scheduler = Scheduler(
@@ -109,6 +114,9 @@ class Engine:
     def step(self) -> list[RowOutput]:
         """One chunk of prefill, one round, or both; what the rows emitted."""
         outputs = self._leave() if self._cancelled else []
+        if self._running is None and self._joining is None and self._scheduler.waiting:
+            waiting = min(self._scheduler.waiting, self._config.batch_size)
+            self._length.prepare(waiting)
         start = time.perf_counter()
         if not outputs and not self._round_is_due:
             self._round_is_due = True
@@ -164,6 +172,8 @@ class Engine:
         if self._joining is None:
             return []
         outputs = next(self._chunks)
+        if self._running is not None:
+            self._running.note_interruption()
         if not outputs:
             return []
         # Its first tokens: prefill is over, for some rows everything. The
@@ -187,7 +197,7 @@ class Engine:
             self._target,
             self._drafter,
             sequences,
-            self._config.num_draft_tokens,
+            self._length,
             self._backend,
             self._observer,
         )

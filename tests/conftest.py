@@ -33,6 +33,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.real)
 
 
+@pytest.fixture(autouse=True)
+def _own_cache_folder(
+    tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is kept in the user's cache folder, nor read from it."""
+    base = tmp_path_factory.getbasetemp() / "cache-home"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+
+
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """Where the default target's GGUF file is; its absence is a failure."""

@@ -21,6 +21,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.drafters import Drafter, DraftModel
 from specdec.engine import Engine
+from specdec.lengths import DraftLength
 from specdec.models.runner import ModelRunner
 from specdec.params import SamplingParams
 from specdec.sequence import Request
@@ -140,6 +141,7 @@ def run_rows(
     eos: frozenset[int] = frozenset(),
     drafter: Drafter | None = None,
     draft_context: int | None = None,
+    length: DraftLength | None = None,
     **options: Any,
 ) -> list[TokenSequence]:
     """Decode through the engine; the finished rows, in the order of the prompts."""
@@ -163,7 +165,7 @@ def run_rows(
     ]
     if drafter is not None:
         runner = runner.recording(drafter.hidden_layers)
-    engine = Engine(runner, drafter, config, backend, eos)
+    engine = Engine(runner, drafter, config, backend, eos, length=length)
     for request in requests:
         engine.add(request)
     rows: dict[int, TokenSequence] = {}

@@ -249,7 +249,7 @@ class _Comparison:
         """Score the prefix at both widths, by the target alone."""
         task, config = self._tasks[i], self._decoder.config
         prompt, prefix = task.prompt.token_ids, self._expected[i].tokens[:position]
-        k = config.num_draft_tokens if self._decoder.draft_name else 0
+        k = config.max_draft_tokens if self._decoder.draft_name else 0
         batch_size = min(config.batch_size, len(self._tasks))
         # One row without a draft has one width only: then two tokens are the other.
         width = max(k + 1, 2)

@@ -8,6 +8,7 @@ from typing import Any
 
 import click
 
+from .advise import advise
 from .bench import bench
 from .bench import report as report_command
 from .cache import cache
@@ -49,6 +50,7 @@ def main() -> None:
 
 
 main.add_command(run)
+main.add_command(advise)
 main.add_command(bench)
 main.add_command(report_command)
 main.add_command(estimate)

@@ -8,13 +8,14 @@ import click
 from click.core import ParameterSource
 
 from ..config import (
-    DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
+    NumDraftTokens,
 )
 from ..draft_spec import DraftSpec
 from ..errors import UnsupportedModelError
 from ..memory.sizes import parse_size
+from .draft_tokens import num_draft_tokens_option
 from .quiet import silence_third_parties
 
 
@@ -50,13 +51,8 @@ from .quiet import silence_third_parties
     show_default=True,
     help="Rows that decode together.",
 )
-@click.option(
-    "--num-draft-tokens",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=DEFAULT_NUM_DRAFT_TOKENS,
-    show_default=True,
-    help="Tokens that the draft proposes in a round.",
+@num_draft_tokens_option(
+    1, "Tokens that the draft proposes in a round; auto counts the most it chooses."
 )
 @click.option(
     "--prefill-step-size",
@@ -108,7 +104,7 @@ def estimate(
     draft: str | None,
     context: int,
     batch_size: int,
-    num_draft_tokens: int,
+    num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
     kv_bits: str | None,

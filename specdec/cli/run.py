@@ -10,14 +10,15 @@ import click
 
 from ..config import (
     DEFAULT_BATCH_SIZE,
-    DEFAULT_NUM_DRAFT_TOKENS,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
+    NumDraftTokens,
 )
 from ..draft_spec import DraftSpec
 from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
+from .draft_tokens import num_draft_tokens_option
 from .output import Progress, Sink, open_output
 from .prefix_options import prefix_config, prefix_options
 from .quiet import silence_third_parties
@@ -78,13 +79,10 @@ if TYPE_CHECKING:
     is_flag=True,
     help="Encode prompts raw, without the chat template.",
 )
-@click.option(
-    "--num-draft-tokens",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=DEFAULT_NUM_DRAFT_TOKENS,
-    show_default=True,
-    help="Tokens that the draft proposes in a round.",
+@num_draft_tokens_option(
+    0,
+    "Tokens that the draft proposes in a round. auto: as many as pay, none "
+    "included, from measured costs and acceptance.",
 )
 @click.option(
     "--prefill-step-size",
@@ -149,7 +147,7 @@ def run(
     batch_size: int,
     system_prompt: str | None,
     ignore_chat_template: bool,
-    num_draft_tokens: int,
+    num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
     kv_bits: str | None,
@@ -216,7 +214,7 @@ def run(
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
 
-    for note in (check_compiler(), draft and _draft_note()):
+    for note in (check_compiler(), draft and _draft_note(num_draft_tokens)):
         if note and not quiet:
             click.echo(f"specdec: note: {note}", err=True)
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
@@ -249,20 +247,20 @@ def run(
         sys.exit(INTERRUPTED)
 
 
-def _draft_note() -> str | None:
-    """What a draft does to speed where verification is not nearly free."""
+def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
+    """What a fixed draft length does where verification is not nearly free."""
     from ..backend import defaults
 
-    if defaults().name != "cpu":
+    if num_draft_tokens == "auto" or defaults().name != "cpu":
         return None
     return (
-        "on a CPU verifying costs nearly as much as decoding: --draft makes most "
-        "pairs slower there, never different"
+        "on a CPU verifying costs nearly as much as decoding: a fixed number of "
+        "draft tokens makes most pairs slower there, never different"
     )
 
 
 def _check_together(
-    draft: str | None, num_draft_tokens: int, kv_bits: str | None
+    draft: str | None, num_draft_tokens: NumDraftTokens, kv_bits: str | None
 ) -> None:
     """Refuse an option that another one, or its absence, leaves without effect."""
     if draft is None and is_given("num_draft_tokens"):
@@ -304,9 +302,10 @@ def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
 def _summary(decoder: SpecDecoder) -> str:
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens
+    length = "chosen for every round" if k == "auto" else f"{_some(k, 'token')} a round"
     lines = {
         "target": decoder.target_name,
-        "draft": f"{draft}, {_some(k, 'token')} a round" if draft else "none",
+        "draft": f"{draft}, {length}" if draft else "none",
         "prefill": f"{_some(stats.prefilled, 'prompt')}, "
         f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",
@@ -322,6 +321,8 @@ def _summary(decoder: SpecDecoder) -> str:
             f"rate {stats.acceptance_rate:.3f}, "
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
+    elif draft and k == "auto" and stats.rounds:
+        lines["acceptance"] = "nothing was drafted: it would not have paid"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
 

@@ -10,11 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import (
-    DEFAULT_BATCH_SIZE,
-    DEFAULT_NUM_DRAFT_TOKENS,
-    EngineConfig,
-)
+from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..draft_spec import DraftSpec
 from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_prompts
@@ -29,6 +25,8 @@ if TYPE_CHECKING:
 
 # Enough rounds for caches to be written, trimmed and written again many times.
 DEFAULT_MAX_TOKENS = 64
+# Fixed, so that a certificate can be made again.
+DEFAULT_NUM_DRAFT_TOKENS = 3
 # A row's first token, a round of all its draft tokens, and the round behind it.
 TOKENS_BEHIND_DRAFT = 3
 
@@ -277,7 +275,7 @@ def _check_together(
 
 
 def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
-    draft, k = decoder.draft_name, decoder.config.num_draft_tokens
+    draft, k = decoder.draft_name, decoder.config.max_draft_tokens
     how = "greedy"
     if params.temperature:
         how = f"temperature {params.temperature:g}, {params.verification}"

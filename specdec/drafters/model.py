@@ -9,6 +9,10 @@ import mlx.core as mx
 from ..models.runner import ModelRows, ModelRunner
 from ..verification import Verdict
 from .base import Proposals, Round
+from .missed import Missed
+
+# Tokens per row and forward while a cache catches up.
+CATCH_UP_STEP = 128
 
 
 class DraftModel:
@@ -62,9 +66,9 @@ class DraftModelRows:
     def __init__(self, draft: DraftModel, rows: ModelRows):
         self._draft = draft
         self._rows = rows
-        # After rounds without proposals: committed tokens behind those in the
-        # cache, shape (B, more than 2).
-        self._unseen: mx.array | None = None
+        self._missed = Missed(rows.num_rows)
+        # Missed tokens that were put before the round's own.
+        self._ahead = 0
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
@@ -72,8 +76,7 @@ class DraftModelRows:
 
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, one forward each."""
-        self._catch_up(round_.active)
-        inputs = round_.tail
+        inputs = self._catch_up(round_)
         tokens: list[mx.array] = []
         drawn_from: list[mx.array] = []
         for _ in range(round_.num_draft_tokens):
@@ -92,48 +95,68 @@ class DraftModelRows:
             tokens = mx.minimum(tokens, self._draft.runner.vocab_size - 1)
         return self._rows.forward(tokens)
 
-    def _catch_up(self, active: mx.array | None = None) -> None:
-        """Write what rounds without proposals committed, a round's width at a time."""
-        if self._unseen is None:
-            return
-        missed = self._unseen[:, :-2]
-        step = self._draft.max_round
-        for first in range(0, missed.shape[1], step):
-            chunk = missed[:, first : first + step]
-            width = chunk.shape[1]
-            self._forward(chunk)
-            if active is not None:
-                # Rows that have ended committed nothing: keep them where they are.
-                self._rows.trim_per_sequence(mx.where(active, 0, width), width)
-        self._unseen = None
+    def _catch_up(self, round_: Round) -> mx.array:
+        """Write what rounds without proposals committed, but for the last few.
+
+        Returns:
+            The first input of the round: those, and the last two tokens.
+        """
+        if not self._missed.width:
+            return round_.tail
+        narrow = self._draft.max_round
+        counts = self._missed.counts
+        *pieces, last = self._missed.pieces(narrow, CATCH_UP_STEP)
+        missed = self._missed.take()
+        # A short rest needs no forward of its own.
+        width = last[1] - last[0]
+        begun = last[0] >= missed.shape[1] - min(counts)
+        if begun and width + round_.num_draft_tokens + 1 <= narrow:
+            self._ahead = width
+        else:
+            pieces.append(last)
+        widest = max((end - first for first, end in pieces), default=0)
+        if widest > narrow:
+            self._rows.resize(widest)
+        for first, end in pieces:
+            self._forward(missed[:, first:end])
+            # Rows that have ended missed nothing, nor those that came later.
+            came = [first >= missed.shape[1] - n for n in counts]
+            valid = mx.logical_and(round_.active, mx.array(came))
+            padding = mx.where(valid, 0, end - first)
+            self._rows.trim_per_sequence(padding, end - first)
+            self._rows.evaluate()
+        if widest > narrow:
+            self._rows.resize(narrow)
+        return mx.concatenate(
+            [missed[:, last[1] - self._ahead : last[1]], round_.tail], axis=1
+        )
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Keep what was accepted; remember what a round without proposals added."""
-        written = round_.num_draft_tokens + 1
-        if round_.num_draft_tokens:
-            self._rows.trim_per_sequence(written - verdict.kept, written)
+        if not round_.num_draft_tokens:
+            self._missed.add(round_.tail)
             return
-        seen = round_.tail if self._unseen is None else self._unseen
-        self._unseen = mx.concatenate([seen, verdict.chosen], axis=1)
-        # Else the graph of every such round would live until it is looked at.
-        mx.async_eval(self._unseen)
+        written = round_.num_draft_tokens + 1
+        dropped = written - verdict.kept
+        if self._ahead:
+            dropped += mx.where(round_.active, 0, self._ahead)
+        self._rows.trim_per_sequence(dropped, written + self._ahead)
+        self._ahead = 0
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """The cache is two tokens behind what is committed, or more."""
-        if self._unseen is None:
+        if not self._missed.width:
             self._rows.note_lengths(longest - 2, max(shortest - 2, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows."""
         self._rows.filter(rows)
-        if self._unseen is not None:
-            self._unseen = self._unseen[mx.array(list(rows), mx.int32)]
+        self._missed.filter(rows)
 
     def extend(self, other: DraftModelRows) -> None:
         """Append the rows of ``other``."""
-        self._catch_up()
-        other._catch_up()
         self._rows.extend(other._rows)
+        self._missed.extend(other._missed)

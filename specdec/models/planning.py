@@ -53,7 +53,7 @@ def plan_memory(
     options = cache_options(config, backend)
     if drafts is None:
         drafts = draft is not None
-    k = config.num_draft_tokens if drafts else 0
+    k = config.max_draft_tokens if drafts else 0
     described = [
         geometry_of(each.model, each.config, each.name, options, each.loading_bytes)
         for each in (target, draft)

@@ -164,6 +164,11 @@ class ModelRows:
         return offset
 
     @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.offset.shape[0])
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
@@ -201,9 +206,17 @@ class ModelRows:
         lengths = [len(p) for p in self._prompts]
         self.note_lengths(max(lengths), min(lengths))
         # Rings, and masks as wide as a chunk, give back what only prefill needed.
-        for cache in self._caches:
-            cache.resize(self._max_round)
+        self.resize(self._max_round)
         self._memo.clear()
+
+    def resize(self, max_write: int) -> None:
+        """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
+        for cache in self._caches:
+            cache.resize(max_write)
+
+    def evaluate(self) -> None:
+        """Hand what was written to the device, without waiting for it."""
+        mx.async_eval([c.state for c in self._caches])
 
     def _restore(self) -> Iterator[None]:
         """Begin with what the prefix store has; yields while that is read."""

@@ -130,8 +130,9 @@ def without_notes(stderr: str) -> list[str]:
 @pytest.mark.parametrize(
     ("arguments", "noted"),
     [
-        (["--draft", "self:4bit"], True),
-        (["--draft", "D", "--quiet"], False),
+        (["--draft", "self:4bit", "--num-draft-tokens", "3"], True),
+        (["--draft", "self:4bit"], False),
+        (["--draft", "D", "--num-draft-tokens", "3", "--quiet"], False),
         ([], False),
     ],
 )
@@ -150,11 +151,15 @@ def test_a_draft_on_a_cpu_is_noted(
     assert "never different" not in specdec("run", "-p", "Hi", *arguments).stderr
 
 
-def test_summary_on_stderr(specdec: Specdec) -> None:
-    result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
+@pytest.mark.parametrize(
+    ("arguments", "length"),
+    [([], "chosen for every round"), (["--num-draft-tokens", "3"], "3 tokens a round")],
+)
+def test_summary_on_stderr(specdec: Specdec, arguments: list[str], length: str) -> None:
+    result = specdec("run", "-p", "Hi", "--draft", "self:4bit", *arguments)
     assert without_notes(result.stderr) == [
         "target:      the-target",
-        "draft:       self:4bit, 3 tokens a round",
+        f"draft:       self:4bit, {length}",
         "prefill:     2 prompts, 10 tokens, 20.0 tokens/s",
         "decode:      6 tokens behind the first 2, 2 rounds, 3.0 tokens/s",
         "acceptance:  rate 0.500, length 2.50 tokens a round",
@@ -169,6 +174,14 @@ def test_summary_of_plain_decoding_has_no_acceptance(
     stderr = specdec("run", "-p", "Hi").stderr
     assert "draft:       none" in stderr
     assert "acceptance" not in stderr
+
+
+def test_summary_when_nothing_was_drafted(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    decoder.stats.drafted = decoder.stats.accepted = 0
+    stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
+    assert "acceptance:  nothing was drafted: it would not have paid" in stderr
 
 
 def test_quiet(specdec: Specdec) -> None:

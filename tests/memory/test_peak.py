@@ -70,7 +70,7 @@ def measure(
         drafter = DraftModel(
             ModelRunner(draft.model, "draft", config, defaults),
             vocab_size=runner.vocab_size,
-            max_draft_tokens=config.num_draft_tokens,
+            max_draft_tokens=config.max_draft_tokens,
         )
     gc.collect()
     mx.synchronize()

@@ -69,7 +69,7 @@ def decode(
         drafter = DraftModel(
             draft_runner,
             vocab_size=runner.vocab_size,
-            max_draft_tokens=config.num_draft_tokens,
+            max_draft_tokens=config.max_draft_tokens,
         )
     engine = Engine(runner, drafter, config, backend, frozenset())
     for i, prompt in enumerate(prompts):

@@ -1,0 +1,255 @@
+"""Plain decoding, every fixed draft length, and auto: one run, taking turns."""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import click
+import mlx.core as mx
+from mlx_lm.generate import wired_limit
+
+from benchmarks.common import Script, encode_prompts, header_of, write_report
+from specdec import EngineConfig
+from specdec.bench.engine import engine
+from specdec.bench.machine import short
+from specdec.bench.measure import Record, measure, rate, total
+from specdec.bench.models import load_model, random_prompts, token_level
+from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.waves import Options
+from specdec.config import NumDraftTokens
+from specdec.decoder import SpecDecoder
+from specdec.draft_spec import NGRAM_DRAFTS
+from specdec.drafters import (
+    DraftContext,
+    DrafterFactory,
+    DraftModel,
+    NamedDrafter,
+    NgramDrafter,
+    Proposals,
+    Round,
+)
+from specdec.errors import ConfigError
+from specdec.models import LoadedModel
+
+WRONG = "wrong:"
+
+
+class WrongRows:
+    """Rows of a draft model whose every proposal is another token than it chose."""
+
+    def __init__(self, rows: Any, vocab_size: int):
+        self._rows, self._vocab_size = rows, vocab_size
+
+    def propose(self, round_: Round) -> Proposals:
+        proposals = self._rows.propose(round_)
+        return replace(proposals, tokens=(proposals.tokens + 1) % self._vocab_size)
+
+    def prefill(self) -> Iterator[None]:
+        yield from self._rows.prefill()
+
+    def extend(self, other: WrongRows) -> None:
+        self._rows.extend(other._rows)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._rows, name)
+
+
+class WrongDraft(DraftModel):
+    """A draft model that costs what it costs and is never right."""
+
+    def rows(self, prompts: Any, *, max_length: int) -> Any:
+        rows = super().rows(prompts, max_length=max_length)
+        return WrongRows(rows, self.vocab_size)
+
+
+def factory(name: str, target: LoadedModel, dtype: str | None) -> DrafterFactory:
+    """A draft by name: ``ngram``, a model, or ``wrong:`` and a model."""
+    if name in NGRAM_DRAFTS:
+        return lambda context: NgramDrafter()
+    wrong = name.startswith(WRONG)
+    loaded = load_model(name.removeprefix(WRONG), dtype, target)
+    model = token_level(loaded.model)
+    if not wrong:
+        return NamedDrafter(name, model)
+
+    def make(context: DraftContext) -> DraftModel:
+        return WrongDraft(
+            context.runner(model),
+            vocab_size=context.vocab_size,
+            max_draft_tokens=context.max_draft_tokens,
+        )
+
+    return make
+
+
+def key_of(draft: str, batch_size: int, k: NumDraftTokens) -> str:
+    return f"{draft} B={batch_size} k={k}"
+
+
+def table(
+    drafts: Sequence[str],
+    batches: Sequence[int],
+    ks: Sequence[int],
+    records: dict[str, list[Record]],
+) -> str:
+    """A row per draft and batch; ratios are taken pass by pass."""
+    rows = []
+    for draft in drafts:
+        for b in batches:
+            plain = records[key_of("plain", b, 0)][1:]
+            fixed = {k: records[key_of(draft, b, k)][1:] for k in ks}
+            auto = records[key_of(draft, b, "auto")][1:]
+            best = max(ks, key=lambda k: statistics.median(map(rate, fixed[k])))
+            against = fixed[best]
+            if statistics.median(map(rate, plain)) > statistics.median(
+                map(rate, against)
+            ):
+                best, against = 0, plain
+
+            def ratios(a: list[Record], b: list[Record]) -> str:
+                return show_spread(
+                    [rate(x) / rate(y) for x, y in zip(a, b, strict=True)], 3
+                )
+
+            chosen: Counter[int] = Counter()
+            for record in auto:
+                for wave in record["waves"]:
+                    chosen.update(k for k, _ in wave.get("rounds", ()))
+            drafted = sum(total(r, "drafted") for rs in fixed.values() for r in rs)
+            accepted = sum(total(r, "accepted") for rs in fixed.values() for r in rs)
+            rows.append(
+                [
+                    short(draft.removeprefix(WRONG))
+                    if not draft.startswith(WRONG)
+                    else "wrong",
+                    b,
+                    show_spread([rate(r) for r in plain]),
+                    *(show_spread([rate(r) for r in fixed[k]]) for k in ks),
+                    show_spread([rate(r) for r in auto]),
+                    ratios(auto, plain),
+                    f"{ratios(auto, against)} (k={best})",
+                    f"{accepted / drafted:.3f}" if drafted else "-",
+                    " ".join(f"{k}:{n}" for k, n in sorted(chosen.items())),
+                ]
+            )
+    header = [
+        "draft",
+        "B",
+        "plain tok/s",
+        *(f"k={k}" for k in ks),
+        "auto",
+        "auto / plain",
+        "auto / best fixed",
+        "acceptance rate",
+        "auto's rounds by k",
+    ]
+    return markdown_table(header, rows)
+
+
+@click.command(cls=Script, context_settings={"show_default": True})
+@click.option("--target", required=True, help="Folder, hub id, .gguf, random:SHAPE.")
+@click.option(
+    "--draft",
+    "drafts",
+    multiple=True,
+    required=True,
+    help="Folder, hub id, .gguf, self:4bit, random:SHAPE:LAYERS, ngram; wrong:MODEL "
+    "proposes other tokens than the model. Repeat it.",
+)
+@click.option("--prompts", "path", help="Prompt file; needed unless random.")
+@click.option("--prompt-tokens", default=32, help="Random prompts without --prompts.")
+@click.option("--num-prompts", default=8)
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8))
+@click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(1, 2, 4))
+@click.option("--max-tokens", default=64)
+@click.option("--repeat", default=3, help="Passes after the first.")
+@click.option("--dtype", default="bfloat16")
+@click.option("--ignore-chat-template", is_flag=True)
+@click.option("--out", help="Write OUT.json and OUT.md.")
+def main(
+    target: str,
+    drafts: tuple[str, ...],
+    path: str | None,
+    prompt_tokens: int,
+    num_prompts: int,
+    batches: tuple[int, ...],
+    ks: tuple[int, ...],
+    max_tokens: int,
+    repeat: int,
+    dtype: str,
+    ignore_chat_template: bool,
+    out: str | None,
+) -> None:
+    """Compare auto with plain decoding and with every fixed k."""
+    if path and target.startswith("random:"):
+        raise ConfigError("--prompts needs a tokenizer, which a random model lacks")
+    if repeat < 1:
+        raise click.UsageError("--repeat must be 1 or more")
+    loaded = load_model(target, dtype)
+    bare = token_level(loaded.model)
+    if path:
+        prompts = encode_prompts(
+            loaded.tokenizer,
+            path,
+            num_prompts,
+            ignore_chat_template=ignore_chat_template,
+        )
+    else:
+        vocab_size = loaded.model(mx.array([[0]])).shape[-1]
+        prompts = random_prompts(num_prompts, prompt_tokens, vocab_size)
+    options = Options(max_tokens, 512)
+    runs: dict[str, Callable[[], Record]] = {}
+
+    def add(name: str, made: DrafterFactory | None, b: int, k: NumDraftTokens) -> None:
+        config = EngineConfig(batch_size=b, num_draft_tokens=k)
+
+        def run() -> Record:
+            # One decoder a pass: what auto learns in a wave serves the next.
+            decoder = SpecDecoder(bare, drafter=made, config=config)
+            return measure(engine(lambda: decoder, options), prompts, b)
+
+        runs[key_of(name, b, k)] = run
+
+    made = {name: factory(name, loaded, dtype) for name in drafts}
+    for b in batches:
+        add("plain", None, b, 0)
+        for name in drafts:
+            for k in (*ks, "auto"):
+                add(name, made[name], b, k)  # type: ignore[arg-type]
+    records: dict[str, list[Record]] = {key: [] for key in runs}
+    with wired_limit(loaded.model):
+        for number, key, record in interleaved(runs, repeat + 1):
+            print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
+            record.pop("tokens", None)
+            record["decode_tokens_per_second"] = rate(record)
+            records[key].append(record)
+
+    raw = header_of("Draft lengths")
+    raw["options"] = {
+        "target": short(target),
+        "drafts": [short(d) for d in drafts],
+        "prompts": path and short(path),
+        "batch": list(batches),
+        "num_draft_tokens": list(ks),
+        "max_tokens": max_tokens,
+        "repeat": repeat,
+        "dtype": dtype,
+    }
+    raw["passes"] = records
+    explained = (
+        f"Target {short(target)}, {dtype}; {len(prompts)} prompts, {max_tokens} new "
+        f"tokens, greedy, no end of sequence. Median (smallest to largest) of "
+        f"{repeat} interleaved passes after the first, in which costs are measured "
+        "where they are not on disk; ratios are taken pass by pass. *auto / best "
+        "fixed*: against the best of all k by its median, 0 included.\n\n"
+    )
+    write_report(out, raw, explained + table(drafts, batches, ks, records))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""``specdec advise``: whether a draft pays for a target, and how to use it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import TYPE_CHECKING
+
+import click
+
+from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
+from ..draft_spec import DraftSpec
+from ..params import SamplingParams
+from ..prompts import read_prompts
+from .quiet import silence_third_parties
+
+if TYPE_CHECKING:
+    from ..lengths import Advice
+
+
+@click.command(short_help="Tell whether a draft pays, and with which settings.")
+@click.option(
+    "--target",
+    "--model",
+    metavar="MODEL",
+    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
+)
+@click.option(
+    "--draft",
+    "--draft-model",
+    metavar="MODEL",
+    required=True,
+    help="Draft, named as for `specdec run`.",
+)
+@click.option(
+    "--prompts",
+    "file",
+    required=True,
+    metavar="FILE",
+    help="Prompts like those to come, one a line; '-' reads standard input.",
+)
+@click.option(
+    "--num-prompts",
+    type=click.IntRange(min=1),
+    metavar="N",
+    default=20,
+    show_default=True,
+    help="Decode the first N of them.",
+)
+@click.option(
+    "--max-tokens",
+    "-m",
+    type=click.IntRange(min=2),
+    metavar="N",
+    default=48,
+    show_default=True,
+    help="Tokens to generate for a prompt.",
+)
+@click.option(
+    "--num-draft-tokens",
+    type=click.IntRange(1, MAX_AUTO_DRAFT_TOKENS),
+    metavar="N",
+    default=4,
+    show_default=True,
+    help="Positions at which acceptance is measured; beyond, it is continued.",
+)
+@click.option(
+    "--batch",
+    "--batch-size",
+    "batch_sizes",
+    type=click.IntRange(min=1),
+    metavar="N",
+    multiple=True,
+    default=(1, 8),
+    show_default=True,
+    help="Batch size to predict for; repeat it for more.",
+)
+@click.option(
+    "--temp",
+    type=click.FloatRange(min=0),
+    metavar="T",
+    default=0.0,
+    show_default=True,
+    help="Sampling temperature; 0 is greedy.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "bfloat16", "float16"]),
+    help="Load the weights in this type. [default: as they are stored]",
+)
+@click.option("--ignore-chat-template", is_flag=True, help="Encode prompts raw.")
+@click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+def advise(
+    *,
+    target: str | None,
+    draft: str,
+    file: str,
+    num_prompts: int,
+    max_tokens: int,
+    num_draft_tokens: int,
+    batch_sizes: tuple[int, ...],
+    temp: float,
+    dtype: str | None,
+    ignore_chat_template: bool,
+    as_json: bool,
+) -> None:
+    """Decode a few prompts, time forwards, and say what drafting would bring.
+
+    \b
+      specdec advise --target MODEL --draft MODEL --prompts questions.jsonl
+    """  # noqa: D301 - click's mark for lines to keep
+    if not draft.strip():
+        raise click.UsageError("--draft is empty: name a draft")
+    DraftSpec.parse(draft)
+    prompts = read_prompts(file)[:num_prompts]
+    silence_third_parties()
+    from ..backend import describe
+    from ..decoder import SpecDecoder
+    from ..lengths import ForwardCosts, survival_of
+    from ..lengths import advise as advice_of
+
+    sizes = sorted(set(batch_sizes))
+    config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
+    decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
+    decoder.generate(
+        prompts,
+        SamplingParams(max_tokens=max_tokens, temperature=temp),
+        ignore_chat_template=ignore_chat_template,
+    )
+    stats = decoder.stats
+    survival = survival_of(
+        stats.drafted_at,
+        stats.accepted_at,
+        rounds=stats.row_rounds,
+        rows=stats.prompts,
+    )
+    costs = ForwardCosts(decoder.measure_forwards(b) for b in sizes)
+    found = advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
+    if as_json:
+        record = {
+            "target": decoder.target_name,
+            "draft": decoder.draft_name,
+            "prompts": len(prompts),
+            "rounds": stats.row_rounds,
+            "machine": describe(),
+            **asdict(found),
+            "verdict": found.verdict,
+            "worth_it": found.worth_it,
+        }
+        click.echo(json.dumps(record, indent=2))
+        return
+    click.echo(
+        f"target: {decoder.target_name}\ndraft:  {decoder.draft_name}\n"
+        f"{len(prompts)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
+    )
+    click.echo(_tables(found))
+    click.echo(f"\nverdict: {found.verdict}")
+
+
+def _tables(found: Advice) -> str:
+    def numbers(values: list[float] | tuple[float, ...], mark: int = -1) -> str:
+        return "".join(
+            f"{value:>7.2f}{'*' if i == mark else ' '}"
+            for i, value in enumerate(values)
+        )
+
+    most = len(found.survival)
+    lines = [
+        f"{'draft tokens k':<22}" + "".join(f"{k:>7} " for k in range(most + 1)),
+        f"{'accepted, at least k':<22}" + numbers([1.0, *found.survival]),
+    ]
+    if found.measured < most:
+        lines[-1] += f" (continued behind {found.measured})"
+    for p in found.predictions:
+        lines += [
+            f"batch {p.num_rows}: plain step {p.plain_seconds * 1e3:.1f} ms, "
+            f"draft step {p.draft_step:.2f} of it",
+            f"{'  verify, plain steps':<22}" + numbers(p.verify),
+            f"{'  predicted speed-up':<22}" + numbers(p.speedup, p.best),
+        ]
+    return "\n".join(lines)

@@ -1,0 +1,25 @@
+"""How many tokens a round drafts. No mlx here."""
+
+from .acceptance import Acceptance, tokens_per_round
+from .auto import LADDER, AutoLength
+from .base import BatchState, DraftLength, FixedLength, RoundOutcome
+from .costs import ForwardCosts, Forwards, RoundCosts
+from .predict import Advice, Prediction, advise, survival_of
+
+__all__ = [
+    "LADDER",
+    "Acceptance",
+    "Advice",
+    "AutoLength",
+    "BatchState",
+    "DraftLength",
+    "FixedLength",
+    "ForwardCosts",
+    "Forwards",
+    "Prediction",
+    "RoundCosts",
+    "RoundOutcome",
+    "advise",
+    "survival_of",
+    "tokens_per_round",
+]

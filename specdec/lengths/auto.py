@@ -1,0 +1,179 @@
+"""Chooses k for every round: most committed tokens per second, at a bounded risk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from math import exp
+
+from .acceptance import Acceptance, tokens_per_round
+from .base import BatchState, RoundOutcome
+from .costs import Forwards, RoundCosts
+
+# Few values, since each is a shape to plan for on GPUs.
+LADDER = (0, 1, 2, 3, 4, 6, 8)
+# Share of the time that may be lost to trying what is thought to be worse.
+EXPLORE = 0.01
+# What may be lost so in plain rounds: to begin with, and saved up.
+FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
+# What is tried must promise this much more, in case it is this many standard
+# deviations better than thought; what is chosen anew, that much more.
+PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
+FIRST_PLAIN = 1
+BURST = 4
+
+
+class AutoLength:
+    """Maximises expected tokens over expected time, round by round.
+
+    With s_j the chance that a row accepts at least j tokens, a round of k brings
+    each row 1 + s_1 + ... + s_k tokens (up to what it has room for) and takes
+    k draft steps and a verify forward of k + 1 tokens. Both are estimates that
+    rounds correct. What is thought to be worse is tried now and then, since it may
+    have become better, and only as far as a credit reaches that grows by
+    ``EXPLORE`` of the time: a draft that never pays costs about that much, and so
+    does catching up its cache.
+
+    Args:
+        costs: of rounds.
+        max_draft_tokens: the largest k.
+        measure: measures forwards at a batch size, before the first round.
+        save: keeps what was learnt; called now and then.
+    """
+
+    def __init__(
+        self,
+        costs: RoundCosts,
+        *,
+        max_draft_tokens: int = LADDER[-1],
+        measure: Callable[[int], Forwards] | None = None,
+        save: Callable[[RoundCosts], None] | None = None,
+    ):
+        self.costs = costs
+        self.max_draft_tokens = max_draft_tokens
+        self.acceptance = Acceptance()
+        self._ladder = tuple(k for k in LADDER if k <= max_draft_tokens)
+        self._measure, self._save = measure, save
+        self._save_at = 64
+        self._credit = FIRST_CREDIT
+        self._last = 0
+        self._idle = False
+
+    def prepare(self, num_rows: int) -> None:
+        """Measure forwards of ``num_rows``, unless those known tell enough."""
+        if self._measure is None or self.costs.forwards.covers(num_rows):
+            return
+        self.costs.forwards.add(self._measure(num_rows))
+        if self._save is not None:
+            self._save(self.costs)
+
+    # -- choosing ----------------------------------------------------------
+
+    def choose(self, state: BatchState) -> int:
+        """k of the next round."""
+        ks = self._candidates(state)
+        # Plain rounds come first: costs are learnt in comparison with theirs.
+        if len(ks) == 1 or self.costs.rounds < FIRST_PLAIN:
+            return 0
+        rates = self._rates(state, ks)
+        best = self._best(state, rates)
+        # What is being tried is awaited before anything else is.
+        if any(k != best for k in state.in_flight):
+            return best
+        return self._worth_a_try(state, rates, best)
+
+    def _candidates(self, state: BatchState) -> list[int]:
+        """What there is room for; of positions never measured, a few at a time."""
+        room = max(state.room, default=0)
+        most = min(room, 2 * self.acceptance.measured + 1)
+        ks = [k for k in self._ladder if k <= most]
+        # Between two steps of the ladder, when the room is what limits it.
+        if room < self._ladder[-1] and room == most and room not in ks:
+            ks.append(room)
+        return ks
+
+    def _rates(self, state: BatchState, ks: list[int]) -> dict[int, float]:
+        """Expected tokens of a row in the time of a plain round, by k."""
+        expected = self._expected(state, ks[-1])
+        return {k: expected[k] / self.costs.relative(state.num_rows, k)[0] for k in ks}
+
+    def _expected(self, state: BatchState, k: int, doubt: float = 0.0) -> list[float]:
+        """Expected tokens per running row for each length up to ``k``."""
+        tokens = tokens_per_round(self.acceptance.survival(k, doubt=doubt))
+        room = state.room
+        if min(room, default=0) >= k:
+            return tokens
+        n = len(room)
+        return [sum(tokens[min(j, r)] for r in room) / n for j in range(k + 1)]
+
+    def _best(self, state: BatchState, rates: dict[int, float]) -> int:
+        """The best k as far as is known, with a preference for the last one."""
+        last = 0 if state.undrafted else self._last
+        stay = last if rates.get(last, 0.0) >= rates[0] * SWITCH else 0
+        best, gained = stay, 0.0
+        for k, rate in rates.items():
+            if rate < rates[stay] * SWITCH:
+                continue
+            # What the change costs once must come back, were half of what may
+            # remain to be emitted.
+            rounds = state.remaining / 2 / max(rate, rates[stay])
+            extra = self.costs.extra(state.num_rows, k, state.undrafted)
+            gain = rounds * (rate / rates[stay] - 1) - extra
+            if gain > gained:
+                best, gained = k, gain
+        return best
+
+    def _worth_a_try(
+        self, state: BatchState, rates: dict[int, float], best: int
+    ) -> int:
+        """The cheapest k that may be better than the best known, if credit allows."""
+        if self._credit <= 0:
+            return best
+        hopes = self._expected(state, max(rates), DOUBT)
+        chosen, least = best, self._credit
+        for k in rates:
+            # Of one plain round after another, nothing new is learnt.
+            if k == best or (k == 0 and state.undrafted):
+                continue
+            cost, deviation = self.costs.relative(state.num_rows, k)
+            hope = hopes[k] / cost * exp(DOUBT * deviation)
+            if hope < rates[best] * PROMISE:
+                continue
+            extra = self.costs.extra(state.num_rows, k, state.undrafted)
+            loss = self._loss(cost, cost * rates[k], rates[best])
+            # Catching up for a single round would teach little for its price.
+            price = loss * (BURST if extra > loss else 1) + extra
+            if price < least:
+                chosen, least = k, price
+        return chosen
+
+    @staticmethod
+    def _loss(cost: float, tokens: float, rate: float) -> float:
+        """Plain rounds lost by ``tokens`` in ``cost``, against ``rate``."""
+        return max(0.0, cost - tokens / rate)
+
+    # -- learning ----------------------------------------------------------
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn what a round cost and what its rows accepted."""
+        k, num_rows = outcome.num_draft_tokens, outcome.num_rows
+        extra = self.costs.extra(num_rows, k, outcome.undrafted)
+        self.acceptance.observe(outcome.accepted if k else ())
+        if outcome.seconds is not None:
+            self.costs.observe(
+                num_rows, k, outcome.seconds, undrafted=outcome.undrafted
+            )
+        state = BatchState(num_rows, [max(k, self.max_draft_tokens)], 1e9)
+        ks = self._candidates(state)
+        rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
+        cost = self.costs.relative(num_rows, k)[0]
+        best = max(rates, key=lambda k: rates[k])
+        self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
+        # Rounds that do not draft follow each other where resuming would not pay.
+        if k != best and (k or not self._idle):
+            self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
+        if rates[k] * SWITCH >= rates[best]:
+            self._last = k
+        self._idle = not k
+        if self._save is not None and self.costs.rounds >= self._save_at:
+            self._save_at = 2 * self.costs.rounds
+            self._save(self.costs)

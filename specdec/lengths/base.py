@@ -1,0 +1,87 @@
+"""How many tokens a round drafts: the protocol, and a fixed number."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+
+@dataclass(frozen=True)
+class BatchState:
+    """What is known of a batch when a round is about to be built.
+
+    Args:
+        num_rows: rows that are computed, those that have ended and were not
+            dropped yet included.
+        room: for each running row the most draft tokens that could be of use to it.
+        remaining: tokens that the running rows may still emit, on average.
+        undrafted: rounds since the last one that drafted; what they committed the
+            drafter has to catch up with first.
+        in_flight: k of the rounds that were handed out and not read yet.
+    """
+
+    num_rows: int
+    room: Sequence[int]
+    remaining: float
+    undrafted: int = 0
+    in_flight: Sequence[int] = ()
+
+
+@dataclass(frozen=True)
+class RoundOutcome:
+    """What became of a round.
+
+    Args:
+        num_rows: rows that were computed.
+        num_draft_tokens: k.
+        accepted: for each running row (most draft tokens that it could accept,
+            how many it accepted).
+        seconds: how long the round took; ``None`` where that is not known, as
+            other work came between.
+        undrafted: rounds without a draft that the drafter caught up with first.
+    """
+
+    num_rows: int
+    num_draft_tokens: int
+    accepted: Sequence[tuple[int, int]]
+    seconds: float | None = None
+    undrafted: int = 0
+
+
+class DraftLength(Protocol):
+    """Chooses k for each round. Whatever it chooses, the output is the same."""
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest k that it ever chooses."""
+
+    def prepare(self, num_rows: int) -> None:
+        """Get ready for batches of ``num_rows``, before the first of them begins."""
+
+    def choose(self, state: BatchState) -> int:
+        """k of the next round; asking changes nothing."""
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Learn from a round that was read."""
+
+
+@dataclass(frozen=True)
+class FixedLength:
+    """The same k in every round.
+
+    Args:
+        max_draft_tokens: k.
+    """
+
+    max_draft_tokens: int
+
+    def prepare(self, num_rows: int) -> None:
+        """Nothing."""
+
+    def choose(self, state: BatchState) -> int:
+        """k."""
+        return self.max_draft_tokens
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        """Nothing."""

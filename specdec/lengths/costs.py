@@ -1,0 +1,256 @@
+"""What a round costs by rows and k: measured forwards, corrected by real rounds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from math import exp, log, log2, sqrt
+
+# Variances of natural logarithms: of a cost that was worked out from forwards, of
+# one round's time, of what a cost may change by in a round, and at most.
+PRIOR_VARIANCE = 0.2**2
+NOISE_VARIANCE = 0.08**2
+DRIFT_VARIANCE = 0.01**2
+MOST_VARIANCE = 0.7**2
+LEAST_SECONDS = 1e-7
+
+
+@dataclass(frozen=True)
+class Forwards:
+    """Measured seconds at one batch size.
+
+    Args:
+        num_rows: the batch size, B.
+        verify: by S, a forward of the target of shape (B, S), S = 1 among them.
+        draft_step: what one proposed token of each row costs.
+    """
+
+    num_rows: int
+    verify: Mapping[int, float]
+    draft_step: float
+
+
+class ForwardCosts:
+    """Seconds of forwards at any batch size, from those that were measured.
+
+    A verify forward that was not measured is taken from those of its batch size,
+    linear in S; at other batch sizes from all of them, linear in the number of
+    tokens B * S. A draft step grows with the batch as the target's step does.
+    """
+
+    def __init__(self, measured: Iterable[Forwards] = ()):
+        self._by_rows: dict[int, Forwards] = {}
+        for forwards in measured:
+            self.add(forwards)
+
+    def add(self, forwards: Forwards) -> None:
+        """Take a measurement in; it replaces one of the same batch size."""
+        self._by_rows[forwards.num_rows] = forwards
+
+    @property
+    def measured(self) -> list[Forwards]:
+        """The measurements, the smallest batch first."""
+        return [self._by_rows[b] for b in sorted(self._by_rows)]
+
+    def covers(self, num_rows: int) -> bool:
+        """Whether a measurement is near enough to tell costs of ``num_rows``."""
+        return any(2 / 3 <= b / num_rows <= 1.5 for b in self._by_rows)
+
+    def verify(self, num_rows: int, num_tokens: int) -> float:
+        """Seconds of a forward of the target of shape (num_rows, num_tokens)."""
+        own = self._by_rows.get(num_rows)
+        if own is not None and (len(own.verify) > 1 or num_tokens in own.verify):
+            return _interpolated(own.verify, num_tokens)
+        by_tokens: dict[int, list[float]] = {}
+        for forwards in self._by_rows.values():
+            for s, seconds in forwards.verify.items():
+                by_tokens.setdefault(s * forwards.num_rows, []).append(seconds)
+        means = {n: sum(found) / len(found) for n, found in by_tokens.items()}
+        return _interpolated(means, num_rows * num_tokens)
+
+    def draft_step(self, num_rows: int) -> float:
+        """Seconds for one more proposed token of each row."""
+        near = min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))
+        step = self._by_rows[near].draft_step
+        if near != num_rows:
+            step *= self.verify(num_rows, 1) / self.verify(near, 1)
+        return step
+
+    def round(self, num_rows: int, k: int) -> float:
+        """Seconds of a round: k draft steps and a verify forward of k + 1 tokens."""
+        drafting = k * self.draft_step(num_rows) if k else 0.0
+        return max(LEAST_SECONDS, drafting + self.verify(num_rows, k + 1))
+
+    def catch_up(self, num_rows: int, num_tokens: int) -> float:
+        """Seconds for a drafter to take in ``num_tokens`` more of each row at once.
+
+        As the target's forward grows with its tokens, so does the draft's.
+        """
+        if not num_tokens:
+            return 0.0
+        plain = self.verify(num_rows, 1)
+        more = self.verify(num_rows, num_tokens + 1) / plain - 1
+        return self.draft_step(num_rows) * max(0.0, more)
+
+
+def _interpolated(points: Mapping[int, float], x: int) -> float:
+    """Linear between the points, and on from the last two at either end."""
+    xs = sorted(points)
+    if len(xs) == 1 or x in points:
+        # Alone, it says what is there at least.
+        return points[x] if x in points else points[xs[0]] * max(1.0, x / xs[0])
+    i = next((i for i, right in enumerate(xs) if right >= x), len(xs) - 1)
+    left, right = xs[max(i, 1) - 1], xs[max(i, 1)]
+    slope = max(0.0, (points[right] - points[left]) / (right - left))
+    value = points[left] + slope * (x - left)
+    return max(value, points[xs[0]] * x / xs[0]) if x < xs[0] else value
+
+
+@dataclass
+class Correction:
+    """What real rounds say of one (rows, k): a factor, as its logarithm."""
+
+    log_factor: float = 0.0
+    variance: float = PRIOR_VARIANCE
+    seen: int = 0
+
+
+@dataclass
+class RoundCosts:
+    """Relative costs of rounds, corrected while running.
+
+    Only ratios decide which k is best. The machine's pace (other load, a growing
+    context) changes all rounds alike, so it is followed apart, as ``pace``, and
+    costs relative to each other are learnt where k or the rows change: from the
+    first rounds behind a change, before the pace can have changed too.
+
+    Args:
+        forwards: measured forwards, which say what was never run.
+        corrections: by (rows, k), as learnt.
+        new_shape: seconds that a (rows, k) takes longer when it is met first.
+    """
+
+    forwards: ForwardCosts
+    corrections: dict[tuple[int, int], Correction] = field(default_factory=dict)
+    new_shape: float = 0.0
+    rounds: int = 0
+    _pace: float | None = None
+    _last: tuple[int, int] | None = None
+    _run: int = 0
+    _met: set[tuple[int, int]] = field(default_factory=set)
+    _catch_up_factor: float = 1.0
+
+    def _log_cost(self, num_rows: int, k: int) -> float:
+        factor = self.correction(num_rows, k).log_factor
+        return log(self.forwards.round(num_rows, k)) + factor
+
+    def correction(self, num_rows: int, k: int) -> Correction:
+        """What is known of (num_rows, k), by itself or from its nearest neighbour."""
+        own = self.corrections.get((num_rows, k))
+        if own is not None:
+            return self._aged(own)
+        # A plain round says little of those that draft, and they of it.
+        alike = [key for key in self.corrections if (key[1] > 0) == (k > 0)]
+        if not alike:
+            return self._aged(Correction())
+
+        def distance(key: tuple[int, int]) -> float:
+            return abs(log2(key[0] / num_rows)) + abs(log2((key[1] + 1) / (k + 1)))
+
+        near = min(alike, key=distance)
+        found = self._aged(self.corrections[near])
+        found.variance += PRIOR_VARIANCE * min(1.0, distance(near))
+        return found
+
+    def _aged(self, known: Correction) -> Correction:
+        """``known`` with the doubt that time brings."""
+        variance = known.variance + DRIFT_VARIANCE * (self.rounds - known.seen)
+        return Correction(known.log_factor, min(variance, MOST_VARIANCE), self.rounds)
+
+    def relative(self, num_rows: int, k: int) -> tuple[float, float]:
+        """A round's cost in plain rounds of as many rows; its standard deviation.
+
+        The deviation is that of the logarithm.
+        """
+        cost = exp(self._log_cost(num_rows, k) - self._log_cost(num_rows, 0))
+        # Drafting only adds work: what seems cheaper is noise.
+        return max(1.0, cost), sqrt(self.correction(num_rows, k).variance)
+
+    def extra(self, num_rows: int, k: int, undrafted: int) -> float:
+        """What a round of k costs once: catching up, a new shape; in plain rounds."""
+        if not k:
+            return 0.0
+        plain = self.forwards.round(num_rows, 0)
+        caught = self._catch_up(num_rows, undrafted)
+        new = self.new_shape if (num_rows, k) not in self._met else 0.0
+        return (caught + new) / plain
+
+    def _catch_up(self, num_rows: int, undrafted: int) -> float:
+        return self.forwards.catch_up(num_rows, undrafted) * self._catch_up_factor
+
+    def observe(
+        self, num_rows: int, k: int, seconds: float, *, undrafted: int = 0
+    ) -> None:
+        """Learn from a round's time."""
+        self.rounds += 1
+        key = (num_rows, k)
+        is_new = key not in self._met
+        self._met.add(key)
+        if is_new and k and self.new_shape:
+            return
+        own = self.correction(num_rows, k)
+        expected = log(self.forwards.round(num_rows, k)) + own.log_factor
+        caught = self._catch_up(num_rows, undrafted) if k else 0.0
+        if self._pace is not None and caught > 0.02 * self.forwards.round(num_rows, 0):
+            self._observe_catch_up(num_rows, undrafted, seconds, expected)
+            return
+        error = log(max(seconds, LEAST_SECONDS)) - expected
+        if self._pace is None:
+            # Of the first nothing but the pace can be told: what follows is
+            # relative to it.
+            self._pace = error
+            own.variance = 0.0
+        error -= self._pace
+        self._run = self._run + 1 if key == self._last else 1
+        last, self._last = self._last, key
+        if self._run <= 2 and last is not None:
+            self._correct(key, own, last, error)
+        else:
+            self._pace += 0.25 * max(-1.0, min(1.0, error))
+            self.corrections.setdefault(key, own).seen = self.rounds
+
+    def _correct(
+        self, key: tuple[int, int], own: Correction, last: tuple[int, int], error: float
+    ) -> None:
+        """Share what was unexpected between this cost and that of the round before.
+
+        By their variances, as a Kalman filter would that takes the two to be
+        independent.
+        """
+        other = self.correction(*last) if last != key else Correction(variance=0.0)
+        total = own.variance + other.variance + NOISE_VARIANCE
+        bound = 3 * sqrt(total)
+        error = max(-bound, min(bound, error))
+        gain, other_gain = own.variance / total, other.variance / total
+        self.corrections[key] = Correction(
+            own.log_factor + gain * error, own.variance * (1 - gain), self.rounds
+        )
+        if last != key:
+            self.corrections[last] = Correction(
+                other.log_factor - other_gain * error,
+                other.variance * (1 - other_gain),
+                self.rounds,
+            )
+            assert self._pace is not None
+            self._pace += other_gain * error
+
+    def _observe_catch_up(
+        self, num_rows: int, undrafted: int, seconds: float, expected: float
+    ) -> None:
+        assert self._pace is not None
+        caught = seconds / exp(self._pace) - exp(expected)
+        worked_out = self.forwards.catch_up(num_rows, undrafted)
+        # Only where it is much of the round does the round tell.
+        if worked_out > exp(expected):
+            found = max(0.1, min(10.0, caught / worked_out))
+            self._catch_up_factor = sqrt(self._catch_up_factor * found)

@@ -1,0 +1,155 @@
+"""What drafting would bring by k and batch size, from acceptance and costs."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from .acceptance import tokens_per_round
+from .costs import ForwardCosts
+
+# Below this predicted speed-up, noise and prefill of the draft eat what is won.
+WORTH_IT = 1.03
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """What is predicted for one batch size.
+
+    Args:
+        num_rows: the batch size.
+        plain_seconds: of a plain step.
+        draft_step: cost of a proposed token of each row, in plain steps.
+        verify: cost of a verify forward by k, in plain steps.
+        speedup: over plain decoding, by k; of k = 0 it is 1.
+    """
+
+    num_rows: int
+    plain_seconds: float
+    draft_step: float
+    verify: tuple[float, ...]
+    speedup: tuple[float, ...]
+
+    @property
+    def best(self) -> int:
+        """The best k."""
+        return max(range(len(self.speedup)), key=lambda k: self.speedup[k])
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Predictions for several batch sizes, and what they come to.
+
+    Args:
+        survival: share of the rounds that accepted at least 1, 2, ... tokens; at
+            positions that were not measured, continued from the last that was.
+        measured: positions that were measured.
+        predictions: one for each batch size.
+    """
+
+    survival: tuple[float, ...]
+    measured: int
+    predictions: tuple[Prediction, ...]
+
+    @property
+    def worth_it(self) -> bool:
+        """Whether drafting pays at any of the batch sizes."""
+        return any(p.speedup[p.best] >= WORTH_IT for p in self.predictions)
+
+    @property
+    def verdict(self) -> str:
+        """The best setting, or why there is none, in one line."""
+        best = max(self.predictions, key=lambda p: p.speedup[p.best])
+        k, gain = best.best, best.speedup[best.best]
+        if self.worth_it:
+            where = ", ".join(
+                str(p.num_rows)
+                for p in self.predictions
+                if p.speedup[p.best] >= WORTH_IT
+            )
+            return (
+                f"--num-draft-tokens {k} at --batch {best.num_rows}: {gain:.2f} times "
+                f"plain decoding; drafting pays at batch {where} (auto finds k itself)"
+            )
+        return f"do not speculate with this pair: {self._reason(best)}"
+
+    def _reason(self, at: Prediction) -> str:
+        """Which of its three causes is to blame: even repaired, it is the bound."""
+        perfect = (2.0) / (at.draft_step + at.verify[1])
+        if perfect < WORTH_IT:
+            what = "a draft step and verifying a second token"
+            if at.verify[1] - 1 > at.draft_step:
+                what = "verifying a second token"
+            elif at.draft_step > 2 * (at.verify[1] - 1):
+                what = "a draft step"
+            return (
+                f"{what} costs too much at batch {at.num_rows}: a round of one draft "
+                f"token takes {at.draft_step + at.verify[1]:.2f} plain steps and "
+                "brings 2 tokens at best"
+            )
+        needed = (at.draft_step + at.verify[1]) * WORTH_IT - 1
+        return (
+            f"too little is accepted at batch {at.num_rows}: the first draft token "
+            f"{self.survival[0]:.2f} of the time, {needed:.2f} would be needed"
+        )
+
+
+def survival_of(
+    drafted_at: Sequence[int],
+    accepted_at: Sequence[int],
+    *,
+    rounds: int,
+    rows: int,
+) -> list[float]:
+    """Share of rounds that accepted at least 1, 2, ... tokens.
+
+    Args:
+        drafted_at, accepted_at: rounds that drafted, and accepted, so many.
+        rounds: all of them. Those in which a drafter had nothing to propose cost
+            as much, and accepted nothing.
+        rows: each may have had one more, for its last token.
+    """
+    if not drafted_at:
+        return []
+    without = max(0, rounds - drafted_at[0] - rows)
+    accepted = [*accepted_at, *([0] * len(drafted_at))]
+    return [a / (d + without) for a, d in zip(accepted, drafted_at, strict=False)]
+
+
+def extrapolated(survival: Sequence[float], k: int) -> tuple[float, ...]:
+    """``survival`` up to position ``k``, continued by its last conditional chance."""
+    found = list(survival[:k])
+    if not found:
+        return (0.0,) * k
+    before = found[-2] if len(found) > 1 else 1.0
+    chance = found[-1] / before if before else 0.0
+    while len(found) < k:
+        found.append(found[-1] * chance)
+    return tuple(found)
+
+
+def advise(
+    survival: Sequence[float],
+    costs: ForwardCosts,
+    batch_sizes: Sequence[int],
+    max_draft_tokens: int,
+) -> Advice:
+    """Predict speed-ups: (1 + s_1 + ... + s_k) / (k c + v_k).
+
+    (Leviathan et al. 2023, theorem 3.8, with measured survival in place of
+    independent acceptance and a verify forward that is not free.)
+    """
+    full = extrapolated(survival, max_draft_tokens)
+    tokens = tokens_per_round(full)
+    predictions = []
+    for num_rows in batch_sizes:
+        plain = costs.verify(num_rows, 1)
+        step = costs.draft_step(num_rows) / plain
+        verify = tuple(
+            costs.verify(num_rows, k + 1) / plain for k in range(max_draft_tokens + 1)
+        )
+        speedup = tuple(
+            tokens[k] / (k * step + verify[k]) for k in range(max_draft_tokens + 1)
+        )
+        predictions.append(Prediction(num_rows, plain, step, verify, speedup))
+    return Advice(full, min(len(survival), max_draft_tokens), tuple(predictions))

@@ -1,0 +1,112 @@
+"""Costs on disk, so that they are measured once for models, backend and batch."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from .costs import Correction, ForwardCosts, Forwards, RoundCosts
+
+VERSION = 1
+# Pairs of models that are remembered; beyond, the oldest are forgotten.
+MOST_ENTRIES = 64
+
+
+def default_path() -> Path:
+    """``costs.json`` in the user's cache folder: ``$XDG_CACHE_HOME/specdec``."""
+    home = os.environ.get("XDG_CACHE_HOME", "").strip()
+    return Path(home or Path.home() / ".cache") / "specdec" / "costs.json"
+
+
+class CostStore:
+    """A JSON file of costs by key; what cannot be read or written is done without.
+
+    Args:
+        path: of the file; it and its folder are made when something is saved.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+
+    def load(self, key: str, *, new_shape: float = 0.0) -> RoundCosts:
+        """Costs saved for ``key``; empty where there are none."""
+        try:
+            return _costs_of(self._entries()[key], new_shape)
+        except (KeyError, TypeError, ValueError, AttributeError):
+            return RoundCosts(ForwardCosts(), new_shape=new_shape)
+
+    def save(self, key: str, costs: RoundCosts) -> None:
+        """Write the file anew with ``costs`` in it, in one step."""
+        entries = self._entries()
+        entries.pop(key, None)
+        entries[key] = _entry_of(costs)
+        kept = dict(list(entries.items())[-MOST_ENTRIES:])
+        text = json.dumps({"version": VERSION, "costs": kept})
+        # A cache: without it, the next run measures again.
+        with contextlib.suppress(OSError):
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.NamedTemporaryFile(
+                "w", dir=self.path.parent, suffix=".tmp", delete=False
+            ) as file:
+                file.write(text)
+            os.replace(file.name, self.path)
+
+    def _entries(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self.path.read_text("utf-8"))
+            entries = found["costs"] if found["version"] == VERSION else {}
+            return dict(entries)
+        except (OSError, KeyError, TypeError, ValueError):
+            return {}
+
+
+def _entry_of(costs: RoundCosts) -> dict[str, Any]:
+    return {
+        "forwards": [
+            {
+                "rows": f.num_rows,
+                "verify": [[s, f.verify[s]] for s in sorted(f.verify)],
+                "draft_step": f.draft_step,
+            }
+            for f in costs.forwards.measured
+        ],
+        "corrections": [
+            [*at, c.log_factor, c.variance] for at, c in costs.corrections.items()
+        ],
+    }
+
+
+def _costs_of(entry: dict[str, Any], new_shape: float) -> RoundCosts:
+    forwards = [
+        Forwards(
+            int(f["rows"]),
+            {int(s): _positive(seconds) for s, seconds in f["verify"]},
+            _positive(f["draft_step"], or_zero=True),
+        )
+        for f in entry["forwards"]
+    ]
+    if not all(f.num_rows > 0 and 1 in f.verify for f in forwards):
+        raise ValueError("no plain forward")
+    corrections = {
+        (int(b), int(k)): Correction(_finite(factor), _positive(variance, or_zero=True))
+        for b, k, factor, variance in entry["corrections"]
+    }
+    return RoundCosts(ForwardCosts(forwards), corrections, new_shape)
+
+
+def _finite(value: float) -> float:
+    number = float(value)
+    if not -50 < number < 50:  # NaN too
+        raise ValueError(f"{value} is no logarithm of a factor")
+    return number
+
+
+def _positive(value: float, *, or_zero: bool = False) -> float:
+    number = float(value)
+    if not (0 < number < 1e6 or (or_zero and number == 0)):
+        raise ValueError(f"{value} is no number of seconds")
+    return number

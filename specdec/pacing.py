@@ -1,0 +1,92 @@
+"""Between a batch and the choice of its draft length: clocks and counts. No mlx."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+
+from .lengths import BatchState, DraftLength, RoundOutcome
+
+
+@dataclass(frozen=True)
+class _Pending:
+    """A round that was handed out: k, the rows' limits, when, behind what."""
+
+    num_draft_tokens: int
+    limits: tuple[int, ...]
+    begun: float
+    undrafted: int
+
+
+class Pacer:
+    """Tells a draft length what rounds took and what became of them.
+
+    A round's time runs from when it was begun, or from when the round before it
+    was read if that was later, until it is read: where the host reads one round
+    behind, the time between two reads.
+
+    Args:
+        length: chooses k.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, length: DraftLength, clock: Callable[[], float] = time.perf_counter
+    ):
+        self._length = length
+        self._clock = clock
+        self._pending: deque[_Pending] = deque()
+        self._last_read = self._interrupted = float("-inf")
+        # Rounds that the drafter has to catch up with, per row on average.
+        self._undrafted = 0.0
+
+    @property
+    def undrafted(self) -> int:
+        """Rounds that the drafter has to catch up with."""
+        return round(self._undrafted)
+
+    def choose(
+        self, num_rows: int, room: AbstractSequence[int], remaining: float
+    ) -> int:
+        """k of the next round; see :class:`~specdec.lengths.BatchState`."""
+        in_flight = [p.num_draft_tokens for p in self._pending]
+        return self._length.choose(
+            BatchState(num_rows, room, remaining, self.undrafted, in_flight)
+        )
+
+    def begin(self, num_draft_tokens: int, limits: tuple[int, ...]) -> None:
+        """A round is about to be built; ``limits`` are -1 for rows that have ended."""
+        k, undrafted = num_draft_tokens, self.undrafted
+        self._undrafted = 0.0 if k else self._undrafted + 1
+        now = self._clock()
+        self._pending.append(_Pending(k, limits, now, undrafted if k else 0))
+
+    def read(self, kept: AbstractSequence[int | None]) -> None:
+        """The oldest round was read: what each row kept; ``None``: it had ended."""
+        round_, now = self._pending.popleft(), self._clock()
+        began = max(round_.begun, self._last_read)
+        self._last_read = now
+        self._length.observe(
+            RoundOutcome(
+                len(round_.limits),
+                round_.num_draft_tokens,
+                [
+                    (limit, min(n - 1, limit))
+                    for limit, n in zip(round_.limits, kept, strict=True)
+                    if n and limit > 0
+                ],
+                now - began if began > self._interrupted else None,
+                round_.undrafted,
+            )
+        )
+
+    def interrupt(self) -> None:
+        """Other work came between rounds: those in flight are not timed."""
+        self._interrupted = self._clock()
+
+    def join(self, before: int, joined: int) -> None:
+        """Rows have joined, of which the drafter missed nothing yet."""
+        self._undrafted *= before / (before + joined)

@@ -1,0 +1,68 @@
+"""``specdec advise`` on random models: what it measures, prints and concludes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+
+from specdec.bench.models import token_level
+from specdec.cli import main
+from specdec.decoder import SpecDecoder
+
+
+@pytest.fixture
+def advised(
+    tiny_model: Callable[..., Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., str]:
+    """Run it with the target as its own draft."""
+    target = tiny_model("llama", seed=0)
+
+    def from_pretrained(*names: Any, dtype: Any, config: Any) -> SpecDecoder:
+        return SpecDecoder(token_level(target), token_level(target), config=config)
+
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
+    encoded = iter(range(1, 1000))
+
+    def encode(*args: Any, **options: Any) -> Any:
+        from specdec.prompts import EncodedPrompt
+
+        return [EncodedPrompt("", (1, next(encoded) % 97)) for _ in args[1]]
+
+    monkeypatch.setattr("specdec.decoder.encode_all", encode)
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("one\ntwo\nthree\n")
+
+    def run(*arguments: str) -> str:
+        command = ["advise", "--draft", "D", "--prompts", str(prompts), *arguments]
+        result = CliRunner().invoke(main, command)
+        assert result.exit_code == 0, result.output
+        return result.stdout
+
+    return run
+
+
+def test_json(advised: Callable[..., str]) -> None:
+    found = json.loads(
+        advised("--json", "--batch", "2", "--batch", "1", "--max-tokens", "12")
+    )
+    assert found["survival"] == [1.0] * 8
+    assert found["measured"] == 4
+    assert [p["num_rows"] for p in found["predictions"]] == [1, 2]
+    for prediction in found["predictions"]:
+        assert prediction["speedup"][0] == 1
+        assert len(prediction["speedup"]) == len(prediction["verify"]) == 9
+        assert prediction["draft_step"] > 0
+    assert found["prompts"] == 3
+    assert found["verdict"].startswith(("--num-draft", "do not")) is True
+
+
+def test_text(advised: Callable[..., str]) -> None:
+    text = advised("--batch", "1", "--max-tokens", "12", "--num-prompts", "2")
+    assert "2 prompts, " in text
+    assert "predicted speed-up" in text
+    assert text.splitlines()[-1].startswith("verdict: ")

@@ -1,0 +1,221 @@
+"""Simulated rounds: auto against the best fixed k and against plain decoding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+
+from specdec.lengths import (
+    AutoLength,
+    BatchState,
+    FixedLength,
+    ForwardCosts,
+    RoundCosts,
+    RoundOutcome,
+)
+from tests.lengths.simulation import Costs, Simulation
+
+
+def gpu(draft: float) -> Costs:
+    """Verifying is nearly free; a draft step costs ``draft`` plain steps."""
+    return Costs(1.0, draft, 0.005)
+
+
+def cpu(draft: float) -> Costs:
+    """Every token verified costs a third of a plain step."""
+    return Costs(1.0, draft, 0.36)
+
+
+def _always(accept: float) -> Callable[[int, int], float]:
+    return lambda number, row: accept
+
+
+MIXED = (0.95, 0.0, 0.5, 0.7)
+
+SCENARIOS = {
+    "perfect draft": Simulation(gpu(0.2), lambda n, row: 1.0),
+    "perfect, as dear as the target": Simulation(gpu(1.0), lambda n, row: 1.0),
+    "always wrong": Simulation(gpu(0.2), lambda n, row: 0.0),
+    "always wrong, as dear": Simulation(gpu(1.0), lambda n, row: 0.0),
+    "always wrong, read one behind": Simulation(gpu(0.2), lambda n, row: 0.0, lag=1),
+    "always wrong, cheap": Simulation(gpu(0.01), lambda n, row: 0.0),
+    "always wrong, many rows": Simulation(cpu(0.2), lambda n, row: 0.0, num_rows=8),
+    "n-gram like": Simulation(gpu(0.005), lambda n, row: 0.4),
+    "n-gram like, 8 rows": Simulation(gpu(0.005), lambda n, row: 0.4, num_rows=8),
+    "good": Simulation(gpu(0.2), lambda n, row: 0.8),
+    "good, read one behind": Simulation(gpu(0.2), lambda n, row: 0.8, lag=1),
+    "good, 32 rows": Simulation(gpu(0.2), lambda n, row: 0.8, num_rows=32),
+    "expensive, pays a little": Simulation(gpu(0.5), lambda n, row: 0.7),
+    "on a CPU, alone": Simulation(cpu(0.15), lambda n, row: 0.9),
+    "on a CPU, 8 rows": Simulation(cpu(0.15), lambda n, row: 0.9, num_rows=8),
+    "mixed rows": Simulation(gpu(0.2), lambda n, row: MIXED[row], num_rows=4),
+    "every shape costs": Simulation(gpu(0.2), lambda n, row: 0.8, lag=1, new_shape=8.0),
+    "other load comes and goes": Simulation(
+        gpu(0.2),
+        lambda n, row: 0.8,
+        noise=0.1,
+        pace=lambda n: 2.0 if n // 100 % 2 else 1.0,
+    ),
+}
+# What was measured beforehand, as a factor of the truth: draft step, verify.
+MEASURED = {"right": (1.0, 1.0), "too low": (0.5, 0.5), "too high": (2.0, 2.0)}
+
+
+@pytest.mark.parametrize("measured", MEASURED)
+@pytest.mark.parametrize("scenario", SCENARIOS)
+def test_never_slower(scenario: str, measured: str) -> None:
+    """At least 0.97 of plain decoding and 0.95 of the best fixed k, on average."""
+    simulation = SCENARIOS[scenario]
+    draft, verify = MEASURED[measured]
+    rates = [
+        simulation.auto(draft=draft, verify=verify, seed=seed)[0].rate
+        for seed in range(2)
+    ]
+    mean = sum(rates) / len(rates)
+    best, k = simulation.best()
+    assert mean >= 0.97 * simulation.fixed(0), simulation.fixed(0)
+    assert mean >= 0.95 * best, f"best fixed k is {k}"
+
+
+@pytest.mark.parametrize("scenario", ["always wrong", "always wrong, as dear"])
+def test_a_short_run_loses_little(scenario: str) -> None:
+    """Nothing is known of the draft: what finding out costs, in 100 rounds."""
+    simulation = replace(SCENARIOS[scenario], rounds=100)
+    rates = [simulation.auto(seed=seed)[0].rate for seed in range(10)]
+    assert sum(rates) / len(rates) >= 0.95 * simulation.fixed(0)
+
+
+@pytest.mark.parametrize(
+    ("before", "after"), [(0.9, 0.0), (0.0, 0.9), (0.9, 0.3), (0.3, 0.9)]
+)
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_acceptance_that_changes_midway(
+    before: float, after: float, num_rows: int
+) -> None:
+    """Each half for itself is near its own best: drafting stops, and resumes."""
+    simulation = Simulation(
+        gpu(0.2),
+        lambda n, row: before if n < 1500 else after,
+        num_rows=num_rows,
+        rounds=3000,
+    )
+    result, _ = simulation.auto()
+    for accept, chosen in (
+        (before, result.chosen[:1500]),
+        (after, result.chosen[1500:]),
+    ):
+        half = Simulation(gpu(0.2), _always(accept), num_rows=num_rows)
+        tokens = sum(sum(accept**j for j in range(k + 1)) for k in chosen)
+        seconds = sum(gpu(0.2)(num_rows, k) for k in chosen)
+        rate = num_rows * tokens / seconds
+        assert rate >= 0.94 * half.best()[0]
+        assert rate >= 0.97 * half.fixed(0)
+
+
+def test_drafting_stops_where_it_cannot_pay() -> None:
+    """When even a perfect draft would be slower, it is never tried."""
+    simulation = Simulation(gpu(3.0), lambda n, row: 1.0, rounds=200)
+    result, _ = simulation.auto()
+    assert set(result.chosen) == {0}
+
+
+def test_what_was_learnt_outlives_a_batch() -> None:
+    """A second run of the same length begins with what the first found."""
+    simulation = replace(SCENARIOS["always wrong"], rounds=300)
+    _, length = simulation.auto()
+    chosen = simulation.run(length, seed=1).chosen
+    assert sum(k > 0 for k in chosen[:20]) <= 3
+
+
+def length_of(cost: Costs, num_rows: int = 1) -> AutoLength:
+    forwards = ForwardCosts([cost.measured(num_rows)])
+    return AutoLength(RoundCosts(forwards))
+
+
+def observe(length: AutoLength, cost: Costs, k: int, accepted: int, n: int) -> None:
+    for _ in range(n):
+        length.observe(RoundOutcome(1, k, [(k, accepted)] if k else [], cost(1, k)))
+
+
+def test_there_is_no_draft_behind_the_last_token() -> None:
+    cost = gpu(0.05)
+    length = length_of(cost)
+    for k in (0, 1, 2, 4, 8):
+        observe(length, cost, k, k, 8)
+    assert length.choose(BatchState(1, [100], 100)) == 8
+    assert length.choose(BatchState(1, [5], 6)) == 5
+    assert length.choose(BatchState(1, [0], 1)) == 0
+    assert length.choose(BatchState(2, [0, 3], 4)) <= 3
+
+
+def test_rows_without_room_count_for_nothing() -> None:
+    """A row that may not be drafted for gains nothing from a longer round."""
+    cost = Costs(1.0, 0.2, 0.1)
+    length = length_of(cost, 4)
+    for k in (0, 1, 2, 4):
+        rows = [(k, k)] * 4 if k else []
+        for _ in range(8):
+            length.observe(RoundOutcome(4, k, rows, cost(4, k)))
+    assert length.choose(BatchState(4, [8] * 4, 100)) >= 4
+    assert length.choose(BatchState(4, [8, 0, 0, 0], 100)) < 4
+
+
+def test_catching_up_is_weighed_against_what_is_left() -> None:
+    """Drafting resumes where the gain repays it, not for the last few tokens."""
+    cost = cpu(0.3)
+    length = length_of(cost)
+    for k in (0, 1, 2, 0):
+        observe(length, cost, k, k, 8)
+    assert length.choose(BatchState(1, [8], 200, undrafted=0)) > 0
+    assert length.choose(BatchState(1, [8], 2000, undrafted=300)) > 0
+    assert length.choose(BatchState(1, [8], 30, undrafted=300)) == 0
+
+
+def test_asking_changes_nothing() -> None:
+    cost = gpu(0.2)
+    length = length_of(cost)
+    observe(length, cost, 0, 0, 2)
+    state = BatchState(1, [8], 100)
+    assert len({length.choose(state) for _ in range(50)}) == 1
+
+
+def test_a_try_is_awaited_before_the_next() -> None:
+    cost = gpu(0.5)
+    length = length_of(cost)
+    observe(length, cost, 0, 0, 2)
+    observe(length, cost, 1, 0, 1)
+    state = BatchState(1, [8], 100)
+    tried = length.choose(state)
+    assert tried > 0
+    assert length.choose(replace(state, in_flight=[tried])) == 0
+
+
+def test_costs_are_measured_once_per_batch_size() -> None:
+    measured: list[int] = []
+    saved: list[int] = []
+    cost = gpu(0.2)
+
+    def measure(num_rows: int):  # type: ignore[no-untyped-def]
+        measured.append(num_rows)
+        return cost.measured(num_rows)
+
+    length = AutoLength(
+        RoundCosts(ForwardCosts()),
+        measure=measure,
+        save=lambda costs: saved.append(costs.rounds),
+    )
+    for num_rows in (8, 8, 7, 6, 1, 8):
+        length.prepare(num_rows)
+    assert measured == [8, 1]
+    assert saved == [0, 0]
+    observe(length, cost, 0, 0, 300)
+    assert saved == [0, 0, 64, 128, 256]
+
+
+def test_a_fixed_length_is_fixed() -> None:
+    length = FixedLength(3)
+    length.prepare(8)
+    length.observe(RoundOutcome(1, 3, [(3, 0)], 1.0))
+    assert length.choose(BatchState(1, [0], 1)) == length.max_draft_tokens == 3

@@ -1,0 +1,365 @@
+"""Draft lengths in whole runs: k that varies changes nothing; drafts catch up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from itertools import count
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec.backend import BackendDefaults
+from specdec.calibration import draft_length, measure_forwards, signature
+from specdec.config import EngineConfig
+from specdec.drafters import DraftModel, NgramDrafter
+from specdec.drafters import model as draft_model
+from specdec.drafters.missed import Missed
+from specdec.lengths import (
+    AutoLength,
+    BatchState,
+    FixedLength,
+    ForwardCosts,
+    Forwards,
+    RoundCosts,
+    RoundOutcome,
+)
+from specdec.lengths.store import CostStore
+from specdec.models.runner import ModelRunner
+from specdec.pacing import Pacer
+from specdec.params import SamplingParams
+from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
+
+VOCAB = 97
+BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+# Fewer columns than a catch-up chunk, so that rings have to be re-laid for it.
+WINDOWED = {"sliding_window": 24, "sliding_window_pattern": 2}
+
+
+class Script:
+    """Chooses by a function of the round's number; notes what it is told."""
+
+    max_draft_tokens = 4
+
+    def __init__(self, choose: Callable[[int], int]):
+        self._choose = choose
+        self.outcomes: list[RoundOutcome] = []
+        self.states: list[BatchState] = []
+
+    def prepare(self, num_rows: int) -> None:
+        pass
+
+    def choose(self, state: BatchState) -> int:
+        self.states.append(state)
+        return self._choose(len(self.outcomes) + len(state.in_flight))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.outcomes.append(outcome)
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 30, 2, 40, 3)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def other(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=5, num_hidden_layers=1)
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_k_that_varies_changes_nothing(
+    target: Any,
+    other: Any,
+    prompts: list[list[int]],
+    backend: BackendDefaults,
+    temperature: float,
+) -> None:
+    """Every k, 0 included, in every order; rows that join and leave meanwhile."""
+    rng = random.Random(3)
+    script = Script(lambda number: rng.choice((0, 0, 1, 2, 4)))
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, seed=n)
+        for n in (20, 31, 9, 26, 2, 33)
+    ]
+    rows = run_rows(
+        target,
+        other,
+        prompts,
+        params,
+        batch_size=3,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == sampled(target, prompt, p)
+    assert {o.num_draft_tokens for o in script.outcomes} >= {0, 1, 2, 4}
+
+
+@BACKENDS
+@pytest.mark.parametrize("batch_size", [1, 6])
+def test_auto_changes_nothing(
+    target: Any,
+    other: Any,
+    prompts: list[list[int]],
+    backend: BackendDefaults,
+    batch_size: int,
+) -> None:
+    """Auto itself, with costs under which several k are chosen."""
+    costs = RoundCosts(ForwardCosts([Forwards(1, {1: 1.0, 2: 1.0, 9: 1.1}, 0.01)]))
+    length = AutoLength(costs)
+    chosen: list[int] = []
+    observe = length.observe
+
+    def noted(outcome: RoundOutcome) -> None:
+        chosen.append(outcome.num_draft_tokens)
+        observe(outcome)
+
+    length.observe = noted  # type: ignore[method-assign]
+    params = [SamplingParams(max_tokens=24 + i) for i in range(6)]
+    for draft in (target, other):
+        rows = run_rows(
+            target,
+            draft,
+            prompts,
+            params,
+            batch_size=batch_size,
+            num_draft_tokens=8,
+            backend=backend,
+            length=length,
+        )
+        for row, prompt, p in zip(rows, prompts, params, strict=True):
+            assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert 0 in chosen
+    assert len(set(chosen)) >= 3
+
+
+# -- catching up -----------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("phase", [1, 5, 37, 150])
+def test_acceptance_after_a_long_phase_without_drafts(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults, phase: int
+) -> None:
+    """A perfect draft goes on being accepted, however long it was not asked."""
+    script = Script(lambda number: 0 if 3 <= number < 3 + phase else 2)
+    params = [SamplingParams(max_tokens=phase + 40)] * 3
+    rows = run_rows(
+        target,
+        target,
+        prompts[1:4],
+        params,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    for row, prompt in zip(rows, prompts[1:4], strict=True):
+        assert row.tokens == greedy(target, prompt, phase + 40)
+        assert row.accepted == row.drafted > 20
+
+
+@BACKENDS
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_rows_that_joined_meanwhile_missed_less(
+    tiny_model: Callable[..., Any], backend: BackendDefaults, arch: str
+) -> None:
+    """Rows that join and end in phases without drafts; rings wrap meanwhile."""
+    extra = WINDOWED if arch == "gemma3_text" else {}
+    model = tiny_model(arch, seed=2, **extra)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (30, 3, 12, 40, 2, 9)]
+    lengths = (210, 12, 30, 25, 60, 90)
+    script = Script(lambda number: 3 if number % 60 in (0, 1, 50) else 0)
+    rows = run_rows(
+        model,
+        model,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in lengths],
+        batch_size=3,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        assert row.tokens == greedy(model, prompt, n)
+    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 20
+
+
+def test_a_draft_that_does_not_catch_up_is_noticed(
+    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above fails for a draft that leaves out what it missed."""
+
+    def forgets(self: Any, round_: Any) -> Any:
+        self._missed.clear()
+        return round_.tail
+
+    monkeypatch.setattr(draft_model.DraftModelRows, "_catch_up", forgets)
+    script = Script(lambda number: 0 if 3 <= number < 30 else 2)
+    rows = run_rows(
+        target,
+        target,
+        prompts[1:4],
+        [SamplingParams(max_tokens=60)] * 3,
+        num_draft_tokens=4,
+        length=script,
+    )
+    assert sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+
+
+def test_catching_up_takes_chunks(
+    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tokens are a few forwards, not a hundred."""
+    widths: list[int] = []
+    forward = draft_model.DraftModelRows._forward
+
+    def noted(self: Any, tokens: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return forward(self, tokens)
+
+    monkeypatch.setattr(draft_model.DraftModelRows, "_forward", noted)
+    script = Script(lambda number: 0 if number < 300 else 1)
+    params = [SamplingParams(max_tokens=310)] * 2
+    run_rows(target, target, prompts[1:3], params, num_draft_tokens=4, length=script)
+    assert widths[:3] == [128, 128, 44]
+    assert set(widths[3:]) == {2}
+
+
+def test_pieces_begin_where_rows_begin() -> None:
+    missed = Missed(3)
+    missed.counts = [10, 4, 4]
+    assert list(missed.pieces(3, 100)) == [(0, 3), (3, 6), (6, 10)]
+    missed.counts = [10, 10, 0]
+    assert list(missed.pieces(4, 100)) == [(0, 4), (4, 8), (8, 10)]
+    missed.counts = [300, 300, 300]
+    assert list(missed.pieces(4, 128)) == [(0, 128), (128, 256), (256, 300)]
+
+
+# -- what lengths are told -------------------------------------------------
+
+
+@BACKENDS
+def test_outcomes_are_told_in_order(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults
+) -> None:
+    ks = [0, 0, 2, 2, 0, 1]
+    script = Script(lambda number: ks[number % len(ks)])
+    rows = run_rows(
+        target,
+        target,
+        prompts[1:3],
+        [SamplingParams(max_tokens=20)] * 2,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    told = script.outcomes[:10]
+    assert [o.num_draft_tokens for o in told] == (ks + ks)[:10]
+    assert [o.undrafted for o in told] == [0, 0, 2, 0, 0, 1, 0, 0, 2, 0]
+    assert all(o.seconds is not None and o.seconds > 0 for o in told)
+    accepted = sum(n for o in script.outcomes for _, n in o.accepted)
+    # Those behind a row's last token are accepted, and not counted there.
+    assert accepted >= sum(r.accepted for r in rows)
+    assert all(0 <= n <= limit for o in told for limit, n in o.accepted)
+
+
+def test_a_rounds_time_begins_with_the_read_before_it() -> None:
+    script = Script(lambda number: 0)
+    times = iter([10.0, 11.0, 13.0, 14.0, 17.0, 20.0, 20.5])
+    pacer = Pacer(script, lambda: next(times))
+    pacer.begin(0, (0, 0))  # 10
+    pacer.begin(0, (0, 0))  # 11
+    pacer.read([1, 1])  # 13: begun at 10
+    pacer.begin(2, (2, -1))  # 14
+    pacer.read([1, 1])  # 17: behind the read at 13
+    pacer.interrupt()  # 20
+    pacer.read([3, None])  # 20.5: a prefill chunk ran meanwhile
+    assert [o.seconds for o in script.outcomes] == [3.0, 4.0, None]
+    assert script.outcomes[2].accepted == [(2, 2)]
+    assert script.outcomes[2].undrafted == 2
+
+
+def test_rows_that_join_have_missed_nothing() -> None:
+    script = Script(lambda number: 0)
+    pacer = Pacer(script, count().__next__)
+    for _ in range(30):
+        pacer.begin(0, (0,))
+        pacer.read([1])
+    pacer.join(1, 2)
+    pacer.choose(3, [4, 4, 4], 100)
+    assert script.states[-1].undrafted == 10
+
+
+# -- measuring -------------------------------------------------------------
+
+
+def runners(target: Any, draft: Any) -> tuple[EngineConfig, ModelRunner, DraftModel]:
+    config = EngineConfig()
+    runner = ModelRunner(target, "target", config, AT_ONCE)
+    drafter = DraftModel(
+        ModelRunner(draft, "draft", config, AT_ONCE),
+        vocab_size=runner.vocab_size,
+        max_draft_tokens=config.max_draft_tokens,
+    )
+    return config, runner, drafter
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_forwards_are_measured(target: Any, other: Any, kind: str) -> None:
+    _, runner, drafter = runners(target, other)
+    drafter = NgramDrafter() if kind == "ngram" else drafter  # type: ignore[assignment]
+    forwards = measure_forwards(runner, drafter, 3, max_draft_tokens=8)
+    assert forwards.num_rows == 3
+    assert set(forwards.verify) >= {1, 2}
+    assert set(forwards.verify) <= {1, 2, 3, 5, 9}
+    assert all(seconds > 0 for seconds in forwards.verify.values())
+    assert forwards.draft_step > 0
+
+
+def test_measuring_stops_when_its_time_is_up(target: Any, other: Any) -> None:
+    _, runner, drafter = runners(target, other)
+    ticks = count(0.0, 1.0)
+    forwards = measure_forwards(
+        runner, drafter, 1, max_draft_tokens=8, clock=ticks.__next__
+    )
+    assert set(forwards.verify) == {1, 2}
+
+
+def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None:
+    config, runner, drafter = runners(target, other)
+    store = CostStore(tmp_path / "costs.json")
+    length = draft_length(config, runner, drafter, AT_ONCE, store=store)
+    length.prepare(2)
+    written = store.path.read_text("utf-8")
+    again = draft_length(config, runner, drafter, AT_ONCE, store=store)
+    assert isinstance(again, AutoLength)
+    assert again.costs.forwards.covers(2)
+    again.prepare(2)
+    assert store.path.read_text("utf-8") == written
+    # Other models, and other caches, are other costs.
+    keys = {
+        signature(config, runner, drafter, AT_ONCE),
+        signature(config, runner, drafter, BEHIND),
+        signature(config, runner, runners(target, target)[2], AT_ONCE),
+        signature(config, runner, NgramDrafter(), AT_ONCE),
+        signature(EngineConfig(kv_bits=8), runner, drafter, AT_ONCE),
+    }
+    assert len(keys) == 5
+
+
+def test_a_number_or_no_draft_needs_no_costs(target: Any, other: Any) -> None:
+    config, runner, drafter = runners(target, other)
+    assert draft_length(config, runner, None, AT_ONCE) == FixedLength(0)
+    three = EngineConfig(num_draft_tokens=3)
+    assert draft_length(three, runner, drafter, AT_ONCE) == FixedLength(3)
