@@ -22,6 +22,8 @@ from specdec.drafters import DraftContext, NamedDrafter, NgramDrafter, NgramOpti
 from specdec.models import LoadedModel
 from tests.plain import greedy
 
+# Counts depend on k: what is asserted of them needs a fixed one.
+FIXED = EngineConfig(num_draft_tokens=3)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
@@ -109,7 +111,7 @@ def test_results_come_in_the_order_of_the_prompts(target: Any, batch_size: int) 
 
 
 def test_stream_adds_up_to_the_results(target: Any) -> None:
-    decoder = SpecDecoder(loaded(target), loaded(target, "draft"))
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"), config=FIXED)
     params = SamplingParams(max_tokens=9)
     texts: dict[int, str] = {}
     tokens: dict[int, list[int]] = {}
@@ -127,7 +129,7 @@ def test_stream_adds_up_to_the_results(target: Any) -> None:
 
 
 def test_stats_add_up(target: Any) -> None:
-    decoder = SpecDecoder(loaded(target), loaded(target, "draft"))
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"), config=FIXED)
     results = decoder.generate(PROMPTS, SamplingParams(max_tokens=9))
     stats = decoder.stats
     assert stats.prompts == 4
@@ -175,7 +177,7 @@ def test_errors_come_before_any_work(target: Any) -> None:
 
 
 def test_a_stream_left_midway_harms_nothing(target: Any) -> None:
-    decoder = SpecDecoder(loaded(target), loaded(target, "draft"))
+    decoder = SpecDecoder(loaded(target), loaded(target, "draft"), config=FIXED)
     params = SamplingParams(max_tokens=9)
     left = decoder.stream(PROMPTS, params)
     next(left)
@@ -223,7 +225,7 @@ def test_drafts_by_name(tiny_model: Callable[..., Any], name: str) -> None:
     model = tiny_model("llama", hidden_size=64, head_dim=16)
     target = loaded(model)
     drafter = NamedDrafter.load(DraftSpec.parse(name), target)
-    decoder = SpecDecoder(target, drafter=drafter)
+    decoder = SpecDecoder(target, drafter=drafter, config=FIXED)
     assert decoder.draft_name == name
     params = SamplingParams(max_tokens=25)
     results = decoder.generate(PROMPTS, params)

@@ -195,7 +195,9 @@ def test_stop_texts_and_ids(target: Any, draft: Any) -> None:
 def test_what_does_not_fit_the_context(target: Any, draft: Any) -> None:
     model = loaded(target)
     model.config["max_position_embeddings"] = 10
-    decode = SpecDecoder(model, loaded(draft, "draft"))
+    decode = SpecDecoder(
+        model, loaded(draft, "draft"), config=EngineConfig(num_draft_tokens=3)
+    )
     with pytest.raises(PromptError) as caught:
         decode.generate([[1] * 3, [2] * 11])
     assert str(caught.value) == (

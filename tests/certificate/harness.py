@@ -65,7 +65,9 @@ def make_decoder(
     return SpecDecoder(
         LoadedModel(target, tokenizer, {}, "target"),
         LoadedModel(near, tokenizer, {}, "draft") if draft == "near" else None,
-        config=EngineConfig(**{"batch_size": 4, **(config or {})}),
+        config=EngineConfig(
+            **{"batch_size": 4, "num_draft_tokens": 3, **(config or {})}
+        ),
     )
 
 
