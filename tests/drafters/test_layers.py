@@ -154,7 +154,9 @@ def test_memory_is_planned_for_its_caches_alone(
     assert plan.draft is not None
     assert plan.weight_bytes == plan.target.weight_bytes > 0
     assert plan.draft.caches == plan.target.caches[:2]
-    alone = plan_memory(target, None, EngineConfig(), BEHIND, drafts=True)
+    alone = plan_memory(
+        target, None, EngineConfig(num_draft_tokens=3), BEHIND, drafts=True
+    )
     assert (alone.draft, alone.num_draft_tokens) == (None, 3)
 
 
