@@ -16,10 +16,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec import verification
+from specdec import rounds, verification
+from specdec.drafters import Proposals, Round
 from specdec.params import SamplingParams
-from specdec.sampling import RowSampling, gumbel_noise
-from specdec.sampling.noise import ACCEPT, RESIDUAL, uniform_draws
+from specdec.rounds import RowRules
+from specdec.sampling import gumbel_noise
+from specdec.sampling.noise import ACCEPT, uniform_draws
+from specdec.sequence import Request
+from specdec.sequence import Sequence as TokenSequence
 from specdec.verification import Proposed, next_recent
 from tests.plain import AT_ONCE, run_rows
 
@@ -229,38 +233,49 @@ def chi_square(counts: np.ndarray, expected: np.ndarray) -> tuple[float, float]:
 
 
 def decodings(
-    rule: Callable[..., Any], target: np.ndarray, draft: np.ndarray, k: int, draws: int,
-    temperature: float,
+    rule: str, target: np.ndarray, draft: np.ndarray, k: int, draws: int,
+    temperature: float, *, point_mass: bool = False,
 ) -> np.ndarray:  # fmt: skip
-    """First three tokens of many decodings of two Markov chains, as rounds do it."""
-    v = target.shape[0]
-    params = [SamplingParams(temperature=temperature, seed=s) for s in range(draws)]
-    sampling = RowSampling.of(params, vocab_size=v)
+    """First three tokens of many decodings of two Markov chains, decided as rounds are.
+
+    With ``point_mass`` the draft proposes its likeliest tokens, as a look-up would.
+    """
+    params = [
+        SamplingParams(temperature=temperature, seed=s, verification=rule)  # type: ignore[arg-type]
+        for s in range(draws)
+    ]
+    rows = [TokenSequence(Request(0, "", (0,), p), frozenset()) for p in params]
+    rules = RowRules.of(rows, target.shape[0])
     target_logits, draft_logits = mx.array(target), mx.array(draft)
     recent = mx.zeros((draws, 2), mx.int32)
     first = mx.ones((draws,), mx.int32)
-    limit = mx.full((draws,), k)
+    limit, active = mx.full((draws,), k), mx.ones((draws,), mx.bool_)
     out: list[list[int]] = [[] for _ in range(draws)]
     while min(map(len, out)) < 3:
-        noise = sampling.draws(first, k + 1)
-        inputs, q = recent[:, 1:], []
-        for j in range(k):
+        noise = rules.draws(first, k + 1)
+        round_ = Round(k, recent, active, rules.sampling, noise, True)
+        inputs = recent[:, 1:]
+        tokens: list[mx.array] = []
+        q: list[mx.array] = []
+        for _ in range(k):
             logits = draft_logits[inputs[:, -1:]]
-            q.append(sampling.probabilities(logits, noise.at(j)))
-            proposal = sampling.choose(logits, noise.at(j))
+            proposal, probabilities = round_.choose(logits, tokens)
+            if point_mass:
+                proposal = mx.argmax(logits, axis=-1).astype(mx.int32)
+            tokens.append(proposal)
+            assert probabilities is not None
+            q.append(probabilities)
             inputs = mx.concatenate([inputs, proposal], axis=1)
-        p = sampling.probabilities(target_logits[inputs], noise)
-        proposed = Proposed(inputs[:, 1:], mx.concatenate(q, axis=1), p, limit)
-        uniform = uniform_draws(sampling.seed, noise.positions[:, :k], use=ACCEPT)
-        accepted = rule(proposed, uniform)
-        at = first[:, None] + accepted.count[:, None]
-        gumbel = gumbel_noise(sampling.seed, at, v, use=RESIDUAL)[:, 0]
-        verdict = verification.with_extra_token(proposed, accepted, gumbel)
+        proposals = Proposals(
+            inputs[:, 1:], None if point_mass else mx.concatenate(q, axis=1)
+        )
+        decision = rules.decide(round_, proposals, target_logits[inputs], limit)
+        verdict = decision.verdict
         recent = next_recent(recent, verdict.chosen, verdict.kept)
         first = first + verdict.kept
         kept, chosen = np.array(verdict.kept), np.array(verdict.chosen)
-        for row, n, tokens in zip(out, kept, chosen, strict=True):
-            row.extend(tokens[:n].tolist())
+        for row, n, committed in zip(out, kept, chosen, strict=True):
+            row.extend(committed[:n].tolist())
     return np.array([row[:3] for row in out])
 
 
@@ -271,8 +286,12 @@ def of_three(p: np.ndarray) -> np.ndarray:
 
 
 @BY_RULE
-@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (3, 0.7)])
-def test_decodings_follow_the_target(rule: str, k: int, temperature: float) -> None:
+@pytest.mark.parametrize(
+    ("k", "temperature", "point_mass"), [(3, 0.7, False), (3, 1.0, True)]
+)
+def test_decodings_follow_the_target(
+    rule: str, k: int, temperature: float, point_mass: bool
+) -> None:
     """Chi-square of whole sequences at 10^5; a right rule fails in 1 of 10^6.
 
     Fixed seeds: the outcome never changes. Dependent draws (the acceptance test
@@ -282,7 +301,7 @@ def test_decodings_follow_the_target(rule: str, k: int, temperature: float) -> N
     target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
     draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
     draws = 100_000
-    got = decodings(RULES[rule], target, draft, k, draws, temperature)
+    got = decodings(rule, target, draft, k, draws, temperature, point_mass=point_mass)
     counts = np.bincount((got * np.array([16, 4, 1])).sum(-1), minlength=64)
     p = np.exp(target / temperature)
     p /= p.sum(-1, keepdims=True)
@@ -343,11 +362,11 @@ def test_greedy_rows_are_greedy_under_every_rule(
 class TestFaultsAreCaught:
     """Rules that are nearly right do not pass the chi-square above."""
 
-    def differs(self, rule: Callable[..., Any]) -> bool:
+    def differs(self, rule: str, *, point_mass: bool = False) -> bool:
         rng = np.random.default_rng(3)
         target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
         draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
-        got = decodings(rule, target, draft, 3, 50_000, 1.0)
+        got = decodings(rule, target, draft, 3, 50_000, 1.0, point_mass=point_mass)
         counts = np.bincount((got * np.array([16, 4, 1])).sum(-1), minlength=64)
         p = np.exp(target)
         p /= p.sum(-1, keepdims=True)
@@ -356,25 +375,31 @@ class TestFaultsAreCaught:
 
     @BY_RULE
     def test_no_fault(self, rule: str) -> None:
-        assert not self.differs(RULES[rule])
+        assert not self.differs(rule)
 
     @BY_RULE
-    def test_a_wrong_scale(self, rule: str) -> None:
+    def test_a_wrong_scale(self, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
         def faulty(proposed: Proposed, u: mx.array) -> verification.Accepted:
             right = RULES[rule](proposed, u)
             return verification.Accepted(right.count, right.scale * 0.8)
 
-        assert self.differs(faulty)
+        monkeypatch.setattr(verification, rule, faulty)
+        assert self.differs(rule)
 
     @BY_RULE
-    def test_one_accepted_too_few(self, rule: str) -> None:
+    def test_one_accepted_too_few(
+        self, rule: str, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         def faulty(proposed: Proposed, u: mx.array) -> verification.Accepted:
             right = RULES[rule](proposed, u)
             return verification.Accepted(mx.maximum(right.count - 1, 0), right.scale)
 
-        assert self.differs(faulty)
+        monkeypatch.setattr(verification, rule, faulty)
+        assert self.differs(rule)
 
-    def test_the_test_of_single_tokens_for_whole_prefixes(self) -> None:
+    def test_the_test_of_single_tokens_for_whole_prefixes(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
         """Keeping the longest prefix whose last token passes the ratio test."""
 
         def faulty(proposed: Proposed, u: mx.array) -> verification.Accepted:
@@ -383,4 +408,20 @@ class TestFaultsAreCaught:
             count = mx.where(passes, index, 0).max(axis=1)
             return verification.Accepted(count, mx.ones(count.shape))
 
-        assert self.differs(faulty)
+        monkeypatch.setattr(verification, "block", faulty)
+        assert self.differs("block")
+
+    def test_the_same_draws_for_a_position_in_every_round(
+        self, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """A decision about whole prefixes leaves the draws behind them biased."""
+
+        def by_position(
+            seed: mx.array, first: mx.array, num_tokens: int, vocab_size: int
+        ) -> tuple[mx.array, mx.array]:
+            at = first[:, None] + mx.arange(num_tokens)
+            uniform = uniform_draws(seed, at, use=ACCEPT)
+            return gumbel_noise(seed, at, vocab_size), uniform
+
+        monkeypatch.setattr(rounds, "round_draws", by_position)
+        assert self.differs("block", point_mass=True)
