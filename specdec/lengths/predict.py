@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from .acceptance import tokens_per_round
 from .costs import ForwardCosts
@@ -113,7 +114,9 @@ def survival_of(
         return []
     without = max(0, rounds - drafted_at[0] - rows)
     accepted = [*accepted_at, *([0] * len(drafted_at))]
-    return [a / (d + without) for a, d in zip(accepted, drafted_at, strict=False)]
+    shares = [a / (d + without) for a, d in zip(accepted, drafted_at, strict=False)]
+    # Rounds cut short at a row's end count at fewer positions: noise, not a rise.
+    return list(accumulate(shares, min))
 
 
 def extrapolated(survival: Sequence[float], k: int) -> tuple[float, ...]:

@@ -53,5 +53,7 @@ def test_it_may_pay_at_some_batch_sizes_only() -> None:
 def test_rounds_without_proposals_accepted_nothing() -> None:
     found = survival_of([50, 40], [25, 10], rounds=102, rows=2)
     assert found == pytest.approx([0.25, 10 / 90])
+    cut_short = survival_of([10, 10, 8], [8, 6, 5], rounds=10, rows=2)
+    assert cut_short == pytest.approx([0.8, 0.6, 0.6])
     assert survival_of([], [], rounds=10, rows=1) == []
     assert survival_of([4, 4], [2], rounds=4, rows=1) == [0.5, 0.0]
