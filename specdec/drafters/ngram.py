@@ -160,8 +160,10 @@ class NgramRows:
     def extend(self, other: NgramRows) -> None:
         """Append the rows of ``other``."""
         self._longest = max(self._longest, other._longest)
+        # A ring stays as large as a row that has left made it.
+        slots = max(self._ring.shape[1], other._ring.shape[1])
         for rows in (self, other):
-            rows._reserve(self._longest)
+            rows._grow(max(slots, self._capacity(self._longest)))
         self._ring = mx.concatenate([self._ring, other._ring])
 
     def _capacity(self, length: int) -> int:
@@ -172,9 +174,11 @@ class NgramRows:
         return min(capacity, self._options.max_history)
 
     def _reserve(self, length: int) -> None:
+        self._grow(self._capacity(length))
+
+    def _grow(self, slots: int) -> None:
         # Smaller than max_history nothing was overwritten: slots are positions.
-        held = self._ring.shape[1]
-        missing = self._capacity(length) - held
+        missing = slots - self._ring.shape[1]
         if missing > 0:
             self._ring = mx.pad(
                 self._ring, [(0, 0), (0, missing)], constant_values=EMPTY

@@ -251,3 +251,20 @@ def test_lookups_add_to_what_is_accepted(
         assert [r.tokens for r in rows] == [greedy(target, p, 80) for p in prompts]
         rounds.append(sum(r.rounds for r in rows))
     assert rounds[1] < 0.6 * rounds[0]
+
+
+@BACKENDS
+@pytest.mark.parametrize("shared", [False, True])
+def test_a_row_joins_after_a_longer_one_has_left(
+    target: Any, drafts: dict[str, Any], backend: BackendDefaults, shared: bool
+) -> None:
+    """The lookup's ring stays as large as the longer row made it."""
+    prompts = [[5, 6, 7] * 100, [8, 9, 10], [11, 12, 13], [14, 15] * 140]
+    params = [SamplingParams(max_tokens=n) for n in (4, 24, 12, 6)]
+    first = NgramDrafter(NgramOptions(shared=shared))
+    rows = run_rows(
+        target, None, prompts, params, batch_size=2, num_draft_tokens=3,
+        backend=backend, drafter=behind(first, drafts["layers"], backend, 3),
+    )  # fmt: skip
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)

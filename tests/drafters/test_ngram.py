@@ -128,6 +128,25 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(
             assert row.drafted == 0
 
 
+@BACKENDS
+@SHARED
+@pytest.mark.parametrize("lengths", [(300, 3, 3), (3, 300, 3), (600, 300, 3),
+                                     (600, 3, 300), (253, 3, 600, 3)])  # fmt: skip
+def test_a_row_joins_after_a_longer_one_has_left(
+    target: Any, backend: BackendDefaults, lengths: tuple[int, ...], shared: bool
+) -> None:
+    """The ring stays as large as the longer row made it; the new row's is small."""
+    prompts = [([3 * i + 5, 3 * i + 6, 3 * i + 7] * 200)[:n] for i, n in
+               enumerate(lengths)]  # fmt: skip
+    params = [SamplingParams(max_tokens=n) for n in (4, 24, 12, 6)[: len(lengths)]]
+    rows = run_rows(
+        target, None, prompts, params, batch_size=2, backend=backend,
+        drafter=NgramDrafter(NgramOptions(shared=shared)),
+    )  # fmt: skip
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+
+
 @pytest.fixture
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """Check at every lookup that the ring holds what the engine committed."""
