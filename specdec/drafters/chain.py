@@ -20,31 +20,65 @@ class ChainDrafter:
     Args:
         first: may propose fewer tokens than it was asked for, or none; of
             n-grams, those that match.
-        second: for the rest; its ``context_length`` holds for the chain.
+        second: for the rest.
+
+    Attributes:
+        context_length: the smaller of the two.
+        hidden_layers: those of the first, then those of the second; each is shown
+            its own.
     """
 
     def __init__(self, first: Drafter, second: Drafter):
         self.first = first
         self.second = second
-        self.context_length = second.context_length
-        self.hidden_layers = second.hidden_layers
+        contexts = (first.context_length, second.context_length)
+        self.context_length = min((n for n in contexts if n is not None), default=None)
+        self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
-        first = self.first.rows(prompts, max_length=max_length)
-        return ChainRows(first, self.second.rows(prompts, max_length=max_length))
+        first, second = (
+            each.rows(prompts, max_length=max_length)
+            for each in (self.first, self.second)
+        )
+        counts = (len(self.first.hidden_layers), len(self.second.hidden_layers))
+        return ChainRows(first, second, counts)
 
 
 class ChainRows:
-    """The same rows, twice."""
+    """The same rows, twice.
 
-    def __init__(self, first: DraftRows, second: DraftRows):
+    Args:
+        first, second: rows of the two drafters.
+        num_layers: how many hidden layers each of them asked for.
+    """
+
+    def __init__(
+        self, first: DraftRows, second: DraftRows, num_layers: tuple[int, int]
+    ):
         self._first = first
         self._second = second
+        self._num_layers = num_layers
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
-        """The second's hidden states."""
-        self._second.observe(hidden, lengths)
+        """Show each its layers."""
+        first, second = self._shared_out(hidden)
+        if first is not None:
+            self._first.observe(first, lengths)
+        if second is not None:
+            self._second.observe(second, lengths)
+
+    def _shared_out(
+        self, hidden: mx.array | None
+    ) -> tuple[mx.array | None, mx.array | None]:
+        """The states of each one's layers; ``None`` for one that asked for none."""
+        first, second = self._num_layers
+        if hidden is None or not first:
+            return None, hidden
+        if not second:
+            return hidden, None
+        width = hidden.shape[-1] * first // (first + second)
+        return hidden[..., :width], hidden[..., width:]
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts."""
@@ -59,8 +93,9 @@ class ChainRows:
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Both learn what was kept."""
-        self._first.commit(round_, verdict)
-        self._second.commit(round_, verdict)
+        first, second = self._shared_out(verdict.hidden)
+        self._first.commit(round_, replace(verdict, hidden=first))
+        self._second.commit(round_, replace(verdict, hidden=second))
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Both are told."""

@@ -268,3 +268,16 @@ def test_a_row_joins_after_a_longer_one_has_left(
     )  # fmt: skip
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == greedy(target, prompt, p.max_tokens)
+
+
+@pytest.mark.parametrize(
+    ("contexts", "chained"),
+    [((None, None), None), ((50, None), 50), ((None, 40), 40), ((30, 40), 30)],
+)
+def test_the_smaller_context_holds(
+    contexts: tuple[int | None, int | None], chained: int | None
+) -> None:
+    """A row that outgrows one of the two is not drafted for any more."""
+    first, second = Oracle([]), Oracle([])
+    first.context_length, second.context_length = contexts
+    assert ChainDrafter(first, second).context_length == chained

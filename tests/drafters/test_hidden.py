@@ -12,7 +12,7 @@ import pytest
 from specdec import UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.drafters import Drafter, DraftRows, Proposals, Round
+from specdec.drafters import ChainDrafter, Drafter, DraftRows, Proposals, Round
 from specdec.models.runner import ModelRunner
 from specdec.params import SamplingParams
 from specdec.verification import Verdict
@@ -30,9 +30,12 @@ class Listening(Drafter):
     ``heard[prompt]`` maps positions to the hidden state of the token there.
     """
 
-    hidden_layers = WANTED
-
-    def __init__(self, whole: dict[tuple[int, ...], list[int]]):
+    def __init__(
+        self,
+        whole: dict[tuple[int, ...], list[int]],
+        layers: tuple[int, ...] = WANTED,
+    ):
+        self.hidden_layers = layers
         self.whole = whole
         self.heard: dict[tuple[int, ...], dict[int, Any]] = {}
 
@@ -51,6 +54,7 @@ class ListeningRows(DraftRows):
             drafter.heard[prompt] = {}
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        assert self.drafter.hidden_layers
         states = np.array(hidden)
         for i, n in enumerate(lengths):
             heard = self.drafter.heard[self.prompts[i]]
@@ -72,6 +76,9 @@ class ListeningRows(DraftRows):
         return Proposals(mx.array(tokens))
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
+        if not self.drafter.hidden_layers:
+            assert verdict.hidden is None
+            return
         assert verdict.hidden is not None
         arrays: list[Any] = [round_.lengths, verdict.kept]
         for i, (n, kept) in enumerate(zip(*(a.tolist() for a in arrays), strict=True)):
@@ -88,10 +95,17 @@ class ListeningRows(DraftRows):
         self.prompts = self.prompts + other.prompts
 
 
-def run(model: Any, backend: BackendDefaults) -> Listening:
+def outputs_of(model: Any) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(p): [*p, *greedy(model, p, 14)] for p in make_prompts()}
+
+
+def run(
+    model: Any,
+    backend: BackendDefaults,
+    drafter: Drafter,
+    whole: dict[tuple[int, ...], list[int]],
+) -> None:
     prompts = make_prompts()
-    whole = {tuple(p): [*p, *greedy(model, p, 14)] for p in prompts}
-    drafter = Listening(whole)
     rows = run_rows(
         model,
         None,
@@ -105,7 +119,18 @@ def run(model: Any, backend: BackendDefaults) -> Listening:
     for prompt, row in zip(prompts, rows, strict=True):
         assert [*prompt, *row.tokens] == whole[tuple(prompt)]
     assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
-    return drafter
+
+
+def check(model: Any, drafter: Listening) -> None:
+    """Every position but the last, which was never fed."""
+    for prompt, heard in drafter.heard.items():
+        tokens = drafter.whole[prompt]
+        assert set(range(len(tokens) - 1)) <= set(heard)
+        outputs = layer_outputs(model, range(6), mx.array([tokens]))
+        wanted = [outputs[i] for i in drafter.hidden_layers]
+        expected = np.array(mx.concatenate(wanted, axis=-1)[0])
+        for position in range(len(tokens) - 1):
+            assert np.allclose(heard[position], expected[position], atol=1e-3), position
 
 
 @BACKENDS
@@ -113,16 +138,31 @@ def run(model: Any, backend: BackendDefaults) -> Listening:
 def test_states_of_prompts_and_rounds_equal_a_plain_forward(
     name: str, backend: BackendDefaults, tiny_model: Callable[..., Any]
 ) -> None:
-    """Every position but the last, which was never fed; for rows that join too."""
+    """For rows that join too."""
     model = build(tiny_model, name)
-    drafter = run(model, backend)
-    for prompt, heard in drafter.heard.items():
-        tokens = drafter.whole[prompt]
-        assert set(range(len(tokens) - 1)) <= set(heard)
-        outputs = layer_outputs(model, range(6), mx.array([tokens]))
-        expected = np.array(mx.concatenate([outputs[i] for i in WANTED], axis=-1)[0])
-        for position in range(len(tokens) - 1):
-            assert np.allclose(heard[position], expected[position], atol=1e-3), position
+    drafter = Listening(outputs_of(model))
+    run(model, backend, drafter, drafter.whole)
+    check(model, drafter)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "layers", [((2, -1), (0,)), ((0,), (0, 1)), ((1,), ()), ((), (-2, 3))]
+)
+def test_in_a_chain_each_is_shown_its_own_layers(
+    layers: tuple[tuple[int, ...], tuple[int, ...]],
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+) -> None:
+    """Prompts and rounds; who asked for none gets none."""
+    model = build(tiny_model, "llama")
+    whole = outputs_of(model)
+    both = [Listening(whole, each) for each in layers]
+    chain = ChainDrafter(*both)
+    run(model, backend, chain, whole)
+    for drafter in both:
+        if drafter.hidden_layers:
+            check(model, drafter)
 
 
 def test_the_models_own_layers_stay(tiny_model: Callable[..., Any]) -> None:
