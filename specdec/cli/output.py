@@ -45,6 +45,10 @@ class Sink:
     One prompt is streamed as it comes. Several are written whole, each under a
     header line, in the order of the prompts; the JSON lines in the order in
     which the prompts finish. Standard output is written within ``aside()``.
+
+    Attributes:
+        finished: results taken.
+        errors: of prompts that ended with one, by their index.
     """
 
     def __init__(
@@ -59,6 +63,7 @@ class Sink:
         self._waiting: dict[int, GenerationResult] = {}
         self._next = 0
         self.finished = 0
+        self.errors: dict[int, str] = {}
         if output is not None and os.path.isfile(output.name):
             output.truncate(0)
         if hasattr(sys.stdout, "reconfigure"):
@@ -72,6 +77,8 @@ class Sink:
         if event.result is None:
             return
         self.finished += 1
+        if event.result.finish_reason == "error":
+            self.errors[event.index] = event.result.error or "no reason was given"
         if self._output is not None:
             line = json.dumps(event.result.to_dict(), ensure_ascii=False)
             self._output.write(line + "\n")

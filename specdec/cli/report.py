@@ -26,8 +26,13 @@ def report(error: Exception) -> int:
     if debugging():
         traceback.print_exception(error)
     message, code = _describe(error)
-    click.echo(f"specdec: error: {' '.join(message.split())}", err=True)
+    show_error(message)
     return code
+
+
+def show_error(message: str) -> None:
+    """Print one line to standard error."""
+    click.echo(f"specdec: error: {' '.join(message.split())}", err=True)
 
 
 class _Lines(logging.Handler):

@@ -22,7 +22,7 @@ from .draft_tokens import num_draft_tokens_option
 from .output import Progress, Sink, open_output
 from .prefix_options import prefix_config, prefix_options
 from .quiet import silence_third_parties
-from .report import INTERRUPTED, show_warnings
+from .report import FAILURE, INTERRUPTED, show_error, show_warnings
 from .sampling_options import dashed, is_given, params_of, sampling_options
 
 if TYPE_CHECKING:
@@ -236,15 +236,19 @@ def run(
             interrupted = True
         finally:
             sink.close()
+    for index, error in sorted(sink.errors.items()):
+        show_error(f"prompt {index}: {error}")
     if interrupted:
         click.echo(
             f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts finished",
             err=True,
         )
     if not quiet:
-        click.echo(_summary(decoder), err=True)
+        click.echo(_summary(decoder, len(sink.errors)), err=True)
     if interrupted:
         sys.exit(INTERRUPTED)
+    if sink.errors:
+        sys.exit(FAILURE)
 
 
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
@@ -299,7 +303,7 @@ def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
     return prompts
 
 
-def _summary(decoder: SpecDecoder) -> str:
+def _summary(decoder: SpecDecoder, num_failed: int) -> str:
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens
     length = "chosen for every round" if k == "auto" else f"{_some(k, 'token')} a round"
@@ -323,6 +327,8 @@ def _summary(decoder: SpecDecoder) -> str:
         )
     elif draft and k == "auto" and stats.rounds:
         lines["acceptance"] = "nothing was drafted: it would not have paid"
+    if num_failed:
+        lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
 

@@ -54,7 +54,7 @@ class FakeDecoder:
 
     ``calls`` holds what the command line asked for; ``raises`` is raised when
     loading, or, where it is a pair, after so many events. The prompt "unusable"
-    is refused.
+    is refused, the prompt "failing" ends with an error.
     """
 
     calls: dict[str, Any] = field(default_factory=dict)
@@ -98,6 +98,9 @@ class FakeDecoder:
             yield StreamEvent(index=index, text="Bonjour", token_ids=[1])
         for index, prompt in reversed(list(enumerate(prompts))):
             result = result_of(index, str(prompt), f"Bonjour n°{index}")
+            if prompt == "failing":
+                error = "the logits\nare NaN"
+                result = replace(result, finish_reason="error", error=error)
             yield StreamEvent(
                 index=index, text=f" n°{index}", token_ids=[2, 3], result=result
             )

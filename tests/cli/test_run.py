@@ -237,6 +237,39 @@ def test_ctrl_c_keeps_the_finished_rows(
     assert result.stderr == "specdec: interrupted: 2 of 3 prompts finished\n"
 
 
+@pytest.mark.parametrize("quiet", [False, True])
+def test_a_prompt_that_ends_with_an_error_is_told(
+    specdec: Specdec, tmp_path: Path, quiet: bool
+) -> None:
+    """The others are as ever; the exit code tells scripts."""
+    path = tmp_path / "out.jsonl"
+    words = ["run", *(["--quiet"] if quiet else []), "--output", str(path)]
+    result = specdec(*words, "-p", "a", "-p", "failing", "-p", "b", "-p", "failing")
+    assert result.exit_code == 1
+    first, second, *summary = result.stderr.splitlines()
+    assert first == "specdec: error: prompt 1: the logits are NaN"
+    assert second == "specdec: error: prompt 3: the logits are NaN"
+    if quiet:
+        assert not summary
+    else:
+        assert "failed:      2 prompts, see above" in summary
+    assert result.stdout.count("== [") == 4
+    reasons = {row["index"]: row["finish_reason"] for row in read_lines(path)}
+    assert reasons == {0: "stop", 1: "error", 2: "stop", 3: "error"}
+
+
+def test_an_error_of_an_interrupted_run_is_told(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    decoder.raises = (3, KeyboardInterrupt())
+    result = specdec("run", "--quiet", "-p", "a", "-p", "failing")
+    assert result.exit_code == 130
+    assert result.stderr == (
+        "specdec: error: prompt 1: the logits are NaN\n"
+        "specdec: interrupted: 1 of 2 prompts finished\n"
+    )
+
+
 def test_ctrl_c_while_loading(specdec: Specdec, decoder: FakeDecoder) -> None:
     decoder.raises = KeyboardInterrupt()
     result = specdec("run", "-p", "a")
