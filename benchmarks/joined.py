@@ -29,6 +29,14 @@ Record = dict[str, Any]
 
 
 @dataclass(frozen=True)
+class Output:
+    """The tokens of every prompt, and the decode steps that they took."""
+
+    tokens: list[list[int]]
+    steps: int
+
+
+@dataclass(frozen=True)
 class Workload:
     """Prompts and how many tokens each is to get."""
 
@@ -56,26 +64,27 @@ class Workload:
         return [SamplingParams(max_tokens=n) for n in self.max_tokens]
 
 
-def joined(decoder: SpecDecoder, work: Workload) -> list[list[int]]:
+def joined(decoder: SpecDecoder, work: Workload) -> Output:
     """All prompts in one call: a row joins as soon as one is free."""
     results = decoder.generate(work.prompts, work.params)
-    return [r.token_ids for r in results]
+    return Output([r.token_ids for r in results], decoder.stats.rounds)
 
 
-def waves(decoder: SpecDecoder, work: Workload) -> list[list[int]]:
+def waves(decoder: SpecDecoder, work: Workload) -> Output:
     """As many prompts a call as the batch has rows."""
-    size, tokens = decoder.config.batch_size, []
+    size, steps, tokens = decoder.config.batch_size, 0, []
     for i in range(0, len(work.prompts), size):
         results = decoder.generate(
             work.prompts[i : i + size], work.params[i : i + size]
         )
         tokens += [r.token_ids for r in results]
-    return tokens
+        steps += decoder.stats.rounds
+    return Output(tokens, steps)
 
 
 def batch_generator(
     model: Any, work: Workload, batch_size: int, prefill_step_size: int
-) -> list[list[int]]:
+) -> Output:
     """mlx-lm's own continuous batching."""
     generator = BatchGenerator(
         model,
@@ -85,28 +94,31 @@ def batch_generator(
     )
     uids = generator.insert(work.prompts, work.max_tokens)
     tokens: dict[int, list[int]] = {uid: [] for uid in uids}
+    steps = 0
     while responses := generator.next_generated():
+        steps += 1
         for response in responses:
             tokens[response.uid].append(response.token)
     mx.synchronize(generator.stream)
     generator.close()
-    return [tokens[uid] for uid in uids]
+    return Output([tokens[uid] for uid in uids], steps)
 
 
-def measure(run: Callable[[], list[list[int]]]) -> Record:
+def measure(run: Callable[[], Output]) -> Record:
     """One pass: seconds by the clock, and of processor time of the whole process."""
     gc.collect()
     mx.clear_cache()
     mx.reset_peak_memory()
     before = mx.get_active_memory()
     start, busy = time.perf_counter(), time.process_time()
-    tokens = run()
+    output = run()
     mx.synchronize()
     return {
         "seconds": time.perf_counter() - start,
         "cpu_seconds": time.process_time() - busy,
         "peak_bytes": mx.get_peak_memory() - before,
-        "tokens": tokens,
+        "steps": output.steps,
+        "tokens": output.tokens,
     }
 
 
@@ -145,7 +157,7 @@ def chunk_ms(decoder: SpecDecoder, batch_size: int, tokens: int) -> float:
     return min(times) * 1e3
 
 
-def first_difference(a: Sequence[list[int]], b: Sequence[list[int]]) -> int:
+def differing(a: Sequence[list[int]], b: Sequence[list[int]]) -> int:
     """How many prompts got other tokens."""
     return sum(x != y for x, y in zip(a, b, strict=True))
 
@@ -187,7 +199,7 @@ def main(
 
     work = Workload.random(num_prompts, prompt_tokens, max_tokens, vocab_size)
     ours = decoder(prefill_step_size)
-    systems: dict[str, Callable[[], list[list[int]]]] = {
+    systems: dict[str, Callable[[], Output]] = {
         "joined": lambda: joined(ours, work),
         "waves": lambda: waves(ours, work),
         "mlx-lm BatchGenerator": lambda: batch_generator(
@@ -213,7 +225,7 @@ def main(
         expected = passes["joined"][0]["tokens"]
         for kept in passes.values():
             for record in kept:
-                record["differ"] = first_difference(record.pop("tokens"), expected)
+                record["differ"] = differing(record.pop("tokens"), expected)
         raw["passes"] = passes
         # Short rows run while prompts of several chunks join.
         long = Workload.random(num_prompts // 2, gap_prompt_tokens, 32, vocab_size)
@@ -248,6 +260,7 @@ def report(raw: dict[str, Any], tokens: int) -> str:
                 show_spread([r["cpu_seconds"] for r in warm], 2),
                 show_spread(ratios["cpu_seconds"], 2),
                 show_spread([tokens / r["seconds"] for r in warm]),
+                warm[0]["steps"],
                 f"{max(r['peak_bytes'] for r in warm) / 2**20:.1f}",
                 sum(r["differ"] for r in passes[name]),
             ]
@@ -259,6 +272,7 @@ def report(raw: dict[str, Any], tokens: int) -> str:
         "CPU s",
         "/ joined",
         "tokens/s",
+        "steps",
         "peak MiB above weights",
         "prompts that differ",
     ]
@@ -289,7 +303,8 @@ def report(raw: dict[str, Any], tokens: int) -> str:
         f"{min(o['max_tokens'])} to {max(o['max_tokens'])} new ones ({tokens} in all), "
         f"batch {o['batch']}, no draft, greedy, no end of sequence. Median (smallest "
         f"to largest) of {o['repeat']} interleaved passes after the first; ratios are "
-        "taken pass by pass. *CPU s*: processor time of all threads.\n\n"
+        "taken pass by pass. *CPU s*: processor time of all threads. *steps*: of the "
+        "batch, those of prefill left out.\n\n"
         f"{first}\n"
         "Longest and median time between two tokens of a row, while prompts of "
         "several chunks join; a chunk alone is one of every row at once, prefilled, "

@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from contextlib import aclosing, contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -401,7 +402,8 @@ def test_memory_returns(decoder: SpecDecoder) -> None:
     run()
     before = mx.get_active_memory()
     run()
-    assert mx.get_active_memory() == before
+    # MLX's queue may hold a scalar until its next task; a row's caches are more.
+    assert abs(mx.get_active_memory() - before) < 64
 
 
 def test_the_example_of_the_docstring(tiny_model: Callable[..., Any]) -> None:
@@ -419,6 +421,23 @@ def test_the_example_of_the_docstring(tiny_model: Callable[..., Any]) -> None:
     exec(code, names)
     results = asyncio.run(names["example"]())
     assert [r.finish_reason for r in results] == ["length", "length"]
+
+
+def test_the_example_of_the_page(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The program of docs/serving.md, as it stands."""
+    model = loaded(tiny_model("llama", seed=0))
+    model.tokenizer.vocabulary.update({chr(i): i - 32 for i in range(32, 127)})
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda: SpecDecoder(model))
+    page = Path(__file__).resolve().parents[1] / "docs" / "serving.md"
+    program = page.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    exec(program, {})
+    result, streamed = capsys.readouterr().out.splitlines()
+    assert result.endswith(", length")
+    assert streamed.count(",") == 16
 
 
 def test_events_are_those_of_a_session(decoder: SpecDecoder) -> None:
