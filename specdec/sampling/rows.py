@@ -25,7 +25,8 @@ class RowSampling:
         temperature: shape (B,), float32; 0 is greedy.
         seed: shape (B,), uint32.
         greedy: no row samples, so that no noise is needed.
-        filters: each filter in use, with the rows that it is for.
+        filters: each filter in use, with the rows that it is for, shape (B, 1, 1),
+            boolean; ``None``: all of them.
         adjustments: bias, penalties, min_tokens; ``None`` when no row has any.
         context_size: newest tokens of every row that the next choice needs.
         vocab_size: V, the target's number of logits.
@@ -34,7 +35,7 @@ class RowSampling:
     temperature: mx.array
     seed: mx.array
     greedy: bool
-    filters: tuple[tuple[Filter, tuple[int, ...]], ...]
+    filters: tuple[tuple[Filter, mx.array | None], ...]
     adjustments: Adjustments | None
     context_size: int
     vocab_size: int
@@ -62,7 +63,7 @@ class RowSampling:
             temperature=mx.array([p.temperature for p in params], mx.float32),
             seed=mx.array([p.seed % 2**32 for p in params], mx.uint32),
             greedy=all(p.temperature == 0 for p in params),
-            filters=tuple((f, tuple(r)) for f, r in rows.items()),
+            filters=tuple((f, _mask(r, len(params))) for f, r in rows.items()),
             adjustments=Adjustments.of(
                 params,
                 prompt_lengths or [0] * len(params),
@@ -132,10 +133,9 @@ class RowSampling:
     def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
         """``logits`` in float32, minus infinity at what a row refuses to draw."""
         logits = logits.astype(mx.float32)
-        rows = mx.arange(logits.shape[0])[:, None, None]
-        for which, chosen in self.filters:
-            its_own = (rows == mx.array(chosen)).any(axis=-1, keepdims=True)
-            logits = mx.where(its_own, which.apply(logits, draws.xtc), logits)
+        for which, its_own in self.filters:
+            kept = which.apply(logits, draws.xtc)
+            logits = kept if its_own is None else mx.where(its_own, kept, logits)
         return logits
 
     def probabilities(self, logits: mx.array, draws: Draws) -> mx.array:
@@ -154,3 +154,10 @@ class RowSampling:
         if missing > 0:
             found = mx.pad(found, [(0, 0), (0, 0), (0, missing)])
         return found
+
+
+def _mask(rows: Sequence[int], num_rows: int) -> mx.array | None:
+    """True for ``rows``, shape (num_rows, 1, 1); ``None`` for all."""
+    if len(rows) == num_rows:
+        return None
+    return mx.array([row in rows for row in range(num_rows)])[:, None, None]
