@@ -355,7 +355,7 @@ def test_an_interrupt_says_what_is_kept(
     result = CliRunner().invoke(main, ["bench", "prefix", "--out", out])
     assert result.exit_code == 130
     part, line = result.stderr.splitlines()
-    assert part.startswith("[3/5] batch 4, context 2048: specdec, no draft, pass 0: ")
+    assert part.startswith("[3/5] batch 2, context 512: specdec, no draft, pass 0: ")
     assert line == (
         f"specdec: interrupted: 3 of 5 parts are kept in {out}; "
         "the same command continues"
