@@ -69,14 +69,19 @@ def _origin(figures: Figures) -> str:
         lines.append(f"Run in {len(starts)} parts.\n")
     if len({place(s["machine"], s["commit"]) for s in starts}) > 1:
         lines.append("**The parts differ in machine, versions or commit.**\n")
-    lines += (_busy(start) for start in starts if _busy(start))
-    return "\n".join(lines)
+    lines.append(_busy(starts))
+    return "\n".join(filter(None, lines))
 
 
-def _busy(start: Record) -> str:
+def _busy(starts: Sequence[Record]) -> str:
     """A line when others used the machine too."""
-    load, cores = start.get("load_average"), start["machine"]["cores"]
-    if load is None or load < 0.5 * cores:
+    loads = [
+        (load, start["machine"]["cores"])
+        for start in starts
+        if (load := start.get("load_average")) is not None
+    ]
+    load, cores = max(loads, default=(0.0, 1))
+    if load < 0.5 * cores:
         return ""
     return (
         f"**The machine was shared**: load average {load} on {cores} cores when it "

@@ -104,7 +104,9 @@ def _acceptance(figures: Figures) -> str:
         "*rate*: accepted draft tokens over drafted ones. *length*: mean tokens of a "
         "row in a round; **it counts the extra token** that the target adds to those "
         "accepted, so that 1 means nothing was accepted. Each over all rounds, then "
-        "as the mean of the requests, then with each request weighted by its tokens.",
+        "as the mean of the requests, then with each request weighted by its tokens. "
+        "The last round of a request may draft nothing; mlx-lm counts the first "
+        "token in a round, this engine in prefill.",
     )
 
 
@@ -229,7 +231,7 @@ def _policies(figures: Figures) -> str:
     return _table(
         header,
         rows,
-        "Computed from the accepted counts of the rounds that ran, each a round "
+        "Computed from the accepted counts of the rounds that drafted, each a round "
         "of its own: *cut to the batch's minimum* is what an engine without "
         "per-sequence trim keeps; the *oracle* drafts in every round as many tokens, "
         "up to k, as bring most tokens per time in all. *tokens per row* counts the "
