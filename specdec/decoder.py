@@ -15,7 +15,15 @@ from . import backend
 from .calibration import draft_length, measure_forwards
 from .config import EngineConfig
 from .draft_spec import DraftSpec
-from .drafters import DraftContext, Drafter, DrafterFactory, NamedDrafter
+from .drafters import (
+    DraftContext,
+    Drafter,
+    DrafterFactory,
+    NamedDrafter,
+    describe,
+    factory_of,
+    make_drafter,
+)
 from .engine import Engine
 from .errors import ConfigError, ModelError, UnsupportedModelError
 from .lengths import Forwards
@@ -30,7 +38,7 @@ from .models.planning import Described, plan_memory
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.runner import ModelRunner
 from .observer import RoundObserver
-from .params import SamplingParams
+from .params import SamplingParams, require_params
 from .prefix.store import PrefixStore, open_store
 from .preflight import Preflight
 from .prompts import Prompt, encode_all
@@ -49,7 +57,8 @@ class SpecDecoder:
     Args:
         target: the model whose output is wanted.
         draft: a model of the same vocabulary that proposes tokens.
-        drafter: makes what proposes, in place of ``draft`` (see docs/drafters.md).
+        drafter: makes what proposes, in place of ``draft``, or the name of a draft as
+            for :meth:`from_pretrained` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
 
     Attributes:
@@ -62,7 +71,8 @@ class SpecDecoder:
         UnsupportedModelError: a model needs a cache that is not supported, or the
             drafter asks for hidden states that the target does not give.
         MemoryLimitError: the models do not fit in memory.
-        ConfigError: both ``draft`` and ``drafter`` are given.
+        ConfigError: both ``draft`` and ``drafter`` are given, or one of them is
+            something else.
     """
 
     def __init__(
@@ -70,38 +80,36 @@ class SpecDecoder:
         target: LoadedModel,
         draft: LoadedModel | None = None,
         *,
-        drafter: DrafterFactory | None = None,
+        drafter: DrafterFactory | str | None = None,
         config: EngineConfig | None = None,
     ):
         self.config = config or EngineConfig()
         self.target = target
         self.tokenizer: Any = target.tokenizer
         self.target_name = target.name
-        if draft is not None:
-            if drafter is not None:
-                raise ConfigError("draft and drafter are both given: leave one out")
-            drafter = NamedDrafter(draft.name, draft)
-        self.draft_name = _name_of(drafter)
+        factory = factory_of(drafter, draft, target)
+        self.draft_name: str | None = None
+        model: LoadedModel | None = None
+        if factory is not None:
+            self.draft_name, model = describe(factory)
         self.stats = RunStats()
         self._backend = backend.defaults()
         self.prefix_store: PrefixStore | None = open_store(self.config)
-        # Of a drafter from elsewhere nothing is known.
-        model: LoadedModel | None = getattr(drafter, "model", None)
-        drafts = drafter is not None
+        drafts = factory is not None
         self._preflight = _preflight(target, model, self.config, drafts=drafts)
         self._target = self._runner(target)
         self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
         self._drafter: Drafter | None = None
-        if drafter is not None and self.config.max_draft_tokens:
+        if factory is not None and self.config.max_draft_tokens:
             context = DraftContext(
                 target,
                 vocab_size=self._target.vocab_size,
                 max_draft_tokens=self.config.max_draft_tokens,
                 runner=self._runner,
             )
-            self._drafter = drafter(context)
+            self._drafter = make_drafter(factory, context)
             self._target = self._target.recording(self._drafter.hidden_layers)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
@@ -291,14 +299,6 @@ class SpecDecoder:
             yield self.session()
 
 
-def _name_of(drafter: DrafterFactory | None) -> str | None:
-    """What reports call it: its ``name``, or that of its class or function."""
-    if drafter is None:
-        return None
-    named = getattr(drafter, "name", None) or getattr(drafter, "__name__", None)
-    return str(named or type(drafter).__name__)
-
-
 def _events(session: Session) -> Iterator[StreamEvent]:
     with wired_memory():
         while session.busy:
@@ -347,11 +347,7 @@ def _per_prompt(
     one = isinstance(params, dict) or not isinstance(params, Iterable)
     each: list[Any] = [params] if one else list(params)
     for p in each:
-        if not isinstance(p, SamplingParams):
-            raise ConfigError(
-                f"params are of type {type(p).__name__}: give SamplingParams(...), "
-                "one, or one for each prompt"
-            )
+        require_params(p, ", one, or one for each prompt")
     if len(each) != n:
         raise ConfigError(
             f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"

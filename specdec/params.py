@@ -54,10 +54,10 @@ class SamplingParams:
             ``presence_context_size``.
         frequency_penalty: the same, for every occurrence among the last
             ``frequency_context_size``.
-        logits_processors: mlx-lm's, or your own: ``f(tokens, logits)`` with all
-            tokens so far, shape (n,), and logits (1, V), returning logits. Each
-            is called once for every token of the row, in order, behind the
-            penalties.
+        logits_processors: mlx-lm's, or your own, one or several: ``f(tokens,
+            logits)`` with all tokens so far, shape (n,), and logits (1, V),
+            returning logits. Each is called once for every token of the row, in
+            order, behind the penalties.
         sampler: mlx-lm's, or your own, in place of temperature, top_p and their
             like: ``f(logprobs)`` with shape (1, V), returning a token. MLX's
             global random state is seeded by seed and position before each call.
@@ -131,9 +131,11 @@ class SamplingParams:
         return max((size for used, size in sizes if used), default=0)
 
     def _tidy(self) -> None:
-        """Own immutable copies; one stop text needs no tuple."""
+        """Own immutable copies; one stop text or processor needs no tuple."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple("stop", stop))
+        if callable(self.logits_processors):
+            object.__setattr__(self, "logits_processors", (self.logits_processors,))
         for name in ("stop_token_ids", "xtc_special_tokens", "logits_processors"):
             if name != "xtc_special_tokens" or self.xtc_special_tokens is not None:
                 object.__setattr__(self, name, _tuple(name, getattr(self, name)))
@@ -221,3 +223,20 @@ def _tuple(name: str, value: object) -> tuple[Any, ...]:
     valid = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
     require(valid, name, value, "a list or a tuple")
     return tuple(value)  # type: ignore[arg-type]
+
+
+def require_params(params: object, more: str = "") -> SamplingParams:
+    """Refuse what is no :class:`SamplingParams`.
+
+    Args:
+        more: what else may be given, for the message.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(
+            f"params are of type {type(params).__name__}: give SamplingParams(...)"
+            f"{more}"
+        )
+    return params

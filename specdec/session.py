@@ -9,7 +9,7 @@ from typing import Any
 from .engine import Engine
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .inflight import RowOutput
-from .params import SamplingParams
+from .params import SamplingParams, require_params
 from .preflight import Preflight
 from .prompts import EncodedPrompt, Prompt, encode
 from .results import GenerationResult, StreamEvent
@@ -125,15 +125,17 @@ class Session:
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: a token id is none of the target's.
+            ConfigError: a token id is none of the target's, or ``params`` are no
+                :class:`SamplingParams`.
         """
+        params = SamplingParams() if params is None else require_params(params)
         encoded = encode(
             self._tokenizer,
             prompt,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
         )
-        return self.add_encoded(encoded, params or SamplingParams())
+        return self.add_encoded(encoded, params)
 
     def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
         """As :meth:`add`, for a prompt that is encoded already."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
+from mlx.utils import tree_flatten
 
 from specdec import (
     ConfigError,
@@ -18,7 +19,13 @@ from specdec import (
     VocabularyMismatchError,
 )
 from specdec.draft_spec import DraftSpec
-from specdec.drafters import DraftContext, NamedDrafter, NgramDrafter, NgramOptions
+from specdec.drafters import (
+    DraftContext,
+    DraftModel,
+    NamedDrafter,
+    NgramDrafter,
+    NgramOptions,
+)
 from specdec.models import LoadedModel
 from tests.plain import greedy
 
@@ -256,6 +263,100 @@ def test_a_draft_and_a_drafter_are_one_too_many(target: Any) -> None:
     model = loaded(target)
     with pytest.raises(ConfigError, match="leave one out"):
         SpecDecoder(model, model, drafter=NamedDrafter("mine", model))
+
+
+@pytest.mark.parametrize("name", ["ngram", "ngram+layers:1"])
+def test_a_drafter_by_name(target: Any, name: str) -> None:
+    decoder = SpecDecoder(loaded(target), drafter=name, config=FIXED)
+    assert decoder.draft_name == name
+    results = decoder.generate(PROMPTS, SamplingParams(max_tokens=25))
+    assert [r.token_ids for r in results] == [greedy(target, p, 25) for p in PROMPTS]
+    assert decoder.stats.drafted > 0
+
+
+@pytest.fixture
+def draft(tiny_model: Callable[..., Any]) -> LoadedModel:
+    return loaded(tiny_model("llama", seed=1, num_hidden_layers=1), "draft")
+
+
+class NoDrafter:
+    def __init__(self, context: DraftContext):
+        self.hidden_layers = ()
+
+
+@pytest.mark.parametrize(
+    ("drafter", "message"),
+    [
+        ("ngram:x", "draft 'ngram:x' is not known: use ngram"),
+        (NgramDrafter(), "drafter is of type NgramDrafter, which makes no drafter"),
+        (NgramDrafter, "takes NgramOptions, not a DraftContext: .* drafter='ngram'"),
+        (DraftModel, "drafter is the class DraftModel, which makes no drafter of a"),
+        (lambda: None, "drafter is of type function, which makes no drafter"),
+        (NoDrafter, "drafter NoDrafter made a NoDrafter without rows, context_length"),
+        (lambda context: None, "made a NoneType without rows, context_length, hidden"),
+    ],
+)
+def test_what_is_no_factory(target: Any, drafter: Any, message: str) -> None:
+    """One line that says what is wanted."""
+    with pytest.raises(ConfigError, match=message):
+        SpecDecoder(loaded(target), drafter=drafter, config=FIXED)
+
+
+def test_a_draft_that_is_not_loaded(target: Any) -> None:
+    draft: Any = "self:4bit"
+    with pytest.raises(ConfigError, match="draft is of type str: give a LoadedModel"):
+        SpecDecoder(loaded(target), draft)
+
+
+@dataclass
+class Described:
+    """As a third party would write it, who knows nothing of specdec's own."""
+
+    name: str
+    model: Any
+
+    def __call__(self, context: DraftContext) -> NgramDrafter:
+        return NgramDrafter()
+
+
+def test_a_factory_may_say_what_it_runs(target: Any, draft: LoadedModel) -> None:
+    """Its name is shown and its model's memory counted; of others nothing is."""
+    config = EngineConfig(memory_limit=2**40, num_draft_tokens=3)
+
+    def planned(drafter: Any) -> Any:
+        decoder = SpecDecoder(loaded(target), drafter=drafter, config=config)
+        assert decoder.bounds.preflight is not None
+        return decoder.draft_name, decoder.bounds.preflight.plan.draft
+
+    name, counted = planned(Described("mine", draft))
+    assert name == "mine"
+    weights: Any = tree_flatten(draft.model.parameters())
+    assert counted.weight_bytes == sum(array.nbytes for _, array in weights)
+    assert planned(Described("mine", None)) == ("mine", None)
+    assert planned(lambda context: NgramDrafter()) == ("<lambda>", None)
+
+
+def test_a_factory_whose_model_is_none(target: Any) -> None:
+    with pytest.raises(ConfigError, match="model of drafter mine is of type Model: it"):
+        SpecDecoder(loaded(target), drafter=Described("mine", target))
+
+
+def test_a_class_with_such_properties_says_nothing(target: Any) -> None:
+    """They are its instances': no model is to be found there."""
+
+    class Mine(NgramDrafter):
+        def __init__(self, context: DraftContext):
+            super().__init__()
+
+        @property
+        def name(self) -> str:
+            return "instance"
+
+        @property
+        def model(self) -> None:
+            return None
+
+    assert SpecDecoder(loaded(target), drafter=Mine).draft_name == "Mine"
 
 
 def test_layers_that_are_not_there(target: Any) -> None:

@@ -43,7 +43,7 @@ NAN, INF = float("nan"), float("inf")
         ({"logit_bias": {1: INF}}, "logit_bias is {1: inf}"),
         ({"logit_bias": {1: NAN}}, "logit_bias is {1: nan}"),
         ({"logits_processors": (3,)}, "3 is no sampler or logits processor: pass a f"),
-        ({"logits_processors": len}, "logits_processors is <built-in function len>: "),
+        ({"logits_processors": 3}, "logits_processors is 3: it must be a list or a t"),
         ({"sampler": "greedy"}, "'greedy' is no sampler or logits processor"),
         ({"sampler": len, "temperature": 1.0}, "sampler replaces temperature: leave"),
         ({"sampler": len, "top_k": 4}, "sampler replaces top_k"),
@@ -67,6 +67,11 @@ def test_what_cannot_be_is_refused(options: dict[str, Any], message: str) -> Non
 def test_one_stop_text_needs_no_tuple() -> None:
     assert SamplingParams(stop="END").stop == ("END",)  # type: ignore[arg-type]
     assert SamplingParams(stop=["a", "b"]).stop == ("a", "b")  # type: ignore[arg-type]
+
+
+def test_one_logits_processor_needs_no_tuple() -> None:
+    assert SamplingParams(logits_processors=max).logits_processors == (max,)  # type: ignore[arg-type]
+    assert SamplingParams(logits_processors=[max]).logits_processors == (max,)  # type: ignore[arg-type]
 
 
 def test_what_was_given_can_change_without_harm() -> None:

@@ -231,6 +231,15 @@ def test_tokens_that_the_target_does_not_have(
         decoder(target, draft).generate([[1], [2]], [SamplingParams(), params])
 
 
+@pytest.mark.parametrize("params", [{"max_tokens": 3}, {}, [SamplingParams()], 3])
+def test_params_of_another_type(target: Any, draft: Any, params: Any) -> None:
+    """As generate has it; an empty dict is no default either."""
+    session = decoder(target, draft).session()
+    with pytest.raises(ConfigError, match=r"params are of type \w+: give SamplingPar"):
+        session.add([5], params)
+    assert not session.busy
+
+
 def test_results_tell_what_happened(target: Any, draft: Any) -> None:
     decode = decoder(target, target, num_draft_tokens=2)
     (result,) = decode.generate([[5, 6, 7]], SamplingParams(max_tokens=10))

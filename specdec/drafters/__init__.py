@@ -2,12 +2,21 @@
 
 from .base import Drafter, DraftRows, Proposals, Round
 from .chain import ChainDrafter
-from .factory import DraftContext, DrafterFactory, NamedDrafter
+from .factory import (
+    DescribedFactory,
+    DraftContext,
+    DrafterFactory,
+    NamedDrafter,
+    describe,
+    factory_of,
+    make_drafter,
+)
 from .model import DraftModel
 from .ngram import NgramDrafter, NgramOptions
 
 __all__ = [
     "ChainDrafter",
+    "DescribedFactory",
     "DraftContext",
     "DraftModel",
     "DraftRows",
@@ -18,4 +27,7 @@ __all__ = [
     "NgramOptions",
     "Proposals",
     "Round",
+    "describe",
+    "factory_of",
+    "make_drafter",
 ]

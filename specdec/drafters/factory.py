@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
 
 from ..draft_spec import DraftSpec
+from ..errors import ConfigError
 from ..models import LoadedModel, check_same_vocabulary, context_length, load_draft
 from ..models.runner import ModelRunner
 from .base import Drafter
@@ -35,8 +38,28 @@ class DraftContext:
     runner: Callable[[LoadedModel], ModelRunner]
 
 
-#: Makes the drafter of a decoder; a class whose constructor takes the context is one.
+#: Makes the drafter of a decoder: a function, or a class whose constructor takes the
+#: context. It may also be a :class:`DescribedFactory`.
 DrafterFactory = Callable[[DraftContext], Drafter]
+
+
+@runtime_checkable
+class DescribedFactory(Protocol):
+    """A factory that says what it makes, before it does.
+
+    Attributes:
+        name: for reports; of other factories, that of the function or class.
+        model: what the drafter will run, so that its memory is counted; ``None``:
+            no model. Of other factories nothing is counted.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> LoadedModel | None: ...
+
+    def __call__(self, context: DraftContext, /) -> Drafter: ...
 
 
 @dataclass(frozen=True)
@@ -94,3 +117,86 @@ class NamedDrafter:
                 )
             )
         return found[0] if len(found) == 1 else ChainDrafter(*found)
+
+
+def factory_of(
+    drafter: DrafterFactory | str | None,
+    draft: LoadedModel | None,
+    target: LoadedModel,
+) -> DrafterFactory | None:
+    """The factory that a decoder was given: as it is, by name, or a draft model.
+
+    Raises:
+        ConfigError: both are given, or one is something else.
+        ModelError: see :meth:`NamedDrafter.load`.
+    """
+    if draft is not None and drafter is not None:
+        raise ConfigError("draft and drafter are both given: leave one out")
+    if draft is not None:
+        if not isinstance(draft, LoadedModel):
+            raise ConfigError(
+                f"draft is of type {type(draft).__name__}: give a LoadedModel, or the "
+                "name of a draft as drafter"
+            )
+        return NamedDrafter(draft.name, draft)
+    if isinstance(drafter, str):
+        return NamedDrafter.load(DraftSpec.parse(drafter), target)
+    if drafter is not None and not _takes_one(drafter):
+        what = drafter if isinstance(drafter, type) else type(drafter)
+        kind = "the class" if isinstance(drafter, type) else "of type"
+        raise ConfigError(
+            f"drafter is {kind} {what.__name__}, which makes no drafter of a "
+            "DraftContext: give a function or a class that does, or a name such as "
+            "'ngram'"
+        )
+    return drafter
+
+
+def describe(factory: DrafterFactory) -> tuple[str, LoadedModel | None]:
+    """Its name, and the model that it says it will run.
+
+    Raises:
+        ConfigError: it says that it runs something that is no loaded model.
+    """
+    # Of a class, attributes of the same names may be its instances' properties.
+    if isinstance(factory, DescribedFactory) and not isinstance(factory, type):
+        if not isinstance(factory.model, LoadedModel | None):
+            raise ConfigError(
+                f"the model of drafter {factory.name} is of type "
+                f"{type(factory.model).__name__}: it must be a LoadedModel or None"
+            )
+        return factory.name, factory.model
+    return str(getattr(factory, "__name__", type(factory).__name__)), None
+
+
+def make_drafter(factory: DrafterFactory, context: DraftContext) -> Drafter:
+    """Call the factory, and see that a drafter comes back.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    drafter = factory(context)
+    missing = [
+        name
+        for name in ("rows", "context_length", "hidden_layers")
+        if not hasattr(drafter, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"drafter {describe(factory)[0]} made a {type(drafter).__name__} without "
+            f"{', '.join(missing)}: inherit from specdec.drafters.Drafter"
+        )
+    return drafter
+
+
+def _takes_one(factory: object) -> bool:
+    """Whether it can be called with one argument."""
+    if not callable(factory):
+        return False
+    try:
+        inspect.signature(factory).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of something built in nothing is known
+        pass
+    return True

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..checks import require, require_int
+from ..errors import ConfigError
 from ..verification import Verdict
 from .base import Proposals, Round
 from .lookup import EMPTY, continuation, longest_match, read, ring_of, write
@@ -60,12 +61,20 @@ class NgramDrafter:
 
     Args:
         options: how to look.
+
+    Raises:
+        ConfigError: ``options`` are something else.
     """
 
     context_length: int | None = None
     hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, options: NgramOptions | None = None):
+        if not isinstance(options, NgramOptions | None):
+            raise ConfigError(
+                f"NgramDrafter takes NgramOptions, not a {type(options).__name__}: a "
+                "decoder wants drafter='ngram', or a function that makes one"
+            )
         self.options = options or NgramOptions()
         self.table = NgramTable() if self.options.shared else None
 

@@ -12,7 +12,14 @@ import mlx.core as mx
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.drafters import DraftContext, Drafter, DraftRows, Proposals, Round
+from specdec.drafters import (
+    DescribedFactory,
+    DraftContext,
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+)
 from specdec.params import SamplingParams
 from specdec.verification import Verdict
 from tests.drafters.repetitive import BACKENDS, VOCAB, make_prompts
@@ -120,7 +127,15 @@ def test_the_example_with_a_decoder(
 def test_the_page_names_the_whole_protocol() -> None:
     """Nothing that a drafter may be asked, told or tell is missing from the page."""
     page = DOCS.read_text("utf-8")
-    for part in (DraftContext, Drafter, DraftRows, Round, Proposals, Verdict):
+    for part in (
+        DraftContext,
+        DescribedFactory,
+        Drafter,
+        DraftRows,
+        Round,
+        Proposals,
+        Verdict,
+    ):
         assert part.__name__ in page
         names = {*vars(part), *getattr(part, "__dataclass_fields__", ())}
         for name in names:
