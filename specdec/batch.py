@@ -102,7 +102,7 @@ class RowBatch:
     # -- prefill -----------------------------------------------------------
 
     def prefill(self) -> Iterator[list[RowOutput]]:
-        """Run the prompts, yielding behind each chunk; last, the first tokens."""
+        """Run the prompts, yielding behind each chunk; the first tokens among it."""
         for _ in self._target.prefill():
             self._observe(self._target.written)
             yield []
@@ -110,10 +110,11 @@ class RowBatch:
             sequence.prefix_tokens = reused
         in_flight = self._dispatch(0, first=True)
         self._observe([1] * len(self.rows))
+        yield self._read(in_flight)  # they do not wait for the drafter
         if self._draft is not None:
             for _ in self._draft.prefill():
                 yield []
-        yield self._read(in_flight)
+        self.retire()
 
     def _observe(self, lengths: AbstractSequence[int]) -> None:
         """Show the drafter the hidden states that it asked for."""
@@ -268,7 +269,8 @@ class RowBatch:
             self._pacer.read([n if id(s) in ran else None for s, n in read])
         self._observer.read(in_flight.num_draft_tokens, running)
         self._cached = [cached[id(s)] for s in self.rows]
-        self.retire()
+        if not in_flight.first:
+            self.retire()
         return [RowOutput.of(s) for s in running]
 
     def _bounds(self) -> Iterator[tuple[int, int]]:
@@ -320,10 +322,13 @@ class RowBatch:
         self._recent = mx.concatenate([_widened(recent, width) for recent in both])
         self._note_lengths()
 
+    def _running_rows(self) -> tuple[bool, ...]:
+        return tuple(s.finish_reason is None for s in self.rows)
+
     def _note_rows(self) -> None:
         """Work out what depends on which rows there are and which are running."""
-        running = [s.finish_reason is None for s in self.rows]
-        self._active = mx.array(running, mx.bool_)
+        self._noted = self._running_rows()
+        self._active = mx.array(self._noted, mx.bool_)
         self._rules = RowRules.of(self.rows, self._vocab_size)
         self._all_drafted = all(
             self._draft_limit(s, len(s.request.prompt_tokens)) for s in self.rows
@@ -336,7 +341,7 @@ class RowBatch:
             # A new batch size is a new shape: where those are dear, wait for half.
             if not self._backend.repeat_shapes or 2 * running <= len(self.rows):
                 self.drop_ended()
-            else:
+            elif self._running_rows() != self._noted:
                 self._note_rows()
         self._note_lengths()
 
@@ -350,7 +355,8 @@ class RowBatch:
         self._note_rows()
         if not rows:
             return
-        self._recent = self._recent[mx.array(rows, mx.int32)]
+        recent = self._recent[:, -self._rules.sampling.context_size :]
+        self._recent = recent[mx.array(rows, mx.int32)]
         self._target.filter(rows)
         if self._draft is not None:
             self._draft.filter(rows)

@@ -171,20 +171,20 @@ class Engine:
             self._admit()
         if self._joining is None:
             return []
-        outputs = next(self._chunks)
+        outputs = next(self._chunks, None)
         if self._running is not None:
             self._running.note_interruption()
-        if not outputs:
-            return []
-        # Its first tokens: prefill is over, for some rows everything. The
-        # generator holds caches that are about to be copied.
+        if outputs is not None and self._joining.unfinished:
+            return outputs
+        # Prefill is over. The generator holds caches that are about to be copied.
         self._chunks = iter(())
         joining, self._joining = self._joining, None
-        if self._running is None or not self._running.unfinished:
-            self._running = joining
-        elif joining.unfinished:
-            self._running.extend(joining)
-        return outputs
+        if joining.unfinished:
+            if self._running is None or not self._running.unfinished:
+                self._running = joining
+            else:
+                self._running.extend(joining)
+        return outputs or []
 
     def _admit(self) -> None:
         running = [] if self._running is None else self._running.unfinished

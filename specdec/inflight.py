@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property
-from math import inf, isnan
+from math import isfinite
 
 import mlx.core as mx
 
@@ -90,13 +90,17 @@ class InFlight:
                 sequence.commit_round(chosen[:valid], drafted, reported[i][:valid])
             at = len(sequence.tokens)
             if valid < kept:
-                what = "hold NaN" if isnan(peaks[i][valid]) else "leave no token"
+                what = _COMPLAINTS[str(peaks[i][valid])]
                 sequence.fail(f"its logits {what} at token {at}")
             elif i in self.decision.errors:
                 sequence.fail(self.decision.errors[i])
         return read
 
 
+# By what str() makes of the largest logit.
+_COMPLAINTS = {"nan": "hold NaN", "inf": "hold infinity", "-inf": "leave no token"}
+
+
 def _hopeless(peak: float) -> bool:
     """Whether nothing can be chosen from logits of which this is the largest."""
-    return isnan(peak) or peak == -inf
+    return not isfinite(peak)

@@ -60,7 +60,8 @@ class SamplingParams:
             order, behind the penalties.
         sampler: mlx-lm's, or your own, in place of temperature, top_p and their
             like: ``f(logprobs)`` with shape (1, V), returning a token. MLX's
-            global random state is seeded by seed and position before each call.
+            global random state is seeded by seed and position before each call, and
+            stays so.
         stop: texts that end a row. The text is cut before the first of them, the
             tokens behind the last that has a part in what is left.
         stop_token_ids: tokens that end a row, as the end-of-sequence token does.

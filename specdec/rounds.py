@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass, field, replace
+from math import inf
 from typing import Any
 
 import mlx.core as mx
@@ -53,20 +54,22 @@ class Logprobs:
         return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
     def read(self, rows: AbstractSequence[Sequence]) -> list[list[TokenLogprobs]]:
-        """One entry for each position of each row, with as many as it asked for."""
+        """An entry for each position of the rows that asked, with as many as it did."""
         arrays: list[Any] = [self.chosen, self.top_ids, self.top]
         chosen, ids, top = (array.tolist() for array in arrays)
-        read = []
+        read: list[list[TokenLogprobs]] = []
         for i, sequence in enumerate(rows):
-            n = sequence.request.params.top_logprobs
-            read.append(
-                [
-                    TokenLogprobs(
-                        p, list(zip(ids[i][j][:n], top[i][j][:n], strict=True))
-                    )
-                    for j, p in enumerate(chosen[i])
-                ]
-            )
+            params = sequence.request.params
+            if not params.logprobs and not params.top_logprobs:
+                read.append([])
+                continue
+            entries = []
+            for j, logprob in enumerate(chosen[i]):
+                likeliest = zip(ids[i][j], top[i][j], strict=True)
+                # A token that bias or a processor forbids is no alternative.
+                possible = [(t, p) for t, p in likeliest if p > -inf]
+                entries.append(TokenLogprobs(logprob, possible[: params.top_logprobs]))
+            read.append(entries)
         return read
 
 
@@ -101,7 +104,8 @@ class RowRules:
         sampling: how they choose.
         rejection, block: rows with that verification, shape (B,), boolean;
             ``None`` when there are none.
-        stepwise: running rows whose tokens the user's functions choose.
+        stepwise: running rows whose tokens the user's functions choose, with how
+            they sample behind those functions.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
     """
@@ -110,7 +114,7 @@ class RowRules:
     sampling: RowSampling
     rejection: mx.array | None
     block: mx.array | None
-    stepwise: tuple[int, ...]
+    stepwise: tuple[tuple[int, RowSampling], ...]
     num_top: int | None
 
     @classmethod
@@ -135,8 +139,8 @@ class RowRules:
             rejection=verified_by("rejection"),
             block=verified_by("block"),
             stepwise=tuple(
-                i
-                for i, s in enumerate(rows)
+                (i, RowSampling.of([p], vocab_size=vocab_size, adjust=False))
+                for i, (s, p) in enumerate(zip(rows, params, strict=True))
                 if s.request.params.stepwise and s.finish_reason is None
             ),
             num_top=max(asked) if asked else None,
@@ -206,6 +210,10 @@ class RowRules:
     ) -> Verdict:
         """The verdict, with the rows that have a ratio rule decided by theirs."""
         sampling, k = self.sampling, proposals.tokens.shape[1]
+        if proposals.probabilities is not None:
+            # What a broken draft drew says nothing: as if it had drawn nothing.
+            sound = mx.isfinite(proposals.probabilities.sum(axis=-1)).all(axis=-1)
+            limit = mx.where(sound, limit, mx.minimum(limit, 0))
         proposed = Proposed(
             proposals.tokens,
             proposals.probabilities,
@@ -252,7 +260,7 @@ class RowRules:
         chosen = [mx.array(row) for row in verdict.chosen]
         kept = [mx.array(n) for n in verdict.kept]
         by_row: list[list[int]] = proposed.tolist()  # type: ignore[assignment]
-        for i in self.stepwise:
+        for i, sampling in self.stepwise:
             if limits[i] < 0:
                 continue
             stepped = choose_stepwise(
@@ -260,7 +268,7 @@ class RowRules:
                 logits[i : i + 1],
                 draws.row(i),
                 by_row[i][: limits[i]],
-                self.sampling.vocab_size,
+                sampling,
             )
             if stepped.error is not None:
                 errors[i] = stepped.error

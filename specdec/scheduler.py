@@ -8,6 +8,9 @@ from collections.abc import Sequence as AbstractSequence
 
 from .sequence import Request, Sequence
 
+# Tokens that prefill computes, over those that prompts have.
+MOST_PADDING = 2
+
 
 def _free(requests: AbstractSequence[Request]) -> int:
     return 0
@@ -63,13 +66,25 @@ class Scheduler:
         """
         admitted: list[Sequence] = []
         while self._waiting and len(running) + len(admitted) < self.batch_size:
-            together = [*running, *admitted, self._waiting[0]]
-            if len(together) > 1 and not self._fits(together):
-                break
-            admitted.append(self._waiting.popleft())
+            admitted.append(self._waiting[0])
+            together = [*running, *admitted]
+            alone = len(together) == 1
+            if not alone and not (self._fits(together) and _fit_each_other(admitted)):
+                return admitted[:-1]
+            self._waiting.popleft()
         return admitted
 
     def _fits(self, rows: AbstractSequence[Sequence]) -> bool:
         return self.budget is None or (
             self._cost([s.request for s in rows]) <= self.budget
         )
+
+
+def _fit_each_other(rows: AbstractSequence[Sequence]) -> bool:
+    """Whether prompts of such lengths are read together at a fair price.
+
+    They are padded to the longest of them; that may double the work, not more. Those
+    behind get their places when these have begun.
+    """
+    lengths = [len(s.request.prompt_tokens) for s in rows]
+    return max(lengths) * len(lengths) <= MOST_PADDING * sum(lengths)

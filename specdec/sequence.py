@@ -133,7 +133,7 @@ class Sequence:
         self.finish_reason, self.stop_reason = reason, stop_reason
         if self.output is None:
             return
-        self.output.finish()
+        self.output.finish(look=reason in ("stop", "length"))
         if self.output.matched is not None:
             self.finish_reason, self.stop_reason = "stop", self.output.matched
             del self.tokens[self.output.num_tokens :]

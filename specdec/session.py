@@ -65,7 +65,9 @@ class Bounds:
                 f"{self.context_length}: shorten it"
             )
         # The last token is never fed, so a full context still gives one.
-        return replace(params, max_tokens=min(params.max_tokens, max(room, 1)))
+        max_tokens = min(params.max_tokens, max(room, 1))
+        min_tokens = min(params.min_tokens, max_tokens)
+        return replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
 
 
 class Session:
@@ -143,6 +145,7 @@ class Session:
             # As mlx-lm's command line has it: texts must be able to break and end.
             newline = self._tokenizer.encode("\n", add_special_tokens=False)
             special = (*newline, *sorted(self._tokenizer.eos_token_ids))
+            special = tuple(t for t in special if t < self._bounds.vocab_size)
             params = replace(params, xtc_special_tokens=special)
         params = self._bounds.check(prompt, params)
         index = self._next_index

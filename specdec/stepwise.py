@@ -36,7 +36,7 @@ def choose_stepwise(
     logits: mx.array,
     draws: Draws,
     proposed: list[int],
-    vocab_size: int,
+    sampling: RowSampling,
 ) -> Stepped:
     """Choose the tokens of one row's round.
 
@@ -45,9 +45,9 @@ def choose_stepwise(
         logits: behind bias and penalties, shape (1, k + 1, V).
         draws: of the row's positions, batch size 1.
         proposed: the draft tokens that it may accept.
+        sampling: how the row, alone, chooses from what its processors leave.
     """
     params = sequence.request.params
-    sampling = RowSampling.of([params], vocab_size=vocab_size)
     history = [*sequence.request.prompt_tokens, *sequence.tokens]
     proposed = proposed[: sequence.remaining - 1]
     done = Stepped([], [])

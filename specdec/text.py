@@ -47,11 +47,15 @@ class OutputText:
         self._detokenizer.add_token(token)
         return self._looked_for_stop() if self._stop else False
 
-    def finish(self) -> None:
-        """No more tokens come: what was held back is text, or ends a stop text."""
+    def finish(self, *, look: bool = True) -> None:
+        """No more tokens come: what was held back is text, or ends a stop text.
+
+        Args:
+            look: whether the row may end by a stop text now.
+        """
         if self.matched is None:
             self._detokenizer.finalize()
-            if self._stop:
+            if self._stop and look:
                 self._looked_for_stop(last=True)
 
     def _looked_for_stop(self, *, last: bool = False) -> bool:

@@ -458,7 +458,7 @@ def test_joined_rows_are_not_held_twice(target: Any, prompts: list[list[int]]) -
     runner.rows = rows  # type: ignore[method-assign]
     for i, n in enumerate((3, 30, 30, 30, 30)):
         params = SamplingParams(max_tokens=n)
-        engine.add(Request(i, "", tuple(prompts[i]), params))
+        engine.add(Request(i, "", tuple(prompts[2]), params))
     while engine.busy:
         engine.step()
         gc.collect()

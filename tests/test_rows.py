@@ -15,8 +15,17 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.drafters import DraftModel
+from specdec.engine import Engine
+from specdec.models.runner import ModelRunner
 from specdec.params import SamplingParams
+from specdec.rounds import RowRules
+from specdec.sequence import Request
+from specdec.sequence import Sequence as TokenSequence
+from specdec.text import OutputText
 from tests.plain import AT_ONCE, BEHIND, plainly, run_rows
+from tests.test_text import HALVES, Detokenizer
 
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
@@ -304,3 +313,110 @@ def test_a_row_that_no_token_is_left_for_ends_with_an_error(
     for row in rows[1:]:
         assert (row.finish_reason, row.tokens) == ("error", [])
         assert row.error == "its logits leave no token at token 0"
+
+
+@BACKENDS
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_a_draft_that_gives_nan_changes_nothing(
+    target: Any,
+    tiny_model: Callable[..., Any],
+    verification: Any,
+    backend: BackendDefaults,
+) -> None:
+    """Whatever it proposes and draws from: the rows decode as without it."""
+    broken = tiny_model("llama", seed=0)
+    broken.model.embed_tokens.weight = broken.model.embed_tokens.weight * float("nan")
+    prompts = [[5, 6, 7], [8] * 9]
+    params = [
+        SamplingParams(
+            max_tokens=12, temperature=1.0, seed=s, verification=verification
+        )
+        for s in range(2)
+    ]
+    rows = run_rows(target, broken, prompts, params, backend=backend)
+    alone = run_rows(target, None, prompts, params, backend=backend)
+    assert [r.finish_reason for r in rows] == ["length"] * 2
+    if verification == "coupled":
+        assert [r.tokens for r in rows] == [r.tokens for r in alone]
+    else:
+        assert all(len(set(r.tokens)) > 5 for r in rows)
+
+
+def test_logits_that_overflow_end_a_row_with_an_error(target: Any) -> None:
+    params = [
+        SamplingParams(max_tokens=5, logit_bias={5: 3e38}, temperature=1.0),
+        SamplingParams(max_tokens=5),
+    ]
+    target.model.norm.weight = target.model.norm.weight * 1e38
+    try:
+        rows = run_rows(target, None, [[5], [6]], params)
+    finally:
+        target.model.norm.weight = target.model.norm.weight / 1e38
+    assert rows[0].finish_reason == "error"
+    assert "its logits hold" in str(rows[0].error)
+
+
+def test_a_context_size_beyond_the_row_costs_nothing(target: Any) -> None:
+    """It is cut to what the row can hold; else one request could take all memory."""
+    params = SamplingParams(
+        max_tokens=6, presence_penalty=1.0, presence_context_size=2_000_000_000
+    )
+    (row,) = run_rows(target, None, [[5, 6, 7]], [params])
+    assert row.tokens == plainly(target, [5, 6, 7], params).tokens
+
+
+def test_rules_are_worked_out_when_rows_change_and_not_every_round(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where a row that has ended stays in the batch, too."""
+    made: list[int] = []
+    of = RowRules.of
+
+    def counted(rows: Any, vocab_size: int) -> RowRules:
+        made.append(len(rows))
+        return of(rows, vocab_size)
+
+    monkeypatch.setattr(RowRules, "of", counted)
+    params = [SamplingParams(max_tokens=n) for n in (3, 60, 60, 60)]
+    run_rows(target, None, [[5, 6, 7]] * 4, params, backend=BEHIND)
+    assert len(made) <= 4
+
+
+def test_first_tokens_do_not_wait_for_the_drafter(target: Any) -> None:
+    """A prompt of many chunks, and a draft that has to read as many."""
+    first: dict[bool, int] = {}
+    for speculate in (False, True):
+        config = EngineConfig(prefill_step_size=16, num_draft_tokens=2)
+        runner = ModelRunner(target, "target", config, AT_ONCE)
+        drafter = DraftModel(runner, vocab_size=VOCAB, max_draft_tokens=2)
+        engine = Engine(
+            runner, drafter if speculate else None, config, AT_ONCE, frozenset()
+        )
+        engine.add(Request(0, "", (5,) * 161, SamplingParams(max_tokens=9)))
+        steps = 0
+        while not any(o.token_ids for o in engine.step()):
+            steps += 1
+        first[speculate] = steps
+        tokens: list[int] = []
+        while engine.busy:
+            tokens += [t for o in engine.step() for t in o.token_ids]
+        assert len(tokens) == 8
+    assert first[True] == first[False]
+
+
+def test_end_tokens_that_the_model_does_not_have(target: Any) -> None:
+    params = SamplingParams(max_tokens=5, min_tokens=3)
+    (row,) = run_rows(target, None, [[5, 6]], [params], eos=frozenset({10**6}))
+    plain = SamplingParams(max_tokens=5)
+    assert row.tokens == plainly(target, [5, 6], plain).tokens
+
+
+def test_a_row_that_fails_keeps_its_error_though_a_stop_text_is_there() -> None:
+    """What was held back may complete a stop text just when the row fails."""
+    params = SamplingParams(max_tokens=9, stop=("?",))
+    output = OutputText(Detokenizer(), params.stop)
+    sequence = TokenSequence(Request(0, "", (1,), params), frozenset(), output)
+    sequence.commit([0, HALVES[0]])  # shows as "?" when nothing follows
+    sequence.fail("for a reason")
+    assert (sequence.finish_reason, sequence.error) == ("error", "for a reason")
+    assert sequence.tokens == [0, HALVES[0]]

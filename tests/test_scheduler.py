@@ -93,3 +93,21 @@ def test_every_row_is_admitted_once_in_order_within_bounds(
         if running:
             running.pop(leave % len(running))
     assert order == list(range(len(lengths)))
+
+
+def test_prompts_of_very_different_length_are_not_read_together() -> None:
+    """Seven short ones would be padded to a thousand tokens each."""
+    scheduler = Scheduler(8)
+    lengths = (1024, 3, 3, 3, 3, 3, 3, 3)
+    for index, length in enumerate(lengths):
+        scheduler.add(row(index, length))
+    groups: list[list[int]] = []
+    running: list[Sequence] = []
+    while scheduler.waiting:
+        admitted = scheduler.admit(running)
+        groups.append([len(s.request.prompt_tokens) for s in admitted])
+        running += admitted
+    assert [n for group in groups for n in group] == list(lengths)
+    assert len(groups) == 2
+    for group in groups:
+        assert max(group) * len(group) <= 2 * sum(group)

@@ -209,6 +209,8 @@ def test_what_does_not_fit_the_context(target: Any, draft: Any) -> None:
     assert not session.busy
     lengths = [len(r.token_ids) for r in decode.generate([[1] * n for n in (3, 9, 10)])]
     assert lengths == [7, 1, 1]
+    least = SamplingParams(max_tokens=20, min_tokens=9)
+    assert len(decode.generate([[1] * 8], least)[0].token_ids) == 2
 
 
 @pytest.mark.parametrize(

@@ -149,7 +149,14 @@ class Adjustments:
 def _scattered(rows: Sequence[Mapping[int, float]], vocab_size: int) -> mx.array:
     """A (B, 1, V) array that holds each row's values, 0 elsewhere."""
     dense = mx.zeros((len(rows), 1, vocab_size))
-    at = [(i, token, v) for i, row in enumerate(rows) for token, v in row.items()]
+    at = [
+        (i, token, value)
+        for i, row in enumerate(rows)
+        for token, value in row.items()
+        if token < vocab_size  # a tokenizer may know more than the model
+    ]
+    if not at:
+        return dense
     index = mx.array([i for i, _, _ in at]), 0, mx.array([t for _, t, _ in at])
     dense[index] = mx.array([v for _, _, v in at])
     return dense

@@ -25,8 +25,7 @@ class RowSampling:
         temperature: shape (B,), float32; 0 is greedy.
         seed: shape (B,), uint32.
         greedy: no row samples, so that no noise is needed.
-        filters: each filter in use, with the rows that it is for, shape (B, 1, 1),
-            boolean; ``None``: all of them.
+        filters: each filter in use, with the rows that it is for; ``None`` for all.
         adjustments: bias, penalties, min_tokens; ``None`` when no row has any.
         context_size: newest tokens of every row that the next choice needs.
         vocab_size: V, the target's number of logits.
@@ -48,12 +47,20 @@ class RowSampling:
         vocab_size: int,
         prompt_lengths: Sequence[int] | None = None,
         end_tokens: Sequence[AbstractSet[int]] | None = None,
+        adjust: bool = True,
     ) -> RowSampling:
         """The settings of several requests, in row order.
 
         Args:
             prompt_lengths, end_tokens: of each row, for ``min_tokens``.
+            adjust: whether bias, penalties and ``min_tokens`` are part of them.
         """
+        lengths = prompt_lengths or [0] * len(params)
+        contexts = [
+            # No row holds more tokens than these.
+            min(p.context_size, n + p.max_tokens) if prompt_lengths else p.context_size
+            for p, n in zip(params, lengths, strict=True)
+        ]
         rows: dict[Filter, list[int]] = {}
         for row, p in enumerate(params):
             if p.temperature > 0:
@@ -63,14 +70,16 @@ class RowSampling:
             temperature=mx.array([p.temperature for p in params], mx.float32),
             seed=mx.array([p.seed % 2**32 for p in params], mx.uint32),
             greedy=all(p.temperature == 0 for p in params),
-            filters=tuple((f, _mask(r, len(params))) for f, r in rows.items()),
-            adjustments=Adjustments.of(
-                params,
-                prompt_lengths or [0] * len(params),
-                end_tokens or [frozenset()] * len(params),
-                vocab_size,
+            filters=tuple(
+                (f, None if len(r) == len(params) else mx.array(r))
+                for f, r in rows.items()
             ),
-            context_size=max([TAIL, *(p.context_size for p in params)]),
+            adjustments=Adjustments.of(
+                params, lengths, end_tokens or [frozenset()] * len(params), vocab_size
+            )
+            if adjust
+            else None,
+            context_size=max([TAIL, *contexts]),
             vocab_size=vocab_size,
         )
 
@@ -133,9 +142,12 @@ class RowSampling:
     def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
         """``logits`` in float32, minus infinity at what a row refuses to draw."""
         logits = logits.astype(mx.float32)
-        for which, its_own in self.filters:
-            kept = which.apply(logits, draws.xtc)
-            logits = kept if its_own is None else mx.where(its_own, kept, logits)
+        for which, rows in self.filters:
+            if rows is None:
+                return which.apply(logits, draws.xtc)
+            # Only the rows that it is for: sorting a vocabulary takes its time.
+            xtc = None if draws.xtc is None else draws.xtc[rows]
+            logits[rows] = which.apply(logits[rows], xtc)
         return logits
 
     def probabilities(self, logits: mx.array, draws: Draws) -> mx.array:
@@ -154,10 +166,3 @@ class RowSampling:
         if missing > 0:
             found = mx.pad(found, [(0, 0), (0, 0), (0, missing)])
         return found
-
-
-def _mask(rows: Sequence[int], num_rows: int) -> mx.array | None:
-    """True for ``rows``, shape (num_rows, 1, 1); ``None`` for all."""
-    if len(rows) == num_rows:
-        return None
-    return mx.array([row in rows for row in range(num_rows)])[:, None, None]
