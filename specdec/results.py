@@ -10,6 +10,8 @@ from .sequence import (
     Sequence,
     TokenLogprobs,
     acceptance_by_position,
+    acceptance_length,
+    acceptance_rate,
 )
 
 
@@ -99,12 +101,12 @@ class GenerationResult:
     @property
     def acceptance_rate(self) -> float:
         """Accepted draft tokens over drafted ones; 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.drafted, self.accepted)
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens per round, the round's extra token included."""
-        return 1.0 + self.accepted / self.rounds if self.rounds else 1.0
+        return acceptance_length(self.rounds, self.accepted)
 
     @property
     def acceptance_by_position(self) -> list[float]:

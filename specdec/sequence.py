@@ -187,6 +187,16 @@ def _count(at: list[int], n: int) -> None:
         at[i] += 1
 
 
+def acceptance_rate(drafted: int, accepted: int) -> float:
+    """Accepted draft tokens over drafted ones; 0 when nothing was drafted."""
+    return accepted / drafted if drafted else 0.0
+
+
+def acceptance_length(rounds: int, accepted: int) -> float:
+    """Mean tokens per row and round, the round's extra token included."""
+    return 1.0 + accepted / rounds if rounds else 1.0
+
+
 def acceptance_by_position(
     drafted_at: list[int], accepted_at: list[int]
 ) -> list[float]:

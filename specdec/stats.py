@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
-from .sequence import Sequence, acceptance_by_position
+from .sequence import (
+    Sequence,
+    acceptance_by_position,
+    acceptance_length,
+    acceptance_rate,
+)
 
 
 @dataclass(kw_only=True)
@@ -67,12 +72,12 @@ class RunStats:
     @property
     def acceptance_rate(self) -> float:
         """Accepted draft tokens over drafted ones; 0 when nothing was drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.drafted, self.accepted)
 
     @property
     def acceptance_length(self) -> float:
         """Mean tokens per row and round, the round's extra token included."""
-        return 1.0 + self.accepted / self.row_rounds if self.row_rounds else 1.0
+        return acceptance_length(self.row_rounds, self.accepted)
 
 
 def _added(a: list[int], b: list[int]) -> list[int]:
