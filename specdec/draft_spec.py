@@ -88,8 +88,9 @@ class DraftSpec:
             )
         model = ModelDraft.parse(rest) if plus else None
         if plus and (not rest or DraftSpec.parse(rest).ngram):
+            wrong = "n-grams behind the +, too" if rest else "no model behind the +"
             raise ConfigError(
-                f"draft {name!r} names no model behind the +: write ngram+MODEL, with "
+                f"draft {name!r} names {wrong}: write ngram+MODEL, with "
                 f"a folder, a .gguf file, a hub id, self:4bit or {LAYERS_EXAMPLE}"
             )
         return cls(name, True, first != "ngram", model)

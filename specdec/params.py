@@ -150,7 +150,8 @@ class SamplingParams:
         require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         few = self.min_tokens <= self.max_tokens
-        require(few, "min_tokens", self.min_tokens, "at most max_tokens")
+        rule = f"at most max_tokens ({self.max_tokens})"
+        require(few, "min_tokens", self.min_tokens, rule)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 0)
         for text in self.stop:

@@ -15,7 +15,6 @@ from specdec import (
     PromptError,
     SamplingParams,
     SpecDecoder,
-    UnsupportedModelError,
     VocabularyMismatchError,
 )
 from specdec.draft_spec import DraftSpec
@@ -360,5 +359,5 @@ def test_a_class_with_such_properties_says_nothing(target: Any) -> None:
 
 
 def test_layers_that_are_not_there(target: Any) -> None:
-    with pytest.raises(UnsupportedModelError, match=r"2 layers, 0 to 1: .* layer 7"):
+    with pytest.raises(ConfigError, match=r"2 layers, 0 to 1: .* layer 7"):
         NamedDrafter.load(DraftSpec.parse("ngram+layers:0,7"), loaded(target))

@@ -8,13 +8,14 @@ from typing import Any
 
 import click
 
+from ..errors import ConfigError
 from .advise import advise
 from .bench import bench
 from .bench import report as report_command
 from .cache import cache
 from .convert import convert
 from .estimate import estimate
-from .report import report
+from .report import report, with_options
 from .run import run
 from .tune_layers import tune_layers
 from .verify import verify
@@ -24,6 +25,15 @@ __all__ = ["main"]
 
 class _Group(click.Group):
     """A group whose errors are one line each, whatever raised them."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        try:
+            return super().invoke(ctx)
+        except ConfigError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if command is None:
+                raise
+            raise with_options(error, command) from error
 
     def main(self, *args: Any, **extra: Any) -> Any:
         click_main: Callable[..., Any] = super().main

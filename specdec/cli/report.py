@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 import traceback
 
 import click
@@ -28,6 +29,32 @@ def report(error: Exception) -> int:
     message, code = _describe(error)
     show_error(message)
     return code
+
+
+# Options that are not called like the field that they fill.
+_OPTIONS = {"temperature": "temp", "logprobs": "top_logprobs"}
+
+
+def with_options(error: ConfigError, command: click.Command) -> ConfigError:
+    """The error, with options of ``command`` in place of the fields that they fill.
+
+    A field is known by the begin of the message, ``NAME is VALUE: ...``, or as a
+    word with an underscore: others are words of the language too.
+    """
+    options = {
+        option.name: option.opts[0]
+        for option in command.params
+        if isinstance(option, click.Option)
+    }
+
+    def named(found: re.Match[str]) -> str:
+        field = found.group()
+        return options.get(_OPTIONS.get(field, field), field)
+
+    message = re.sub(r"^\w+(?= is )", named, str(error))
+    # Not within names, paths and quotes, which are the user's.
+    message = re.sub(r"(?<![\w./'\"-])[a-z]+(?:_[a-z]+)+(?![\w./'\"-])", named, message)
+    return type(error)(message)
 
 
 def show_error(message: str) -> None:

@@ -83,7 +83,7 @@ class NamedDrafter:
         """Load what a draft needs.
 
         Raises:
-            ModelError: see :func:`specdec.models.load_draft`.
+            ConfigError, ModelError: see :func:`specdec.models.load_draft`.
         """
         model = ngram = None
         if spec.model is not None:
@@ -128,7 +128,7 @@ def factory_of(
 
     Raises:
         ConfigError: both are given, or one is something else.
-        ModelError: see :meth:`NamedDrafter.load`.
+        ModelError: see :meth:`NamedDrafter.load`, whose ConfigError it may be, too.
     """
     if draft is not None and drafter is not None:
         raise ConfigError("draft and drafter are both given: leave one out")

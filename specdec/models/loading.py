@@ -79,9 +79,8 @@ def load_draft(
     vocabulary fits is :func:`check_same_vocabulary`'s question.
 
     Raises:
-        ConfigError: another ``self:`` draft, or no layers.
-        UnsupportedModelError: layers of this target cannot be skipped, or it has
-            no such layers.
+        ConfigError: another ``self:`` draft, or layers that there are not.
+        UnsupportedModelError: layers of this target cannot be skipped.
         ModelError: see :func:`load`.
     """
     source = os.fspath(source)

@@ -95,7 +95,7 @@ def outline_draft(
     """The outline of what :func:`specdec.models.load_draft` would load.
 
     Raises:
-        ConfigError: there is no such ``self:`` draft, or it names no layers.
+        ConfigError: there is no such ``self:`` draft, or there are no such layers.
         ModelError: see :func:`outline`.
     """
     name = os.fspath(source)

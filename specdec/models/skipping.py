@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..errors import UnsupportedModelError
+from ..errors import ConfigError
 from .trunk import check_trunk, layers_of, with_layers
 
 
@@ -38,8 +38,8 @@ class SkippingModel(nn.Module):
         name: of the model, for messages.
 
     Raises:
-        UnsupportedModelError: of its architecture layers cannot be skipped, or it
-            has no such layer.
+        UnsupportedModelError: of its architecture layers cannot be skipped.
+        ConfigError: it has no such layer.
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int], name: str = "model"):
@@ -47,7 +47,7 @@ class SkippingModel(nn.Module):
         check_trunk(model, name, "skipping layers")
         every = layers_of(model)
         if not layers or max(layers) >= len(every):
-            raise UnsupportedModelError(
+            raise ConfigError(
                 f"{name} has {len(every)} layers, 0 to {len(every) - 1}: "
                 f"there is no layer {max(layers, default=0)}"
             )

@@ -373,8 +373,8 @@ def test_every_sampling_option_reaches_its_field(
         ("--top-logprobs 2", "--top-logprobs needs --output"),
         ("--logit-bias 5", "'5' is not of the form ID=BIAS, as in 1234=-5"),
         ("--logit-bias x=1", "'x=1' is not of the form ID=BIAS"),
-        ("--repetition-penalty 0", "repetition_penalty is 0.0: it must be a number"),
-        ("--min-tokens 9 --max-tokens 8", "min_tokens is 9: it must be at most"),
+        ("--repetition-penalty 0", "--repetition-penalty is 0.0: it must be a number"),
+        ("--min-tokens 9 --max-tokens 8", "--min-tokens is 9: it must be at most"),
     ],
 )
 def test_sampling_options_that_cannot_be(

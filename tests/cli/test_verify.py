@@ -161,7 +161,7 @@ def test_incomplete_does_not_pass(verify: Verify) -> None:
             "--max-restarts is for",
         ),
         ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
-        ("--temp 1e9", "temperature is 1000000000.0"),
+        ("--temp 1e9", "--temp is 1000000000.0"),
     ],
 )
 def test_options_that_cannot_be(verify: Verify, options: str, message: str) -> None:

@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec import UnsupportedModelError
+from specdec import ConfigError, UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models import LoadedModel
@@ -162,9 +162,7 @@ def test_memory_is_planned_for_its_caches_alone(
 
 def test_what_is_refused(tiny_model: Callable[..., Any]) -> None:
     model = build(tiny_model, "llama")
-    with pytest.raises(
-        UnsupportedModelError, match=r"has 6 layers, 0 to 5: .* layer 6"
-    ):
+    with pytest.raises(ConfigError, match=r"has 6 layers, 0 to 5: .* layer 6"):
         SkippingModel(model, (0, 6), "mine")
     arch, options = MODELS["gpt-oss"]
     other: nn.Module = tiny_model(arch, **options)
