@@ -43,8 +43,8 @@ def test_what_is_found_serves_as_a_draft(folder: str) -> None:
 
     options = ("-m", "12", "--dtype", "float32")
     plain = invoke("run", folder, *options)
-    options = (*options, "--num-draft-tokens", "3")
-    drafted = invoke("run", folder, *options, "--draft", f"ngram+{draft}")
+    drafting = ("--draft", f"ngram+{draft}", "--num-draft-tokens", "3")
+    drafted = invoke("run", folder, *options, *drafting)
     assert drafted.exit_code == 0, drafted.output
     assert drafted.stdout == plain.stdout
     assert f"ngram+{draft}, 3 tokens a round" in drafted.stderr
