@@ -8,6 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
+from operator import mul
 
 Rows = Sequence[Sequence[int]]
 TracedRounds = Sequence[tuple[int, Rows]]
@@ -18,19 +20,12 @@ class Position:
     """Acceptance of the j-th draft token of a round.
 
     Args:
-        reached: rows and rounds in which at least j tokens were drafted.
-        tried: of these, the ones in which the j - 1 before were accepted.
+        tried: rows and rounds that drafted j tokens and accepted the j - 1 before.
         accepted: of these, the ones in which it was accepted too.
     """
 
-    reached: int
     tried: int
     accepted: int
-
-    @property
-    def unconditional(self) -> float:
-        """Share of the rounds that accept the first j tokens."""
-        return self.accepted / self.reached if self.reached else 0.0
 
     @property
     def conditional(self) -> float:
@@ -42,12 +37,21 @@ def positions(rows: Iterable[Sequence[int]]) -> list[Position]:
     """Acceptance at position 1, 2, ... from (drafted, accepted) of rows in rounds."""
     counts: list[list[int]] = []
     for drafted, accepted in rows:
-        counts += [[0, 0, 0] for _ in range(drafted - len(counts))]
+        counts += [[0, 0] for _ in range(drafted - len(counts))]
         for j in range(drafted):
-            counts[j][0] += 1
-            counts[j][1] += accepted >= j
-            counts[j][2] += accepted > j
+            counts[j][0] += accepted >= j
+            counts[j][1] += accepted > j
     return [Position(*each) for each in counts]
+
+
+def unconditional(each: Iterable[Position]) -> list[float]:
+    """The chance that a round of many tokens accepts the first 1, 2, ... of them.
+
+    The product of the conditional chances (Kaplan and Meier 1958): where all rounds
+    draft alike it is the share of rounds; where some draft fewer, at the end of a
+    request for one, it still never rises with the position.
+    """
+    return list(accumulate((p.conditional for p in each), mul))
 
 
 def histogram(rows: Iterable[Sequence[int]]) -> list[int]:

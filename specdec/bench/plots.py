@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
-from .counts import positions
+from .counts import positions, unconditional
 from .figures import CellFigures, Figures
 
 MISSING = "no plots without matplotlib: pip install 'mlx-specdec[bench]'"
@@ -59,7 +59,7 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
         return None
     drawn = []
     draws: dict[str, tuple[Draw, Callable[[Figures], float]]] = {
-        "speedup": (_speedup, lambda _: 4.2),
+        "speedup": (_speedup, lambda _: 4.6),
         "acceptance": (_acceptance, lambda _: 4.2),
         "round": (_round, lambda f: 1.9 + 0.36 * len(_profiled(f))),
     }
@@ -121,7 +121,7 @@ def _speedup(figures: Figures, axes: Any) -> str | None:
     axes.set_ylim(bottom=0)
     axes.set_xlabel("draft length k (tokens drafted in a round)")
     axes.set_ylabel("speed-up over no draft, same batch")
-    axes.legend(loc="best")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=3)
     title = _speedup_title(lines)
     axes.set_title(title)
     return title
@@ -133,9 +133,9 @@ def _speedup_title(lines: dict[str, list[tuple[int, list[float]]]]) -> str:
         for name, points in lines.items()
         for k, r in points
     )
-    best = f"{ratio:.2f} times ({name}, k = {k})"
+    best = f"{ratio:.2f} times as fast ({name}, k = {k})"
     if worst > 1:
-        return f"A draft speeds it up, at best {best}"
+        return f"A draft pays: at best {best}"
     if ratio > 1:
         return f"No draft length is clearly faster: at best {best}"
     return f"No draft length pays here: at best {best}"
@@ -195,7 +195,7 @@ def _acceptance(figures: Figures, axes: Any) -> str | None:
         name = f"{draft}, " if len(figures.recipe.draft) > 1 else ""
         if len(figures.among["temperature"]) > 1:
             name += f"T = {temperature:g}, "
-        alone, joint = [p.conditional for p in each], [p.unconditional for p in each]
+        alone, joint = [p.conditional for p in each], unconditional(each)
         given = f"{name}given that all before it were (conditional)"
         axes.plot(at, alone, "o-", color=colour, label=given)
         together = f"{name}together with all before it (unconditional)"

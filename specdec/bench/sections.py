@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .counts import histogram, positions
+from .counts import histogram, positions, unconditional
 from .figures import PARTS, Figures
 from .tables import markdown_table, show_spread
 
@@ -115,8 +115,12 @@ def _positions(figures: Figures) -> str:
     rows = []
     for f in figures.drafted:
         each = positions(f.rows)
-        for kind in ("conditional", "unconditional"):
-            values = [f"{getattr(p, kind):.3f}" for p in each]
+        kinds = {
+            "conditional": [p.conditional for p in each],
+            "unconditional": unconditional(each),
+        }
+        for kind, chances in kinds.items():
+            values = [f"{chance:.3f}" for chance in chances]
             rows.append(
                 [figures.name(f.cell), kind, *values, *[NONE] * (most - len(values))]
             )
@@ -125,8 +129,9 @@ def _positions(figures: Figures) -> str:
         header,
         rows,
         "Of the j-th draft token of a round. *conditional*: accepted, of the rounds "
-        "that accepted all tokens before it. *unconditional*: accepted, of all rounds "
-        "that drafted so many.",
+        "that accepted all tokens before it. *unconditional*: accepted with all before "
+        "it, the product of the conditional chances; where all rounds draft alike, it "
+        "is a share of the rounds.",
     )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from fractions import Fraction
 from itertools import product
 
 import pytest
@@ -33,22 +32,18 @@ def rounds(draw: st.DrawFn) -> list[tuple[int, list[tuple[int, int]]]]:
 def test_positions_and_histogram_by_counting(rows: list[tuple[int, int]]) -> None:
     each = counts.positions(rows)
     for j, p in enumerate(each, 1):
-        assert p.reached == sum(d >= j for d, _ in rows)
         assert p.tried == sum(d >= j and a >= j - 1 for d, a in rows)
         assert p.accepted == sum(a >= j for _, a in rows)
     assert len(each) == max((d for d, _ in rows), default=0)
     found = counts.histogram(rows)
     assert found == [sum(a == n for _, a in rows) for n in range(len(found))]
     assert sum(found) == len(rows)
-    # The chain of conditional chances is the unconditional one, where all
-    # rows drafted alike.
+    chances = counts.unconditional(each)
+    assert chances == sorted(chances, reverse=True)
+    # Where all rows drafted alike, it is the share of them.
     alike = [(4, a) for d, a in rows if d == 4]
-    chain = Fraction(1)
-    for p in counts.positions(alike):
-        if not p.tried:
-            break
-        chain *= Fraction(p.accepted, p.tried)
-        assert chain == Fraction(p.accepted, p.reached)
+    shares = [sum(a >= j for _, a in alike) / len(alike) for j in range(1, 5) if alike]
+    assert counts.unconditional(counts.positions(alike)) == pytest.approx(shares)
 
 
 @pytest.mark.parametrize("k", [1, 2, 5])
@@ -64,6 +59,13 @@ def test_expected_tokens_of_the_batch_minimum() -> None:
     assert counts.expected_tokens(0.75, 4) == pytest.approx(3.05, abs=0.005)
     assert counts.expected_tokens(0.75**4, 4) == pytest.approx(1.46, abs=0.005)
     assert counts.expected_tokens(0.75**8, 4) == pytest.approx(1.11, abs=0.005)
+
+
+def test_short_rounds_do_not_raise_later_positions() -> None:
+    """Of two rounds one had no room for a second token: 1/2, then 1/2 of 1."""
+    each = counts.positions([(1, 0), (2, 2)])
+    assert [p.conditional for p in each] == [0.5, 1.0]
+    assert counts.unconditional(each) == [0.5, 0.5]
 
 
 def test_chance_counts_tried_tokens_only() -> None:
