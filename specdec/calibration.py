@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 from . import backend
 from .backend import BackendDefaults
 from .config import EngineConfig
-from .drafters import Drafter, Round
+from .drafters import Drafter, Round, check_proposals
 from .lengths import AutoLength, DraftLength, FixedLength, Forwards
 from .lengths.store import CostStore, default_path
 from .models.runner import ModelRunner
@@ -119,7 +119,9 @@ def _draft_step(
         recent, length = state["recent"], state["length"]
         draws = rules.draws(length, 2)
         round_ = Round(1, recent, active, rules.sampling, draws)
-        proposed = rows.propose(round_).tokens
+        proposals = rows.propose(round_)
+        check_proposals(rows, round_, proposals)
+        proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed], axis=1)
         kept = mx.ones((num_rows,), mx.int32)
         rows.commit(round_, Verdict(chosen, kept, hidden))

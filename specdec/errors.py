@@ -7,6 +7,7 @@
     │   ├── ModelNotFoundError     no model under that name
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
     │   └── VocabularyMismatchError  target and draft do not share a vocabulary
+    ├── DrafterError           a drafter does not do what its protocol asks of it
     ├── MemoryLimitError       a run does not fit in memory (the numbers are named)
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
     ├── ServerError            a server is not open, or its engine failed
@@ -59,6 +60,10 @@ class UnsupportedModelError(ModelError):
 
 class VocabularyMismatchError(ModelError):
     """Target and draft do not share a vocabulary; the message names what differs."""
+
+
+class DrafterError(SpecdecError):
+    """A drafter does not do what its protocol asks of it; the message says what."""
 
 
 class MemoryLimitError(SpecdecError):

@@ -1,6 +1,6 @@
 """Where proposals come from; docs/drafters.md tells how to add one."""
 
-from .base import Drafter, DraftRows, Proposals, Round
+from .base import Drafter, DraftRows, Proposals, Round, check_proposals
 from .chain import ChainDrafter
 from .factory import (
     DescribedFactory,
@@ -27,6 +27,7 @@ __all__ = [
     "NgramOptions",
     "Proposals",
     "Round",
+    "check_proposals",
     "describe",
     "factory_of",
     "make_drafter",

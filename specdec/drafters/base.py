@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol, Self
 
 import mlx.core as mx
 
+from ..errors import DrafterError
 from ..sampling import Draws, RowSampling
 from ..verification import Verdict
 
@@ -115,7 +117,8 @@ class DraftRows(Protocol):
 
     Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
     is 0) and :meth:`commit`. Neither may wait for the device. A class that inherits
-    from this one need not write what it has no use for.
+    from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
+    else it does not write does nothing.
     """
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
@@ -135,6 +138,7 @@ class DraftRows(Protocol):
         """Take the prompts, yielding behind each chunk of work."""
         return iter(())
 
+    @abstractmethod
     def propose(self, round_: Round) -> Proposals:
         """``round_.num_draft_tokens`` tokens for every row."""
 
@@ -146,9 +150,11 @@ class DraftRows(Protocol):
         """Committed tokens of the longest and shortest row, as the host knows."""
         return
 
+    @abstractmethod
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows, in that order."""
 
+    @abstractmethod
     def extend(self, other: Self) -> None:
         """Append the rows of ``other``, made by the same drafter and prefilled."""
 
@@ -164,5 +170,50 @@ class Drafter(Protocol):
     #: the last with -1, -2, ...
     hidden_layers: tuple[int, ...] = ()
 
+    @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
+
+
+def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
+    """See that proposals have the shapes and types of their protocol.
+
+    Looks at no values, and so waits for nothing.
+
+    Args:
+        rows: whose they are.
+        round_: what they are for.
+
+    Raises:
+        DrafterError: they have not.
+    """
+    name = type(rows).__qualname__
+    if not isinstance(proposals, Proposals):
+        raise DrafterError(
+            f"drafter {name}: propose returned a {type(proposals).__name__}: it must "
+            "return Proposals"
+        )
+    shape = (round_.recent.shape[0], round_.num_draft_tokens)
+    vocab_size = round_.sampling.vocab_size
+    for part, array, wanted, kind in (
+        ("tokens", proposals.tokens, shape, mx.integer),
+        ("lengths", proposals.lengths, shape[:1], mx.integer),
+        ("probabilities", proposals.probabilities, (*shape, vocab_size), mx.floating),
+    ):
+        if array is None and part != "tokens":
+            continue
+        if not isinstance(array, mx.array):
+            found = f"of type {type(array).__name__}"
+        elif array.shape == wanted and mx.issubdtype(array.dtype, kind):
+            continue
+        else:
+            found = _described(array.shape, str(array.dtype))
+        dtype = "of integers" if kind is mx.integer else "of floats"
+        raise DrafterError(
+            f"drafter {name}: the {part} that it proposed are {found}: they must be "
+            f"{_described(wanted, 'an array ' + dtype)}"
+        )
+
+
+def _described(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype.removeprefix('mlx.core.')} of shape {tuple(shape)}"

@@ -1,0 +1,169 @@
+"""What a drafter must write, and that what it proposes is looked at once."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import DrafterError
+from specdec import batch as batch_
+from specdec.backend import BackendDefaults
+from specdec.calibration import measure_forwards
+from specdec.config import EngineConfig
+from specdec.drafters import Drafter, DraftRows, Proposals, Round, check_proposals
+from specdec.models.runner import ModelRunner
+from specdec.params import SamplingParams
+from tests.drafters.repetitive import BACKENDS, VOCAB, make_prompts
+from tests.plain import AT_ONCE, greedy, run_rows
+
+Make = Callable[[int, int], Any]
+
+
+class Proposing(Drafter):
+    """Proposes what ``make(B, k)`` gives."""
+
+    def __init__(self, make: Make, *, forgetful: bool = False):
+        self.make = make
+        self.forgetful = forgetful
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> ProposingRows:
+        return ProposingRows(self, len(prompts))
+
+
+class ProposingRows(DraftRows):
+    def __init__(self, drafter: Proposing, num_rows: int):
+        self.drafter = drafter
+        self.num_rows = num_rows
+
+    def propose(self, round_: Round) -> Proposals:
+        made: Proposals = self.drafter.make(self.num_rows, round_.num_draft_tokens)
+        return made
+
+    def filter(self, rows: Sequence[int]) -> None:
+        if not self.drafter.forgetful:
+            self.num_rows = len(rows)
+
+    def extend(self, other: ProposingRows) -> None:
+        self.num_rows += other.num_rows
+
+
+def sound(num_rows: int, k: int) -> Proposals:
+    return Proposals(mx.full((num_rows, k), 3, mx.int32))
+
+
+def with_lengths(lengths: Callable[[int], Any]) -> Make:
+    return lambda b, k: replace(sound(b, k), lengths=lengths(b))
+
+
+def with_probabilities(probabilities: Callable[[int, int], Any]) -> Make:
+    return lambda b, k: replace(sound(b, k), probabilities=probabilities(b, k))
+
+
+FAULTS: dict[str, tuple[Make, str]] = {
+    "none": (lambda b, k: None, "propose returned a NoneType: it must return Prop"),
+    "a tuple": (lambda b, k: (1, 2), "propose returned a tuple"),
+    "a list": (
+        lambda b, k: Proposals([[1] * k] * b),  # type: ignore[arg-type]
+        r"the tokens that it proposed are of type list: they must be an array of "
+        r"integers of shape \(3, 2\)",
+    ),
+    "no tokens": (lambda b, k: Proposals(None), "tokens .* are of type NoneType"),  # type: ignore[arg-type]
+    "too few": (lambda b, k: sound(b, k - 1), r"are int32 of shape \(3, 1\): they"),
+    "flat": (lambda b, k: Proposals(mx.zeros((b,), mx.int32)), r"shape \(3,\): they"),
+    "another batch": (lambda b, k: sound(b + 1, k), r"of shape \(4, 2\): they must"),
+    "floats": (lambda b, k: Proposals(mx.zeros((b, k))), r"are float32 of shape"),
+    "truth": (lambda b, k: Proposals(mx.zeros((b, k), mx.bool_)), "are bool of shape"),
+    "lengths": (with_lengths(lambda b: mx.zeros((b, 1))), r"the lengths .* \(3, 1\)"),
+    "float lengths": (with_lengths(lambda b: mx.zeros((b,))), "lengths .* float32"),
+    "probabilities": (
+        with_probabilities(lambda b, k: mx.zeros((b, k, VOCAB - 1))),
+        r"the probabilities .* \(3, 2, 96\): they must be an array of floats of shape "
+        r"\(3, 2, 97\)",
+    ),
+}
+
+
+def decode(model: Any, drafter: Drafter, backend: BackendDefaults = AT_ONCE) -> None:
+    prompts = make_prompts()[:5]
+    rows = run_rows(
+        model, None, prompts, [SamplingParams(max_tokens=9 + i) for i in range(5)],
+        batch_size=3, num_draft_tokens=2, backend=backend, drafter=drafter,
+    )  # fmt: skip
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        assert row.tokens == greedy(model, prompt, 9 + i)
+
+
+@BACKENDS
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_proposal_is_named(
+    fault: str, backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    make, message = FAULTS[fault]
+    with pytest.raises(DrafterError, match=f"drafter ProposingRows: .*{message}"):
+        run_rows(
+            tiny_model("llama"),
+            None,
+            [[1, 2, 3], [4, 5, 6], [7, 8, 9]],
+            [SamplingParams(max_tokens=9)] * 3,
+            num_draft_tokens=2,
+            backend=backend,
+            drafter=Proposing(make),
+        )
+
+
+def test_with_auto_too(tiny_model: Callable[..., Any]) -> None:
+    """There it is timed before the first round."""
+    runner = ModelRunner(tiny_model("llama"), "target", EngineConfig(), AT_ONCE)
+    faulty = Proposing(lambda b, k: None)
+    with pytest.raises(DrafterError, match="ProposingRows: propose returned a None"):
+        measure_forwards(runner, faulty, 2, max_draft_tokens=2)
+
+
+@BACKENDS
+def test_rows_that_were_not_dropped_are_noticed(
+    backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    """The first round was right; what is wrong comes with rows that leave."""
+    model = tiny_model("llama")
+    decode(model, Proposing(sound), backend)
+    with pytest.raises(DrafterError, match="ProposingRows: the tokens that it propos"):
+        decode(model, Proposing(sound, forgetful=True), backend)
+
+
+def test_not_every_round_is_looked_at(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counting(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
+        calls.append(proposals.tokens.shape)
+        check_proposals(rows, round_, proposals)
+
+    monkeypatch.setattr(batch_, "check_proposals", counting)
+    (row,) = run_rows(
+        tiny_model("llama"), None, [[1, 2, 3]], [SamplingParams(max_tokens=30)],
+        drafter=Proposing(sound),
+    )  # fmt: skip
+    assert row.rounds > 5
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("forgotten", ["propose", "filter", "extend"])
+def test_what_must_be_written(forgotten: str) -> None:
+    """A class without it cannot be made; the others may be left out."""
+    written = {
+        name: getattr(ProposingRows, name)
+        for name in ("__init__", "propose", "filter", "extend")
+        if name != forgotten
+    }
+    forgetful = type("Forgetful", (DraftRows,), written)
+    with pytest.raises(TypeError, match=f"Forgetful .*{forgotten}"):
+        forgetful(Proposing(sound), 1)
+    with pytest.raises(TypeError, match=r"Empty .*rows"):
+        type("Empty", (Drafter,), {})()
