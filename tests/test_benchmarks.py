@@ -126,6 +126,21 @@ def test_overhead(tmp_path: Path) -> None:
     assert raw["target_ms"] == {"2": 0.4}
 
 
+def test_ngram(tmp_path: Path) -> None:
+    raw = run(
+        "ngram",
+        tmp_path / "ngram",
+        *("--batch", "1", "--batch", "2", "--history", "256"),
+        *("--rounds", "2", "--repeat", "1"),
+    )
+    assert len(raw["passes_ms"]) == 4
+    for (times,) in raw["passes_ms"].values():
+        assert {part: len(ms) for part, ms in times.items()} == {
+            "search": 2,
+            "write": 2,
+        }
+
+
 SHAPES = "shapes are 8b, 1b, 10m, tiny"
 
 
