@@ -12,6 +12,7 @@ from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..draft_spec import DraftSpec
 from ..params import SamplingParams
 from ..prompts import read_prompts
+from . import options
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
@@ -19,43 +20,11 @@ if TYPE_CHECKING:
 
 
 @click.command(short_help="Tell whether a draft pays, and with which settings.")
-@click.option(
-    "--target",
-    "--model",
-    metavar="MODEL",
-    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
-)
-@click.option(
-    "--draft",
-    "--draft-model",
-    metavar="MODEL",
-    required=True,
-    help="Draft, named as for `specdec run`.",
-)
-@click.option(
-    "--prompts",
-    "file",
-    required=True,
-    metavar="FILE",
-    help="Prompts like those to come, one a line; '-' reads standard input.",
-)
-@click.option(
-    "--num-prompts",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=20,
-    show_default=True,
-    help="Decode the first N of them.",
-)
-@click.option(
-    "--max-tokens",
-    "-m",
-    type=click.IntRange(min=2),
-    metavar="N",
-    default=48,
-    show_default=True,
-    help="Tokens to generate for a prompt.",
-)
+@options.target()
+@options.draft("Draft, named as for `specdec run`.", required=True)
+@options.prompts("Prompts like those to come, one a line; '-' reads standard input.")
+@options.num_prompts("Decode the first N of them.", default=20)
+@options.max_tokens("Tokens to generate for a prompt.", default=48, low=2)
 @click.option(
     "--num-draft-tokens",
     type=click.IntRange(1, MAX_AUTO_DRAFT_TOKENS),
@@ -64,31 +33,10 @@ if TYPE_CHECKING:
     show_default=True,
     help="Positions at which acceptance is measured; beyond, it is continued.",
 )
-@click.option(
-    "--batch",
-    "--batch-size",
-    "batch_sizes",
-    type=click.IntRange(min=1),
-    metavar="N",
-    multiple=True,
-    default=(1, 8),
-    show_default=True,
-    help="Batch size to predict for; repeat it for more.",
-)
-@click.option(
-    "--temp",
-    type=click.FloatRange(min=0),
-    metavar="T",
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Load the weights in this type. [default: as they are stored]",
-)
-@click.option("--ignore-chat-template", is_flag=True, help="Encode prompts raw.")
+@options.batches("Batch size to predict for; repeat it for more.", default=(1, 8))
+@options.temp()
+@options.dtype()
+@options.ignore_chat_template()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 def advise(
     *,

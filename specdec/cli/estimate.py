@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 
 import click
-from click.core import ParameterSource
 
 from ..config import (
     DEFAULT_PREFILL_STEP_SIZE,
@@ -15,24 +14,19 @@ from ..config import (
 from ..draft_spec import DraftSpec
 from ..errors import UnsupportedModelError
 from ..memory.sizes import parse_size
-from .draft_tokens import num_draft_tokens_option
+from . import options
+from .options import is_given
 from .quiet import silence_third_parties
 
 
 @click.command(short_help="Tell how much memory a run needs, and what fits.")
-@click.option(
-    "--target",
-    "--model",
+@options.target(
+    "MLX model folder, .gguf file, config.json, or a hub id that is downloaded.",
     required=True,
-    metavar="MODEL",
-    help="MLX model folder, .gguf file, config.json, or a hub id that is downloaded.",
 )
-@click.option(
-    "--draft",
-    "--draft-model",
-    metavar="MODEL",
-    help="Draft, as for specdec run: a model, self:4bit, layers:0-7,22-29, ngram or "
-    "ngram+MODEL. [default: none]",
+@options.draft(
+    "Draft, as for specdec run: a model, self:4bit, layers:0-7,22-29, ngram or "
+    "ngram+MODEL. [default: none]"
 )
 @click.option(
     "--context",
@@ -41,61 +35,24 @@ from .quiet import silence_third_parties
     required=True,
     help="Tokens of a row, prompt and generated together.",
 )
-@click.option(
-    "--batch",
-    "--batch-size",
-    "batch_size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=1,
-    show_default=True,
-    help="Rows that decode together.",
+@options.batch("Rows that decode together.", default=1)
+@options.num_draft_tokens(
+    "Tokens that the draft proposes in a round; auto counts the most it chooses.", low=1
 )
-@num_draft_tokens_option(
-    1, "Tokens that the draft proposes in a round; auto counts the most it chooses."
+@options.prefill_step_size(
+    "Prompt tokens per row in one forward.", default=DEFAULT_PREFILL_STEP_SIZE
 )
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=DEFAULT_PREFILL_STEP_SIZE,
-    show_default=True,
-    help="Prompt tokens per row in one forward.",
+@options.max_kv_size(
+    "Full-attention layers keep this many tokens of a row. [default: all]"
 )
-@click.option(
-    "--max-kv-size",
-    type=click.IntRange(min=5),
-    metavar="N",
-    help="Full-attention layers keep this many tokens of a row. [default: all]",
+@options.kv_bits("Keep keys and values quantized. [default: as they are]")
+@options.kv_group_size()
+@options.dtype("As the run would load the weights. [default: as they are stored]")
+@options.temp(
+    "Above 0, count what drawing tokens takes, filters included. [default: 0]"
 )
-@click.option(
-    "--kv-bits",
-    type=click.Choice(["4", "8"]),
-    help="Keep keys and values quantized. [default: as they are]",
-)
-@click.option(
-    "--kv-group-size",
-    type=click.Choice(["32", "64", "128"]),
-    default="64",
-    show_default=True,
-    help="Elements that share a scale, with --kv-bits.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="As the run would load the weights. [default: as they are stored]",
-)
-@click.option(
-    "--temp",
-    type=click.FloatRange(min=0),
-    metavar="T",
-    default=0.0,
-    help="Above 0, count what drawing tokens takes, filters included. [default: 0]",
-)
-@click.option(
-    "--memory-limit",
-    metavar="SIZE",
-    help="What is there, such as 8GB or 6.5GiB. [default: what the device has]",
+@options.memory_limit(
+    "What is there, such as 8GB or 6.5GiB. [default: what the device has]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
@@ -126,10 +83,9 @@ def estimate(
         if value is not None and not value.strip():
             raise click.UsageError(f"{option} is empty: name a model")
     spec = None if draft is None else DraftSpec.parse(draft)
-    given = click.get_current_context().get_parameter_source
-    if draft is None and given("num_draft_tokens") is ParameterSource.COMMANDLINE:
+    if draft is None and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if kv_bits is None and given("kv_group_size") is ParameterSource.COMMANDLINE:
+    if kv_bits is None and is_given("kv_group_size"):
         raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()

@@ -9,7 +9,7 @@ import click
 
 from ..config import DEFAULT_PREFIX_CACHE_SIZE
 from ..memory.sizes import parse_size
-from .sampling_options import is_given
+from .options import is_given
 
 F = TypeVar("F", bound=Callable[..., Any])
 

@@ -18,32 +18,25 @@ from ..draft_spec import DraftSpec
 from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
-from .draft_tokens import num_draft_tokens_option
+from . import options
+from .options import dashed, is_given
 from .output import Progress, Sink, open_output
 from .prefix_options import prefix_config, prefix_options
 from .quiet import silence_third_parties
 from .report import FAILURE, INTERRUPTED, show_error, show_warnings
-from .sampling_options import dashed, is_given, params_of, sampling_options
+from .sampling_options import params_of, sampling_options
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
 
 
 @click.command(short_help="Decode prompts with a target model and a draft.")
-@click.option(
-    "--target",
-    "--model",
-    metavar="MODEL",
-    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
-)
-@click.option(
-    "--draft",
-    "--draft-model",
-    metavar="MODEL",
-    help="Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
+@options.target()
+@options.draft(
+    "Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
     "quantized; layers:0-7,22-29: just those layers of it; ngram: no model, what "
     "followed the newest tokens before (ngram:shared: in any row); ngram+MODEL: "
-    "MODEL where no n-gram matches. [default: none]",
+    "MODEL where no n-gram matches. [default: none]"
 )
 @click.option(
     "--prompt",
@@ -53,64 +46,34 @@ if TYPE_CHECKING:
     metavar="TEXT",
     help="A prompt; repeat it for more. '-' reads one from standard input.",
 )
-@click.option(
-    "--prompts",
-    "file",
-    metavar="FILE",
-    help="Prompts, one a line: text, or JSON with prompt, question, messages or "
+@options.prompts(
+    "Prompts, one a line: text, or JSON with prompt, question, messages or "
     "turns (the first turn). [default: standard input, unless --prompt is given]",
+    required=False,
 )
-@click.option(
-    "--batch",
-    "--batch-size",
-    "batch_size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=DEFAULT_BATCH_SIZE,
-    show_default=True,
-    help="Prompts that decode together.",
-)
+@options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
 @sampling_options
 @click.option(
     "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
 )
-@click.option(
-    "--ignore-chat-template",
-    is_flag=True,
-    help="Encode prompts raw, without the chat template.",
-)
-@num_draft_tokens_option(
-    0,
+@options.ignore_chat_template()
+@options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as pay, none "
     "included, from measured costs and acceptance.",
+    low=0,
 )
-@click.option(
-    "--prefill-step-size",
-    type=click.IntRange(min=1),
-    metavar="N",
+@options.prefill_step_size(
+    "Prompt tokens per row in one forward; less takes less memory.",
     default=DEFAULT_PREFILL_STEP_SIZE,
-    show_default=True,
-    help="Prompt tokens per row in one forward; less takes less memory.",
 )
-@click.option(
-    "--max-kv-size",
-    type=click.IntRange(min=5),
-    metavar="N",
-    help="Full-attention layers see a row's first 4 tokens and its newest N - 4. "
-    "[default: all]",
+@options.max_kv_size(
+    "Full-attention layers see a row's first 4 tokens and its newest N - 4. "
+    "[default: all]"
 )
-@click.option(
-    "--kv-bits",
-    type=click.Choice(["4", "8"]),
-    help="Keep keys and values of target and draft quantized. [default: as they are]",
+@options.kv_bits(
+    "Keep keys and values of target and draft quantized. [default: as they are]"
 )
-@click.option(
-    "--kv-group-size",
-    type=click.Choice(["32", "64", "128"]),
-    default="64",
-    show_default=True,
-    help="Elements that share a scale, with --kv-bits.",
-)
+@options.kv_group_size()
 @click.option(
     "--quantized-kv-start",
     type=click.IntRange(min=0),
@@ -120,16 +83,10 @@ if TYPE_CHECKING:
     help="Quantize once the longest row holds N tokens, with --kv-bits.",
 )
 @prefix_options
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Load the weights in this type. [default: as they are stored]",
-)
-@click.option(
-    "--memory-limit",
-    metavar="SIZE",
-    help="Most memory to use, such as 8GB or 6.5GiB: rows wait for it, and what "
-    "cannot fit is refused. [default: what the device has]",
+@options.dtype()
+@options.memory_limit(
+    "Most memory to use, such as 8GB or 6.5GiB: rows wait for it, and what "
+    "cannot fit is refused. [default: what the device has]"
 )
 @click.option(
     "--output",

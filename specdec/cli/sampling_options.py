@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
-from click.core import ParameterSource
 
 from ..params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
+from . import options
+from .options import dashed, is_given
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -30,22 +31,14 @@ def _biases(
 
 
 _OPTIONS = (
-    click.option(
-        "--max-tokens",
-        "-m",
-        type=click.IntRange(min=1),
-        metavar="N",
-        default=DEFAULT_MAX_TOKENS,
-        show_default=True,
-        help="Most tokens to generate for a prompt.",
+    options.max_tokens(
+        "Most tokens to generate for a prompt.", default=DEFAULT_MAX_TOKENS
     ),
-    click.option(
+    options.positive(
         "--min-tokens",
-        type=click.IntRange(min=0),
-        metavar="N",
+        text="Tokens to generate before one may end a prompt's output.",
         default=0,
-        show_default=True,
-        help="Tokens to generate before one may end a prompt's output.",
+        low=0,
     ),
     click.option(
         "--stop",
@@ -61,14 +54,7 @@ _OPTIONS = (
         metavar="ID",
         help="End where this token would come; repeat it for more.",
     ),
-    click.option(
-        "--temp",
-        type=click.FloatRange(min=0),
-        metavar="T",
-        default=0.0,
-        show_default=True,
-        help="Sampling temperature; 0 is greedy.",
-    ),
+    options.temp(),
     click.option(
         "--top-p",
         type=float,
@@ -135,14 +121,7 @@ _OPTIONS = (
         metavar="ID=BIAS",
         help="Add BIAS to the logit of token ID (-inf forbids it); repeat it for more.",
     ),
-    click.option(
-        "--seed",
-        type=int,
-        metavar="N",
-        default=0,
-        show_default=True,
-        help="Seed of the first prompt's draws; each next prompt's is one more.",
-    ),
+    options.seed(),
     click.option(
         "--verification",
         type=click.Choice(VERIFICATIONS),
@@ -201,14 +180,3 @@ def params_of(
         top_logprobs=top_logprobs or 0,
         **same_names,
     )
-
-
-def is_given(name: str) -> bool:
-    """Whether the option was typed, be it with its default value."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is ParameterSource.COMMANDLINE
-
-
-def dashed(name: str) -> str:
-    """The option of a parameter's name."""
-    return "--" + name.replace("_", "-")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 import click
 
 from ..prompts import read_prompts
+from . import options
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
@@ -18,60 +19,25 @@ _EVALUATIONS_PER_LAYER = 6
 
 
 @click.command("tune-layers", short_help="Find layers of a target that make a draft.")
-@click.option(
-    "--target",
-    "--model",
-    metavar="MODEL",
-    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
+@options.target()
+@options.prompts("Prompts like those that will be decoded: as for specdec run.")
+@options.num_prompts("Use the first N of them.", default=4)
+@options.max_tokens(
+    "Tokens that the target writes for each, to be agreed with.", default=32, low=2
 )
-@click.option(
-    "--prompts",
-    "file",
-    required=True,
-    metavar="FILE",
-    help="Prompts like those that will be decoded: as for specdec run.",
-)
-@click.option(
-    "--num-prompts",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=4,
-    show_default=True,
-    help="Use the first N of them.",
-)
-@click.option(
-    "--max-tokens",
-    "-m",
-    type=click.IntRange(min=2),
-    metavar="N",
-    default=32,
-    show_default=True,
-    help="Tokens that the target writes for each, to be agreed with.",
-)
-@click.option(
+@options.positive(
     "--layers",
     "keep",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Layers to keep. [default: as many as the best predicted speed-up has]",
+    text="Layers to keep. [default: as many as the best predicted speed-up has]",
 )
-@click.option(
+@options.positive(
     "--max-evaluations",
-    type=click.IntRange(min=2),
-    metavar="N",
-    help="Most sets of layers to try; each takes a forward of all these texts. "
+    text="Most sets of layers to try; each takes a forward of all these texts. "
     f"[default: {_EVALUATIONS_PER_LAYER} for each layer of the target]",
+    low=2,
 )
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Load the weights in this type. [default: as they are stored]",
-)
-@click.option(
-    "--ignore-chat-template",
-    is_flag=True,
-    help="Encode prompts raw, without the chat template.",
-)
+@options.dtype()
+@options.ignore_chat_template()
 @click.option("--quiet", "-q", is_flag=True, help="No progress.")
 def tune_layers(
     *,

@@ -14,10 +14,11 @@ from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..draft_spec import DraftSpec
 from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_prompts
+from . import options
+from .options import is_given
 from .output import open_output
 from .quiet import silence_third_parties
 from .report import FAILURE, show_warnings
-from .sampling_options import is_given
 
 if TYPE_CHECKING:
     from ..certificate import Certificate
@@ -32,50 +33,19 @@ TOKENS_BEHIND_DRAFT = 3
 
 
 @click.command(short_help="Compare the output with plain decoding.")
-@click.option(
-    "--target",
-    "--model",
-    metavar="MODEL",
-    help="MLX model folder, hub id or .gguf file. [default: SmolLM2-135M-Instruct]",
+@options.target()
+@options.draft(
+    "Draft, named as for `specdec run`. [default: none: batches are compared]"
 )
-@click.option(
-    "--draft",
-    "--draft-model",
-    metavar="MODEL",
-    help="Draft, named as for `specdec run`. [default: none: batches are compared]",
+@options.prompts(
+    "Prompts, one a line: text, or JSON as for `specdec run`; '-' reads standard input."
 )
-@click.option(
-    "--prompts",
-    "file",
-    required=True,
-    metavar="FILE",
-    help="Prompts, one a line: text, or JSON as for `specdec run`; '-' reads "
-    "standard input.",
+@options.num_prompts("Take the first N prompts. [default: all]")
+@options.max_tokens(
+    f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
+    "distribution, a round and what is around it]"
 )
-@click.option(
-    "--num-prompts",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help="Take the first N prompts. [default: all]",
-)
-@click.option(
-    "--max-tokens",
-    "-m",
-    type=click.IntRange(min=1),
-    metavar="N",
-    help=f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
-    "distribution, a round and what is around it]",
-)
-@click.option(
-    "--batch",
-    "--batch-size",
-    "batch_size",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=DEFAULT_BATCH_SIZE,
-    show_default=True,
-    help="Prompts that the engine decodes together.",
-)
+@options.batch("Prompts that the engine decodes together.", default=DEFAULT_BATCH_SIZE)
 @click.option(
     "--num-draft-tokens",
     type=click.IntRange(min=1),
@@ -84,22 +54,8 @@ TOKENS_BEHIND_DRAFT = 3
     show_default=True,
     help="Tokens that the draft proposes in a round.",
 )
-@click.option(
-    "--temp",
-    type=click.FloatRange(min=0),
-    metavar="T",
-    default=0.0,
-    show_default=True,
-    help="Sampling temperature; 0 is greedy.",
-)
-@click.option(
-    "--seed",
-    type=int,
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Seed of the first prompt's draws; each next prompt's is one more.",
-)
+@options.temp()
+@options.seed()
 @click.option(
     "--verification",
     type=click.Choice(VERIFICATIONS),
@@ -108,40 +64,20 @@ TOKENS_BEHIND_DRAFT = 3
     help="How sampled draft tokens are accepted: coupled is compared token for "
     "token, the others by the distribution of many draws.",
 )
-@click.option(
-    "--draws",
-    type=click.IntRange(min=20),
-    metavar="N",
-    default=256,
-    show_default=True,
-    help="Decodings of each prompt, for a distribution.",
+@options.positive(
+    "--draws", text="Decodings of each prompt, for a distribution.", default=256, low=20
 )
-@click.option(
+@options.positive(
     "--max-restarts",
-    type=click.IntRange(min=0),
-    metavar="N",
+    text="Times that a prompt is decoded on from behind a tie.",
     default=16,
-    show_default=True,
-    help="Times that a prompt is decoded on from behind a tie.",
+    low=0,
 )
-@click.option(
-    "--kv-bits",
-    type=click.Choice(["4", "8"]),
-    help="Keep keys and values quantized, in plain decoding too. [default: as they "
-    "are]",
+@options.kv_bits(
+    "Keep keys and values quantized, in plain decoding too. [default: as they are]"
 )
-@click.option(
-    "--kv-group-size",
-    type=click.Choice(["32", "64", "128"]),
-    default="64",
-    show_default=True,
-    help="Elements that share a scale, with --kv-bits.",
-)
-@click.option(
-    "--dtype",
-    type=click.Choice(["float32", "bfloat16", "float16"]),
-    help="Load the weights in this type. [default: as they are stored]",
-)
+@options.kv_group_size()
+@options.dtype()
 @click.option(
     "--json",
     "json_file",

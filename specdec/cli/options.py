@@ -1,0 +1,195 @@
+"""Options that several commands have: one place for their names and their meaning."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import click
+from click.core import ParameterSource
+
+from ..config import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+
+F = TypeVar("F", bound=Callable[..., Any])
+Option = Callable[[F], F]
+
+
+def target(
+    text: str = "MLX model folder, hub id or .gguf file. "
+    "[default: SmolLM2-135M-Instruct]",
+    *,
+    required: bool = False,
+) -> Option[Any]:
+    """``--target``, also ``--model`` as mlx-lm calls it."""
+    return click.option(
+        "--target", "--model", metavar="MODEL", required=required, help=text
+    )
+
+
+def draft(text: str, *, required: bool = False) -> Option[Any]:
+    """``--draft``, also ``--draft-model`` as mlx-lm calls it."""
+    return click.option(
+        "--draft", "--draft-model", metavar="MODEL", required=required, help=text
+    )
+
+
+def prompts(text: str, *, required: bool = True) -> Option[Any]:
+    """``--prompts``, whose value is named ``file``."""
+    return click.option(
+        "--prompts", "file", metavar="FILE", required=required, help=text
+    )
+
+
+def positive(
+    *names: str,
+    text: str,
+    default: int | tuple[int, ...] | None = None,
+    low: int = 1,
+    **more: Any,
+) -> Option[Any]:
+    """An option that is a number, ``low`` or more."""
+    return click.option(
+        *names,
+        type=click.IntRange(min=low),
+        metavar="N",
+        default=default,
+        show_default=default is not None,
+        help=text,
+        **more,
+    )
+
+
+def num_prompts(text: str, *, default: int | None = None) -> Option[Any]:
+    """``--num-prompts``: how many of a file's prompts to take."""
+    return positive("--num-prompts", default=default, text=text)
+
+
+def max_tokens(text: str, *, default: int | None = None, low: int = 1) -> Option[Any]:
+    """``--max-tokens``, ``-m``."""
+    return positive("--max-tokens", "-m", default=default, low=low, text=text)
+
+
+def batch(text: str, *, default: int) -> Option[Any]:
+    """``--batch``, also ``--batch-size``, whose value is named ``batch_size``."""
+    return positive("--batch", "--batch-size", "batch_size", default=default, text=text)
+
+
+def batches(text: str, *, default: tuple[int, ...]) -> Option[Any]:
+    """The same, to be repeated; the values are named ``batch_sizes``."""
+    return positive(
+        "--batch",
+        "--batch-size",
+        "batch_sizes",
+        default=default,
+        text=text,
+        multiple=True,
+    )
+
+
+def num_draft_tokens(text: str, *, low: int) -> Option[Any]:
+    """``--num-draft-tokens``: a number, ``low`` or more, or ``auto``."""
+
+    def parsed(
+        context: click.Context, option: click.Parameter, value: str
+    ) -> NumDraftTokens:
+        if value == "auto":
+            return "auto"
+        try:
+            number = int(value)
+        except ValueError:
+            number = low - 1
+        if number < low:
+            raise click.BadParameter(f"{value!r} is not auto, nor a number from {low}")
+        return number
+
+    return click.option(
+        "--num-draft-tokens",
+        callback=parsed,
+        metavar="N|auto",
+        default=str(DEFAULT_NUM_DRAFT_TOKENS),
+        show_default=True,
+        help=text,
+    )
+
+
+def prefill_step_size(text: str, *, default: int) -> Option[Any]:
+    """``--prefill-step-size``."""
+    return positive("--prefill-step-size", default=default, text=text)
+
+
+def max_kv_size(text: str) -> Option[Any]:
+    """``--max-kv-size``."""
+    return positive("--max-kv-size", low=5, text=text)
+
+
+def kv_bits(text: str, *, choices: tuple[str, ...] = ("4", "8")) -> Option[Any]:
+    """``--kv-bits``."""
+    return click.option("--kv-bits", type=click.Choice(choices), help=text)
+
+
+def kv_group_size() -> Option[Any]:
+    """``--kv-group-size``."""
+    return click.option(
+        "--kv-group-size",
+        type=click.Choice(["32", "64", "128"]),
+        default="64",
+        show_default=True,
+        help="Elements that share a scale, with --kv-bits.",
+    )
+
+
+def temp(text: str = "Sampling temperature; 0 is greedy.") -> Option[Any]:
+    """``--temp``."""
+    return click.option(
+        "--temp",
+        type=click.FloatRange(min=0),
+        metavar="T",
+        default=0.0,
+        show_default=True,
+        help=text,
+    )
+
+
+def seed() -> Option[Any]:
+    """``--seed``."""
+    return click.option(
+        "--seed",
+        type=int,
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Seed of the first prompt's draws; each next prompt's is one more.",
+    )
+
+
+def dtype(
+    text: str = "Load the weights in this type. [default: as they are stored]",
+) -> Option[Any]:
+    """``--dtype``."""
+    choices = click.Choice(["float32", "bfloat16", "float16"])
+    return click.option("--dtype", type=choices, help=text)
+
+
+def memory_limit(text: str) -> Option[Any]:
+    """``--memory-limit``."""
+    return click.option("--memory-limit", metavar="SIZE", help=text)
+
+
+def ignore_chat_template() -> Option[Any]:
+    """``--ignore-chat-template``."""
+    return click.option(
+        "--ignore-chat-template",
+        is_flag=True,
+        help="Encode prompts raw, without the chat template.",
+    )
+
+
+def is_given(name: str) -> bool:
+    """Whether the option was typed, be it with its default value."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def dashed(name: str) -> str:
+    """The option of a parameter's name."""
+    return "--" + name.replace("_", "-")
