@@ -6,26 +6,20 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
+from .assembly import check_before_loading, models_of, preflight_of
 from .calibration import draft_length, measure_forwards
 from .config import EngineConfig
 from .draft_spec import DraftSpec
-from .drafters import (
-    DraftContext,
-    Drafter,
-    DrafterFactory,
-    NamedDrafter,
-    describe,
-    factory_of,
-    make_drafter,
-)
+from .drafters import DrafterFactory, NamedDrafter, describe, factory_of
 from .engine import Engine
-from .errors import ConfigError, ModelError, UnsupportedModelError
+from .errors import ConfigError
 from .lengths import Forwards
 from .models import (
     LoadedModel,
@@ -33,14 +27,10 @@ from .models import (
     default_target,
     load,
 )
-from .models.outline import outline, outline_draft
-from .models.planning import Described, plan_memory
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
-from .models.runner import ModelRunner
 from .observer import RoundObserver
 from .params import SamplingParams, require_params
 from .prefix.store import PrefixStore, open_store
-from .preflight import Preflight
 from .prompts import Prompt, encode_all
 from .results import GenerationResult, StreamEvent
 from .serving import Server
@@ -95,22 +85,21 @@ class SpecDecoder:
         self.stats = RunStats()
         self._backend = backend.defaults()
         self.prefix_store: PrefixStore | None = open_store(self.config)
+        ngram = factory.ngram if isinstance(factory, NamedDrafter) else None
         drafts = factory is not None
-        self._preflight = _preflight(target, model, self.config, drafts=drafts)
-        self._target = self._runner(target)
+        self._preflight = preflight_of(
+            target, model, self.config, drafts=drafts, ngram=ngram
+        )
+        models = partial(
+            models_of, target, factory, backend=self._backend, store=self.prefix_store
+        )
+        self._target, self._drafter = models(self.config)
+        # For requests that do not fit in memory otherwise; made when one comes.
+        own = self.config
+        self._packed = cache(lambda bits: models(replace(own, kv_bits=bits)))
         self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
-        self._drafter: Drafter | None = None
-        if factory is not None and self.config.max_draft_tokens:
-            context = DraftContext(
-                target,
-                vocab_size=self._target.vocab_size,
-                max_draft_tokens=self.config.max_draft_tokens,
-                runner=self._runner,
-            )
-            self._drafter = make_drafter(factory, context)
-            self._target = self._target.recording(self._drafter.hidden_layers)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config, self._target, self._drafter, self._backend
@@ -129,11 +118,6 @@ class SpecDecoder:
             return measure_forwards(
                 self._target, self._drafter, num_rows, max_draft_tokens=k
             )
-
-    def _runner(self, model: LoadedModel) -> ModelRunner:
-        return ModelRunner(
-            model.model, model.name, self.config, self._backend, self.prefix_store
-        )
 
     @classmethod
     def from_pretrained(
@@ -167,7 +151,7 @@ class SpecDecoder:
         spec = None if draft is None else DraftSpec.parse(draft)
         if target is None:
             target = default_target()
-        _check_before_loading(target, spec, dtype, config or EngineConfig())
+        check_before_loading(target, spec, dtype, config or EngineConfig())
         loaded = load(target, dtype=dtype)
         drafter = None
         if spec is not None:
@@ -283,6 +267,7 @@ class SpecDecoder:
             observer,
             self._preflight,
             self._length,
+            self._packed,
         )
         return Session(engine, self.tokenizer, self.bounds)
 
@@ -303,38 +288,6 @@ def _events(session: Session) -> Iterator[StreamEvent]:
     with wired_memory():
         while session.busy:
             yield from session.step()
-
-
-def _preflight(
-    target: Described,
-    draft: Described | None,
-    config: EngineConfig,
-    *,
-    drafts: bool,
-) -> Preflight | None:
-    """What fits in memory; ``None`` where nobody says how much there is."""
-    limit = config.memory_limit or backend.memory_size()
-    if limit is None:
-        return None
-    plan = plan_memory(target, draft, config, backend.defaults(), drafts=drafts)
-    preflight = Preflight(plan, limit)
-    preflight.check_models()
-    return preflight
-
-
-def _check_before_loading(
-    target: str, spec: DraftSpec | None, dtype: str | None, config: EngineConfig
-) -> None:
-    model = None
-    try:
-        target_outline = outline(target, dtype=dtype)
-        if spec is not None and spec.model is not None:
-            model = outline_draft(spec.model.name, target_outline, dtype=dtype)
-    except UnsupportedModelError:
-        raise
-    except ModelError:
-        return  # not downloaded yet, or broken: loading tells, and checks again
-    _preflight(target_outline, model, config, drafts=spec is not None)
 
 
 def _per_prompt(

@@ -25,6 +25,8 @@ from .sequence import Request, Sequence
 from .stats import RunStats
 from .text import Detokenizer, OutputText
 
+Models = tuple[ModelRunner, Drafter | None]
+
 
 class Engine:
     """Decodes requests as rows become free, ``config.batch_size`` at a time.
@@ -44,6 +46,8 @@ class Engine:
         preflight: rows wait while those that run leave no memory for them.
         length: chooses how many tokens rounds draft; ``None``: the most that the
             config allows.
+        packed: a target and a drafter that keep keys and values in so many bits, for
+            requests that ask for it (``Request.kv_bits``).
     """
 
     def __init__(
@@ -57,10 +61,11 @@ class Engine:
         observer: RoundObserver | None = None,
         preflight: Preflight | None = None,
         length: DraftLength | None = None,
+        packed: Callable[[int], Models] | None = None,
     ):
         self.stats = RunStats()
-        self._target = target
-        self._drafter = drafter
+        self._models: Models = target, drafter
+        self._packed = packed
         self._config = config
         self._backend = backend
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -193,9 +198,13 @@ class Engine:
             return
         if self._running is not None:  # what it takes was not counted
             self._running.drop_ended()
+        models, kv_bits = self._models, sequences[0].request.kv_bits
+        if kv_bits is not None and self._packed is not None:
+            models = self._packed(kv_bits)
+        for sequence in sequences:
+            sequence.kv_bits = models[0].options.kv_bits
         self._joining = RowBatch(
-            self._target,
-            self._drafter,
+            *models,
             sequences,
             self._length,
             self._backend,

@@ -29,6 +29,7 @@ class GenerationResult:
             ``error``. Whatever it is, what was generated until then is there.
         stop_reason: the text or the token id that ended it, else ``None``.
         error: one line, where ``finish_reason`` is ``error``.
+        kv_bits: bits in which keys and values were kept; ``None``: as they are.
         prefix_tokens: of the ``prompt_tokens``, those that were found in the prefix
             store and not computed.
         rounds: decode rounds that the row took part in (its first token comes from
@@ -52,6 +53,7 @@ class GenerationResult:
     rounds: int
     drafted: int
     accepted: int
+    kv_bits: int | None = None
     prefix_tokens: int = 0
     stop_reason: str | int | None = None
     error: str | None = None
@@ -80,6 +82,7 @@ class GenerationResult:
             token_ids=sequence.tokens,
             finish_reason=reason,
             prompt_tokens=len(request.prompt_tokens),
+            kv_bits=sequence.kv_bits,
             prefix_tokens=sequence.prefix_tokens,
             rounds=sequence.rounds,
             drafted=sequence.drafted,
@@ -124,6 +127,7 @@ class GenerationResult:
             "stop_reason": self.stop_reason,
             "error": self.error,
             "prompt_tokens": self.prompt_tokens,
+            "kv_bits": self.kv_bits,
             "prefix_tokens": self.prefix_tokens,
             "generated_tokens": self.generated_tokens,
             "rounds": self.rounds,

@@ -19,7 +19,8 @@ def _free(requests: AbstractSequence[Request]) -> int:
 class Scheduler:
     """Rows that wait for a place, and whether there is one.
 
-    Nobody overtakes: a row that does not fit holds those behind it back.
+    Nobody overtakes: a row that does not fit, or whose keys and values are kept in
+    other bits than those of the rows that run, holds those behind it back.
 
     Args:
         batch_size: rows that decode together at most.
@@ -40,6 +41,9 @@ class Scheduler:
         self.budget = budget
         self._cost = cost
         self._waiting: deque[Sequence] = deque()
+        # Rows last found to be too many together: while they are the same, nothing
+        # needs to be asked again.
+        self._too_many: list[Sequence] = []
 
     @property
     def waiting(self) -> int:
@@ -67,17 +71,25 @@ class Scheduler:
         admitted: list[Sequence] = []
         while self._waiting and len(running) + len(admitted) < self.batch_size:
             admitted.append(self._waiting[0])
-            together = [*running, *admitted]
-            alone = len(together) == 1
-            if not alone and not (self._fits(together) and _fit_each_other(admitted)):
+            rows = [*running, *admitted]
+            if len(rows) > 1 and not (
+                self._may_run(rows) and _fit_each_other(admitted)
+            ):
                 return admitted[:-1]
             self._waiting.popleft()
         return admitted
 
-    def _fits(self, rows: AbstractSequence[Sequence]) -> bool:
-        return self.budget is None or (
-            self._cost([s.request for s in rows]) <= self.budget
-        )
+    def _may_run(self, rows: list[Sequence]) -> bool:
+        """Whether rows can be one batch: of one kind of caches, and in memory."""
+        if rows[0].request.kv_bits != rows[-1].request.kv_bits:
+            return False
+        if self.budget is None:
+            return True
+        if list(map(id, rows)) == list(map(id, self._too_many)):
+            return False
+        fits = self._cost([s.request for s in rows]) <= self.budget
+        self._too_many = [] if fits else rows
+        return fits
 
 
 def _fit_each_other(rows: AbstractSequence[Sequence]) -> bool:

@@ -17,13 +17,16 @@ FinishReason = Literal["stop", "length", "cancelled", "error"]
 class Request:
     """One prompt as token ids, with how to decode it.
 
-    ``index`` names it in results and events; nothing else depends on it.
+    ``index`` names it in results and events; nothing else depends on it. With
+    ``kv_bits`` its keys and values are kept in so many bits, whatever the engine does
+    otherwise.
     """
 
     index: int
     prompt: str
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
+    kv_bits: int | None = None
 
     @property
     def max_length(self) -> int:
@@ -63,6 +66,8 @@ class Sequence:
     #: The stop text or token that ended it, or why it failed.
     stop_reason: str | int | None = None
     error: str | None = None
+    #: Bits in which its keys and values are kept; None: as they are.
+    kv_bits: int | None = None
     #: Tokens of the prompt that were found in the prefix store.
     prefix_tokens: int = 0
     rounds: int = 0

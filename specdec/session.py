@@ -9,6 +9,7 @@ from typing import Any
 from .engine import Engine
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .inflight import RowOutput
+from .memory import Fallback
 from .params import SamplingParams, require_params
 from .preflight import Preflight
 from .prompts import EncodedPrompt, Prompt, encode
@@ -51,9 +52,20 @@ class Bounds:
                     f"the target's last is {self.vocab_size - 1}"
                 )
         params = self._cut(prompt, params)
-        if self.preflight is not None:
-            self.preflight.check(len(prompt.token_ids), params)
+        self.fallback(prompt, params)
         return params
+
+    def fallback(
+        self, prompt: EncodedPrompt, params: SamplingParams
+    ) -> Fallback | None:
+        """How it fits in memory where it does not as it is.
+
+        Raises:
+            MemoryLimitError: the request does not fit in memory even alone.
+        """
+        if self.preflight is None:
+            return None
+        return self.preflight.check(len(prompt.token_ids), params)
 
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
@@ -148,8 +160,13 @@ class Session:
             special = tuple(t for t in special if t < self._bounds.vocab_size)
             params = replace(params, xtc_special_tokens=special)
         params = self._bounds.check(prompt, params)
-        index = self._next_index
-        self._engine.add(Request(index, prompt.text, prompt.token_ids, params))
+        fallback = self._bounds.fallback(prompt, params)
+        index, kv_bits = self._next_index, None
+        if fallback is not None:
+            self.stats.fallbacks[index] = fallback
+            kv_bits = fallback.kv_bits
+        request = Request(index, prompt.text, prompt.token_ids, params, kv_bits)
+        self._engine.add(request)
         self._next_index += 1
         return index
 

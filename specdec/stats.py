@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from .memory import Fallback
 from .sequence import (
     Sequence,
     acceptance_by_position,
@@ -25,8 +26,9 @@ class RunStats:
     taken in, ``prefix_tokens`` what of them was found in the prefix store;
     ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
     position (:class:`~specdec.results.GenerationResult`) add up the rows that have
-    ended. ``peak_memory_bytes`` is MLX's peak in this process so far, weights
-    included.
+    ended. ``fallbacks`` are the requests, by index, that fit in memory only with
+    packed keys and values (``kv_bits="auto"``). ``peak_memory_bytes`` is MLX's peak
+    in this process so far, weights included.
     """
 
     prompts: int = 0
@@ -43,6 +45,7 @@ class RunStats:
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
+    fallbacks: dict[int, Fallback] = field(default_factory=dict)
     peak_memory_bytes: int = 0
 
     def take_ended(self, sequence: Sequence) -> None:

@@ -16,6 +16,8 @@ from benchmarks.cache import main as cache
 from benchmarks.decode import main as decode
 from benchmarks.profile_round import main as profile_round
 
+from .models.folders import write_folder
+
 ROOT = Path(__file__).resolve().parent.parent
 
 
@@ -76,6 +78,16 @@ def test_profile_round(tmp_path: Path) -> None:
     for phases in raw["rounds"].values():
         total = phases.pop("round")
         assert sum(phases.values()) == pytest.approx(total)
+
+
+def test_memory(tmp_path: Path) -> None:
+    write_folder(tmp_path / "m", max_position_embeddings=4096)
+    raw = run("memory", tmp_path / "memory", "--target", str(tmp_path / "m"), "--quick")
+    (found,) = raw["runs"]
+    assert found["target"] == "m"
+    assert found["weights"] < found["measured"] <= found["told"]
+    assert found["told"] == max(found["moments"].values())
+    assert 2 <= found["generated_tokens"] <= 8
 
 
 def test_prefix(tmp_path: Path) -> None:

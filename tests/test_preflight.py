@@ -44,9 +44,12 @@ def decode(
     requests: list[Request],
     backend: backend_.BackendDefaults,
     limit: int | None,
+    prefill_step_size: int = 64,
 ) -> tuple[dict[int, list[int]], int, int]:
     """Tokens of every request, the peak, and most rows that ran together."""
-    config = EngineConfig(batch_size=6, prefill_step_size=64, num_draft_tokens=2)
+    config = EngineConfig(
+        batch_size=6, prefill_step_size=prefill_step_size, num_draft_tokens=2
+    )
     plan = plan_memory(target, draft, config, backend)
     preflight = None if limit is None else Preflight(plan, limit)
     runner = ModelRunner(target.model, "target", config, backend)
@@ -94,6 +97,33 @@ def test_a_small_limit_is_never_passed(
     assert tokens == free
     assert peak <= limit
     assert 1 < most < 6
+
+
+def test_rows_that_ended_have_gone_before_another_begins(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """What they hold is not in what was asked of the limit.
+
+    Where shapes repeat, a batch drops its rows when half of them have ended: a third
+    has here when the last request's prefill begins, beside all that the others need.
+    """
+    shape = {"vocab_size": 300, "num_hidden_layers": 24, "intermediate_size": 32}
+    target = loaded(tiny_model, "full", **shape)
+
+    def request(index: int, prompt: int, generated: int) -> Request:
+        params = SamplingParams(max_tokens=generated)
+        return Request(index, "", (5 + index,) * prompt, params)
+
+    ends, *others = request(0, 230, 3), request(1, 220, 16), request(2, 210, 16)
+    last = request(3, 230, 4)
+    config = EngineConfig(batch_size=6, prefill_step_size=32, num_draft_tokens=0)
+    plan = plan_memory(target, None, config, BEHIND)
+    limit = Preflight(plan, 1).cost([*others, last])
+    _, peak, most = decode(
+        target, None, [ends, *others, last], BEHIND, limit, prefill_step_size=32
+    )
+    assert most == 3
+    assert peak <= limit
 
 
 def model(**changes: Any) -> ModelGeometry:

@@ -111,3 +111,39 @@ def test_prompts_of_very_different_length_are_not_read_together() -> None:
     assert len(groups) == 2
     for group in groups:
         assert max(group) * len(group) <= 2 * sum(group)
+
+
+def test_nothing_is_asked_again_while_the_rows_are_the_same() -> None:
+    asked: list[int] = []
+
+    def cost(requests: Sequence_[Request]) -> int:
+        asked.append(len(requests))
+        return total(requests)
+
+    scheduler = Scheduler(8, budget=10, cost=cost)
+    for index, length in enumerate((4, 3, 7, 1)):
+        scheduler.add(row(index, length))
+    running = scheduler.admit([])
+    assert indices(running) == [0, 1]
+    assert asked == [2, 3]
+    for _ in range(5):
+        assert scheduler.admit(running) == []
+    assert asked == [2, 3]
+    # 3 + 7 fit as soon as the first has ended; the last waits, asked about once.
+    running = [*running[1:], *scheduler.admit(running[1:])]
+    assert indices(running) == [1, 2]
+    assert scheduler.admit(running) == []
+    assert asked == [2, 3, 2, 3]
+
+
+def test_rows_of_one_batch_keep_keys_in_as_many_bits() -> None:
+    scheduler = Scheduler(8)
+    for index, kv_bits in enumerate((None, None, 8, 8, None)):
+        request = Request(index, "", (1,), SamplingParams(), kv_bits)
+        scheduler.add(Sequence(request, frozenset()))
+    first = scheduler.admit([])
+    assert indices(first) == [0, 1]
+    assert scheduler.admit(first[1:]) == []
+    packed = scheduler.admit([])
+    assert indices(packed) == [2, 3]
+    assert indices(scheduler.admit([])) == [4]

@@ -24,7 +24,7 @@ LAYERS = (
     {"bench", "certificate", "tuning"},
     {"decoder"},
     {"serving"},
-    {"session"},
+    {"assembly", "session"},
     {"engine"},
     {"batch", "calibration"},
     {"inflight", "pacing"},

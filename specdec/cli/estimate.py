@@ -90,7 +90,9 @@ def estimate(
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
+    from ..drafters.factory import ngram_of
     from ..memory import MemoryPlan
+    from ..memory.choosing import FILTERED, GREEDY
     from ..memory.estimate import Estimate
     from ..models.outline import outline, outline_draft
     from ..models.planning import plan_memory
@@ -99,6 +101,8 @@ def estimate(
     draft_outline = None
     if spec is not None and spec.model is not None:
         draft_outline = outline_draft(spec.model.name, target_outline, dtype=dtype)
+
+    ngram = None if spec is None else ngram_of(spec)
 
     def plan_with(bits: int | None) -> MemoryPlan:
         config = EngineConfig(
@@ -115,6 +119,7 @@ def estimate(
             config,
             backend.defaults(),
             drafts=spec is not None,
+            lookup_bytes=0 if ngram is None else ngram.nbytes(batch_size),
         )
 
     def plan_if_supported(bits: int | None) -> MemoryPlan | None:
@@ -129,7 +134,6 @@ def estimate(
         batch=batch_size,
         limit=backend.memory_size() if limit is None else limit,
         plan_with_bits=plan_if_supported,
-        sampled=temp > 0,
-        filtered=temp > 0,
+        choosing=FILTERED if temp > 0 else GREEDY,
     )
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())

@@ -12,6 +12,7 @@ from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
+    KvBits,
     NumDraftTokens,
 )
 from ..draft_spec import DraftSpec
@@ -20,7 +21,7 @@ from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
 from . import options
 from .options import dashed, is_given
-from .output import Progress, Sink, open_output
+from .output import Progress, Sink, fallback_note, open_output
 from .prefix_options import prefix_config, prefix_options
 from .quiet import silence_third_parties
 from .report import FAILURE, INTERRUPTED, show_error, show_warnings
@@ -71,7 +72,9 @@ if TYPE_CHECKING:
     "[default: all]"
 )
 @options.kv_bits(
-    "Keep keys and values of target and draft quantized. [default: as they are]"
+    "Keep keys and values of target and draft quantized; auto: only those of "
+    "prompts that do not fit in memory otherwise. [default: as they are]",
+    choices=("4", "8", "auto"),
 )
 @options.kv_group_size()
 @click.option(
@@ -145,7 +148,7 @@ def run(
         num_draft_tokens=num_draft_tokens,
         prefill_step_size=prefill_step_size,
         max_kv_size=max_kv_size,
-        kv_bits=None if kv_bits is None else int(kv_bits),
+        kv_bits=_kv_bits(kv_bits),
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
@@ -182,6 +185,8 @@ def run(
         system_prompt=system_prompt,
         ignore_chat_template=ignore_chat_template,
     )
+    if not quiet and (note := fallback_note(decoder.stats.fallbacks)):
+        click.echo(f"specdec: note: {note}", err=True)
     interrupted = False
     with Progress(len(prompts), quiet=quiet) as progress:
         sink = Sink(prompts, output, progress.aside)
@@ -206,6 +211,12 @@ def run(
         sys.exit(INTERRUPTED)
     if sink.errors:
         sys.exit(FAILURE)
+
+
+def _kv_bits(text: str | None) -> KvBits:
+    if text == "auto":
+        return "auto"
+    return None if text is None else int(text)
 
 
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
@@ -233,7 +244,7 @@ def _check_together(
     for name in ("kv_group_size", "quantized_kv_start"):
         if kv_bits is None and is_given(name):
             raise click.UsageError(
-                f"{dashed(name)} needs --kv-bits: add --kv-bits 4 or 8"
+                f"{dashed(name)} needs --kv-bits: add --kv-bits 4, 8 or auto"
             )
 
 

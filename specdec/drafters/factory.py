@@ -62,6 +62,15 @@ class DescribedFactory(Protocol):
     def __call__(self, context: DraftContext, /) -> Drafter: ...
 
 
+def ngram_of(spec: DraftSpec) -> NgramOptions | None:
+    """How the draft looks n-grams up; ``None``: it does not."""
+    if not spec.ngram:
+        return None
+    if spec.model is None:
+        return NgramOptions(shared=spec.shared)
+    return NgramOptions(min_ngram=_MIN_NGRAM_BEFORE_A_MODEL, shared=spec.shared)
+
+
 @dataclass(frozen=True)
 class NamedDrafter:
     """The factory of specdec's own drafters; their models are loaded.
@@ -85,15 +94,10 @@ class NamedDrafter:
         Raises:
             ConfigError, ModelError: see :func:`specdec.models.load_draft`.
         """
-        model = ngram = None
+        model = None
         if spec.model is not None:
             model = load_draft(spec.model.name, target, dtype=dtype)
-        if spec.ngram:
-            least = (
-                NgramOptions().min_ngram if model is None else _MIN_NGRAM_BEFORE_A_MODEL
-            )
-            ngram = NgramOptions(min_ngram=least, shared=spec.shared)
-        return cls(spec.name, model, ngram)
+        return cls(spec.name, model, ngram_of(spec))
 
     def __call__(self, context: DraftContext) -> Drafter:
         """The drafter.

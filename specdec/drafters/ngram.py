@@ -19,6 +19,7 @@ from .lookup import EMPTY, continuation, longest_match, read, ring_of, write
 from .shared import NgramTable
 
 _MIN_CAPACITY = 256
+_TABLE_BYTES = 8 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +53,16 @@ class NgramOptions:
             self.max_ngram,
             f"less than {_MIN_CAPACITY}",
         )
+
+    def nbytes(self, num_rows: int) -> int:
+        """Most bytes that looking up takes for so many rows, measured and rounded up.
+
+        Comparing a slot with each of the newest tokens takes 8 bytes, what is made
+        of that 32; the shared table is held twice while it changes.
+        """
+        slot = 32 + 8 * self.max_ngram
+        table = _TABLE_BYTES if self.shared else 0
+        return num_rows * self.max_history * slot + table
 
 
 class NgramDrafter:

@@ -4,6 +4,8 @@ Nothing here imports mlx; :mod:`specdec.models.geometry` reads models.
 """
 
 from .capacity import cache_slots, grown_capacity, ring_slots, round_up
+from .choosing import Choosing
+from .fallback import Fallback
 from .formulas import (
     attention_slot_bytes,
     growing_bytes,
@@ -20,6 +22,8 @@ from .sizes import format_size, parse_size
 
 __all__ = [
     "CacheGeometry",
+    "Choosing",
+    "Fallback",
     "MemoryPlan",
     "ModelGeometry",
     "Moment",

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from .choosing import GREEDY, Choosing
 from .formulas import recommend_quantization
 from .plan import (
     MAX_BATCH,
@@ -32,7 +33,7 @@ class Estimate:
         limit: what the device has; ``None`` when that is not known.
         plan_with_bits: the plan with keys and values in so many bits (``None``: as
             they are), or ``None`` where the models refuse it.
-        sampled, filtered: as in :class:`RowNeeds`.
+        choosing: as in :class:`RowNeeds`.
     """
 
     plan: MemoryPlan
@@ -40,13 +41,12 @@ class Estimate:
     batch: int
     limit: int | None
     plan_with_bits: Callable[[int | None], MemoryPlan | None]
-    sampled: bool = False
-    filtered: bool = False
+    choosing: Choosing = GREEDY
 
     def _rows(self, batch: int, context: int) -> list[RowNeeds]:
         # One token is generated at least.
         prompt = max(1, context - 1)
-        row = RowNeeds(prompt, max(1, context - prompt), self.sampled, self.filtered)
+        row = RowNeeds(prompt, max(1, context - prompt), self.choosing)
         return [row] * batch
 
     @cached_property

@@ -101,12 +101,15 @@ class ModelGeometry:
             max_write: most tokens of one write, as rings were told.
             dense: before they are quantized.
         """
-        return [
-            rows
+        caches = self.dense_caches if dense else self.caches
+        # Layers of a model are of few kinds.
+        sizes = {
+            c: rows
             * c.slot_bytes
             * c.slots(length, max_length=max_length, max_write=max_write)
-            for c in (self.dense_caches if dense else self.caches)
-        ]
+            for c in set(caches)
+        }
+        return [sizes[c] for c in caches]
 
     def columns(self, length: int, *, max_write: int, read_bucket: int) -> int:
         """Keys that attention reads for rows of ``length`` tokens, at most."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from .capacity import chunk_width, padded_length
+from .choosing import GREEDY, Choosing, choosing_bytes
 from .formulas import logits_bytes
 from .geometry import ModelGeometry
 
@@ -22,6 +23,7 @@ PARTS = (
     "logits",
     "activations",
     "rounds in flight",
+    "n-gram lookup",
     "prefix cache",
     "loading",
 )
@@ -34,14 +36,12 @@ class RowNeeds:
     Args:
         prompt_tokens: of its prompt.
         max_tokens: that it may generate.
-        sampled: whether it has a temperature.
-        filtered: whether top-p, min-p or top-k leave tokens out then.
+        choosing: how its tokens are chosen.
     """
 
     prompt_tokens: int
     max_tokens: int
-    sampled: bool = False
-    filtered: bool = False
+    choosing: Choosing = GREEDY
 
     @property
     def context(self) -> int:
@@ -80,6 +80,7 @@ class MemoryPlan:
         patient: whether speculative rounds are read so late too (RowBatch).
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
+        lookup_bytes: of what n-grams are looked up in, and of looking.
     """
 
     target: ModelGeometry
@@ -91,6 +92,7 @@ class MemoryPlan:
     patient: bool = True
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
+    lookup_bytes: int = 0
 
     # -- the moments -------------------------------------------------------
 
@@ -136,7 +138,7 @@ class MemoryPlan:
             )
             parts["growth and joins"] = self._largest_layer(model, rows, prompt)
             parts["activations"] = model.workspace_bytes(len(rows), width, columns)
-            moments.append(Moment("prefill", self._with_prefixes(parts)))
+            moments.append(Moment("prefill", self._with_others(parts)))
         return max(moments, key=lambda moment: moment.total)
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
@@ -159,17 +161,17 @@ class MemoryPlan:
         logits = sum(
             logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
         )
-        logits += max(_choice_bytes(m, rows, n) for m, n in heads)
+        choosing = [r.choosing for r in rows]
+        logits += max(choosing_bytes(choosing, n, m.vocab_size) for m, n in heads)
         parts["logits"] = logits
         parts["activations"] = max(workspace)
         if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (max(workspace) + logits)
-        return Moment("decoding", self._with_prefixes(parts))
+        return Moment("decoding", self._with_others(parts))
 
-    def _with_prefixes(self, parts: dict[str, int]) -> dict[str, int]:
-        return (
-            parts | {"prefix cache": self.prefix_bytes} if self.prefix_bytes else parts
-        )
+    def _with_others(self, parts: dict[str, int]) -> dict[str, int]:
+        others = {"n-gram lookup": self.lookup_bytes, "prefix cache": self.prefix_bytes}
+        return parts | {name: size for name, size in others.items() if size}
 
     # -- the engine's own sizes ----------------------------------------------
 
@@ -248,18 +250,6 @@ class MemoryPlan:
         # Dense until the longest row has so many, found out between two writes.
         most = min(length, self.quantized_kv_start - 1 + self._max_write)
         return max(now, sizes(most, dense=True), key=sum)
-
-
-def _choice_bytes(model: ModelGeometry, rows: Sequence[RowNeeds], k: int) -> int:
-    """What choosing a token from logits of k + 1 positions holds beside them.
-
-    Copies in float32, measured: noise, logits and their sum; for filters also
-    log-probabilities, sorted, summed and put back.
-    """
-    copies = 3 if any(r.sampled for r in rows) else 0
-    if any(r.sampled and r.filtered for r in rows):
-        copies = 12
-    return copies * logits_bytes(len(rows), k, model.vocab_size, 4)
 
 
 def largest_fitting(fits: Callable[[int], bool], limit: int) -> int:

@@ -40,12 +40,14 @@ def plan_memory(
     backend: BackendDefaults,
     *,
     drafts: bool | None = None,
+    lookup_bytes: int = 0,
 ) -> MemoryPlan:
     """The plan of a run of these models.
 
     Args:
         drafts: whether anything proposes; ``None``: a draft model does, if there
             is one.
+        lookup_bytes: what it takes to look n-grams up.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve a model.
@@ -74,6 +76,7 @@ def plan_memory(
         patient=backend.repeat_shapes,
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
+        lookup_bytes=lookup_bytes if k else 0,
     )
 
 

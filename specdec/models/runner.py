@@ -31,7 +31,7 @@ def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOption
     return CacheOptions(
         max_write=config.prefill_step_size,
         read_bucket=config.read_bucket or backend.read_bucket,
-        kv_bits=config.kv_bits,
+        kv_bits=None if config.kv_bits == "auto" else config.kv_bits,
         kv_group_size=config.kv_group_size,
         quantized_kv_start=config.quantized_kv_start,
         max_kv_size=config.max_kv_size,
@@ -253,9 +253,15 @@ class ModelRows:
         maybe_quantize(self._caches, self.runner.options, longest)
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows, in that order."""
+        """Keep just the given rows, in that order; what the others held is free.
+
+        Waits for the device: a layer's copy is made when the one before it has
+        taken its place, and nothing is left to the next round, before which other
+        rows may want the memory.
+        """
         for cache in self._caches:
             cache.filter(rows)
+            mx.eval(cache.state)
 
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which should not be used any more."""

@@ -17,6 +17,7 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cli.output import Sink
 from specdec.config import EngineConfig
+from specdec.memory import Fallback
 from specdec.params import SamplingParams
 
 from .conftest import FakeDecoder
@@ -24,6 +25,7 @@ from .conftest import FakeDecoder
 Specdec = Callable[..., Result]
 
 FIELDS = {
+    "kv_bits",
     "index",
     "prompt",
     "text",
@@ -103,6 +105,27 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         "system_prompt": "S",
         "ignore_chat_template": False,
     }
+
+
+def test_what_auto_decided_is_told_in_a_line(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    gib = 1 << 30
+    decoder.stats.fallbacks = {
+        index: Fallback(kv_bits=bits, needed=n * gib, packed=7 * gib, limit=8 * gib)
+        for index, bits, n in ((1, 8, 9), (4, 4, 12), (5, 8, 10))
+    }
+    result = specdec("run", "-p", "Hi", "--kv-bits", "auto")
+    assert decoder.calls["config"] == EngineConfig(kv_bits="auto")
+    assert without_notes(result.stderr) != result.stderr.splitlines()
+    assert (
+        "specdec: note: prompts 1, 4, 5 would need up to 12.0 GiB and the memory limit "
+        "is 8.00 GiB: keys and values of prompts 1, 5 in 8 bits and of prompt 4 in 4 "
+        "bits, up to 7.00 GiB; that can change the output\n"
+    ) in result.stderr
+    assert "would need" not in specdec("run", "-p", "Hi", "--quiet").stderr
+    decoder.stats.fallbacks = {}
+    assert "would need" not in specdec("run", "-p", "Hi").stderr
 
 
 def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:

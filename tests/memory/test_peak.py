@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -11,14 +12,15 @@ import mlx.nn as nn
 import pytest
 
 from specdec import backend
-from specdec.config import EngineConfig
-from specdec.drafters import DraftModel
+from specdec.config import EngineConfig, NumDraftTokens
+from specdec.drafters import Drafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.engine import Engine
 from specdec.memory import MemoryPlan, RowNeeds
 from specdec.models import LoadedModel, load_draft
 from specdec.models.planning import plan_memory
 from specdec.models.runner import ModelRunner
 from specdec.params import SamplingParams
+from specdec.preflight import row_needs
 from specdec.sequence import Request
 
 from ..cache.small_models import MODELS
@@ -47,25 +49,26 @@ def loaded(
     return LoadedModel(tiny_model(arch, seed=seed, **config), tokenizer, config, name)
 
 
-def needs(request: Request) -> RowNeeds:
-    params = request.params
-    sampled = params.temperature > 0
-    return RowNeeds(
-        len(request.prompt_tokens), params.max_tokens, sampled, params.top_p < 1
-    )
-
-
 def measure(
     target: LoadedModel,
     draft: LoadedModel | None,
     config: EngineConfig,
     requests: Sequence[Request],
+    drafter: Drafter | None = None,
 ) -> tuple[int, MemoryPlan]:
     """Bytes at the fullest moment of a run, and the plan of it."""
     defaults = backend.defaults()
-    plan = plan_memory(target, draft, config, defaults)
+    drafts = draft is not None or drafter is not None
+    ngram = getattr(drafter, "options", None)
+    plan = plan_memory(
+        target,
+        draft,
+        config,
+        defaults,
+        drafts=drafts,
+        lookup_bytes=ngram.nbytes(config.batch_size) if ngram else 0,
+    )
     runner = ModelRunner(target.model, "target", config, defaults)
-    drafter = None
     if draft is not None:
         drafter = DraftModel(
             ModelRunner(draft.model, "draft", config, defaults),
@@ -104,11 +107,10 @@ def requests_of(
 
 
 def fullest(requests: Sequence[Request], batch: int) -> list[RowNeeds]:
-    most = max(map(needs, requests), key=lambda r: r.context)
+    most = max(r.max_length for r in requests)
     prompt = max(len(r.prompt_tokens) for r in requests)
-    return [RowNeeds(prompt, most.context - prompt, most.sampled, most.filtered)] * min(
-        batch, len(requests)
-    )
+    rows = [row_needs(prompt, r.params) for r in requests[:batch]]
+    return [replace(row, max_tokens=most - prompt) for row in rows]
 
 
 Run = tuple[str, int, int, int, int, dict[str, Any]]
@@ -162,6 +164,28 @@ def test_a_run_stays_within_its_plan(
     assert peak <= told
     # What is told above the weights is not just anything large.
     assert told - plan.weight_bytes <= 1.75 * (peak - plan.weight_bytes)
+
+
+@pytest.mark.parametrize(("k", "shared"), [(3, False), ("auto", False), (3, True)])
+def test_drafts_without_a_model_are_verified_too(
+    tiny_model: Callable[..., nn.Module], k: NumDraftTokens, shared: bool
+) -> None:
+    """N-grams have no weights, and k + 1 logits for every row all the same."""
+    target = loaded(tiny_model, "full", vocab_size=12_000, num_hidden_layers=1)
+    config = EngineConfig(batch_size=6, prefill_step_size=16, num_draft_tokens=k)
+    # Periodic, so that there is always a match.
+    requests = [
+        Request(i, "", (5, 6, 7 + i) * 9, SamplingParams(max_tokens=20))
+        for i in range(6)
+    ]
+    drafter = NgramDrafter(NgramOptions(shared=shared, max_history=256))
+    peak, plan = measure(target, None, config, requests, drafter)
+    assert plan.num_draft_tokens == config.max_draft_tokens == (8 if k == "auto" else k)
+    rows = fullest(requests, 6)
+    assert peak <= plan.peak(rows)
+    if not shared:  # the table that rows share would hide the logits here
+        unverified = replace(plan, num_draft_tokens=0, lookahead=0)
+        assert unverified.peak(rows) < peak
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=str)

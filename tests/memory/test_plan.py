@@ -10,12 +10,14 @@ from hypothesis import strategies as st
 
 from specdec.memory import (
     CacheGeometry,
+    Choosing,
     MemoryPlan,
     ModelGeometry,
     RowNeeds,
     kv_cache_bytes,
     largest_fitting,
 )
+from specdec.memory.choosing import COPIES, FILTERED
 from specdec.memory.estimate import Estimate
 
 # An 8B model: 32 layers, 8 heads of 128 in 16 bits.
@@ -48,8 +50,11 @@ rows = st.lists(
         RowNeeds,
         prompt_tokens=st.integers(1, 9000),
         max_tokens=st.integers(1, 3000),
-        sampled=st.booleans(),
-        filtered=st.booleans(),
+        choosing=st.builds(
+            Choosing,
+            st.frozensets(st.sampled_from(sorted(COPIES))),
+            st.frozensets(st.tuples(st.sampled_from(["top_p", "xtc"]), st.just(0.5))),
+        ),
     ),
     min_size=1,
     max_size=9,
@@ -83,11 +88,13 @@ def test_more_never_needs_less(
     """Searches for what fits rely on it: a row, a token, a draw more costs."""
     peak = plan.peak(batch)
     row = batch[at % len(batch)]
+    steps, filters = row.choosing.steps, row.choosing.filter
+    more = Choosing(steps | FILTERED.steps, filters | FILTERED.filter)
     assert plan.peak([*batch, row]) >= peak
     for longer in (
         replace(row, max_tokens=row.max_tokens + 1),
         replace(row, prompt_tokens=row.prompt_tokens + 1),
-        replace(row, sampled=True, filtered=True),
+        replace(row, choosing=more),
     ):
         changed = [longer if r is row else r for r in batch]
         assert plan.peak(changed) >= peak

@@ -1,0 +1,185 @@
+"""What a run was told to hold beside what it held at its fullest, loading included.
+
+The plan is made from the files alone, before anything is loaded; MLX's peak is read
+behind the run. Both count what MLX allocates.
+"""
+
+from __future__ import annotations
+
+import gc
+from dataclasses import dataclass, field
+from typing import Any
+
+import click
+import mlx.core as mx
+
+from benchmarks.common import Script, header_of, write_report
+from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
+from specdec.bench.machine import short
+from specdec.draft_spec import DraftSpec
+from specdec.drafters.factory import ngram_of
+from specdec.memory import MemoryPlan
+from specdec.models.outline import outline, outline_draft
+from specdec.models.planning import plan_memory
+from specdec.preflight import row_needs
+
+TEXT = (
+    "In the year {year}, a ship left the harbour with {year} sailors, and it came back "
+    "after three years with spices, maps and stories that nobody believed. "
+)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Run:
+    """One run: rows of equal length.
+
+    Args:
+        rows: that decode together.
+        prompt, generated: tokens of each.
+        dtype, draft: as for ``specdec run``.
+        config, params: other options of the engine, and of the requests.
+        fallback: bits of keys and values that ``kv_bits="auto"`` has to fall back
+            to: the limit is what the run needs with them.
+    """
+
+    rows: int
+    prompt: int
+    generated: int
+    dtype: str = "float32"
+    draft: str | None = None
+    config: dict[str, Any] = field(default_factory=dict)
+    params: dict[str, Any] = field(default_factory=dict)
+    fallback: int | None = None
+
+    @property
+    def name(self) -> str:
+        """For the table."""
+        words = [f"{self.rows} x ({self.prompt} + {self.generated})", self.dtype]
+        if self.draft is not None:
+            words.append(f"draft {self.draft}")
+        words += [f"{k}={v}" for k, v in {**self.config, **self.params}.items()]
+        if self.fallback is not None:
+            words.append("kv_bits=auto and a limit")
+        return ", ".join(words)
+
+
+WARM: dict[str, Any] = {"temperature": 0.8, "top_p": 0.9}
+PENALTIES: dict[str, Any] = {"repetition_penalty": 1.1, "top_logprobs": 5}
+BLOCK: dict[str, Any] = {"temperature": 0.8, "verification": "block"}
+RUNS = (
+    Run(rows=1, prompt=40, generated=24),
+    Run(rows=2, prompt=60, generated=24, draft="self:4bit"),
+    Run(rows=2, prompt=60, generated=24, draft="ngram"),
+    Run(rows=4, prompt=20, generated=24, params=WARM),
+    Run(rows=4, prompt=20, generated=24, params=PENALTIES),
+    Run(rows=4, prompt=20, generated=24, draft="self:4bit", params=BLOCK),
+    Run(rows=4, prompt=250, generated=16, config={"kv_bits": 4}),
+    Run(rows=8, prompt=200, generated=12, dtype="bfloat16", params=WARM),
+    Run(rows=2, prompt=300, generated=12),
+    Run(rows=1, prompt=2000, generated=12, fallback=8),
+)
+QUICK = (Run(rows=2, prompt=8, generated=4, draft="ngram", params=WARM),)
+
+
+@click.command(cls=Script)
+@click.option(
+    "--target",
+    "targets",
+    multiple=True,
+    required=True,
+    metavar="MODEL",
+    help="As for specdec run; repeat it for more models.",
+)
+@click.option("--quick", is_flag=True, help="Two short runs, to see that it works.")
+@click.option("--out", metavar="NAME", help="Write NAME.json and NAME.md.")
+def main(targets: tuple[str, ...], quick: bool, out: str | None) -> None:
+    """Compare the memory that runs were told to need with MLX's peak."""
+    raw = header_of("Memory: told before a run, and measured")
+    raw["runs"] = [
+        measure(target, run) for target in targets for run in (QUICK if quick else RUNS)
+    ]
+    lines = [
+        "Megabytes; a limit is what the plan tells of 8-bit keys and values.",
+        "",
+        "| model | run | tokens | weights | told | measured | told / measured |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for r in raw["runs"]:
+        sizes = " | ".join(
+            f"{r[key] / 1e6:.1f}" for key in ("weights", "told", "measured")
+        )
+        lines.append(
+            f"| {r['target']} | {r['run']} | {r['generated_tokens']} | {sizes} "
+            f"| {r['told'] / r['measured']:.3f} |"
+        )
+    write_report(out, raw, "\n".join(lines) + "\n")
+
+
+def measure(target: str, run: Run) -> dict[str, Any]:
+    """Plan a run from its files, then load its models and decode."""
+    params = SamplingParams(max_tokens=run.generated, **run.params)
+    config = EngineConfig(
+        **{"batch_size": run.rows, "num_draft_tokens": 3, **run.config}
+    )
+    kv_bits = run.fallback if run.fallback is not None else config.kv_bits
+    plan = plan_of(target, run, {**run.config, "kv_bits": kv_bits})
+    needs = [row_needs(run.prompt, params)] * run.rows
+    told = plan.peak(needs)
+    if run.fallback is not None:
+        dense = plan_of(target, run, run.config).peak(needs)
+        assert told < dense, "loading takes most: nothing to fall back for"
+        limits: dict[str, Any] = {"kv_bits": "auto", "memory_limit": told}
+        config = EngineConfig(batch_size=run.rows, num_draft_tokens=3, **limits)
+    gc.collect()
+    mx.synchronize()
+    mx.clear_cache()
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    decoder = SpecDecoder.from_pretrained(
+        target, run.draft, dtype=run.dtype, config=config
+    )
+    results = decoder.generate(
+        [prompt_of(decoder, i, run.prompt) for i in range(run.rows)], params
+    )
+    peak = mx.get_peak_memory()
+    if run.fallback is not None:
+        assert {r.kv_bits for r in results} == {run.fallback}
+    return {
+        "target": short(target),
+        "run": run.name,
+        "generated_tokens": sum(r.generated_tokens for r in results),
+        "weights": plan.weight_bytes,
+        "told": told,
+        "moments": {m.name: m.total for m in plan.moments(needs)},
+        "measured": peak - before,
+        "held_before": before,
+    }
+
+
+def plan_of(target: str, run: Run, options: dict[str, Any]) -> MemoryPlan:
+    """The plan of a run, from the files of its models."""
+    config = EngineConfig(**{"batch_size": run.rows, "num_draft_tokens": 3, **options})
+    of_target, of_draft = outline(target, dtype=run.dtype), None
+    spec = None if run.draft is None else DraftSpec.parse(run.draft)
+    if spec is not None and spec.model is not None:
+        of_draft = outline_draft(spec.model.name, of_target, dtype=run.dtype)
+    ngram = None if spec is None else ngram_of(spec)
+    return plan_memory(
+        of_target,
+        of_draft,
+        config,
+        backend.defaults(),
+        drafts=spec is not None,
+        lookup_bytes=0 if ngram is None else ngram.nbytes(run.rows),
+    )
+
+
+def prompt_of(decoder: SpecDecoder, index: int, length: int) -> list[int]:
+    """Exactly ``length`` tokens of text, another for every row."""
+    text = "".join(TEXT.format(year=1500 + 10 * index + i) for i in range(length // 20))
+    tokens: list[int] = decoder.tokenizer.encode(text + TEXT.format(year=1500 + index))
+    return tokens[:length]
+
+
+if __name__ == "__main__":
+    main()

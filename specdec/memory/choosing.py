@@ -1,0 +1,64 @@
+"""What choosing tokens holds beside the logits themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Hashable
+from dataclasses import dataclass
+
+from .formulas import logits_bytes
+
+#: Copies in float32 of all logits of a round, and of those of one position, that
+#: each step holds at most. Measured with MLX's CPU backend, steps one by one and
+#: together, in float32 and bfloat16, for 1, 2, 4 and 8 positions, and rounded up.
+COPIES = {
+    "noise": (3, 0),
+    "top_p": (6, 0),
+    "min_p": (2, 0),
+    "xtc": (5, 2),
+    "top_k": (4, 0),
+    "logit_bias": (1, 2),
+    "min_tokens": (1, 2),
+    "repetition_penalty": (4, 0),
+    "presence_penalty": (3, 0),
+    "frequency_penalty": (2, 0),
+    "logprobs": (2, 1),
+    "top_logprobs": (1, 0),
+    # What draft and target draw from, and what the one leaves of the other.
+    "ratio": (5, 3),
+}
+
+
+@dataclass(frozen=True)
+class Choosing:
+    """How the tokens of a row are chosen, as far as memory goes.
+
+    Args:
+        steps: keys of :data:`COPIES` that are computed once for all rows.
+        filter: such keys, each with its settings. Every filter that is another one
+            is applied to all rows in turn.
+    """
+
+    steps: frozenset[str] = frozenset()
+    filter: frozenset[tuple[str, Hashable]] = frozenset()
+
+
+#: The largest logit is all that is looked for.
+GREEDY = Choosing()
+#: A temperature with the usual filters, where nobody says which.
+FILTERED = Choosing(
+    frozenset({"noise"}), frozenset({("top_p", 0), ("min_p", 0), ("top_k", 0)})
+)
+
+
+def choosing_bytes(
+    rows: Collection[Choosing], num_draft_tokens: int, vocab_size: int
+) -> int:
+    """Most bytes that choosing the tokens of a round holds beside the logits."""
+    steps = {name for row in rows for name in row.steps}
+    filters = {row.filter for row in rows}
+    used = [*steps, *(name for each in filters for name, _ in each)]
+    of_round = sum(COPIES[name][0] for name in used)
+    of_one = sum(COPIES[name][1] for name in used)
+    return of_round * logits_bytes(
+        len(rows), num_draft_tokens, vocab_size, 4
+    ) + of_one * logits_bytes(len(rows), 0, vocab_size, 4)
