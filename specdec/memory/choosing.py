@@ -26,6 +26,8 @@ COPIES = {
     # What draft and target draw from, and what the one leaves of the other.
     "ratio": (5, 3),
 }
+#: The same, where filters take some rows out and put them back.
+APART = (5, 0)
 
 
 @dataclass(frozen=True)
@@ -34,8 +36,8 @@ class Choosing:
 
     Args:
         steps: keys of :data:`COPIES` that are computed once for all rows.
-        filter: such keys, each with its settings. Every filter that is another one
-            is applied to all rows in turn.
+        filter: such keys, each with its settings, that are computed for the rows
+            of equal ones alone.
     """
 
     steps: frozenset[str] = frozenset()
@@ -55,10 +57,12 @@ def choosing_bytes(
 ) -> int:
     """Most bytes that choosing the tokens of a round holds beside the logits."""
     steps = {name for row in rows for name in row.steps}
-    filters = {row.filter for row in rows}
-    used = [*steps, *(name for each in filters for name, _ in each)]
-    of_round = sum(COPIES[name][0] for name in used)
-    of_one = sum(COPIES[name][1] for name in used)
-    return of_round * logits_bytes(
-        len(rows), num_draft_tokens, vocab_size, 4
-    ) + of_one * logits_bytes(len(rows), 0, vocab_size, 4)
+    copies = [(COPIES[name], len(rows)) for name in steps]
+    copies += [(COPIES[name], 1) for row in rows for name, _ in row.filter]
+    if len({row.filter for row in rows}) > 1:
+        copies.append((APART, len(rows)))
+    return sum(
+        of_round * logits_bytes(n, num_draft_tokens, vocab_size, 4)
+        + of_one * logits_bytes(n, 0, vocab_size, 4)
+        for (of_round, of_one), n in copies
+    )

@@ -12,7 +12,7 @@ import mlx.nn as nn
 import pytest
 
 from specdec.config import EngineConfig
-from specdec.memory.choosing import COPIES, GREEDY, Choosing, choosing_bytes
+from specdec.memory.choosing import APART, COPIES, GREEDY, Choosing, choosing_bytes
 from specdec.params import SamplingParams
 from specdec.preflight import row_needs
 from specdec.sequence import Request
@@ -70,8 +70,8 @@ MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
     "top_logprobs": ([{"top_logprobs": 5}], 1.75),
     "block": ([BLOCK], 1.6),
     "ratio rules": ([RATIO, BLOCK, {}], 1.75),
-    "everything": ([EVERYTHING], 2.2),
-    "all sorts": ([EVERYTHING, RATIO, XTC, ADJUSTED, {"logprobs": True}], 2.3),
+    "everything": ([EVERYTHING], 2.5),
+    "all sorts": ([EVERYTHING, RATIO, XTC, ADJUSTED, {"logprobs": True}], 2.75),
 }
 
 
@@ -117,6 +117,21 @@ def test_every_step_costs(name: str) -> None:
     assert (
         choosing_bytes([Choosing(frozenset({name})), Choosing()], 3, 1000) == expected
     )
+
+
+def test_a_filter_costs_for_its_own_rows() -> None:
+    one = 4 * 1000 * 2
+
+    def cost(*filters: float | None) -> int:
+        rows = [
+            Choosing(filter=frozenset([("top_p", f)] if f is not None else []))
+            for f in filters
+        ]
+        return choosing_bytes(rows, 1, 1000)
+
+    assert cost(0.5, 0.5) == 2 * COPIES["top_p"][0] * one
+    assert cost(0.5, 0.6) == cost(0.5, 0.5) + 2 * APART[0] * one
+    assert cost(0.5, None) == (COPIES["top_p"][0] + 2 * APART[0]) * one
 
 
 def test_requests_name_what_they_use() -> None:
