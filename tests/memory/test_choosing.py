@@ -69,7 +69,7 @@ MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
     "logprobs": ([{"logprobs": True}], 2.1),
     "top_logprobs": ([{"top_logprobs": 5}], 1.75),
     "block": ([BLOCK], 1.6),
-    "ratio rules": ([RATIO, BLOCK, {}], 1.75),
+    "ratio rules": ([RATIO, BLOCK, {}], 2),
     "everything": ([EVERYTHING], 2.5),
     "all sorts": ([EVERYTHING, RATIO, XTC, ADJUSTED, {"logprobs": True}], 2.75),
 }
