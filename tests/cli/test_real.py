@@ -41,7 +41,8 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
     keys = [line.partition(":")[0] for line in stderr.splitlines()]
     assert keys == ["target", "draft", "prefill", "decode", "peak memory"], stderr
 
-    drafted, stderr, _ = run(tmp_path, "--draft", "self:4bit", "--batch", "2")
+    options = ("--draft", "self:4bit", "--num-draft-tokens", "3", "--batch", "2")
+    drafted, stderr, _ = run(tmp_path, *options)
     assert drafted == stdout
     assert "draft:       self:4bit, 3 tokens a round" in stderr
     assert "acceptance:  rate 0." in stderr

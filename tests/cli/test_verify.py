@@ -67,6 +67,7 @@ def verify(
 
     monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
     monkeypatch.setattr(specdec.certificate, "certify", certify)
+    monkeypatch.setattr("sys.argv", ["specdec", "verify", "--prompts", prompts])
 
     def invoke(*arguments: str, rounds: bool = False) -> Result:
         nonlocal rounding
