@@ -58,10 +58,11 @@ def verify(folder: Path) -> None:
     missing is computed again.
     """
     found = _audit(folder, contents=True)
-    remove(folder, list(found.damaged))
+    kept = remove(folder, list(found.damaged))
     for name, reason in found.damaged.items():
-        click.echo(f"removed {name}: {reason}")
+        click.echo(f"{'damaged' if name in kept else 'removed'} {name}: {reason}")
     click.echo(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}: verified")
+    _complain(folder, kept)
     if found.damaged:
         sys.exit(FAILURE)
 
@@ -71,8 +72,21 @@ def verify(folder: Path) -> None:
 def clear(folder: Path) -> None:
     """Remove all entries of DIR; other files stay."""
     found = _audit(folder)
-    remove(folder, [*(file.name for file in found.sound), *found.damaged])
-    click.echo(f"removed {_entries(len(found.sound) + len(found.damaged))}")
+    names = [*(file.name for file in found.sound), *found.damaged]
+    kept = remove(folder, names)
+    click.echo(f"removed {_entries(len(names) - len(kept))}")
+    _complain(folder, kept)
+
+
+def _complain(folder: Path, kept: dict[str, str]) -> None:
+    """Fail where entries could not be removed."""
+    if not kept:
+        return
+    name, reason = next(iter(kept.items()))
+    more = f" and {len(kept) - 1} more" if len(kept) > 1 else ""
+    raise click.ClickException(
+        f"{name}{more} could not be removed from {folder}: {reason}"
+    )
 
 
 def _audit(folder: Path, *, contents: bool = False) -> Audit:

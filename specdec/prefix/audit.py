@@ -92,14 +92,22 @@ def audit(folder: Path, *, contents: bool = False) -> Audit:
     return result
 
 
-def remove(folder: Path, names: list[str]) -> None:
-    """Remove entries, and what crashes have left."""
+def remove(folder: Path, names: list[str]) -> dict[str, str]:
+    """Remove entries, and what crashes have left.
+
+    Returns:
+        The names that are still there, and why.
+    """
+    kept: dict[str, str] = {}
     for name in names:
-        with suppress(OSError):
+        try:
             (folder / name).unlink(missing_ok=True)
+        except OSError as error:
+            kept[name] = error.strerror or repr(error)
     for path in folder.iterdir():
         if is_temporary(path.name):
             remove_leftover(path)
+    return kept
 
 
 def _entries(folder: Path) -> Iterator[Path]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import logging
+import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -80,6 +82,57 @@ def test_clear(specdec: Specdec, folder: Path) -> None:
     assert result.exit_code == 0
     assert result.stdout == "removed 3 entries\n"
     assert [path.name for path in folder.iterdir()] == ["notes.txt"]
+
+
+@pytest.fixture
+def not_writable(monkeypatch: pytest.MonkeyPatch) -> Callable[[str], None]:
+    """Entries whose names begin so cannot be removed."""
+
+    def refuse(start: str) -> None:
+        unlink = Path.unlink
+
+        def refusing(path: Path, missing_ok: bool = False) -> None:
+            if path.name.startswith(start):
+                raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+            unlink(path, missing_ok=missing_ok)
+
+        monkeypatch.setattr(Path, "unlink", refusing)
+
+    return refuse
+
+
+def test_clear_says_what_is_still_there(
+    specdec: Specdec, folder: Path, not_writable: Callable[[str], None]
+) -> None:
+    first, *_ = served(DiskTier(folder, 1 << 30), TOKENS)
+    not_writable(first.name)
+    result = specdec("cache", "clear", str(folder))
+    assert result.exit_code == 1
+    assert result.stdout == "removed 2 entries\n"
+    assert f"{first.name} could not be removed from {folder}: Perm" in result.stderr
+    assert (folder / first.name).exists()
+
+
+@pytest.mark.parametrize("command", ["verify", "clear"])
+def test_nothing_can_be_removed(
+    command: str,
+    specdec: Specdec,
+    folder: Path,
+    not_writable: Callable[[str], None],
+) -> None:
+    name = damage(folder)
+    not_writable("block-")
+    result = specdec("cache", command, str(folder))
+    assert result.exit_code == 1
+    if command == "clear":
+        assert result.stdout == "removed 0 entries\n"
+    else:
+        assert f"damaged {name}: its contents do not match" in result.stdout
+        assert "removed" not in result.stdout
+    assert " and 2 more could not be removed from " in result.stderr
+    assert result.stderr.endswith(": Permission denied\n")
+    assert result.stderr.count("\n") == 1
+    assert len(list(folder.iterdir())) == 4
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "clear"])
