@@ -34,10 +34,13 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
         Tokens in the file, now in the store.
 
     Raises:
-        CacheError: the file cannot be read, or does not fit the model's caches.
+        CacheError: the file is not there, cannot be read, or does not fit the
+            model's caches.
     """
     prefixes = _prefixes(runner)
     name = shorten(os.fspath(file))
+    if not os.path.exists(file):
+        raise CacheError(f"{name}: no such file")
     try:
         singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
         mx.eval([c.state for c in singles])
@@ -66,13 +69,21 @@ def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -
         Tokens in the file.
 
     Raises:
-        CacheError: nothing is stored of this prompt; a layer's cache is of a kind
+        CacheError: nothing is stored of this prompt, or it is too short to be
+            looked up; a layer's cache is of a kind
             that mlx-lm does not have; the file cannot be written.
     """
-    session = _prefixes(runner).begin([tokens], max_write=runner.options.max_write)
+    prefixes = _prefixes(runner)
+    session = prefixes.begin([tokens], max_write=runner.options.max_write)
     for _ in session.find():
         pass
     (length,) = session.reused
+    least = prefixes.store.min_length
+    if length == 0 and len(tokens) <= least:  # the last one is not stored
+        raise CacheError(
+            f"the prompt has {len(tokens)} tokens, and prefixes of fewer than {least} "
+            "are not looked up: export a longer one"
+        )
     if length == 0:
         raise CacheError("nothing is stored of this prompt: generate with it first")
     caches = session.refill(adopt_caches(runner.model, 1, runner.options, runner.name))

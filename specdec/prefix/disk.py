@@ -55,10 +55,12 @@ class DiskTier:
         self._warned: set[str] = set()
         self._writer = Writer(folder, self)
         weakref.finalize(self, self._writer.close)  # at exit, too
+        self._made = True
         try:
             folder.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            self._warn_once(f"cannot be made ({error.strerror})")
+            self._made = False  # said once: it is neither read nor written then
+            self._warn(f"cannot be made ({error.strerror}): nothing is stored there")
         self.refresh()
 
     @property
@@ -76,6 +78,8 @@ class DiskTier:
 
     def refresh(self) -> None:
         """Learn what was added and removed, here or by another process."""
+        if not self._made:
+            return
         with self._lock:
             try:
                 names = sorted(entry.name for entry in os.scandir(self.folder))
@@ -213,13 +217,15 @@ class DiskTier:
         Args:
             parent: the place where it begins; ``None`` for the first one.
         """
+        if not self._made:
+            return False
         with self._lock:
             below = parent is None or any(self.has(k, parent) for k in KINDS)
             return below and not self.has(kind, place)
 
     def write(self, job: Job) -> None:
         """Have a whole file written in the background."""
-        if len(job.data) > self.budget:
+        if not self._made or len(job.data) > self.budget:
             return
         with self._lock:
             self._queued.add((job.kind, job.place))

@@ -143,12 +143,19 @@ def test_a_file_of_mlx_lm(name: str, tiny_model: TinyModel, tmp_path: Path) -> N
 def test_files_that_cannot_be_used(tiny_model: TinyModel, tmp_path: Path) -> None:
     decoder = decoder_of(tiny_model(), prefix_cache_memory=10**8)
     (tmp_path / "text.safetensors").write_text("hello")
-    for name in ("text.safetensors", "missing.safetensors"):
-        with pytest.raises(CacheError, match=f"{name} cannot be read as a prompt cach"):
+    with pytest.raises(CacheError, match=r"text.safetensors cannot be read as a prom"):
+        decoder.import_prompt_cache(tmp_path / "text.safetensors", STEM)
+    for name in ("missing.safetensors", "missing"):
+        with pytest.raises(CacheError, match=f"{name}: no such file"):
             decoder.import_prompt_cache(tmp_path / name, STEM)
     with pytest.raises(CacheError, match="nothing is stored of this prompt"):
-        decoder.export_prompt_cache(STEM, tmp_path / "out.safetensors")
-    decoder.generate([LONG], PARAMS)
+        decoder.export_prompt_cache(LONG, tmp_path / "out.safetensors")
+    decoder.generate([LONG, LONG[1:33], LONG[2:35]], PARAMS)
+    short = r"the prompt has 32 tokens, and prefixes of fewer than 32 are not looked up"
+    with pytest.raises(CacheError, match=short):
+        decoder.export_prompt_cache(LONG[1:33], tmp_path / "out.safetensors")
+    file = tmp_path / "32.safetensors"
+    assert decoder.export_prompt_cache(LONG[2:35], file) == 32
     with pytest.raises(CacheError, match="cannot be written"):
         decoder.export_prompt_cache(LONG, tmp_path / "no" / "out.safetensors")
     with pytest.raises(CacheError, match="there is no prefix store"):

@@ -248,8 +248,9 @@ def test_a_folder_that_cannot_be_made(
     assert spans(disk) == []
     write_chain(disk, TOKENS)
     disk.close()
-    assert "cannot be made" in caplog.text
-    assert "cannot be written" in caplog.text
+    assert not disk.takes("block", "0" * 32, None)
+    (line,) = caplog.messages
+    assert "cannot be made (Not a directory): nothing is stored there" in line
 
 
 def test_a_file_removed_before_it_is_read(
