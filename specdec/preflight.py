@@ -9,7 +9,7 @@ has its keys and values packed.
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import MemoryLimitError, UnsupportedModelError
 from .memory import Choosing, Fallback, MemoryPlan, RowNeeds, format_size
@@ -48,10 +48,13 @@ class Preflight:
             return
         if any(peak <= self.limit for _, peak in self._packed_peaks(smallest)[0]):
             return
+        share, way = self._prefix_share(smallest)
+        if self.plan.draft is not None or self.plan.lookup_bytes:
+            way = "leave the draft out, " + way
         raise MemoryLimitError(
             f"the models need {format_size(needed)} ({format_size(weights)} of "
-            f"weights) and the memory limit is {format_size(self.limit)}: take models "
-            "of fewer bits, leave the draft out, or raise --memory-limit (memory_limit)"
+            f"weights{share}) and the memory limit is {format_size(self.limit)}: take "
+            f"models of fewer bits, {way}or raise --memory-limit (memory_limit)"
         )
 
     def check(self, prompt_tokens: int, params: SamplingParams) -> Fallback | None:
@@ -74,12 +77,23 @@ class Preflight:
                     kv_bits=kv_bits, needed=needed, packed=peak, limit=self.limit
                 )
             tried = f" ({format_size(peak)} with keys and values in {kv_bits} bits)"
-        way = "add --kv-bits, " if self.packed is None else ""
+        share, way = self._prefix_share(row)
+        way += "add --kv-bits, " if self.packed is None else ""
         raise MemoryLimitError(
             f"{prompt_tokens} prompt tokens and up to {params.max_tokens} more need "
-            f"{format_size(needed)}{tried} and the memory limit is "
+            f"{format_size(needed)}{share}{tried} and the memory limit is "
             f"{format_size(self.limit)}: shorten it, lower --max-tokens or "
             f"--prefill-step-size, {way}or raise --memory-limit"
+        )
+
+    def _prefix_share(self, row: RowNeeds) -> tuple[str, str]:
+        """What the prefix store's memory has of a row's peak, and the way out."""
+        size = self.plan.prefix_bytes
+        if self.plan.peak([row]) <= replace(self.plan, prefix_bytes=0).peak([row]):
+            return "", ""
+        return (
+            f", {format_size(size)} for --prefix-cache-memory",
+            "lower --prefix-cache-memory, ",
         )
 
     def cost(self, requests: Sequence[Request]) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,30 @@ def test_models_that_leave_no_room_are_refused() -> None:
     with pytest.raises(MemoryLimitError) as raised:
         preflight(10 * MIB).check_models()
     assert "10.0 MiB of weights) and the memory limit is 10.0 MiB" in str(raised.value)
+
+
+def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
+    plan = MemoryPlan(target=model(), prefill_step_size=64, prefix_bytes=8 * MIB)
+    with pytest.raises(MemoryLimitError) as raised:
+        Preflight(plan, 11 * MIB).check_models()
+    assert (
+        "(10.0 MiB of weights, 8.00 MiB for --prefix-cache-memory) and the memory "
+        "limit is 11.0 MiB: take models of fewer bits, lower --prefix-cache-memory, "
+        "or raise"
+    ) in str(raised.value)
+    with pytest.raises(MemoryLimitError, match=r"more need .*, 8.00 MiB for --prefix"):
+        Preflight(plan, 19 * MIB).check(5000, SamplingParams(max_tokens=10))
+    with pytest.raises(MemoryLimitError) as raised:
+        preflight(10 * MIB).check_models()
+    assert ": take models of fewer bits, or raise" in str(raised.value)
+    with pytest.raises(MemoryLimitError, match="bits, leave the draft out, or raise"):
+        Preflight(
+            MemoryPlan(target=model(), draft=model(), prefill_step_size=64), MIB
+        ).check_models()
+    # Loading is the fullest moment here: what is kept later does not matter.
+    plan = replace(plan, target=replace(plan.target, loading_bytes=99 * MIB))
+    with pytest.raises(MemoryLimitError, match=r"MiB of weights\) and"):
+        Preflight(plan, 20 * MIB).check_models()
 
 
 def test_a_request_that_never_fits_is_refused_with_the_numbers() -> None:
