@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
+from typing import Any
 
 import click
 
@@ -13,16 +15,35 @@ from ..config import (
 )
 from ..draft_spec import DraftSpec
 from ..errors import UnsupportedModelError
+from ..memory.estimate import Estimate
 from ..memory.sizes import parse_size
 from . import options
 from .options import is_given
 from .quiet import silence_third_parties
 
 
+@dataclass(frozen=True, kw_only=True)
+class _WithinContext(Estimate):
+    """An estimate whose largest context is no longer than the target's own.
+
+    Args:
+        context_length: of the target; ``None``: its configuration does not say.
+    """
+
+    context_length: int | None
+
+    def largest_context(self) -> int:
+        fitting = super().largest_context()
+        return min(fitting, self.context_length or fitting)
+
+    def as_dict(self) -> dict[str, Any]:
+        return super().as_dict() | {"context_length": self.context_length}
+
+
 @click.command(short_help="Tell how much memory a run needs, and what fits.")
 @options.target(
-    "MLX model folder, .gguf file, config.json, or a hub id that is downloaded.",
-    required=True,
+    "MLX model folder, .gguf file, config.json, or a hub id that is downloaded. "
+    "[default: SmolLM2-135M-Instruct]",
 )
 @options.draft(
     "Draft, as for specdec run: a model, self:4bit, layers:0-7,22-29, ngram or "
@@ -57,7 +78,7 @@ from .quiet import silence_third_parties
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
     *,
-    target: str,
+    target: str | None,
     draft: str | None,
     context: int,
     batch_size: int,
@@ -93,11 +114,14 @@ def estimate(
     from ..drafters.factory import ngram_of
     from ..memory import MemoryPlan
     from ..memory.choosing import FILTERED, GREEDY
-    from ..memory.estimate import Estimate
+    from ..models import context_length, default_target
     from ..models.outline import outline, outline_draft
     from ..models.planning import plan_memory
 
-    target_outline = outline(target, dtype=dtype)
+    target_outline = outline(
+        default_target() if target is None else target, dtype=dtype
+    )
+    own_context = context_length(target_outline.config)
     draft_outline = None
     if spec is not None and spec.model is not None:
         draft_outline = outline_draft(spec.model.name, target_outline, dtype=dtype)
@@ -128,7 +152,8 @@ def estimate(
         except UnsupportedModelError:
             return None
 
-    found = Estimate(
+    found = _WithinContext(
+        context_length=own_context,
         plan=plan_with(None if kv_bits is None else int(kv_bits)),
         context=context,
         batch=batch_size,
@@ -137,3 +162,9 @@ def estimate(
         choosing=FILTERED if temp > 0 else GREEDY,
     )
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())
+    if own_context is not None and context > own_context:
+        click.echo(
+            f"specdec: note: the target's context is {own_context} tokens: a run "
+            f"refuses longer prompts and ends rows there, so {context} are never held",
+            err=True,
+        )

@@ -92,10 +92,32 @@ def test_options_reach_the_plan(config: str) -> None:
     assert device["memory_limit"] > 1 << 28
 
 
+def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps({**LLAMA_8B, "max_position_embeddings": 8192}))
+    base = ("--target", str(path), "--memory-limit", "64GB")
+    found = as_json(*base, "--context", "8192")
+    assert found["largest_context"] == found["context_length"] == 8192
+    for context, noted in (("8192", False), ("8193", True)):
+        result = estimate(*base, "--context", context)
+        assert result.exit_code == 0
+        assert "largest context at this batch: 8192 tokens\n" in result.stdout
+        note = "specdec: note: the target's context is 8192 tokens: a run refuses"
+        assert result.stderr.startswith(note) == noted
+        assert result.stderr.count("\n") == noted
+    # Where less fits, that is told.
+    tight = as_json("--target", str(path), "--context", "99", "--memory-limit", "17GB")
+    assert 0 < tight["largest_context"] < 8192
+
+
+def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("specdec.models.default_target", lambda: config)
+    assert as_json("--context", "99")["num_parameters"] == 8_030_261_248
+
+
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--context", "99"), 2, "Missing option '--target'"),
         (("--target", "x"), 2, "Missing option '--context'"),
         (("--target", "x", "--context", "1"), 2, "'--context': 1 is not in the range"),
         (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
