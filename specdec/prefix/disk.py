@@ -225,7 +225,7 @@ class DiskTier:
 
     def write(self, job: Job) -> None:
         """Have a whole file written in the background."""
-        if not self._made or len(job.data) > self.budget:
+        if len(job.data) > self.budget:
             return
         with self._lock:
             self._queued.add((job.kind, job.place))
