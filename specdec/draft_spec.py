@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from .errors import ConfigError
+from .errors import ConfigError, ModelNotFoundError
 
 #: Drafts that are made from the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
@@ -43,7 +45,7 @@ class ModelDraft:
             if name not in SELF_DRAFTS:
                 raise ConfigError(
                     f"draft {name!r} is not known: use {', '.join(SELF_DRAFTS)}, "
-                    "a folder, a .gguf file or a hub id"
+                    f"a folder, a .gguf file or a hub id{_hint(name)}"
                 )
             return cls(name, bits=int(rest.removesuffix("bit")))
         if kind == "layers":
@@ -95,6 +97,44 @@ class DraftSpec:
             )
         return cls(name, True, first != "ngram", model)
 
+    def check_model(self) -> None:
+        """Refuse a model that is not here and cannot be on the hub, before any loads.
+
+        Raises:
+            ModelNotFoundError: it is no path that exists, and no ``owner/name``.
+        """
+        model = self.model
+        if model is None or model.bits is not None or model.layers is not None:
+            return
+        if os.path.exists(os.path.expanduser(model.name)):
+            return
+        on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model.name)
+        if on_hub is None or model.name.startswith("."):
+            raise ModelNotFoundError(
+                f"no model at {model.name}: give a folder, a .gguf file or a hub id "
+                f"(owner/name){_hint(model.name)}"
+            )
+
+
+def _hint(name: str) -> str:
+    meant = _meant(name)
+    return "" if meant is None else f"; did you mean {meant}?"
+
+
+def _meant(name: str) -> str | None:
+    """The known draft that is spelt most like ``name``, unless it is that itself."""
+    first, plus, rest = name.partition("+")
+    if plus and rest in NGRAM_DRAFTS:
+        return f"{rest}+{_meant(first) or first}"
+    if plus:
+        lookup = difflib.get_close_matches(first, NGRAM_DRAFTS, 1)
+        return f"{lookup[0]}+{_meant(rest) or rest}" if lookup else None
+    kind, colon, layers = name.partition(":")
+    if colon and difflib.get_close_matches(kind, ["layers"]):
+        return None if kind == "layers" else f"layers:{layers}"
+    known = difflib.get_close_matches(name, (*SELF_DRAFTS, *NGRAM_DRAFTS), 1)
+    return known[0] if known and known[0] != name else None
+
 
 def _parse_layers(name: str, text: str) -> tuple[int, ...]:
     """The layers of ``0-7,22-29``."""
@@ -104,7 +144,7 @@ def _parse_layers(name: str, text: str) -> tuple[int, ...]:
         if found is None:
             raise ConfigError(
                 f"draft {name!r} names no layers: write {LAYERS_EXAMPLE}, the layers "
-                "of the target to keep, counted from 0"
+                f"of the target to keep, counted from 0{_hint(name)}"
             )
         first = int(found[1])
         last = int(found[2] or first)

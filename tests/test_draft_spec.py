@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec import ConfigError
+from specdec import ConfigError, ModelNotFoundError
 from specdec.draft_spec import SELF_DRAFTS, DraftSpec, ModelDraft, layers_name
 
 
@@ -50,6 +52,38 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
     with pytest.raises(ConfigError, match=way_out) as error:
         DraftSpec.parse(name)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("self:4bit+ngram", "did you mean ngram.self:4bit"),
+        ("self:4bit+ngram:shared", "did you mean ngram:shared.self:4bit"),
+        ("layers:0-3+ngram", "did you mean ngram.layers:0-3"),
+        ("slef:4bit", "did you mean self:4bit"),
+        ("4bit", "did you mean self:4bit"),
+        ("ngrm", "did you mean ngram"),
+        ("ngrm+slef:8bit", "did you mean ngram.self:8bit"),
+        ("owner/name+ngram", "did you mean ngram.owner/name"),
+        ("layer:0-3", "did you mean layers:0-3"),
+        ("ngram+no-such-model", r"no model at no-such-model: .*\(owner/name\)$"),
+        ("./no/such", r"no model at ./no/such: .*\(owner/name\)$"),
+    ],
+)
+def test_what_is_not_there_is_told_before_loading(name: str, hint: str) -> None:
+    with pytest.raises((ConfigError, ModelNotFoundError), match=hint):
+        DraftSpec.parse(name).check_model()
+
+
+@pytest.mark.parametrize("name", ["ngram", "self:4bit", "layers:0-3", "owner/a.b-c"])
+def test_what_may_be_there_is_left_to_the_loader(name: str) -> None:
+    DraftSpec.parse(name).check_model()
+
+
+def test_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "slef:4bit").mkdir()
+    DraftSpec.parse("slef:4bit").check_model()
 
 
 @given(st.sets(st.integers(0, 99), min_size=1))

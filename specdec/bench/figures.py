@@ -71,16 +71,23 @@ class Acceptance:
 
     def request_mean(self, name: str) -> float:
         """Mean of ``rate`` or ``length`` over requests, each counting the same."""
-        values = [getattr(r, name) for r in self.requests]
-        return statistics.fmean(values) if values else 0.0
+        if not self.requests:
+            return self._of_none(name)
+        return statistics.fmean(getattr(r, name) for r in self.requests)
 
     def token_mean(self, name: str) -> float:
         """The same, each request weighted by the tokens that it generated."""
         weights = [r.tokens for r in self.requests]
         if not any(weights):
-            return 0.0
+            return self._of_none(name)
         values = [getattr(r, name) for r in self.requests]
         return statistics.fmean(values, weights)
+
+    @staticmethod
+    def _of_none(name: str) -> float:
+        """Nothing was drafted: a rate of 0 and a length of 1, as one request has."""
+        value: float = getattr(RequestCounts(0, 0, 0, 0), name)
+        return value
 
 
 @dataclass(frozen=True)

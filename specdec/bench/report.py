@@ -109,8 +109,9 @@ def _setting(figures: Figures) -> str:
     text = (
         f"{', '.join(words)}; {some} of {min(lengths)} to {max(lengths)} tokens "
         f"({_short_source(recipe.prompts.source)}), up to {recipe.run.max_tokens} new "
-        f"tokens, {drawn}{end}. {recipe.run.repeat} interleaved passes after a first "
-        "one, which is shown apart.\n"
+        f"tokens, {drawn}{end}. {recipe.run.repeat} interleaved "
+        f"pass{'es' * (recipe.run.repeat != 1)} after a first one, which is shown "
+        "apart.\n"
     )
     if any(sweep.kv_bits) and recipe.run.mlx_lm:
         text += "mlx-lm keeps keys and values as they are throughout.\n"
@@ -123,21 +124,28 @@ def _setting(figures: Figures) -> str:
 
 def findings(figures: Figures) -> list[str]:
     """A line for each batch and condition: what the best draft length comes to."""
-    best: dict[str, tuple[float, CellFigures, list[float]]] = {}
+    best: dict[str, tuple[float, CellFigures, list[float]] | None] = {}
     for f in figures.drafted:
         ratios = f.ratios(figures.find(f.cell.plain))
         if not ratios:
             continue
         key, ratio = f.cell.conditions.label(figures.among), statistics.median(ratios)
-        if key not in best or ratio > best[key][0]:
+        found = best.setdefault(key, None)
+        # What drafted nothing decoded plainly: its ratio is noise.
+        if f.acceptance().drafted and (found is None or ratio > found[0]):
             best[key] = ratio, f, ratios
     lines = []
-    for key, (ratio, f, ratios) in best.items():
+    for key, found in best.items():
+        if found is None:
+            lines.append(f"- **{key}**: nothing was drafted.")
+            continue
+        ratio, f, ratios = found
+        passes = f"{min(ratios):.2f} to {max(ratios):.2f}"
         against = f.ratios(figures.find(f.cell.mlx_lm))
         text = (
             f"- **{key}**: fastest with {f.cell.draft}, k = {f.cell.num_draft_tokens}: "
             f"{ratio:.2f} times plain decoding at this batch "
-            f"({min(ratios):.2f} to {max(ratios):.2f})"
+            f"({passes if len(ratios) > 1 else 'one pass only'})"
         )
         if against:
             text += f", {statistics.median(against):.2f} times mlx-lm's"

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import TYPE_CHECKING, Any, Self, TextIO
 
 import click
@@ -91,6 +91,8 @@ class Sink:
         self._aside = aside
         self._waiting: dict[int, GenerationResult] = {}
         self._next = 0
+        self._line_open = False
+        self._stdout_failed = False
         self.finished = 0
         self.errors: dict[int, str] = {}
         if output is not None and os.path.isfile(output.name):
@@ -100,7 +102,11 @@ class Sink:
             sys.stdout.reconfigure(errors="replace")
 
     def take(self, event: StreamEvent) -> None:
-        """Write what an event makes ready."""
+        """Write what an event makes ready.
+
+        Raises:
+            click.ClickException: the file, or standard output, cannot be written.
+        """
         if len(self._prompts) == 1:
             self._write(event.text)
         if event.result is None:
@@ -108,14 +114,13 @@ class Sink:
         self.finished += 1
         if event.result.finish_reason == "error":
             self.errors[event.index] = event.result.error or "no reason was given"
+        if len(self._prompts) > 1:
+            self._waiting[event.index] = event.result
         if self._output is not None:
-            line = json.dumps(event.result.to_dict(), ensure_ascii=False)
-            self._output.write(line + "\n")
-            self._output.flush()
+            self._write_line(self._output, event.result)
         if len(self._prompts) == 1:
             self._write("\n")
             return
-        self._waiting[event.index] = event.result
         while self._next in self._waiting:
             self._write_block(self._waiting.pop(self._next))
             self._next += 1
@@ -124,17 +129,52 @@ class Sink:
         """Write the finished results that waited for an earlier prompt."""
         for index in sorted(self._waiting):
             self._write_block(self._waiting.pop(index))
-        if len(self._prompts) == 1 and not self.finished:
+        if self._line_open or (len(self._prompts) == 1 and not self.finished):
             self._write("\n")
+
+    def _write_line(self, output: TextIO, result: GenerationResult) -> None:
+        line = json.dumps(result.to_dict(), ensure_ascii=False)
+        try:
+            output.write(line + "\n")
+            output.flush()
+        except OSError as error:
+            with suppress(OSError):
+                output.close()  # what it still holds would fail again later
+            raise _cannot_write(f"--output {output.name}", error) from error
 
     def _write_block(self, result: GenerationResult) -> None:
         title = _title(self._prompts[result.index])
         self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
 
     def _write(self, text: str) -> None:
-        with self._aside():
-            sys.stdout.write(text)
-            sys.stdout.flush()
+        if self._stdout_failed:
+            return
+        try:
+            with self._aside():
+                sys.stdout.write(text)
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._stdout_failed = True
+            _drop_stdout()
+            raise _cannot_write("standard output", error) from error
+        if text:
+            self._line_open = not text.endswith("\n")
+
+
+def _cannot_write(what: str, error: OSError) -> click.ClickException:
+    return click.ClickException(f"{what} cannot be written: {error.strerror}")
+
+
+def _drop_stdout() -> None:
+    """Let the interpreter's flush at exit go nowhere: it would fail once more."""
+    with suppress(OSError):  # a stream without a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, sys.stdout.fileno())
+        finally:
+            os.close(null)
 
 
 class Progress:

@@ -95,7 +95,8 @@ if TYPE_CHECKING:
     "--output",
     "output_file",
     metavar="FILE.jsonl",
-    help="Write one JSON object per prompt, as each finishes.",
+    help="Write one JSON object per prompt, as each finishes. An existing file is "
+    "replaced.",
 )
 @click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
 def run(
@@ -140,8 +141,7 @@ def run(
     ):
         if value is not None and not value.strip():
             raise click.UsageError(f"{option} is empty: name {what}")
-    if draft is not None:
-        DraftSpec.parse(draft)
+    spec = None if draft is None else DraftSpec.parse(draft)
     _check_together(draft, num_draft_tokens, kv_bits)
     config = EngineConfig(
         batch_size=batch_size,
@@ -163,6 +163,8 @@ def run(
         raise click.UsageError(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
         )
+    if spec is not None:
+        spec.check_model()
     prompts = _collect(texts, file)
     output = None
     if output_file is not None:
@@ -201,8 +203,10 @@ def run(
     for index, error in sorted(sink.errors.items()):
         show_error(f"prompt {index}: {error}")
     if interrupted:
+        kept = f", their results are in {output_file}" if sink.finished else ""
         click.echo(
-            f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts finished",
+            f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts finished"
+            f"{kept if output_file is not None else ''}",
             err=True,
         )
     if not quiet:

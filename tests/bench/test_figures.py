@@ -52,17 +52,21 @@ def taken_apart(draft: float, verify: float) -> dict[str, Any]:
 @pytest.fixture
 def figures(tiny: Tiny) -> Figures:
     """Batch 2: plain at 10 then 5 tokens/s, drafted at 20 then 5."""
-    recipe = tiny("batch=2")
+    counted = {
+        "requests": [[2, 4, 3, 6], [3, 6, 0, 2]],
+        "rounds": [[2, [[2, 2], [2, 0]]], [2, [[2, 1], [2, 0]]], [2, [[2, 0]]]],
+    }
+    return figures_of(tiny("batch=2"), counted, repeat=2)
+
+
+def figures_of(recipe: Recipe, counted: dict[str, Any], *, repeat: int) -> Figures:
+    """Those of the passes up to ``repeat``."""
     (conditions,) = conditions_of(recipe)
     theirs, plain, drafted = cells_of(recipe, conditions)
     prompts = {"tokens": [3, 4], "categories": ["a", "b"], "found": 5, "digest": ""}
     results = Results(recipe.to_dict(), prompts)
     start = {"command": "by hand", "commit": "0" * 40, "date": "today"}
     results.take({"kind": "start", "machine": MACHINE, "load_average": 3.0, **start})
-    counted = {
-        "requests": [[2, 4, 3, 6], [3, 6, 0, 2]],
-        "rounds": [[2, [[2, 2], [2, 0]]], [2, [[2, 1], [2, 0]]], [2, [[2, 0]]]],
-    }
     passes: list[tuple[Cell, int, dict[str, Any]]] = [
         (theirs, 0, wave(8, 1.0)),
         (theirs, 1, wave(8, 0.5)),
@@ -75,6 +79,8 @@ def figures(tiny: Tiny) -> Figures:
         (drafted, 2, wave(10, 2.0, **counted)),
     ]
     for cell, number, record in passes:
+        if number > repeat:
+            continue
         results.take(
             {
                 "kind": "pass",
@@ -144,6 +150,24 @@ def test_costs_and_predictions(figures: Figures) -> None:
     assert f.predicted == pytest.approx((1 + a + a * a) / 1.9)
     ran = f.policies()["per-sequence trim (what ran)"]
     assert ran.speedup == pytest.approx((8 / (3 * 1.9)) / (5 / 3))
+
+
+def test_where_nothing_was_drafted(tiny: Tiny) -> None:
+    """No draft is announced, and a length of 1 means that nothing was accepted."""
+    figures = figures_of(tiny("batch=2"), {}, repeat=2)
+    assert findings(figures) == ["- **batch 2**: nothing was drafted."]
+    (f,) = figures.drafted
+    a = f.acceptance()
+    assert (a.length, a.request_mean("length"), a.token_mean("length")) == (1, 1, 1)
+    assert (a.rate, a.request_mean("rate"), a.token_mean("rate")) == (0, 0, 0)
+
+
+def test_one_pass_has_no_range(tiny: Tiny) -> None:
+    counted = {"requests": [[2, 4, 3, 6], [3, 6, 0, 2]]}
+    figures = figures_of(tiny("batch=2", "repeat=1"), counted, repeat=1)
+    (line,) = findings(figures)
+    assert "2.00 times plain decoding at this batch (one pass only), " in line
+    assert " 1 interleaved pass after a first one" in report(figures)
 
 
 def test_the_report_says_what_was_found(figures: Figures) -> None:

@@ -129,9 +129,9 @@ def test_what_auto_decided_is_told_in_a_line(
 
 
 def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
-    arguments = "--model T --draft-model D -m 4 --batch-size 2 --ignore-chat-template"
+    arguments = "--model T --draft-model a/D -m 4 --batch-size 2 --ignore-chat-template"
     assert specdec("run", "-p", "Hi", *arguments.split()).exit_code == 0
-    assert (decoder.calls["target"], decoder.calls["draft"]) == ("T", "D")
+    assert (decoder.calls["target"], decoder.calls["draft"]) == ("T", "a/D")
     assert decoder.calls["params"].max_tokens == 4
     assert decoder.calls["config"].batch_size == 2
     assert decoder.calls["ignore_chat_template"] is True
@@ -155,7 +155,7 @@ def without_notes(stderr: str) -> list[str]:
     [
         (["--draft", "self:4bit", "--num-draft-tokens", "3"], True),
         (["--draft", "self:4bit"], False),
-        (["--draft", "D", "--num-draft-tokens", "3", "--quiet"], False),
+        (["--draft", "a/D", "--num-draft-tokens", "3", "--quiet"], False),
         ([], False),
     ],
 )
@@ -257,7 +257,9 @@ def test_ctrl_c_keeps_the_finished_rows(
     assert result.exit_code == 130
     assert [row["index"] for row in read_lines(path)] == [2, 1]
     assert result.stdout == "== [1] b\nBonjour n°1\n\n== [2] c\nBonjour n°2\n\n"
-    assert result.stderr == "specdec: interrupted: 2 of 3 prompts finished\n"
+    assert result.stderr == (
+        f"specdec: interrupted: 2 of 3 prompts finished, their results are in {path}\n"
+    )
 
 
 @pytest.mark.parametrize("quiet", [False, True])
@@ -321,6 +323,65 @@ def test_a_refused_prompt_leaves_earlier_output_alone(
     assert result.stdout == ""
     assert result.stderr == "specdec: error: prompt 0: it is unusable\n"
     assert path.read_text() == "of an earlier run\n"
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_disk_is_told_on_a_line_of_its_own(specdec: Specdec) -> None:
+    """The text is on standard output all the same."""
+    line = (
+        "specdec: error: --output /dev/full cannot be written: "
+        "No space left on device\n"
+    )
+    for prompts, text in (
+        (["-p", "a"], "Bonjour n°0\n"),
+        (["-p", "a", "-p", "b"], "== [1] b\nBonjour n°1\n\n"),
+    ):
+        result = specdec("run", *prompts, "--output", "/dev/full")
+        assert (result.exit_code, result.stdout, result.stderr) == (1, text, line)
+
+
+_FULL_STDOUT = """
+import sys
+import click
+from specdec.cli.output import Sink
+sink = Sink(["a"], None)
+try:
+    sink._write("Bonjour")
+except click.ClickException as error:
+    print(error.message, file=sys.stderr)
+sink.close()
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
+def test_a_full_standard_output_is_told_once() -> None:
+    """Neither closing nor the interpreter's last flush fails again."""
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", _FULL_STDOUT],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 0
+    assert done.stderr == (
+        "standard output cannot be written: No space left on device\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("draft", "meant"),
+    [("slef:4bit", "self:4bit"), ("ngrm", "ngram"), ("ngram+slef:4bit", "self:4bit")],
+)
+def test_a_misspelt_draft_is_refused_before_anything_loads(
+    specdec: Specdec, decoder: FakeDecoder, draft: str, meant: str
+) -> None:
+    result = specdec("run", "-p", "a", "--draft", draft)
+    assert result.exit_code == 1
+    assert result.stderr.endswith(f"; did you mean {meant}?\n")
+    assert result.stderr.count("\n") == 1
+    assert not decoder.calls
 
 
 def test_broken_pipe_is_quiet(
