@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Callable
@@ -361,6 +362,7 @@ def test_a_full_standard_output_is_told_once() -> None:
             [sys.executable, "-c", _FULL_STDOUT],
             stdout=full,
             stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": ""},  # else nothing waits to fail
             text=True,
             check=False,
         )
