@@ -18,6 +18,7 @@ import numpy as np
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, backend
 from specdec.bench.tables import markdown_table, show_spread
+from specdec.cache import CacheOptions
 from specdec.drafters import DraftModel
 from specdec.engine import Engine
 from specdec.session import Bounds, Session
@@ -33,6 +34,7 @@ class StubRunner:
 
     vocab_size = VOCAB
     prefixes = None
+    options = CacheOptions(max_write=1)
 
     def __init__(self) -> None:
         likely = np.zeros(VOCAB, np.float32)

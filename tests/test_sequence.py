@@ -119,6 +119,7 @@ def test_the_line_of_a_result() -> None:
         "finish_reason": "length",
         "prompt_tokens": 2,
         "prefix_tokens": 0,
+        "kv_bits": None,
         "generated_tokens": 2,
         "rounds": 4,
         "drafted": 12,
