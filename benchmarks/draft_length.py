@@ -17,10 +17,10 @@ from benchmarks.common import Script, encode_prompts, header_of, write_report
 from specdec import EngineConfig
 from specdec.bench.engine import engine
 from specdec.bench.machine import short
-from specdec.bench.measure import Record, measure, rate, total
+from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.tables import interleaved, markdown_table, show_spread
-from specdec.bench.waves import Options
+from specdec.bench.waves import Options, Record, rate, total
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
 from specdec.draft_spec import NGRAM_DRAFTS

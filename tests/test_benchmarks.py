@@ -61,6 +61,25 @@ def test_decode(tmp_path: Path) -> None:
         assert 8 - 3 <= wave["decode_tokens"] <= 8 - 1
 
 
+def test_draft_length(tmp_path: Path) -> None:
+    """Every draft runs with every k and with auto, beside plain decoding."""
+    raw = run(
+        "draft_length",
+        tmp_path / "lengths",
+        *("--target", "random:tiny", "--draft", "random:tiny:1", "--draft", "ngram"),
+        *("--draft", "wrong:random:tiny:1", "--num-prompts", "2", "--batch", "2"),
+        *("--num-draft-tokens", "2", "--max-tokens", "6", "--repeat", "1"),
+        *("--dtype", "float32"),
+    )
+    assert len(raw["passes"]) == 1 + 3 * 2
+    for passes in raw["passes"].values():
+        waves = [wave for record in passes for wave in record["waves"]]
+        assert [wave["generated_tokens"] for wave in waves] == [2 * 6, 2 * 6]
+    wrong = raw["passes"]["wrong:random:tiny:1 B=2 k=2"][0]["waves"]
+    assert wrong[0]["drafted"] > 0
+    assert wrong[0]["accepted"] == 0
+
+
 @pytest.mark.parametrize("draft_tokens", [1, 4])
 def test_verify_forward(tmp_path: Path, draft_tokens: int) -> None:
     raw = run(
