@@ -149,6 +149,8 @@ class SpecDecoder:
             MemoryLimitError: the models do not fit in memory; none is loaded.
         """
         spec = None if draft is None else DraftSpec.parse(draft)
+        if spec is not None:
+            spec.check_model()
         if target is None:
             target = default_target()
         check_before_loading(target, spec, dtype, config or EngineConfig())

@@ -108,12 +108,17 @@ class DraftSpec:
             return
         if os.path.exists(os.path.expanduser(model.name)):
             return
-        on_hub = re.fullmatch(r"[\w.-]+/[\w.-]+", model.name)
-        if on_hub is None or model.name.startswith("."):
+        if not is_hub_id(model.name):
             raise ModelNotFoundError(
                 f"no model at {model.name}: give a folder, a .gguf file or a hub id "
                 f"(owner/name){_hint(model.name)}"
             )
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether the hub may have a model of that name: ``owner/name``."""
+    owner_and_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
+    return owner_and_name is not None and not name.startswith(".")
 
 
 def _hint(name: str) -> str:

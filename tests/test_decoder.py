@@ -12,6 +12,7 @@ from mlx.utils import tree_flatten
 from specdec import (
     ConfigError,
     EngineConfig,
+    ModelNotFoundError,
     PromptError,
     SamplingParams,
     SpecDecoder,
@@ -237,6 +238,15 @@ def test_drafts_by_name(tiny_model: Callable[..., Any], name: str) -> None:
     results = decoder.generate(PROMPTS, params)
     assert [r.token_ids for r in results] == [greedy(model, p, 25) for p in PROMPTS]
     assert decoder.stats.drafted > 0
+
+
+def test_a_misspelt_draft_is_told_before_the_target_loads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delattr("specdec.decoder.check_before_loading")
+    monkeypatch.delattr("specdec.decoder.load")
+    with pytest.raises(ModelNotFoundError, match="no model at no-such: give a folder"):
+        SpecDecoder.from_pretrained("owner/name", "no-such")
 
 
 def test_a_factory_is_told_what_it_makes_a_drafter_for(target: Any) -> None:

@@ -47,6 +47,9 @@ class Bench:
     def __init__(self, recipe: Recipe, clock: Clock = time.perf_counter):
         self._recipe, self._clock = recipe, clock
         dtype = None if recipe.dtype == "stored" else recipe.dtype
+        for name in recipe.draft:
+            if not name.startswith("random:"):
+                DraftSpec.parse(name).check_model()
         target = default_target() if recipe.target is None else recipe.target
         self._target = load_model(target, dtype)
         self._drafts = {

@@ -29,6 +29,7 @@ def certify(
     *,
     draws: int = DEFAULT_DRAWS,
     max_restarts: int = DEFAULT_MAX_RESTARTS,
+    ignore_chat_template: bool = False,
     progress: Progress | None = None,
 ) -> Certificate:
     """Compare what ``decoder`` produces with the target alone, by mlx-lm's own code.
@@ -43,6 +44,7 @@ def certify(
             next one's is one more) and ``verification``.
         draws: decodings of each prompt, for a distribution; 20 or more.
         max_restarts: how often a row is decoded again from behind a tie.
+        ignore_chat_template: encode strings as they are.
         progress: called with what is being done, how much is, and of how much.
 
     Raises:
@@ -61,7 +63,10 @@ def certify(
     )
     drawn = params.temperature > 0 and params.verification != "coupled"
     tasks = []
-    for i, prompt in enumerate(encode_all(decoder.tokenizer, prompts)):
+    encoded = encode_all(
+        decoder.tokenizer, prompts, ignore_chat_template=ignore_chat_template
+    )
+    for i, prompt in enumerate(encoded):
         own = replace(params, seed=params.seed + i, logprobs=not drawn)
         try:
             tasks.append(Task(prompt, decoder.bounds.check(prompt, own)))

@@ -59,7 +59,7 @@ def advise(
     """  # noqa: D301 - click's mark for lines to keep
     if not draft.strip():
         raise click.UsageError("--draft is empty: name a draft")
-    DraftSpec.parse(draft)
+    DraftSpec.parse(draft).check_model()
     prompts = read_prompts(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
-from typing import Any
 
 import click
 
@@ -20,24 +18,6 @@ from ..memory.sizes import parse_size
 from . import options
 from .options import is_given
 from .quiet import silence_third_parties
-
-
-@dataclass(frozen=True, kw_only=True)
-class _WithinContext(Estimate):
-    """An estimate whose largest context is no longer than the target's own.
-
-    Args:
-        context_length: of the target; ``None``: its configuration does not say.
-    """
-
-    context_length: int | None
-
-    def largest_context(self) -> int:
-        fitting = super().largest_context()
-        return min(fitting, self.context_length or fitting)
-
-    def as_dict(self) -> dict[str, Any]:
-        return super().as_dict() | {"context_length": self.context_length}
 
 
 @click.command(short_help="Tell how much memory a run needs, and what fits.")
@@ -108,6 +88,8 @@ def estimate(
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if kv_bits is None and is_given("kv_group_size"):
         raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
+    if spec is not None:
+        spec.check_model()
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
@@ -152,14 +134,14 @@ def estimate(
         except UnsupportedModelError:
             return None
 
-    found = _WithinContext(
-        context_length=own_context,
+    found = Estimate(
         plan=plan_with(None if kv_bits is None else int(kv_bits)),
         context=context,
         batch=batch_size,
         limit=backend.memory_size() if limit is None else limit,
         plan_with_bits=plan_if_supported,
         choosing=FILTERED if temp > 0 else GREEDY,
+        context_length=own_context,
     )
     click.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())
     if own_context is not None and context > own_context:

@@ -78,6 +78,7 @@ TOKENS_BEHIND_DRAFT = 3
 )
 @options.kv_group_size()
 @options.dtype()
+@options.ignore_chat_template()
 @click.option(
     "--json",
     "json_file",
@@ -102,6 +103,7 @@ def verify(
     kv_bits: str | None,
     kv_group_size: str,
     dtype: str | None,
+    ignore_chat_template: bool,
     json_file: str | None,
     quiet: bool,
 ) -> None:
@@ -129,6 +131,8 @@ def verify(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
     )
+    if draft is not None:
+        DraftSpec.parse(draft).check_model()
     prompts = read_prompts(file)[:num_prompts]
     output = None
     if json_file is not None:
@@ -161,6 +165,7 @@ def verify(
             params,
             draws=draws,
             max_restarts=max_restarts,
+            ignore_chat_template=ignore_chat_template,
             progress=show,
         )
     if output is not None:
@@ -176,6 +181,7 @@ def verify(
             "kv_bits": config.kv_bits,
             "kv_group_size": config.kv_group_size if kv_bits else None,
             "dtype": dtype,
+            "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }
         if os.path.isfile(output.name):

@@ -34,6 +34,7 @@ class Estimate:
         plan_with_bits: the plan with keys and values in so many bits (``None``: as
             they are), or ``None`` where the models refuse it.
         choosing: as in :class:`RowNeeds`.
+        context_length: positions that the target serves; ``None``: not known.
     """
 
     plan: MemoryPlan
@@ -42,6 +43,7 @@ class Estimate:
     limit: int | None
     plan_with_bits: Callable[[int | None], MemoryPlan | None]
     choosing: Choosing = GREEDY
+    context_length: int | None = None
 
     def _rows(self, batch: int, context: int) -> list[RowNeeds]:
         # One token is generated at least.
@@ -68,10 +70,14 @@ class Estimate:
         return self.plan.peak(self._rows(batch, context))
 
     def largest_context(self) -> int:
-        """Most tokens per row at this batch; 0 when not even two fit."""
+        """Most tokens per row at this batch that the target serves.
+
+        0 when not even two fit.
+        """
         limit = self.limit or 0
         fitting = largest_fitting(
-            lambda n: self._peak(self.batch, n) <= limit, MAX_CONTEXT
+            lambda n: self._peak(self.batch, n) <= limit,
+            min(self.context_length or MAX_CONTEXT, MAX_CONTEXT),
         )
         return fitting if fitting > 1 else 0
 
@@ -111,6 +117,7 @@ class Estimate:
             "target": self.plan.target.name,
             "draft": self.plan.draft.name if self.plan.draft else None,
             "context": self.context,
+            "context_length": self.context_length,
             "batch": self.batch,
             "num_draft_tokens": self.plan.num_draft_tokens,
             "num_parameters": self.plan.target.num_parameters,

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx_lm
 
 from ..backend import defaults
-from ..draft_spec import ModelDraft
+from ..draft_spec import ModelDraft, is_hub_id
 from ..errors import (
     ModelError,
     ModelNotFoundError,
@@ -130,7 +130,7 @@ def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
     local = os.path.exists(path)  # false too for what cannot be a path
     if local:
         check_folder(Path(path))
-    elif not re.fullmatch(r"[\w.-]+/[\w.-]+", source) or source.startswith("."):
+    elif not is_hub_id(source):
         raise ModelNotFoundError(
             f"no model at {shorten(source)}: give a folder, a .gguf file or a hub id "
             "(owner/name)"

@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.utils import hf_repo_to_path, load_model
 
 from ..backend import defaults
-from ..draft_spec import ModelDraft
+from ..draft_spec import ModelDraft, is_hub_id
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from .conversions import Conversions, weights_of
 from .gguf_config import build_config
@@ -126,7 +126,7 @@ def _folder(name: str, path: Path) -> Path:
     if path.exists():
         check_folder(path)
         return path
-    if name.count("/") != 1 or name.startswith((".", "/", "~")):
+    if not is_hub_id(name):
         raise ModelNotFoundError(
             f"no model at {shorten(name)}: give a folder, a .gguf file, a config.json "
             "or a hub id (owner/name)"

@@ -24,7 +24,7 @@ from specdec.bench.recipe import Recipe
 from specdec.bench.report import report, write_report
 from specdec.bench.run import run_recipe
 from specdec.cli import main
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, ModelNotFoundError
 
 from .conftest import TINY, Ticks
 
@@ -369,6 +369,14 @@ def test_an_interrupt_says_what_is_kept(
         f"specdec: interrupted: 3 of 5 parts are kept in {out}; "
         "the same command continues"
     )
+
+
+def test_a_misspelt_draft_is_told_before_the_target_loads(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delattr("specdec.bench.run.load_model")
+    with pytest.raises(ModelNotFoundError, match="no model at no-such: give a folder"):
+        run(tiny("draft=['random:tiny:1', 'no-such']"), tmp_path / "out")
 
 
 def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:

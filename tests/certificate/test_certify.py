@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from typing import Any
 
 import pytest
@@ -45,6 +46,34 @@ def test_prompts_that_cannot_be_used(tiny_model: TinyModel) -> None:
         certify(decoder, [[5]], draws=5)
     with pytest.raises(ConfigError, match="max_restarts is -1"):
         certify(decoder, [[5]], max_restarts=-1)
+
+
+def test_the_chat_template_can_be_ignored(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a run can: a certificate of other prompts would say nothing about it."""
+    decoder = make_decoder(tiny_model)
+
+    def render(messages: Any, **options: Any) -> str:
+        return f"<{messages[0]['content']}>"
+
+    monkeypatch.setattr(decoder.tokenizer, "has_chat_template", True)
+    decoder.tokenizer.apply_chat_template = render
+    shown: list[tuple[int, ...]] = []
+    module = sys.modules["specdec.certificate.certify"]
+    certify_tokens = module.certify_tokens
+
+    def watched(decoder: Any, plain: Any, tasks: Any, **options: Any) -> Any:
+        shown.append(tasks[0].prompt.token_ids)
+        return certify_tokens(decoder, plain, tasks, **options)
+
+    monkeypatch.setattr(module, "certify_tokens", watched)
+    for ignored in (False, True):
+        params = SamplingParams(max_tokens=2)
+        found = certify(decoder, ["Hi"], params, ignore_chat_template=ignored)
+        assert found.verdict == "exact"
+    encode = decoder.tokenizer.encode
+    assert shown == [tuple(encode("<Hi>")), tuple(encode("Hi"))]
 
 
 def test_every_prompt_has_a_seed_of_its_own(tiny_model: TinyModel) -> None:

@@ -38,7 +38,7 @@ def advised(
     prompts.write_text("one\ntwo\nthree\n")
 
     def run(*arguments: str) -> str:
-        command = ["advise", "--draft", "D", "--prompts", str(prompts), *arguments]
+        command = ["advise", "--draft", "a/D", "--prompts", str(prompts), *arguments]
         result = CliRunner().invoke(main, command)
         assert result.exit_code == 0, result.output
         return result.stdout

@@ -107,6 +107,9 @@ MISTAKES = [
     ("run --prompts bad.jsonl", 1, "bad.jsonl:2: not JSON"),
     ("run --prompts keys.jsonl", 1, "keys.jsonl:1: expected one object per line"),
     ("run", 1, "standard input: no prompts in it"),
+    ("run -p Hi --draft no-such", 1, "no model at no-such: give a folder, a .gguf"),
+    ("advise --draft no-such --prompts good.txt", 1, "no model at no-such: give"),
+    ("verify --draft ./no-such --prompts good.txt", 1, "no model at ./no-such: give"),
     ("run -p Hi --output folder", 2, "--output folder cannot be written: Is a dir"),
     ("run -p Hi --output no/out.jsonl", 2, "there is no folder no: create it first"),
     (

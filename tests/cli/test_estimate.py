@@ -129,6 +129,8 @@ def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> Non
         (("--target", "x", "--context", "9", "--kv-group-size", "32"), 2,
          "--kv-group-size needs --kv-bits"),
         (("--target", "no-such-model", "--context", "9"), 1, "no model at no-such"),
+        (("--target", "no/target", "--context", "9", "--draft", "no-such"), 1,
+         "no model at no-such: give a folder, a .gguf file or a hub id"),
     ],
 )  # fmt: skip
 def test_mistakes(arguments: tuple[str, ...], code: int, message: str) -> None:

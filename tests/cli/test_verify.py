@@ -105,7 +105,7 @@ def test_exact(verify: Verify, calls: dict[str, Any], tmp_path: Path) -> None:
 
 def test_ties_pass(verify: Verify, tmp_path: Path) -> None:
     path = tmp_path / "ties.json"
-    result = verify("--draft", "D", "--json", str(path), rounds=True)
+    result = verify("--draft", "owner/D", "--json", str(path), rounds=True)
     assert result.exit_code == 0, result.output
     assert "verdict: exact up to " in result.stdout
     divergence = json.loads(path.read_text("utf-8"))["result"]["divergences"][0]
@@ -120,7 +120,7 @@ def test_a_fault_fails(
 
     FAULTS["trim one too few"](monkeypatch)
     path = tmp_path / "failure.json"
-    result = verify("--draft", "D", "--json", str(path))
+    result = verify("--draft", "owner/D", "--json", str(path))
     assert result.exit_code == 1
     assert "verdict: FAILURE: " in result.stdout
     assert "failure at prompt" in result.stdout
@@ -129,7 +129,7 @@ def test_a_fault_fails(
 
 def test_a_distribution(verify: Verify, calls: dict[str, Any]) -> None:
     options = (
-        "--draft D --temp 1.5 --seed 3 --verification block --draws 40 "
+        "--draft owner/D --temp 1.5 --seed 3 --verification block --draws 40 "
         "--num-prompts 1 --batch 40"
     )
     result = verify(*options.split())
@@ -142,7 +142,7 @@ def test_a_distribution(verify: Verify, calls: dict[str, Any]) -> None:
 
 
 def test_incomplete_does_not_pass(verify: Verify) -> None:
-    result = verify("--draft", "D", "--max-restarts", "0", rounds=True)
+    result = verify("--draft", "owner/D", "--max-restarts", "0", rounds=True)
     assert result.exit_code == 1
     assert "verdict: INCOMPLETE" in result.stdout
 
@@ -163,12 +163,21 @@ def test_incomplete_does_not_pass(verify: Verify) -> None:
         ),
         ("--json /nowhere/at/all.json", "there is no folder /nowhere/at"),
         ("--temp 1e9", "--temp is 1000000000.0"),
+        ("--draft no-such", "no model at no-such: give a folder"),
     ],
 )
-def test_options_that_cannot_be(verify: Verify, options: str, message: str) -> None:
+def test_options_that_cannot_be(
+    verify: Verify, calls: dict[str, Any], options: str, message: str
+) -> None:
     result = verify(*options.split())
-    assert result.exit_code == 2
+    assert result.exit_code == (1 if "no model" in message else 2)
+    assert calls == {}, "found before a model is loaded"
     assert message in " ".join(result.stderr.split())
+
+
+def test_without_the_chat_template(verify: Verify, calls: dict[str, Any]) -> None:
+    assert verify("--ignore-chat-template").exit_code == 0
+    assert calls["options"]["ignore_chat_template"] is True
 
 
 def test_json_does_not_overwrite_the_prompts(verify: Verify, prompts: str) -> None:

@@ -158,6 +158,20 @@ def test_what_fits_is_the_edge() -> None:
     assert found.suggested_weight_bits() == 16
 
 
+def test_no_more_than_the_target_serves() -> None:
+    """A context to which the model was never made, told as one that fits."""
+    found = replace(estimate(24 * 10**9), context_length=8192)
+    assert found.largest_context() == 8192
+    assert found.as_dict()["context_length"] == 8192
+    assert "largest context at this batch: 8192 tokens\n" in found.table()
+    # Where less fits, that is told.
+    fitting = estimate(20 * 10**9).largest_context()
+    assert 0 < fitting < 100_000
+    assert replace(found, limit=20 * 10**9).largest_context() == min(fitting, 8192)
+    longer = replace(found, limit=20 * 10**9, context_length=100_000)
+    assert longer.largest_context() == fitting
+
+
 def test_suggestions_where_it_does_not_fit() -> None:
     long = estimate(36 * 10**9, context=128 * 1024)
     assert not long.fits
