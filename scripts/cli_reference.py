@@ -1,0 +1,177 @@
+#!/usr/bin/env python3
+"""Write docs/cli.md from the commands themselves.
+
+Usage: scripts/cli_reference.py [--check]
+
+With --check nothing is written; the exit code is 1 where the page is not what the
+commands say. The page does not depend on the terminal's width: click's names, types
+and texts are taken, not the help that it lays out.
+"""
+
+from __future__ import annotations
+
+import inspect
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import click
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from specdec.cli import main as cli  # noqa: E402 - from this tree, installed or not
+
+PAGE = ROOT / "docs" / "cli.md"
+
+INTRO = """\
+# Command line
+
+<!-- Written by scripts/cli_reference.py: change the commands, not this page. -->
+
+Text goes to standard output; progress, notes and errors to standard error. An error
+is one line, `specdec: error: ...`. Exit codes: 0 when all went well, 1 for a failure, 2
+for wrong usage, 130 when interrupted. `-h` or `--help` behind a command shows what this
+page says of it; `specdec --version` prints the version.
+"""
+
+
+def commands(
+    command: click.Command, path: str
+) -> Iterator[tuple[str, click.Command, click.Context]]:
+    """Every command below one, and its full name; groups that only hold others too."""
+    context = click.Context(command, info_name=path)
+    if path != cli.name:
+        yield path, command, context
+    if isinstance(command, click.Group):
+        for name in command.list_commands(context):
+            below = command.get_command(context, name)
+            assert below is not None
+            yield from commands(below, f"{path} {name}")
+
+
+def page() -> str:
+    """The whole page."""
+    found = list(commands(cli, cli.name or ""))
+    rows = [
+        (f"[`{path}`](#{path.replace(' ', '-')})", prose(one.get_short_help_str(999)))
+        for path, one, _ in found
+    ]
+    parts = [INTRO, table(("command", ""), rows)]
+    parts += [section(*each) for each in found]
+    return "\n".join(parts)
+
+
+def section(path: str, command: click.Command, context: click.Context) -> str:
+    """One command: usage, text, arguments and options."""
+    usage = " ".join([path, *command.collect_usage_pieces(context)])
+    parts = [f"## {path}\n", f"    {usage}\n", body(command.help or "")]
+    options = [p for p in command.params if isinstance(p, click.Option)]
+    if options:
+        parts.append(table(("option", ""), [(names(o), meaning(o)) for o in options]))
+    return "\n".join(parts)
+
+
+def body(text: str) -> str:
+    """A command's text; blocks that click is told to keep become code."""
+    parts = []
+    for block in inspect.cleandoc(text).partition("\f")[0].strip().split("\n\n"):
+        if block.startswith("\b"):
+            lines = [line.strip() for line in block.splitlines()[1:]]
+            parts.append("\n".join(["```sh", *lines, "```"]))
+        else:
+            parts.append(prose(" ".join(block.split())))
+    return "\n\n".join(parts) + "\n"
+
+
+def names(option: click.Option) -> str:
+    """``--target``, ``--model MODEL``: what is typed."""
+    value = ""
+    if not option.is_flag and not option.count:
+        value = option.metavar or metavar(option.type)
+        value = " " + " ".join([value] * (1 if option.metavar else option.nargs))
+    typed = [*option.opts, *option.secondary_opts]
+    short_first = sorted(typed, key=lambda name: name.startswith("--"))
+    return ", ".join(cell(f"`{name}{value}`") for name in short_first)
+
+
+def metavar(kind: Any) -> str:
+    """What stands for a value that has no name of its own."""
+    if isinstance(kind, click.Choice):
+        return "|".join(map(str, kind.choices))
+    return str(kind.name).upper().removesuffix(" RANGE")
+
+
+def meaning(option: click.Option) -> str:
+    """The help text, then what holds when the option is left out."""
+    text, _, default = (option.help or "").partition(" [default: ")
+    default = default.removesuffix("]")
+    if isinstance(option.show_default, str):
+        default = option.show_default
+    elif option.show_default:
+        value: Any = option.default
+        several = isinstance(value, tuple | list)
+        default = ", ".join(map(str, value)) if several else str(value)
+    notes = []
+    if option.required:
+        notes.append("required")
+    if isinstance(option.type, click.IntRange | click.FloatRange):
+        notes.append(bounds(option.type))
+    if default:
+        notes.append(f"default: {default}")
+    told = "; ".join(filter(None, notes))
+    return prose(f"{text} ({told})" if told else text).lstrip()
+
+
+def bounds(kind: click.IntRange | click.FloatRange) -> str:
+    """``at least 1``, ``0 to 1``."""
+    low, high = kind.min, kind.max
+    if low is not None and high is not None:
+        return f"{low:g} to {high:g}"
+    if low is not None:
+        return f"above {low:g}" if kind.min_open else f"at least {low:g}"
+    if high is not None:
+        return f"below {high:g}" if kind.max_open else f"at most {high:g}"
+    return ""
+
+
+def prose(text: str) -> str:
+    """Text as Markdown: marks are escaped, options are code."""
+    text = re.sub(r"([\\*<\[\]|])", r"\\\1", text)
+    return re.sub(r"(?<![\w`-])(--[a-z][a-z-]*[a-z])", r"`\1`", text)
+
+
+def cell(text: str) -> str:
+    """Code in a table, where a bar ends the cell."""
+    return text.replace("|", "\\|")
+
+
+def table(header: tuple[str, str], rows: list[tuple[str, str]]) -> str:
+    """A Markdown table of two columns."""
+    lines = [f"| {header[0]} | {header[1]} |".replace("  ", " "), "|---|---|"]
+    return "\n".join([*lines, *(f"| {a} | {b} |" for a, b in rows)]) + "\n"
+
+
+def main(arguments: list[str]) -> int:
+    """Exit code 1 where ``--check`` found another page."""
+    made = page()
+    if arguments not in ([], ["--check"]):
+        print(f"error: usage: {Path(__file__).name} [--check]", file=sys.stderr)
+        return 2
+    old = PAGE.read_text("utf-8") if PAGE.exists() else ""
+    if arguments and made != old:
+        print(
+            "error: docs/cli.md is not what the commands say: "
+            "run scripts/cli_reference.py",
+            file=sys.stderr,
+        )
+        return 1
+    if made != old:
+        PAGE.write_text(made, "utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

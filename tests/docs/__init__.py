@@ -1,0 +1,1 @@
+"""The documentation's own tools: what they write is what is there."""
