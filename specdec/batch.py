@@ -17,7 +17,7 @@ from math import inf
 import mlx.core as mx
 
 from .backend import BackendDefaults
-from .drafters import Drafter, DraftRows, Round, check_proposals
+from .drafters import Drafter, DraftRows, Round
 from .inflight import InFlight, RowOutput
 from .lengths import DraftLength
 from .models.runner import ModelRunner
@@ -80,7 +80,6 @@ class RowBatch:
                 for s, p in zip(self.rows, prompts, strict=True)
             ]
             self._draft = drafter.rows(drafted, max_length=max_length)
-        self._proposals_checked = False
         self._note_rows()
         self._recent = _right_aligned(prompts, self._rules.sampling.context_size)
         # Tokens in the target's cache per row, as far as the host has read.
@@ -234,9 +233,6 @@ class RowBatch:
         inputs, proposals = self._recent[:, -1:], None
         if k and self._draft is not None:
             proposals = self._draft.propose(round_)
-            if not self._proposals_checked:
-                check_proposals(self._draft, round_, proposals)
-                self._proposals_checked = True
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
             self._observer.built("draft", inputs)
         # 2. verify, 3. accept
@@ -332,8 +328,6 @@ class RowBatch:
     def _note_rows(self) -> None:
         """Work out what depends on which rows there are and which are running."""
         self._noted = self._running_rows()
-        # A drafter of the user's may have lost a row, or never had the right shape.
-        self._proposals_checked = False
         self._active = mx.array(self._noted, mx.bool_)
         self._rules = RowRules.of(self.rows, self._vocab_size)
         self._all_drafted = all(

@@ -16,6 +16,7 @@ from . import backend
 from .backend import BackendDefaults
 from .config import EngineConfig
 from .drafters import Drafter, Round, check_proposals
+from .drafters.guarded import described
 from .lengths import AutoLength, DraftLength, FixedLength, Forwards
 from .lengths.store import CostStore, default_path
 from .models.runner import ModelRunner
@@ -44,6 +45,9 @@ def measure_forwards(
     Each is run once before it is timed, ``repeats`` times, of which the fastest
     counts. A plain step, a draft step and one verify forward are always measured;
     of the latter no more than the budget allows.
+
+    Raises:
+        DrafterError: the drafter raised something.
     """
     begun = clock()
     widest = max_draft_tokens + 1
@@ -79,9 +83,12 @@ def measure_forwards(
     if drafter.hidden_layers:
         verify(2)
         hidden = rows.hidden
-    draft_step = _draft_step(
-        target, drafter, num_rows, hidden, lambda f: fastest(f, 2 * plain)
-    )
+    try:
+        draft_step = _draft_step(
+            target, drafter, num_rows, hidden, lambda f: fastest(f, 2 * plain)
+        )
+    except Exception as error:  # a drafter of the user's may raise anything
+        raise described(error, drafter) from error
     verified = {1: plain}
     for s in VERIFIED[1:]:
         # At worst, tokens cost as much together as one by one.

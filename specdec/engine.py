@@ -14,7 +14,7 @@ import mlx.core as mx
 from .backend import BackendDefaults
 from .batch import RowBatch
 from .config import EngineConfig
-from .drafters import Drafter
+from .drafters import Drafter, DraftGuard
 from .inflight import RowOutput
 from .lengths import DraftLength, FixedLength
 from .models.runner import ModelRunner
@@ -36,7 +36,8 @@ class Engine:
 
     Args:
         target: runs the target model.
-        drafter: proposes; ``None`` decodes plainly.
+        drafter: proposes; ``None`` decodes plainly, and so it goes on behind what a
+            drafter raises.
         config: rows, draft tokens.
         backend: how to shape rounds.
         eos_token_ids: tokens that end a row.
@@ -64,14 +65,17 @@ class Engine:
         packed: Callable[[int], Models] | None = None,
     ):
         self.stats = RunStats()
-        self._models: Models = target, drafter
+        self._guard = DraftGuard()
+        self._models = self._guarded((target, drafter))
         self._packed = packed
         self._config = config
         self._backend = backend
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
         self._observer = observer or RoundObserver()
-        self._length = length or FixedLength(config.max_draft_tokens)
+        self._length = self._guard.length(
+            length or FixedLength(config.max_draft_tokens)
+        )
         self._scheduler = Scheduler(config.batch_size)
         if preflight is not None:
             self._scheduler = Scheduler(
@@ -83,6 +87,10 @@ class Engine:
         self._joining: RowBatch | None = None
         self._chunks: Iterator[list[RowOutput]] = iter(())
         self._round_is_due = False
+
+    def _guarded(self, models: Models) -> Models:
+        target, drafter = models
+        return target, drafter and self._guard.drafter(drafter)
 
     @property
     def busy(self) -> bool:
@@ -169,6 +177,7 @@ class Engine:
                 sequence.ended = now
                 del self._alive[sequence.request.index]
                 stats.take_ended(sequence)
+        stats.draft_error = self._guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
 
     def _prefill_chunk(self) -> list[RowOutput]:
@@ -200,7 +209,7 @@ class Engine:
             self._running.drop_ended()
         models, kv_bits = self._models, sequences[0].request.kv_bits
         if kv_bits is not None and self._packed is not None:
-            models = self._packed(kv_bits)
+            models = self._guarded(self._packed(kv_bits))
         for sequence in sequences:
             sequence.kv_bits = models[0].options.kv_bits
         self._joining = RowBatch(

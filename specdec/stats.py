@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
+from .errors import DrafterError
 from .memory import Fallback
 from .sequence import (
     Sequence,
@@ -27,8 +28,9 @@ class RunStats:
     ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
     position (:class:`~specdec.results.GenerationResult`) add up the rows that have
     ended. ``fallbacks`` are the requests, by index, that fit in memory only with
-    packed keys and values (``kv_bits="auto"``). ``peak_memory_bytes`` is MLX's peak
-    in this process so far, weights included.
+    packed keys and values (``kv_bits="auto"``). ``draft_error`` is what ended drafting
+    before its time, in a line. ``peak_memory_bytes`` is MLX's peak in this process so
+    far, weights included.
     """
 
     prompts: int = 0
@@ -46,6 +48,7 @@ class RunStats:
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     fallbacks: dict[int, Fallback] = field(default_factory=dict)
+    draft_error: str | None = None
     peak_memory_bytes: int = 0
 
     def take_ended(self, sequence: Sequence) -> None:
@@ -56,6 +59,15 @@ class RunStats:
         self.accepted += sequence.accepted
         self.drafted_at = _added(self.drafted_at, sequence.drafted_at)
         self.accepted_at = _added(self.accepted_at, sequence.accepted_at)
+
+    def check_draft(self) -> None:
+        """Refuse to go on where what was measured is not the draft that was asked for.
+
+        Raises:
+            DrafterError: drafting ended before its time.
+        """
+        if self.draft_error is not None:
+            raise DrafterError(self.draft_error)
 
     @property
     def acceptance_by_position(self) -> list[float]:

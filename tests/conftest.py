@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -40,6 +41,22 @@ def _own_cache_folder(
     """Nothing is kept in the user's cache folder, nor read from it."""
     base = tmp_path_factory.getbasetemp() / "cache-home"
     monkeypatch.setenv("XDG_CACHE_HOME", str(base))
+
+
+@pytest.fixture(autouse=True)
+def draft_failures() -> Iterator[list[str]]:
+    """What ended drafting in a test: nothing, unless the test takes it off the list.
+
+    Rows go on without a drafter that fails, so that their tokens show no fault of it.
+    """
+    failures: list[str] = []
+    handler = logging.Handler(logging.WARNING)
+    handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
+    logger = logging.getLogger("specdec.drafters")
+    logger.addHandler(handler)
+    yield failures
+    logger.removeHandler(handler)
+    assert failures == []
 
 
 @pytest.fixture(scope="session")

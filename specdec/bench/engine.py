@@ -76,6 +76,7 @@ def engine(
                             accepted=event.result.accepted,
                         )
         mx.synchronize()
+        session.stats.check_draft()
         wave.finish()
         wave.rounds = trace.rounds
         return wave

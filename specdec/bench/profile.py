@@ -83,4 +83,5 @@ def profile(
         while session.busy and len(observer.rounds) < rounds:
             session.step()
     mx.synchronize()
+    session.stats.check_draft()
     return observer.rounds

@@ -108,6 +108,7 @@ def decode_rows(
             if new:
                 results += new
                 progress(what, len(results), len(tasks))
+    session.stats.check_draft()
     return sorted(results, key=lambda result: result.index)
 
 

@@ -76,6 +76,7 @@ def advise(
         ignore_chat_template=ignore_chat_template,
     )
     stats = decoder.stats
+    stats.check_draft()
     survival = survival_of(
         stats.drafted_at,
         stats.accepted_at,

@@ -279,9 +279,10 @@ def _summary(decoder: SpecDecoder, num_failed: int) -> str:
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens
     length = "chosen for every round" if k == "auto" else f"{_some(k, 'token')} a round"
+    failed = ", until it failed" if stats.draft_error else ""
     lines = {
         "target": decoder.target_name,
-        "draft": f"{draft}, {length}" if draft else "none",
+        "draft": f"{draft}, {length}{failed}" if draft else "none",
         "prefill": f"{_some(stats.prefilled, 'prompt')}, "
         f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",
@@ -297,7 +298,7 @@ def _summary(decoder: SpecDecoder, num_failed: int) -> str:
             f"rate {stats.acceptance_rate:.3f}, "
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
-    elif draft and k == "auto" and stats.rounds:
+    elif draft and k == "auto" and stats.rounds and not failed:
         lines["acceptance"] = "nothing was drafted: it would not have paid"
     if num_failed:
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"

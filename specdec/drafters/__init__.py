@@ -11,6 +11,7 @@ from .factory import (
     factory_of,
     make_drafter,
 )
+from .guarded import DraftGuard
 from .model import DraftModel
 from .ngram import NgramDrafter, NgramOptions
 
@@ -18,6 +19,7 @@ __all__ = [
     "ChainDrafter",
     "DescribedFactory",
     "DraftContext",
+    "DraftGuard",
     "DraftModel",
     "DraftRows",
     "Drafter",

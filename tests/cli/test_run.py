@@ -200,6 +200,16 @@ def test_summary_of_plain_decoding_has_no_acceptance(
     assert "acceptance" not in stderr
 
 
+def test_summary_of_a_draft_that_failed(specdec: Specdec, decoder: FakeDecoder) -> None:
+    """It is not that drafting would not have paid."""
+    decoder.stats.drafted = decoder.stats.accepted = 0
+    decoder.stats.draft_error = "drafter X failed (ValueError: no)"
+    result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
+    line = "draft:       self:4bit, chosen for every round, until it failed"
+    assert line in result.stderr.splitlines()
+    assert "would not have paid" not in result.stderr
+
+
 def test_summary_when_nothing_was_drafted(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
