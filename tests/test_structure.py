@@ -21,7 +21,7 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"bench", "certificate", "tuning"},
+    {"bench", "certificate", "distill", "tuning"},
     {"decoder"},
     {"serving"},
     {"assembly", "session"},

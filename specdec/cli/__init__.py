@@ -14,6 +14,7 @@ from .bench import bench
 from .bench import report as report_command
 from .cache import cache
 from .convert import convert
+from .distill import distill
 from .estimate import estimate
 from .report import report, with_options
 from .run import run
@@ -68,3 +69,4 @@ main.add_command(convert)
 main.add_command(cache)
 main.add_command(verify)
 main.add_command(tune_layers)
+main.add_command(distill)

@@ -1,0 +1,198 @@
+"""``specdec distill``: make a draft for a target, from the target."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from pathlib import Path
+
+import click
+
+from . import options
+from .options import dashed, is_given
+from .quiet import silence_third_parties
+from .report import INTERRUPTED, show_warnings
+
+
+def _files(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
+    return click.option(name, multiple=True, metavar="FILE", help=text)
+
+
+def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
+    kind = click.FloatRange(min=0, min_open=True)
+    return click.option(name, type=kind, metavar="N", help=text)
+
+
+@click.command(short_help="Make a draft for a target, from the target.")
+@options.target()
+@click.option(
+    "--out",
+    metavar="DIR",
+    required=True,
+    help="Folder of the draft; what it is made of is kept in DIR/work.",
+)
+@click.option(
+    "--layers",
+    metavar="N|I,J,...",
+    default="4",
+    show_default=True,
+    help="Layers of the target to begin with: so many, spread evenly, or which, "
+    "counted from 0.",
+)
+@_files(
+    "--prompts",
+    "Prompts for the target to answer and the draft to learn from, as for "
+    "`specdec run`; repeat it for more.",
+)
+@_files("--text", "A text file to learn from, too; repeat it for more.")
+@_files(
+    "--holdout",
+    "Prompts to measure with, as for `specdec run`; never learnt from; repeat it "
+    "for more.",
+)
+@_minutes("--minutes", "Train for N minutes. [default: 10, without --tokens]")
+@options.positive("--tokens", text="Train on N tokens, those seen again included.")
+@_minutes(
+    "--data-minutes",
+    "Let the target write for N minutes, those of earlier runs included. [default: "
+    "half of --minutes]",
+)
+@options.positive(
+    "--data-tokens",
+    text="Let the target write N tokens; 0: learn from --prompts and --text alone. "
+    "[default: an eighth of --tokens]",
+    low=0,
+)
+@click.option(
+    "--data", metavar="DIR", help="Keep what the target writes there, for other runs."
+)
+@click.option("--resume", is_flag=True, help="Go on from the checkpoint in DIR/work.")
+@options.positive(
+    "--bits", text="Store matrices in N bits; trained for it. [default: as trained]"
+)
+@click.option(
+    "--layers-only",
+    is_flag=True,
+    help="Store no embedding: specdec takes the target's. mlx-lm cannot load that.",
+)
+@click.option(
+    "--learning-rate",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="X",
+    help="Peak learning rate. [default: 0.0015]",
+)
+@options.positive("--batch", "writers", text="Rows that the target writes at once.")
+@options.positive("--block-tokens", text="Tokens of a training step.", low=128)
+@options.positive(
+    "--rounds", text="Prompts of each --holdout to decode at the end.", default=128
+)
+@options.dtype("Compute in this type. [default: bfloat16; on a CPU float32]")
+@options.seed()
+@click.option(
+    "--dry-run", is_flag=True, help="Print sizes, memory and an estimate of the time."
+)
+@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+def distill(
+    *,
+    target: str | None,
+    out: str,
+    layers: str,
+    prompts: tuple[str, ...],
+    text: tuple[str, ...],
+    holdout: tuple[str, ...],
+    minutes: float | None,
+    tokens: int | None,
+    data_minutes: float | None,
+    data_tokens: int | None,
+    data: str | None,
+    resume: bool,
+    bits: int | None,
+    layers_only: bool,
+    learning_rate: float | None,
+    writers: int | None,
+    block_tokens: int | None,
+    rounds: int,
+    dtype: str | None,
+    seed: int,
+    dry_run: bool,
+    quiet: bool,
+) -> None:
+    """Make a draft for a target: some of its layers, trained to agree with it.
+
+    The target makes up user turns and answers them; no other text is needed. The
+    draft keeps its embedding and head, and learns its distribution. A run that was
+    stopped goes on with --resume.
+
+    \b
+      specdec distill --target MODEL --out my-draft --minutes 20
+      specdec run --target MODEL --draft my-draft --prompt "What is MLX?"
+    """  # noqa: D301 - click's mark for lines to keep
+    for name, value in (("out", out), ("target", target), ("data", data)):
+        if value is not None and not value.strip():
+            raise click.UsageError(f"{dashed(name)} is empty: name one")
+    if minutes is not None and tokens is not None:
+        raise click.UsageError("--minutes and --tokens exclude each other")
+    if is_given("rounds") and not holdout:
+        raise click.UsageError("--rounds needs --holdout: name prompts to decode")
+    folder = Path(out).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise click.UsageError(f"--out {folder} is a file: name a folder")
+    silence_third_parties()
+    show_warnings()
+    from ..distill.job import Job, Options
+    from ..distill.schedule import Budget
+    from ..distill.train import Recipe
+    from ..distill.wave import Wave
+
+    if minutes is None and tokens is None:
+        minutes = 10.0
+    recipe = Recipe(seed=seed)
+    if learning_rate is not None:
+        recipe = Recipe(seed=seed, learning_rate=learning_rate)
+    wanted = Options(
+        target=target,
+        out=folder,
+        layers=layers,
+        budget=Budget(minutes, tokens),
+        data_minutes=data_minutes,
+        data_tokens=data_tokens,
+        prompts=prompts,
+        texts=text,
+        holdout=holdout,
+        data=None if data is None else Path(data).expanduser(),
+        resume=resume,
+        bits=bits,
+        layers_only=layers_only,
+        dtype=dtype,
+        writers=writers,
+        block_tokens=block_tokens,
+        recipe=recipe,
+        wave=Wave(batch_size=1, seed=seed),
+        rounds=rounds,
+        command=_command(),
+    )
+
+    def say(line: str) -> None:
+        if not quiet:
+            click.echo(line, err=True)
+
+    job = Job(wanted, say)
+    for line in job.describe():
+        click.echo(line, err=not dry_run)
+    if dry_run:
+        return
+    try:
+        job.run()
+    except KeyboardInterrupt:
+        click.echo(
+            f"specdec: interrupted: what was done is kept in {folder / 'work'}; the "
+            "same command with --resume goes on",
+            err=True,
+        )
+        sys.exit(INTERRUPTED)
+
+
+def _command() -> str:
+    """The command, with paths cut to their last part."""
+    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
+    return shlex.join(["specdec", *words])

@@ -1,0 +1,1 @@
+"""A draft made for a target: text that it writes, layers of its own, a divergence."""

@@ -1,0 +1,125 @@
+"""Documents as blocks of fixed shapes, and the order in which they are learnt.
+
+A document begins a row of its own, as it does when it is decoded. Rows are padded on
+the right, which a causal model does not see, to a multiple of 128 tokens: there are
+few shapes, and those that attention has fast kernels for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from .corpus import GREEDY, TEXT, Document
+
+ROW_MULTIPLE = 128
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """How blocks are cut.
+
+    Args:
+        block_tokens: rows of a block times their length, about.
+        max_row: longest row; longer documents lose their end.
+        chunk: positions of the loss that are computed together; the number of a
+            block's positions is a multiple of it.
+        prompt_weight: weight of a position of a prompt; one of an answer weighs 1.
+    """
+
+    block_tokens: int
+    max_row: int
+    chunk: int
+    prompt_weight: float = 0.2
+
+
+@dataclass(frozen=True, eq=False)
+class Block:
+    """Rows that are learnt together.
+
+    Args:
+        tokens: shape (B, L), int32.
+        positions: where there is something to learn, in the flattened rows, shape
+            (N,), int32; behind the last one padding of weight 0.
+        weights: shape (N,), float32.
+        num_tokens: of documents, padding not counted.
+    """
+
+    tokens: npt.NDArray[np.int32]
+    positions: npt.NDArray[np.int32]
+    weights: npt.NDArray[np.float32]
+    num_tokens: int
+
+
+def make_blocks(
+    documents: Sequence[Document], shapes: Shapes, *, seed: int
+) -> list[Block]:
+    """All documents, in blocks of rows of about one length; their order is drawn."""
+    common = _common_prefix(documents)
+    order = np.random.default_rng(seed).permutation(len(documents))
+    buckets: dict[int, list[Document]] = {}
+    for index in order:
+        document = documents[index]
+        length = min(len(document.tokens) - 1, shapes.max_row)
+        if length < 1:
+            continue
+        row = -(-length // ROW_MULTIPLE) * ROW_MULTIPLE
+        buckets.setdefault(min(row, shapes.max_row), []).append(document)
+    # Longest first: what is left of a bucket fills up with shorter documents.
+    queue = [(row, d) for row in sorted(buckets, reverse=True) for d in buckets[row]]
+    blocks = []
+    first = 0
+    while first < len(queue):
+        row = queue[first][0]
+        num_rows = max(1, shapes.block_tokens // row)
+        part = [document for _, document in queue[first : first + num_rows]]
+        blocks.append(_block(part, num_rows, row, shapes, common))
+        first += num_rows
+    return blocks
+
+
+def block_order(num_blocks: int, step: int, *, seed: int) -> int:
+    """The block of a step: each once an epoch, in an order that is drawn for it."""
+    epoch, index = divmod(step, num_blocks)
+    return int(np.random.default_rng((seed, epoch)).permutation(num_blocks)[index])
+
+
+def _block(
+    documents: Sequence[Document], num_rows: int, row: int, shapes: Shapes, common: int
+) -> Block:
+    tokens = np.zeros((num_rows, row), np.int32)
+    weights = np.zeros((num_rows, row), np.float32)
+    total = 0
+    for i, document in enumerate(documents):
+        inputs = document.tokens[:-1][:row]
+        tokens[i, : len(inputs)] = inputs
+        total += len(inputs)
+        # The state at a position foretells the token behind it.
+        answer = document.prompt_length - 1
+        weights[i, answer : len(inputs)] = 1
+        if document.kind in (GREEDY, TEXT):  # others have the same prompt again
+            weights[i, common - 1 : answer] = shapes.prompt_weight
+    positions = np.flatnonzero(weights.reshape(-1)).astype(np.int32)
+    padding = -len(positions) % shapes.chunk
+    # Padding repeats a position that is there, with no weight.
+    found = np.concatenate([positions, np.zeros(padding, np.int32)])
+    kept = np.concatenate(
+        [weights.reshape(-1)[positions], np.zeros(padding, np.float32)]
+    )
+    return Block(tokens, found, kept, total)
+
+
+def _common_prefix(documents: Sequence[Document]) -> int:
+    """Tokens, at least one, with which all documents but given texts begin."""
+    chats = [d.tokens[: d.prompt_length] for d in documents if d.kind != TEXT]
+    if not chats:
+        return 1
+    low, high = min(chats), max(chats)
+    same = next(
+        (i for i, (a, b) in enumerate(zip(low, high, strict=False)) if a != b),
+        min(len(low), len(high)),
+    )
+    return max(same, 1)

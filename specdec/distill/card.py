@@ -1,0 +1,80 @@
+"""The model card of a draft, as text. No mlx here."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def readme(card: dict[str, Any]) -> str:
+    """``README.md`` of a draft's folder, from its ``distill.json``."""
+    target, training, data = card["target"], card["training"], card["data"]
+    layers = ", ".join(map(str, card["layers"]))
+    own = card["embedding"] == "own"
+    lines = [
+        "---",
+        "library_name: mlx",
+        "tags: [speculative-decoding, draft]",
+        "---",
+        "",
+        f"# A draft for {target['name']}",
+        "",
+        f"{len(card['layers'])} layers, made from layers {layers} of the target and "
+        "trained on the divergence to its distribution, under its own embedding and "
+        "head. It proposes tokens; the target decides, so that it changes no output.",
+        "",
+        "```sh",
+        "specdec run --target TARGET --draft THIS_FOLDER --prompts FILE",
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| target | {target['name']} |",
+        f"| its fingerprint | `{target['fingerprint']}` |",
+        f"| parameters learnt | {card['parameters'] / 1e6:.1f} M |",
+        f"| stored | {_stored(card['bits'], card['dtype'], own=own)} |",
+        f"| data | {data['documents']} texts, {data['tokens'] / 1e6:.1f} M tokens "
+        f"({data['written_by_target'] / 1e6:.1f} M of them the target's own prompts "
+        "and answers) |",
+        f"| training | {training['steps']} steps, {training['tokens'] / 1e6:.1f} M "
+        f"tokens, {training['seconds']:.0f} s |",
+        f"| made with | `{card['command']}` |",
+        f"| on | {card['machine']['device']} ({card['machine']['backend']}), "
+        f"mlx {card['machine']['mlx']}, specdec {card['machine']['specdec']} |",
+        "",
+    ]
+    if card["agreement"]:
+        lines += [
+            "How often it chooses as the target does, greedily, on held-out texts of "
+            "the target:",
+            "",
+            "| prompts | positions | agreement | KL (nats) |",
+            "|---|---:|---:|---:|",
+            *(
+                f"| {name} | {found['positions']:.0f} | {found['agreement']:.3f} | "
+                f"{found['kl']:.3f} |"
+                for name, found in card["agreement"].items()
+            ),
+            "",
+        ]
+    if card["rounds"]:
+        lines += [
+            "Rounds of the engine:",
+            "",
+            "| prompts | temperature | k | accepted | tokens a round |",
+            "|---|---:|---:|---:|---:|",
+            *(
+                f"| {found['set']} ({found['prompts']}) | {found['temperature']:g} | "
+                f"{found['num_draft_tokens']} | {found['acceptance_rate']:.3f} | "
+                f"{found['acceptance_length']:.2f} |"
+                for found in card["rounds"]
+            ),
+            "",
+        ]
+    return "\n".join(lines)
+
+
+def _stored(bits: int | None, dtype: str, *, own: bool) -> str:
+    matrices = dtype if bits is None else f"layers in {bits} bits"
+    if own:
+        return matrices
+    return f"{matrices}; embedding, head and tokenizer come from the target"
