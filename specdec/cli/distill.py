@@ -139,7 +139,8 @@ def distill(
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()
-    from ..distill.job import Job, Options
+    from ..distill.job import Job
+    from ..distill.options import Options
     from ..distill.schedule import Budget
     from ..distill.train import Recipe
     from ..distill.wave import Wave
@@ -167,7 +168,7 @@ def distill(
         writers=writers,
         block_tokens=block_tokens,
         recipe=recipe,
-        wave=Wave(batch_size=1, seed=seed),
+        wave=Wave(seed=seed),
         rounds=rounds,
         command=_command(),
     )

@@ -67,7 +67,6 @@ def export(
                 if file.is_file():
                     name = file.relative_to(work)
                     write_file(folder / name, file.read_bytes())
-    card = card | {"embedding": "target" if layers_only else "own"}
     write_card(folder, card)
     write_file(folder / "config.json", _json(config))
 

@@ -1,4 +1,4 @@
-"""The target's hidden states at the positions to learn, computed once where they fit."""
+"""The target's hidden states where there is something to learn, computed once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def states_at(model: nn.Module, block: Block) -> mx.array:
     Args:
         model: a text model.
     """
-    states = model["model"](mx.array(block.tokens))
+    states: mx.array = model["model"](mx.array(block.tokens))
     return states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
 
 

@@ -62,8 +62,8 @@ def text_model(target: LoadedModel) -> nn.Module:
         UnsupportedModelError: its architecture is not supported.
     """
     check_trunk(target.model, target.name, "distilling a draft")
-    model = target.model
-    return model["language_model"] if "language_model" in model else model
+    model: nn.Module = target.model.get("language_model", target.model)
+    return model
 
 
 def head_of(model: nn.Module) -> mx.array:
@@ -131,7 +131,8 @@ def make_student(target: LoadedModel, layers: Sequence[int]) -> Student:
     if "sliding_window_pattern" in names:
         # The last layer sees everything.
         changes["sliding_window_pattern"] = len(layers)
-    model: nn.Module = type(source)(replace(known, **changes))
+    made: Any = type(source)
+    model: nn.Module = made(replace(known, **changes))
     trunk = model["model"]
     trunk["embed_tokens"] = source["model"]["embed_tokens"]
     if "lm_head" in source:

@@ -25,7 +25,7 @@ class Wave:
     """How a wave is written.
 
     Args:
-        batch_size: user turns of a wave; rows that are decoded together.
+        batch_size: user turns of a wave: rows that are decoded together.
         turn_tokens: most tokens of a user turn.
         answer_tokens: most tokens of an answer.
         turn_temperature: of user turns.
@@ -33,7 +33,7 @@ class Wave:
         seed: of all draws.
     """
 
-    batch_size: int
+    batch_size: int = 1
     turn_tokens: int = 160
     answer_tokens: int = 320
     turn_temperature: float = 0.9

@@ -21,6 +21,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from .detokenizer import ExactTokenizerWrapper
+from .draft_folder import check_target, has_layers_only, load_layers, read_card
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
@@ -89,13 +90,27 @@ def load_draft(
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return LoadedModel(skipping, target.tokenizer, target.config, source)
     if draft.bits is None:
-        return load(source, dtype=dtype)
+        return _load_made(source, target, dtype)
     model, quantization = quantized_copy(target.model, draft.bits)
     if defaults().name == "cpu":
         widen_packed(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)
+
+
+def _load_made(source: str, target: LoadedModel, dtype: str | None) -> LoadedModel:
+    """Load a draft that has files of its own, and perhaps a card."""
+    card = read_card(source)
+    if has_layers_only(card):
+        loaded = load_layers(source, target, parse_dtype(dtype))
+        if defaults().name == "cpu":
+            widen_packed(loaded.model)
+    else:
+        loaded = load(source, dtype=dtype)
+    if card is not None:
+        check_target(card, source, target)
+    return loaded
 
 
 def check_no_draft(source: str) -> None:
