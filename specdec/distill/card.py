@@ -10,6 +10,7 @@ def readme(card: dict[str, Any]) -> str:
     target, training, data = card["target"], card["training"], card["data"]
     layers = ", ".join(map(str, card["layers"]))
     own = card["embedding"] == "own"
+    wide = f", each with the MLPs of {card['widen']}" if card["widen"] > 1 else ""
     lines = [
         "---",
         "library_name: mlx",
@@ -18,9 +19,9 @@ def readme(card: dict[str, Any]) -> str:
         "",
         f"# A draft for {target['name']}",
         "",
-        f"{len(card['layers'])} layers, made from layers {layers} of the target and "
-        "trained on the divergence to its distribution, under its own embedding and "
-        "head. It proposes tokens; the target decides, so that it changes no output.",
+        f"{len(card['layers'])} layers, made from layers {layers} of the target"
+        f"{wide}, and trained on the divergence to its distribution, under its own "
+        "embedding and head. It proposes tokens; the target decides, so that it changes no output.",
         "",
         "```sh",
         "specdec run --target TARGET --draft THIS_FOLDER --prompts FILE",

@@ -22,6 +22,7 @@ from ..models.trunk import layers_of
 from . import checkpoint
 from .evaluate import HeldOut, measure_rounds
 from .export import export, write_card
+from .interrupts import Interrupts
 from .loss import ChunkedLoss
 from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
 from .options import Options
@@ -65,7 +66,7 @@ class Job:
         self.target = load(options.target or default_target(), dtype=self.dtype)
         self._text_model = text_model(self.target)
         layers = choose_layers(options.layers, len(layers_of(self.target.model)))
-        self.student = make_student(self.target, layers)
+        self.student = make_student(self.target, layers, widen=options.widen)
         self._head = head_of(self._text_model)
         self.sizes = sizes_of(
             self.target.model,
@@ -124,7 +125,8 @@ class Job:
                 )
                 for name, blocks in material.held_out.items()
             ]
-            self._train(trainer, held_out, loss, material.digest)
+            with Interrupts() as interrupts:
+                self._train(trainer, held_out, loss, material.digest, interrupts)
             trainer.install()
             agreement = {h.name: h.measure(self.student, loss) for h in held_out}
             card = self._card(trainer, material, agreement)
@@ -174,6 +176,7 @@ class Job:
         held_out: Sequence[HeldOut],
         loss: ChunkedLoss,
         digest: str,
+        interrupts: Interrupts,
     ) -> None:
         identity = self._identity(digest)
         if self.options.resume:
@@ -186,6 +189,7 @@ class Job:
         measured = int(trainer.share * _MEASUREMENTS)
         try:
             while not trainer.done:
+                interrupts.check()
                 trainer.step()
                 due = int(trainer.share * _MEASUREMENTS)
                 if due > measured:
@@ -209,6 +213,7 @@ class Job:
         return {
             "target": self._fingerprint,
             "layers": list(self.student.layers),
+            "widen": self.options.widen,
             "data": digest,
             "dtype": self.dtype,
             "block_tokens": self.sizes.block_tokens,
@@ -277,6 +282,7 @@ class Job:
                 "fingerprint": self._fingerprint,
             },
             "layers": list(self.student.layers),
+            "widen": self.options.widen,
             "parameters": count(trainer.parameters),
             "bits": self.options.bits,
             "dtype": self.dtype,

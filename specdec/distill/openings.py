@@ -90,6 +90,10 @@ _SAYS = (
     "Input to this function is", "Create a function that", "Remove", "Compute",
     "Filter", "The function takes", "Return True if",
 )  # fmt: skip
+_ASKS = (
+    "Return the", "Find the", "Count the", "Compute the", "Remove all", "Return all",
+    "Check the", "Sort the", "Return how many", "Return the largest of the",
+)  # fmt: skip
 _CODING = (
     "Write a Python function that", "Write a Python function to", "Write a function",
     "Write a Python program that", "Implement", "Complete the following function:",
@@ -145,6 +149,9 @@ def _code(rng: Random) -> Opening:
     name = f"{rng.choice(_VERBS)}_{rng.choice(_NOUNS)}"
     arrow = f" -> {result}" if typed else ""
     says = rng.choice(_SAYS)
+    if rng.random() < 0.3:  # an example to be gone on with
+        what = rng.choice(_NOUNS).replace("_", " ")
+        says = f"{rng.choice(_ASKS)} {what} of the input.\n    >>> {name}("
     begin = f'{head}def {name}({parameters}){arrow}:\n    """'
     space = rng.choice((" ", "", "\n    "))
     return Opening(f"{begin}{space if says else ''}{says}", until='"""')

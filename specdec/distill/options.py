@@ -21,6 +21,7 @@ class Options:
         target: folder, hub id or file; ``None``: the default one.
         out: the draft's folder; what it is made of is in ``work`` there.
         layers: a number of layers, or which.
+        widen: MLPs of the target that each of them joins.
         budget: of training.
         data_minutes, data_tokens: what the target writes for at most; both, or
             neither, may be given: whichever comes first. By default half of the
@@ -44,6 +45,7 @@ class Options:
     target: str | None
     out: Path
     layers: str = "4"
+    widen: int = 1
     budget: Budget
     data_minutes: float | None = None
     data_tokens: int | None = None

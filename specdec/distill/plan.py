@@ -17,7 +17,7 @@ _CHUNK_BYTES = 500_000_000
 _LARGEST_CHUNK, _SMALLEST_CHUNK = 2048, 64
 # Rows that write together, and tokens of a block, by backend: where launches cost
 # more than work, many.
-_WRITERS = {"cuda": 1024, "metal": 64, "cpu": 16}
+_WRITERS = {"cuda": 2048, "metal": 64, "cpu": 16}
 _BLOCK_TOKENS = {"cuda": 32768, "metal": 8192, "cpu": 2048}
 # Shares of the memory, for keys and values of what writes, and for target states.
 _WRITING_SHARE, _STATES_SHARE = 0.4, 0.4
@@ -64,7 +64,7 @@ def sizes_of(
     if writers is None:
         writers = _WRITERS[where]
         geometry = geometry_of(model, config, name)
-        slots = grown_capacity(longest_document(Wave(batch_size=1)))
+        slots = grown_capacity(longest_document(Wave()))
         per_row = slots * sum(cache.slot_bytes for cache in geometry.caches)
         per_row += 4 * vocab_size * 4  # logits and noise
         while writers > 1 and writers * per_row > _WRITING_SHARE * memory:
@@ -80,7 +80,7 @@ def sizes_of(
 
 def longest_document(wave: Wave) -> int:
     """Tokens of a prompt and its answer, with room for the template's own."""
-    return wave.turn_tokens + wave.answer_tokens + 32
+    return wave.turn_tokens + wave.answer_tokens + 64
 
 
 def engine_config(sizes: Sizes) -> EngineConfig:

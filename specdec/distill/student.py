@@ -111,8 +111,15 @@ def choose_layers(text: str, num_layers: int) -> tuple[int, ...]:
     return tuple(round(i * last / (count - 1)) for i in range(count))
 
 
-def make_student(target: LoadedModel, layers: Sequence[int]) -> Student:
+def make_student(
+    target: LoadedModel, layers: Sequence[int], *, widen: int = 1
+) -> Student:
     """A draft of these layers of the target, in the order given.
+
+    Args:
+        widen: MLPs of the target that each layer joins side by side: its own, and
+            those of layers between it and the next one. A step of a small batch is
+            bound by launches on a GPU, which a wider matrix does not add to.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -122,6 +129,8 @@ def make_student(target: LoadedModel, layers: Sequence[int]) -> Student:
     known: Any = source.args
     changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
     names = {field.name for field in fields(known)}
+    if widen > 1:
+        changes["intermediate_size"] = widen * known.intermediate_size
     kinds = getattr(known, "layer_types", None)
     if kinds:
         changes["layer_types"] = [kinds[i] for i in layers]
@@ -139,12 +148,41 @@ def make_student(target: LoadedModel, layers: Sequence[int]) -> Student:
         model["lm_head"] = source["lm_head"]
     elif "lm_head" in model:  # Gemma 3 has one until it finds that nothing is stored
         model.sanitize({})
-    for new, index in zip(trunk["layers"], layers, strict=True):
-        new.update(every[index].parameters())
+    for place, new in enumerate(trunk["layers"]):
+        own = every[layers[place]].parameters()
+        beside = [every[i]["mlp"] for i in _beside(layers, place, widen, len(every))]
+        new.update(own | {"mlp": _joined([own["mlp"], *beside])})
     trunk["norm"].update(source["model"]["norm"].parameters())
     config = _text_config(target.config) | changes
     model.eval()
     return Student(model, config, tuple(layers), f"{len(layers)} layers")
+
+
+def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
+    """The layers whose MLPs join that of a place, spread up to the next one."""
+    first = layers[place]
+    last = layers[place + 1] if place + 1 < len(layers) else count
+    if last <= first + 1:  # nothing in between: those before
+        last = layers[place - 1] if place else 0
+    found = (first + round(i * (last - first) / widen) for i in range(1, widen))
+    return [min(max(i, 0), count - 1) for i in found]
+
+
+def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
+    """One MLP that computes the sum of several.
+
+    ``down(act(gate x) * up x)``: the rows of ``gate`` and ``up`` stand one below the
+    other, the columns of ``down`` one beside the other.
+    """
+    joined: dict[str, Any] = {}
+    for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        weights = [mlp[name]["weight"] for mlp in mlps]
+        joined[name] = {"weight": mx.concatenate(weights, axis=axis)}
+        if "bias" in mlps[0][name]:
+            biases = [mlp[name]["bias"] for mlp in mlps]
+            whole = mx.concatenate(biases) if axis == 0 else sum(biases[1:], biases[0])
+            joined[name]["bias"] = whole
+    return joined
 
 
 def _text_config(config: dict[str, Any]) -> dict[str, Any]:

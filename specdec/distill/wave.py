@@ -34,9 +34,9 @@ class Wave:
     """
 
     batch_size: int = 1
-    turn_tokens: int = 160
-    answer_tokens: int = 320
-    turn_temperature: float = 0.9
+    turn_tokens: int = 128
+    answer_tokens: int = 256
+    turn_temperature: float = 0.8
     temperature: float = 0.7
     seed: int = 0
 

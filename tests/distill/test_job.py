@@ -8,12 +8,9 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.distill import checkpoint
-from specdec.distill.job import Job
 from specdec.distill.train import Trainer
-from specdec.models import load, load_draft
 
-from .harness import longer, options, quietly, run, same, write_target
+from .harness import options, run, same, write_target
 
 
 @pytest.fixture(scope="module")
@@ -53,6 +50,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert resumed["training"]["steps"] == card["training"]["steps"] > 8
     assert resumed["agreement"] == card["agreement"]
     weights = [
-        mx.load(str(tmp_path / name / "model.safetensors")) for name in ("whole", "parts")
+        mx.load(str(tmp_path / name / "model.safetensors"))
+        for name in ("whole", "parts")
     ]
     assert same(*weights)
