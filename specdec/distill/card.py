@@ -21,7 +21,8 @@ def readme(card: dict[str, Any]) -> str:
         "",
         f"{len(card['layers'])} layers, made from layers {layers} of the target"
         f"{wide}, and trained on the divergence to its distribution, under its own "
-        "embedding and head. It proposes tokens; the target decides, so that it changes no output.",
+        "embedding and head. It proposes tokens; the target decides, so that it "
+        "changes no output.",
         "",
         "```sh",
         "specdec run --target TARGET --draft THIS_FOLDER --prompts FILE",
