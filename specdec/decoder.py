@@ -242,7 +242,7 @@ class SpecDecoder:
         """Write what the prefix store has of ``prompt`` as mlx-lm's prompt-cache file.
 
         Returns:
-            Tokens in the file: the longest stored prefix.
+            Tokens in the file, which are the longest stored prefix.
 
         Raises:
             CacheError: nothing is stored, it cannot be written, or mlx-lm has no
