@@ -32,7 +32,11 @@ BROUGHT: dict[str, list[dict[str, Any]]] = {
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """A small model with a tokenizer, whose keys can be packed."""
     path = tmp_path_factory.mktemp("shipped") / "model"
-    heads: dict[str, Any] = {"num_attention_heads": 1, "num_key_value_heads": 1, "head_dim": 64}
+    heads: dict[str, Any] = {
+        "num_attention_heads": 1,
+        "num_key_value_heads": 1,
+        "head_dim": 64,
+    }
     write_folder(path, num_hidden_layers=1, max_position_embeddings=8192, **heads)
     return str(path)
 
