@@ -31,6 +31,14 @@ class BackendDefaults:
             that computes a little more, because each new one costs.
         lookahead: rounds that the host reads behind the device, which builds
             one while the one before runs.
+        new_shape_seconds: what a shape that was not met before costs.
+        compiles: decode with compiled forwards. It takes shapes that repeat, and
+            pays where launching and Python take longer than computing.
+        pairs_from: from this many rows, a step of one token per row is computed
+            with a spare second one: CUDA's fused attention takes a mask only for
+            several queries, and what it does for one grows with the rows.
+        packed_views: products with packed keys and values take views of them;
+            where not, the columns that are read are copied, still packed.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -38,6 +46,18 @@ class BackendDefaults:
     repeat_shapes: bool
     lookahead: int
     new_shape_seconds: float = 0.0
+    compiles: bool = False
+    pairs_from: int | None = None
+    packed_views: bool = True
+
+    @property
+    def most_spare(self) -> int:
+        """The most that :meth:`spare_tokens` says, 0 or 1."""
+        return int(self.pairs_from is not None)
+
+    def spare_tokens(self, rows: int, width: int) -> int:
+        """Tokens per row to compute beside ``width`` wanted ones."""
+        return self.most_spare if width == 1 and rows >= (self.pairs_from or 0) else 0
 
 
 _DEFAULTS = {
@@ -50,6 +70,9 @@ _DEFAULTS = {
             repeat_shapes=True,
             lookahead=1,
             new_shape_seconds=0.04,
+            compiles=True,
+            pairs_from=8,
+            packed_views=False,
         ),
         BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
     )

@@ -27,9 +27,19 @@ from specdec.params import SamplingParams
 from specdec.sequence import Request
 from specdec.sequence import Sequence as TokenSequence
 
-# Exact shapes, speculative rounds read at once; bucketed shapes, read one behind.
+# Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
+# compiled forwards, a spare token in plain steps of two rows or more, packed columns
+# copied for attention.
 AT_ONCE = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
-BEHIND = BackendDefaults("cuda", read_bucket=64, repeat_shapes=True, lookahead=1)
+BEHIND = BackendDefaults(
+    "cuda",
+    read_bucket=64,
+    repeat_shapes=True,
+    lookahead=1,
+    compiles=True,
+    pairs_from=2,
+    packed_views=False,
+)
 
 
 def greedy(model: Any, prompt: Sequence[int], max_tokens: int) -> list[int]:

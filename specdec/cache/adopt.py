@@ -57,6 +57,8 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity, in the type of the
             scores (faster on a GPU), in place of boolean ones; not for a model of
             which :func:`reads_boolean_masks` is true.
+        packed_views: hand attention views of packed keys and values; without it,
+            copies of the columns that it reads, still packed.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -70,6 +72,7 @@ class CacheOptions:
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
     additive_mask: bool = False
+    packed_views: bool = True
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
@@ -237,6 +240,7 @@ def adopt_caches(
         "max_length": options.max_length,
         "read_bucket": options.read_bucket,
         "additive_mask": options.additive_mask,
+        "packed_views": options.packed_views,
         "memo": Memo() if memo is None else memo,
     }
     return [_make(cache, batch_size, options, settings) for cache in caches]

@@ -8,7 +8,8 @@ from typing import Any, ClassVar, TypeVar
 import mlx.core as mx
 
 from ..errors import CacheError
-from .core import CacheCore, RowCounts
+from .core import RowCounts
+from .functional import FunctionalCache
 from .positions import whole
 from .storage import Arrays, Storage
 
@@ -17,7 +18,7 @@ C = TypeVar("C", bound="BatchCache")
 RowContents = tuple[Arrays, Sequence[int], int]
 
 
-class BatchCache(CacheCore):
+class BatchCache(FunctionalCache):
     """A whole batch cache; :mod:`specdec.cache.kinds` has the public classes."""
 
     #: mlx-lm's class for one sequence of this kind.

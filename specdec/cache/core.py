@@ -36,6 +36,7 @@ class Settings(TypedDict, total=False):
     max_length: int | None
     read_bucket: int
     additive_mask: bool
+    packed_views: bool
     memo: Memo | None
 
 
@@ -62,6 +63,8 @@ class CacheCore:
             this, so that shapes repeat; 1 hands over exactly what is held.
         additive_mask: make masks additive (faster on a GPU), not boolean as
             mlx-lm's caches do and some of its models rely on.
+        packed_views: hand attention views of packed keys and values, not copies of
+            the columns that it reads (dense ones are always views).
         memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -79,6 +82,7 @@ class CacheCore:
         max_length: int | None = None,
         read_bucket: int = 1,
         additive_mask: bool = False,
+        packed_views: bool = True,
         memo: Memo | None = None,
         options: Options | None = None,
     ):
@@ -91,12 +95,14 @@ class CacheCore:
         self.max_length = max_length
         self.read_bucket = read_bucket
         self.additive_mask = additive_mask
+        self.packed_views = packed_views
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
             "max_length": max_length,
             "read_bucket": read_bucket,
             "additive_mask": additive_mask,
+            "packed_views": packed_views,
         }
         self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
@@ -207,7 +213,7 @@ class CacheCore:
             self._storage.grow(capacity)
             self._storage.write(updates, self._next_slots(num_tokens))
         self._advance(num_tokens, longest)
-        return self._storage.read(self._extent(longest, capacity))
+        return self._read(self._extent(longest, capacity))
 
     def _next_slots(self, num_tokens: int) -> mx.array:
         """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
@@ -220,8 +226,8 @@ class CacheCore:
         )
 
     def _advance(self, num_tokens: int, longest: int) -> None:
+        self._count(num_tokens, longest)
         offset = self.offset
-        self._longest = longest
         if self._lengths is None:
             self.offset = self._memo.get(
                 "advance", (offset,), num_tokens, lambda: offset + num_tokens
@@ -238,9 +244,17 @@ class CacheCore:
         )
         self._note_trim(num_tokens - min(valid, default=num_tokens))
 
+    def _count(self, num_tokens: int, longest: int) -> None:
+        """Note a write of ``num_tokens`` tokens, on the host."""
+        self._longest = longest
+
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
-        return self._storage.read(self._extent(self._longest, self.capacity))
+        return self._read(self._extent(self._longest, self.capacity))
+
+    def _read(self, extent: int) -> tuple[Any, Any]:
+        """The first ``extent`` columns, as attention takes them."""
+        return self._storage.read(extent)
 
     def make_mask(
         self,
@@ -262,7 +276,7 @@ class CacheCore:
         """
         longest = self._longest_after(N)
         extent = self._extent(longest, self._capacity_for(longest))
-        rules = self._rules_within(window_size, longest)
+        rules = self._rules_within(window_size, longest if extent == longest else None)
         # Exactly the rows' own columns, oldest first: no array needed.
         if self._uniform and extent == longest and not rules and not return_array:
             return None if N == 1 else "causal"
@@ -276,12 +290,14 @@ class CacheCore:
         params = (N, extent, str(dtype), rules)
         return self._memo.get(("mask", layout, window_size), (offset,), params, compute)
 
-    def _rules_within(self, window_size: int | None, longest: int) -> tuple[Rule, ...]:
+    def _rules_within(
+        self, window_size: int | None, longest: int | None
+    ) -> tuple[Rule, ...]:
         """The rules that can hide something from rows of up to ``longest``."""
         rules = self.rules
         if window_size is not None and SlidingRule(window_size) not in rules:
             rules = (*rules, SlidingRule(window_size))
-        return tuple(r for r in rules if r.span < longest)
+        return tuple(r for r in rules if longest is None or r.span < longest)
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""

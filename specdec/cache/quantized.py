@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
+import mlx.core as mx
+
 from ..errors import CacheError
 from .batch import BatchCache
 from .storage import QuantizedCodec
@@ -44,6 +46,12 @@ class Quantized(BatchCache):
     def group_size(self) -> int:
         """Elements that share one scale and bias."""
         return self._codec().group_size
+
+    def _read(self, extent: int) -> tuple[Any, Any]:
+        keys, values = super()._read(extent)
+        if self.packed_views:
+            return keys, values
+        return tuple(map(mx.contiguous, keys)), tuple(map(mx.contiguous, values))
 
     def _matching(self, other: BatchCache) -> Self:
         if isinstance(other, Dense) and isinstance(self, other.quantized):

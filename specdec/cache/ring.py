@@ -82,10 +82,10 @@ class RingCache(BatchCache):
                 f"to: this ring takes {self.max_write} at a time (max_write)"
             )
 
-    def _advance(self, num_tokens: int, longest: int) -> None:
+    def _count(self, num_tokens: int, longest: int) -> None:
         self._reach = max(self._reach, longest)
         self._undone = max(0, self._undone - num_tokens)
-        super()._advance(num_tokens, longest)
+        super()._count(num_tokens, longest)
 
     def is_trimmable(self) -> bool:
         """Whether any token can be taken back now."""

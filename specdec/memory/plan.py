@@ -78,6 +78,8 @@ class MemoryPlan:
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host read behind the device.
         patient: whether speculative rounds are read so late too (RowBatch).
+        spare: tokens per row that a narrow step computes in vain, 0 or 1
+            (``BackendDefaults.pairs_from``).
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
         lookup_bytes: of what n-grams are looked up in, and of looking.
@@ -90,6 +92,7 @@ class MemoryPlan:
     read_bucket: int = 1
     lookahead: int = 1
     patient: bool = True
+    spare: int = 0
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
@@ -147,17 +150,19 @@ class MemoryPlan:
         parts = self._weights()
         layers, workspace = [0], []
         for name, model in self._models():
-            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, length, self._round)
+            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, length, self._wide)
             layers.append(self._largest_layer(model, rows, length))
             columns = model.columns(
-                length, max_write=self._round, read_bucket=self.read_bucket
+                length, max_write=self._wide, read_bucket=self.read_bucket
             )
-            workspace.append(model.workspace_bytes(len(rows), self._round, columns))
+            workspace.append(model.workspace_bytes(len(rows), self._wide, columns))
         # Caches grow a layer at a time, beside its old arrays. Rows that leave and
         # rows that join copy it twice more, in one go.
         parts["growth and joins"] = max(layers) * (3 if len(rows) > 1 else 1)
         # A draft's first forward of a round takes two tokens.
-        heads = [(self.target, k)] + ([(self.draft, 1)] if self.draft else [])
+        heads = [(self.target, max(k, self.spare))] + (
+            [(self.draft, 1)] if self.draft else []
+        )
         logits = sum(
             logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
         )
@@ -190,8 +195,13 @@ class MemoryPlan:
         return max(2 if self.draft else 1, self.num_draft_tokens + 1)
 
     @property
+    def _wide(self) -> int:
+        """The same, with a spare token: what a ring has to be able to undo."""
+        return self._round + self.spare
+
+    @property
     def _max_write(self) -> int:
-        return max(self.prefill_step_size, self._round)
+        return max(self.prefill_step_size, self._wide)
 
     def _longest(self, rows: Sequence[RowNeeds]) -> int:
         """Slots that the longest row is written to, rejected tokens included.
@@ -200,7 +210,8 @@ class MemoryPlan:
         wanted, and rounds in flight write behind them.
         """
         context = max((r.context for r in rows), default=0)
-        return context - 2 + (self._ahead + 1) * self._round if context else 0
+        written = (self._ahead + 1) * self._round + self.spare
+        return context - 2 + written if context else 0
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:
         """The bound that the engine gives its caches (RowBatch, ModelRunner)."""

@@ -74,6 +74,7 @@ def plan_memory(
         read_bucket=options.read_bucket,
         lookahead=backend.lookahead,
         patient=backend.repeat_shapes,
+        spare=backend.most_spare,
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
         lookup_bytes=lookup_bytes if k else 0,

@@ -23,6 +23,7 @@ from ..config import EngineConfig
 from ..memory.capacity import chunk_width, padded_length
 from ..prefix.session import ModelPrefixes
 from ..prefix.store import PrefixStore
+from .compiled import CompiledForwards
 from .hidden import HiddenStates, record_layers
 
 
@@ -31,6 +32,7 @@ def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOption
     return CacheOptions(
         max_write=config.prefill_step_size,
         read_bucket=config.read_bucket or backend.read_bucket,
+        packed_views=backend.packed_views,
         kv_bits=None if config.kv_bits == "auto" else config.kv_bits,
         kv_group_size=config.kv_group_size,
         quantized_kv_start=config.quantized_kv_start,
@@ -74,6 +76,8 @@ class ModelRunner:
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
         #: Listens to layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
+        self.backend = backend
+        self.compiled = CompiledForwards(model) if backend.compiles else None
         self.prefixes: ModelPrefixes | None = None
         if prefix_store is not None:
             caches = adopt_caches(model, 1, self.options, name)
@@ -98,6 +102,8 @@ class ModelRunner:
         runner = copy.copy(self)
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
         runner.prefixes = None
+        if runner.compiled is not None:
+            runner.compiled = CompiledForwards(runner.model, runner.recorder)
         return runner
 
     def rows(
@@ -113,7 +119,7 @@ class ModelRunner:
         longest = max(map(len, prompts), default=0)
         options = replace(
             self.options,
-            max_write=max(self.prefill_step_size, max_round),
+            max_write=max(self.prefill_step_size, max_round + self.backend.most_spare),
             max_length=max(max_length, self._padded(longest)),
         )
         return ModelRows(self, prompts, options, max_round)
@@ -191,7 +197,7 @@ class ModelRows:
                 [*prompt[done : done + n], *([0] * (width - n))]
                 for prompt, n in zip(prompts, valid, strict=True)
             ]
-            self.forward(mx.array(chunk))
+            self._forward(mx.array(chunk))
             padding = [width - n for n in valid]
             if any(padding):
                 self.trim_per_sequence(padding, width)
@@ -211,6 +217,8 @@ class ModelRows:
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
+        # A ring must be able to take a spare token back beside all of a round's.
+        max_write += self.runner.backend.most_spare
         for cache in self._caches:
             cache.resize(max_write)
 
@@ -236,6 +244,25 @@ class ModelRows:
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
+        rows, width = tokens.shape
+        spare = self.runner.backend.spare_tokens(rows, width)
+        if not spare:
+            return self._decode(tokens)
+        logits = self._decode(mx.concatenate([tokens, tokens[:, -1:]], axis=1))
+        self.trim_per_sequence([spare] * rows, spare)
+        if self.hidden is not None:
+            self.hidden = self.hidden[:, :width]
+        return logits[:, :width]
+
+    def _decode(self, tokens: mx.array) -> mx.array:
+        if self.runner.compiled is not None:
+            done = self.runner.compiled(tokens, self._caches)
+            if done is not None:
+                logits, self.hidden = done
+                return logits
+        return self._forward(tokens)
+
+    def _forward(self, tokens: mx.array) -> mx.array:
         logits: mx.array = self.runner.model(tokens, cache=self._caches)
         if self.runner.recorder is not None:
             self.hidden = self.runner.recorder.take()

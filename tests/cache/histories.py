@@ -159,6 +159,7 @@ class History:
         settings: dict[str, Any] = {
             "read_bucket": choices.integer(1, 3),
             "additive_mask": choices.integer(0, 1) == 1,
+            "packed_views": choices.integer(0, 1) == 1,
         }
         if kind.window is not None:
             settings["max_write"] = max_write

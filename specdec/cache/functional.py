@@ -1,0 +1,90 @@
+"""A cache's write as a pure function of arrays, so that a forward can be compiled.
+
+What a forward does to a cache has two sides: arrays change, and so does what the
+host knows (bounds on lengths, what a ring can undo). A compiled forward replays
+the first without running any Python, so the second is done by hand::
+
+    key = cache.reserve(n)            # room for n tokens; what the graph depends on
+    bare = cache.without_arrays()     # when the graph is traced:
+    twin = bare.holding(arrays, offset, memo)    #   the model writes into this one
+    cache.take(arrays, offset, n)     # what the graph computed; the host counts
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Hashable
+from typing import Self
+
+import mlx.core as mx
+
+from .core import CacheCore
+from .memo import Memo
+from .storage import Arrays, Storage
+
+
+class FunctionalCache(CacheCore):
+    """A cache whose next write can be told beforehand, and done elsewhere."""
+
+    def reserve(self, num_tokens: int) -> Hashable:
+        """Make room for a write of ``num_tokens`` tokens per row.
+
+        Returns:
+            All that the graph of that write, its mask and what attention reads
+            depends on beside the arrays' own shapes; ``None`` when it cannot be
+            told: nothing is stored yet, or padding is announced.
+
+        Raises:
+            CacheError: the rows do not fit ``max_length`` or the ring.
+        """
+        if self.empty() or self._lengths is not None:
+            return None
+        longest = self._longest_after(num_tokens)
+        self._check_write(num_tokens, longest)
+        capacity = self._capacity_for(longest)
+        self._storage.grow(capacity)
+        extent = self._extent(longest, capacity)
+        # Only where attention reads no more than the rows hold may a mask, or one
+        # of its rules, be left out.
+        bound = longest if extent == longest else None
+        return (
+            type(self),
+            self._storage.codec,
+            self.layout,
+            extent,
+            bound,
+            (self._uniform),
+        )
+
+    @property
+    def arrays(self) -> Arrays:
+        """What is stored: keys and values, (B, kv_heads, capacity, features) each."""
+        assert self._storage.arrays is not None
+        return self._storage.arrays
+
+    def without_arrays(self) -> Self:
+        """What the host knows of this cache, holding nothing."""
+        bare = copy.copy(self)
+        bare._storage = Storage(self._storage.codec)
+        bare._memo = Memo()
+        del bare.offset
+        return bare
+
+    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
+        """A cache like this one that holds the given arrays."""
+        twin = copy.copy(self)
+        twin._storage = Storage(self._storage.codec, arrays)
+        twin._memo = memo
+        twin.offset = offset
+        return twin
+
+    def take(self, arrays: Arrays, offset: mx.array, num_tokens: int) -> None:
+        """Hold what a write of ``num_tokens`` tokens made, room for which was reserved.
+
+        Args:
+            offset: tokens kept by every row now, shape (B,).
+        """
+        longest = self._longest_after(num_tokens)
+        self._storage.arrays = arrays
+        self.offset = offset
+        self._count(num_tokens, longest)

@@ -1,0 +1,145 @@
+"""Forwards of a model as compiled functions.
+
+Where launches and Python bound a decode step, building the same graph again for
+every token is most of what there is to save: ``mx.compile`` builds it once, fuses
+what lies between matrix products, and replays it. A graph holds shapes and whatever
+else the host decided while it was built, so there is one for each combination of
+those, which is few where shapes repeat.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Sequence
+from itertools import islice
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from ..cache import BatchCache, BatchCacheList, Memo
+from .hidden import HiddenStates
+
+# Graphs kept for a model, the last used ones: a few thousand small objects each.
+MAX_GRAPHS = 128
+
+Held = list[tuple[mx.array, ...]]
+Function = Callable[
+    [mx.array, list[mx.array], Held],
+    tuple[mx.array, mx.array | None, list[mx.array], Held],
+]
+
+
+class _CannotCompileError(Exception):
+    """A forward did not do to all caches what a decode step does."""
+
+
+class CompiledForwards:
+    """Forwards of ``model``, compiled where that is possible.
+
+    Args:
+        model: an mlx-lm model.
+        recorder: listens to its layers.
+    """
+
+    def __init__(self, model: nn.Module, recorder: HiddenStates | None = None):
+        self._model = model
+        self._recorder = recorder
+        self._functions: OrderedDict[Hashable, Function] = OrderedDict()
+        self._refused = False
+
+    def __call__(
+        self, tokens: mx.array, caches: Sequence[Any]
+    ) -> tuple[mx.array, mx.array | None] | None:
+        """Write ``tokens`` of shape (B, S) behind every row of ``caches``.
+
+        Returns:
+            Logits (B, S, V), and hidden states where layers are listened to; ``None``
+            when this forward has to be run as usual, with nothing written yet.
+
+        Raises:
+            CacheError: the tokens do not fit.
+        """
+        if self._refused:
+            return None
+        members = _members(caches)
+        width = tokens.shape[1]
+        keys = [cache.reserve(width) for cache in members]
+        if None in keys:
+            return None
+        offsets: list[mx.array] = []
+        groups = [_place(offsets, cache.offset) for cache in members]
+        # Operations belong to the stream that was current when they were made.
+        stream = mx.default_stream(mx.default_device())
+        key = (tokens.shape, tokens.dtype, tuple(groups), tuple(keys), str(stream))
+        function = self._functions.get(key)
+        if function is None:
+            function = self._make(caches, members, groups)
+        held = [cache.arrays for cache in members]
+        try:
+            logits, hidden, offsets, held = function(tokens, offsets, held)
+        except Exception:
+            # Code that reads an array, or a cache that is not written to: the usual
+            # way works, or says what is wrong.
+            self._refused = True
+            return None
+        for cache, group, arrays in zip(members, groups, held, strict=True):
+            cache.take(arrays, offsets[group], width)
+        self._functions[key] = function
+        self._functions.move_to_end(key)
+        if len(self._functions) > MAX_GRAPHS:
+            self._functions.popitem(last=False)
+        return logits, hidden
+
+    def _make(
+        self, caches: Sequence[Any], members: list[BatchCache], groups: list[int]
+    ) -> Function:
+        model, recorder = self._model, self._recorder
+        bare = [cache.without_arrays() for cache in members]
+        sizes = [
+            len(c.caches) if isinstance(c, BatchCacheList) else None for c in caches
+        ]
+
+        def forward(
+            tokens: mx.array, offsets: list[mx.array], held: Held
+        ) -> tuple[mx.array, mx.array | None, list[mx.array], Held]:
+            memo = Memo()
+            twins = [
+                cache.holding(tuple(arrays), offsets[group], memo)
+                for cache, group, arrays in zip(bare, groups, held, strict=True)
+            ]
+            rest = iter(twins)
+            logits = model(
+                tokens,
+                cache=[
+                    next(rest) if n is None else BatchCacheList(*islice(rest, n))
+                    for n in sizes
+                ],
+            )
+            hidden = None if recorder is None else recorder.take()
+            after: list[mx.array] = list(offsets)
+            for twin, group in zip(twins, groups, strict=True):
+                if after[group] is offsets[group]:
+                    after[group] = twin.offset
+                if twin.offset is offsets[group] or twin.offset is not after[group]:
+                    raise _CannotCompileError
+            return logits, hidden, after, [twin.arrays for twin in twins]
+
+        return mx.compile(forward)  # type: ignore[no-any-return]
+
+
+def _members(caches: Sequence[Any]) -> list[BatchCache]:
+    """The caches, lists of them taken apart."""
+    members: list[BatchCache] = []
+    for cache in caches:
+        members += cache.caches if isinstance(cache, BatchCacheList) else [cache]
+    return members
+
+
+def _place(arrays: list[mx.array], array: mx.array) -> int:
+    """Where ``array`` itself is in ``arrays``, appended if it is not there."""
+    for i, known in enumerate(arrays):
+        if known is array:
+            return i
+    arrays.append(array)
+    return len(arrays) - 1
