@@ -180,6 +180,10 @@ class History:
                 size = min(size, slots)
         lengths = [size] * len(self.rows)
         padded = self.choices.integer(0, 2) == 0
+        # Rows that lost all they had may still be those of a wrapped ring, which
+        # takes no more padding back than max_write.
+        if self.kind.window is not None and size > self.max_write:
+            padded = padded and self.cache.empty()
         if padded:
             lengths = [self.choices.integer(0, size) for _ in self.rows]
             self.cache.prepare(
