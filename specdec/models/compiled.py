@@ -125,7 +125,7 @@ class CompiledForwards:
                     raise _CannotCompileError
             return logits, hidden, after, [twin.arrays for twin in twins]
 
-        return mx.compile(forward)  # type: ignore[no-any-return]
+        return mx.compile(forward)
 
 
 def _members(caches: Sequence[Any]) -> list[BatchCache]:
