@@ -33,7 +33,7 @@ templates_path = ["_templates"]
 # The side bar, by heading. A page that is in none of these lists fails the build.
 NAVIGATION = {
     "Use": "README docs/tuning docs/sampling docs/serving docs/memory docs/prefix "
-    "docs/bench recipes/README",
+    "docs/distill docs/bench recipes/README",
     "Understand": "docs/exactness docs/architecture docs/caches docs/draft-length "
     "docs/drafters",
     "Reference": "docs/cli docs/api/README CHANGELOG",
