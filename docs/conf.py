@@ -7,6 +7,7 @@ here as on the repository's page. ``scripts/docs`` runs it; any warning fails.
 from __future__ import annotations
 
 import importlib
+from pathlib import Path
 from typing import Any
 
 from sphinx.application import Sphinx
@@ -30,20 +31,49 @@ include_patterns = [
 exclude_patterns = ["**/.*", ".*", "build", "dist", "specdec", "tests"]
 templates_path = ["_templates"]
 
+ROOT = Path(__file__).resolve().parents[1]
+RESULTS = ROOT / "benchmarks" / "results"
+
 # The side bar, by heading. A page that is in none of these lists fails the build.
 NAVIGATION = {
-    "Use": "README docs/tuning docs/sampling docs/serving docs/memory docs/prefix "
-    "docs/distill docs/bench recipes/README",
-    "Understand": "docs/exactness docs/architecture docs/caches docs/draft-length "
-    "docs/drafters",
-    "Reference": "docs/cli docs/api/README CHANGELOG",
-    "Measure": "docs/benchmarks benchmarks/README",
-    "Take part": "CONTRIBUTING",
+    "Use": [
+        "Getting started </README>",
+        "/docs/tuning",
+        "/docs/sampling",
+        "/docs/serving",
+        "/docs/memory",
+        "/docs/prefix",
+        "/docs/distill",
+        "/docs/bench",
+        "Recipes that come with it </recipes/README>",
+    ],
+    "Understand": [
+        "/docs/exactness",
+        "/docs/architecture",
+        "/docs/caches",
+        "/docs/draft-length",
+        "/docs/drafters",
+    ],
+    "Reference": ["/docs/cli", "/docs/api/README", "/CHANGELOG"],
+    "Measure": ["/docs/benchmarks", "/benchmarks/README"],
+    "Take part": ["/CONTRIBUTING"],
 }
+API = ["specdec", "cache", "certificate", "drafters", "memory", "models"]
+
+
+def result_pages() -> list[str]:
+    """Every result, by the name that other pages cite it with."""
+    pages = sorted(RESULTS.rglob("*.md"))
+    names = [page.relative_to(RESULTS).with_suffix("").as_posix() for page in pages]
+    return [
+        f"{name.removesuffix('/report')} </benchmarks/results/{name}>" for name in names
+    ]
+
+
 # Pages below another one.
 BELOW = {
-    "docs/api/README": "docs/api/specdec docs/api/*",
-    "benchmarks/README": "benchmarks/results/**",
+    "docs/api/README": [f"/docs/api/{name}" for name in API],
+    "benchmarks/README": result_pages(),
 }
 
 # -- Markdown and Python
@@ -81,14 +111,13 @@ def add_navigation(app: Sphinx, docname: str, source: list[str]) -> None:
     """Append the side bar to the first page; on disk, pages are plain Markdown."""
     if docname == root_doc:
         for caption, pages in NAVIGATION.items():
-            source[0] += _toctree(f":caption: {caption}", pages)
+            source[0] += _toctree(pages, f":caption: {caption}")
     elif docname in BELOW:
-        source[0] += _toctree(":glob:", BELOW[docname])
+        source[0] += _toctree(BELOW[docname])
 
 
-def _toctree(option: str, pages: str) -> str:
-    entries = [f"/{page}" for page in pages.split()]
-    lines = ["", "```{toctree}", ":hidden:", option, "", *entries]
+def _toctree(pages: list[str], *options: str) -> str:
+    lines = ["", "```{toctree}", ":hidden:", *options, "", *pages]
     return "\n".join([*lines, "```", ""])
 
 
