@@ -83,8 +83,16 @@ use_venv() {
   unset PYTHONHOME PYTHONPATH
 }
 
+# Of what pip says, what it downloads and installs: that takes minutes.
 pip_install() {
-  "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "$@" ||
+  local line
+  "$venv/bin/python" -m pip install --disable-pip-version-check --progress-bar off "$@" |
+    while IFS= read -r line; do
+      case "$line" in
+      *Downloading\ *.metadata*) ;;
+      *Downloading\ * | Installing\ *) printf '   %s\n' "${line#"${line%%[![:space:]]*}"}" >&2 ;;
+      esac
+    done ||
     die "pip could not install ${*: -1} (its messages are above): check the network and run $0 again"
 }
 

@@ -16,6 +16,7 @@ from .cache import cache
 from .convert import convert
 from .distill import distill
 from .estimate import estimate
+from .interrupts import Interrupts
 from .report import report, with_options
 from .run import run
 from .tune_layers import tune_layers
@@ -41,7 +42,9 @@ class _Group(click.Group):
         if not extra.pop("standalone_mode", True):
             return click_main(*args, standalone_mode=False, **extra)
         try:
-            sys.exit(click_main(*args, standalone_mode=False, **extra))
+            with Interrupts() as interrupts:
+                extra["obj"] = interrupts
+                sys.exit(click_main(*args, standalone_mode=False, **extra))
         except Exception as error:
             sys.exit(report(error))
 

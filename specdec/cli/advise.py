@@ -13,6 +13,7 @@ from ..draft_spec import DraftSpec
 from ..params import SamplingParams
 from ..prompts import read_prompts
 from . import options
+from .progress import Progress
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
@@ -38,6 +39,7 @@ if TYPE_CHECKING:
 @options.dtype()
 @options.ignore_chat_template()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
+@options.quiet()
 def advise(
     *,
     target: str | None,
@@ -51,6 +53,7 @@ def advise(
     dtype: str | None,
     ignore_chat_template: bool,
     as_json: bool,
+    quiet: bool,
 ) -> None:
     """Decode a few prompts, time forwards, and say what drafting would bring.
 
@@ -70,11 +73,14 @@ def advise(
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
-    decoder.generate(
+    events = decoder.stream(
         prompts,
         SamplingParams(max_tokens=max_tokens, temperature=temp),
         ignore_chat_template=ignore_chat_template,
     )
+    with Progress("prompt", len(prompts), quiet=quiet) as progress:
+        for event in events:
+            progress.add(event.result is not None, what="decoding")
     stats = decoder.stats
     stats.check_draft()
     survival = survival_of(
@@ -83,7 +89,12 @@ def advise(
         rounds=stats.row_rounds,
         rows=stats.prompts,
     )
-    costs = ForwardCosts(decoder.measure_forwards(b) for b in sizes)
+    costs = ForwardCosts()
+    with Progress("batch size", len(sizes), quiet=quiet) as progress:
+        for b in sizes:
+            progress.add(0, what=f"timing forwards of {b}")
+            costs.add(decoder.measure_forwards(b))
+            progress.add(1, what=f"timing forwards of {b}")
     found = advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
     if as_json:
         record = {

@@ -12,6 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from . import options
+from .interrupts import last_words
 from .quiet import silence_third_parties
 from .report import INTERRUPTED
 
@@ -41,7 +43,7 @@ DEFAULT_OUT = "specdec-bench"
     metavar="DIR DIR",
     help="Compare the results of two runs instead.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@options.quiet()
 def bench(
     recipe: str | None,
     settings: tuple[str, ...],
@@ -83,16 +85,21 @@ def bench(
     from ..bench.run import run_recipe
 
     progress = Progress(quiet=quiet)
-    try:
-        results = run_recipe(
-            wanted, folder, command=_command(), progress=progress.expect
-        )
-    except KeyboardInterrupt:
+
+    def tell_what_is_kept() -> None:
         click.echo(
             f"specdec: interrupted: {progress.done} of {progress.total} parts are "
             f"kept in {folder}; the same command continues",
             err=True,
         )
+
+    try:
+        with last_words(tell_what_is_kept):
+            results = run_recipe(
+                wanted, folder, command=_command(), progress=progress.expect
+            )
+    except KeyboardInterrupt:
+        tell_what_is_kept()
         sys.exit(INTERRUPTED)
     finally:
         progress.close()

@@ -184,6 +184,11 @@ def ignore_chat_template() -> Option[Any]:
     )
 
 
+def quiet(text: str = "No progress.") -> Option[Any]:
+    """``--quiet``, ``-q``."""
+    return click.option("--quiet", "-q", is_flag=True, help=text)
+
+
 def is_given(name: str) -> bool:
     """Whether the option was typed, be it with its default value."""
     source = click.get_current_context().get_parameter_source(name)

@@ -1,4 +1,4 @@
-"""Where results go: text to standard output, JSON lines to a file, progress."""
+"""Where results go: text to standard output, JSON lines to a file."""
 
 from __future__ import annotations
 
@@ -7,16 +7,13 @@ import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import TYPE_CHECKING, Any, Self, TextIO
+from typing import Any, TextIO
 
 import click
 
 from ..memory import Fallback, format_size
 from ..prompts import Prompt
 from ..results import GenerationResult, StreamEvent
-
-if TYPE_CHECKING:
-    from ..stats import RunStats
 
 
 def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
@@ -175,45 +172,6 @@ def _drop_stdout() -> None:
             os.dup2(null, sys.stdout.fileno())
         finally:
             os.close(null)
-
-
-class Progress:
-    """A progress bar on standard error, where that is a terminal."""
-
-    def __init__(self, num_prompts: int, *, quiet: bool) -> None:
-        from tqdm import tqdm
-
-        streaming = num_prompts == 1 and sys.stdout.isatty()
-        self._bar = tqdm(
-            total=num_prompts,
-            unit="prompt",
-            miniters=0,  # tokens move the bar as well as finished prompts
-            leave=False,
-            disable=quiet or streaming or not sys.stderr.isatty(),
-        )
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exc_info: object) -> None:
-        self._bar.close()
-
-    def aside(self) -> AbstractContextManager[Any]:
-        """Take the bar off the terminal while standard output is written to it."""
-        if not sys.stdout.isatty():
-            return nullcontext()
-        context: AbstractContextManager[Any] = self._bar.external_write_mode(
-            file=sys.stdout
-        )
-        return context
-
-    def show(self, event: StreamEvent, stats: RunStats) -> None:
-        """Move the bar by one event."""
-        self._bar.set_postfix_str(
-            f"{stats.generated_tokens} tokens, {stats.tokens_per_second:.1f} tokens/s",
-            refresh=False,
-        )
-        self._bar.update(int(event.result is not None))
 
 
 def _title(prompt: Prompt) -> str:

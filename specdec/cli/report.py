@@ -22,7 +22,7 @@ def report(error: Exception) -> int:
         error.show()
         return USAGE
     if isinstance(error, click.Abort):
-        click.echo("specdec: interrupted", err=True)
+        show_interrupted()
         return INTERRUPTED
     if debugging():
         traceback.print_exception(error)
@@ -60,6 +60,11 @@ def with_options(error: ConfigError, command: click.Command) -> ConfigError:
 def show_error(message: str) -> None:
     """Print one line to standard error."""
     click.echo(f"specdec: error: {' '.join(message.split())}", err=True)
+
+
+def show_interrupted() -> None:
+    """Say so, in the words of commands that keep nothing."""
+    click.echo("specdec: interrupted", err=True)
 
 
 class _Lines(logging.Handler):

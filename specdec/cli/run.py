@@ -20,9 +20,11 @@ from ..errors import PromptError
 from ..memory.sizes import parse_size
 from ..prompts import Prompt, read_prompts, read_text
 from . import options
+from .interrupts import last_words
 from .options import dashed, is_given
-from .output import Progress, Sink, fallback_note, open_output
+from .output import Sink, fallback_note, open_output
 from .prefix_options import prefix_config, prefix_options
+from .progress import Progress
 from .quiet import silence_third_parties
 from .report import FAILURE, INTERRUPTED, show_error, show_warnings
 from .sampling_options import params_of, sampling_options
@@ -98,7 +100,7 @@ if TYPE_CHECKING:
     help="Write one JSON object per prompt, as each finishes. An existing file is "
     "replaced.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress and no summary.")
+@options.quiet("No progress and no summary.")
 def run(
     *,
     target: str | None,
@@ -189,28 +191,43 @@ def run(
     )
     if not quiet and (note := fallback_note(decoder.stats.fallbacks)):
         click.echo(f"specdec: note: {note}", err=True)
+    streaming = len(prompts) == 1 and sys.stdout.isatty()
+    progress = Progress("prompt", len(prompts), quiet=quiet or streaming)
+    sink = Sink(prompts, output, progress.aside)
+
+    def conclude(*, interrupted: bool) -> None:
+        """Close what is open, and tell what became of it all."""
+        sink.close()
+        progress.close()
+        for index, error in sorted(sink.errors.items()):
+            show_error(f"prompt {index}: {error}")
+        if interrupted:
+            kept = f", their results are in {output_file}" if sink.finished else ""
+            click.echo(
+                f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts "
+                f"finished{kept if output_file is not None else ''}",
+                err=True,
+            )
+        if not quiet:
+            click.echo(_summary(decoder, len(sink.errors)), err=True)
+
     interrupted = False
-    with Progress(len(prompts), quiet=quiet) as progress:
-        sink = Sink(prompts, output, progress.aside)
+    with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             for event in events:
                 sink.take(event)
-                progress.show(event, decoder.stats)
+                stats = decoder.stats
+                progress.add(
+                    event.result is not None,
+                    note=f"{_some(stats.generated_tokens, 'token')}, "
+                    f"{stats.tokens_per_second:.1f} tokens/s",
+                )
         except KeyboardInterrupt:
             interrupted = True
-        finally:
+        except BaseException:
             sink.close()
-    for index, error in sorted(sink.errors.items()):
-        show_error(f"prompt {index}: {error}")
-    if interrupted:
-        kept = f", their results are in {output_file}" if sink.finished else ""
-        click.echo(
-            f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts finished"
-            f"{kept if output_file is not None else ''}",
-            err=True,
-        )
-    if not quiet:
-        click.echo(_summary(decoder, len(sink.errors)), err=True)
+            raise
+    conclude(interrupted=interrupted)
     if interrupted:
         sys.exit(INTERRUPTED)
     if sink.errors:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from ..prompts import read_prompts
 from . import options
+from .progress import Progress
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
@@ -38,7 +38,7 @@ _EVALUATIONS_PER_LAYER = 6
 )
 @options.dtype()
 @options.ignore_chat_template()
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@options.quiet()
 def tune_layers(
     *,
     target: str | None,
@@ -101,19 +101,14 @@ def tune_layers(
             f"{len(prompts)} prompts",
             err=True,
         )
-    tried = 0
-
-    def show(candidate: Candidate) -> None:
-        nonlocal tried
-        tried += 1
-        if not quiet and sys.stderr.isatty():
-            click.echo(f"\r{tried} of {budget} sets of layers", err=True, nl=False)
-
-    found = search_layers(
-        agreement, num_layers, keep=keep, max_evaluations=budget, progress=show
-    )
-    if not quiet and sys.stderr.isatty():
-        click.echo(err=True)
+    with Progress("set", budget, quiet=quiet) as progress:
+        found = search_layers(
+            agreement,
+            num_layers,
+            keep=keep,
+            max_evaluations=budget,
+            progress=lambda _: progress.add(1),
+        )
     for line in _table(found, agreement.num_tokens):
         click.echo(line)
 

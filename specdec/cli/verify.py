@@ -17,6 +17,7 @@ from ..prompts import read_prompts
 from . import options
 from .options import is_given
 from .output import open_output
+from .progress import Progress
 from .quiet import silence_third_parties
 from .report import FAILURE, show_warnings
 
@@ -85,7 +86,7 @@ TOKENS_BEHIND_DRAFT = 3
     metavar="FILE",
     help="Write everything that was measured, with machine, versions and options.",
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@options.quiet()
 def verify(
     *,
     target: str | None,
@@ -143,22 +144,13 @@ def verify(
 
     silence_third_parties()
     show_warnings()
-    from tqdm import tqdm
-
     from ..backend import check_compiler
     from ..certificate import certify, summary
     from ..decoder import SpecDecoder
 
     check_compiler()
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
-    # tqdm's None: only on a terminal.
-    with tqdm(unit="row", leave=False, disable=True if quiet else None) as bar:
-
-        def show(what: str, done: int, total: int) -> None:
-            bar.set_description_str(what, refresh=False)
-            bar.total, bar.n = total, done
-            bar.refresh()
-
+    with Progress("row", quiet=quiet) as progress:
         found = certify(
             decoder,
             prompts,
@@ -166,7 +158,7 @@ def verify(
             draws=draws,
             max_restarts=max_restarts,
             ignore_chat_template=ignore_chat_template,
-            progress=show,
+            progress=lambda what, done, total: progress.show(done, total, what=what),
         )
     if output is not None:
         options = {

@@ -1,0 +1,118 @@
+"""Ctrl-C, also while the device is at work.
+
+Python acts on a signal between two of its own steps, and a step can be a call that
+waits for a forward of a whole chunk. So a thread listens beside it: what the main
+thread has not heard of soon is done here, and a second Ctrl-C ends the process at once.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from types import FrameType
+from typing import Self
+
+import click
+
+from .report import INTERRUPTED, show_interrupted
+
+# Seconds that the main thread has to hear of it: some rounds, of most models.
+PATIENCE = 1.0
+
+
+class Interrupts:
+    """Ends the process on Ctrl-C, at the latest ``PATIENCE`` seconds behind the first.
+
+    The first raises KeyboardInterrupt in the main thread as soon as Python is at work
+    there, and from then on a second has the system's own effect. Where that is not
+    soon, the thread says the last words in its place. Nothing happens in a process that
+    was told to ignore Ctrl-C (``nohup``), or outside the main thread.
+    """
+
+    def __init__(self) -> None:
+        self._last_words = show_interrupted
+        # Whoever has it ends the process.
+        self._ending = threading.Lock()
+        self._pipe: tuple[int, int] | None = None
+
+    def __enter__(self) -> Self:
+        ours = signal.getsignal(signal.SIGINT) is signal.default_int_handler
+        if ours and threading.current_thread() is threading.main_thread():
+            self._pipe = reader, writer = os.pipe()
+            os.set_blocking(writer, False)
+            signal.signal(signal.SIGINT, self._hear)
+            # Written to as the signal comes, whatever the main thread is doing.
+            signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+            threading.Thread(target=self._listen, args=(reader,), daemon=True).start()
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(-1)
+        # Behind the first, the second ends even an interpreter that is ending.
+        if not self._ending.locked():
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        os.close(self._pipe[1])  # which ends the thread
+
+    @contextmanager
+    def last_words(self, say: Callable[[], None]) -> Iterator[None]:
+        """Within the block, what is said where the main thread cannot.
+
+        Args:
+            say: called in another thread, while the main thread is inside of a call
+                that does not return soon.
+        """
+        before, self._last_words = self._last_words, say
+        try:
+            yield
+        finally:
+            self._last_words = before
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if not self._ending.acquire(blocking=False):
+            threading.Event().wait()  # the thread has begun to speak
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+        raise KeyboardInterrupt
+
+    def _listen(self, reader: int) -> None:
+        if self._next(reader):
+            threading.Thread(target=self._wait, daemon=True).start()
+            if self._next(reader):
+                os._exit(INTERRUPTED)
+        os.close(reader)
+
+    @staticmethod
+    def _next(reader: int) -> bool:
+        """Wait for a Ctrl-C; there is none where the pipe is closed."""
+        while number := os.read(reader, 1):
+            if number[0] == signal.SIGINT:
+                return True
+        return False
+
+    def _wait(self) -> None:
+        # The lock is free as long as the main thread has not heard.
+        time.sleep(PATIENCE)
+        if self._ending.acquire(blocking=False):
+            with suppress(Exception):
+                self._last_words()
+            for stream in (sys.stdout, sys.stderr):
+                with suppress(Exception):
+                    stream.flush()
+            os._exit(INTERRUPTED)
+
+
+@contextmanager
+def last_words(say: Callable[[], None]) -> Iterator[None]:
+    """:meth:`Interrupts.last_words` of the command line that runs, if it listens."""
+    found = click.get_current_context().find_object(Interrupts)
+    if found is None:
+        yield
+        return
+    with found.last_words(say):
+        yield

@@ -1,0 +1,101 @@
+"""How far a command is: a bar on a terminal, a line every so often elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Self
+
+import click
+
+# Seconds between lines: a log of an hour stays readable.
+LINE_SECONDS = 10.0
+
+
+class Progress:
+    """Shows on standard error what is done of how much.
+
+    Args:
+        unit: what is counted, in the singular.
+        total: how many there are; :meth:`show` may tell another number.
+        quiet: show nothing.
+        clock: seconds.
+    """
+
+    def __init__(
+        self,
+        unit: str,
+        total: int | None = None,
+        *,
+        quiet: bool = False,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        from tqdm import tqdm
+
+        on_terminal = sys.stderr.isatty()
+        self._unit, self._total, self._done = unit, total, 0
+        self._clock, self._told = clock, clock()
+        self._in_lines = not quiet and not on_terminal
+        self._bar: Any = tqdm(
+            total=total,
+            unit=unit,
+            miniters=0,  # a new note moves the bar as well as what is done
+            leave=False,
+            disable=quiet or not on_terminal,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Take the bar away."""
+        self._bar.close()
+
+    def aside(self) -> AbstractContextManager[Any]:
+        """Take the bar off the terminal while standard output is written to it."""
+        if not sys.stdout.isatty():
+            return nullcontext()
+        context: AbstractContextManager[Any] = self._bar.external_write_mode(
+            file=sys.stdout
+        )
+        return context
+
+    def add(self, n: int, *, what: str = "", note: str = "") -> None:
+        """So many more are done."""
+        self.show(self._done + n, what=what, note=note)
+
+    def show(
+        self, done: int, total: int | None = None, *, what: str = "", note: str = ""
+    ) -> None:
+        """So many are done.
+
+        Args:
+            total: of how many, where that changes.
+            what: is being done.
+            note: what else there is to tell.
+        """
+        anew = total is not None and total != self._total
+        self._done, self._total = done, self._total if total is None else total
+        if self._in_lines:
+            self._tell(what, note)
+            return
+        self._bar.set_description_str(what, refresh=False)
+        self._bar.set_postfix_str(note, refresh=False)
+        if anew or done < self._bar.n:
+            self._bar.reset(self._total)
+        self._bar.update(done - self._bar.n)
+
+    def _tell(self, what: str, note: str) -> None:
+        now = self._clock()
+        if now - self._told < LINE_SECONDS:
+            return
+        self._told = now
+        total = f" of {self._total}" if self._total is not None else ""
+        units = self._unit + "s" * (self._total != 1)
+        told = [what, f"{self._done}{total} {units}", note]
+        click.echo(f"specdec: {', '.join(filter(None, told))}", err=True)

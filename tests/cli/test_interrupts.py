@@ -1,0 +1,170 @@
+"""Real signals to real processes: a first Ctrl-C, and a second."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+PATIENCE = 60  # seconds until a process that hangs is a failure
+
+# The command line with a decoder that needs no model. ``stuck`` never returns, nor
+# lets Python look at signals, as a forward of a long prompt does for a while.
+BEGIN = """
+import atexit, ctypes, sys, threading, time
+from types import ModuleType
+from specdec.cli import interrupts, main
+from specdec.results import StreamEvent
+from tests.cli.conftest import FakeDecoder, result_of
+
+def stuck():
+    c, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(128)
+    c.pthread_mutex_init(mutex, None)
+    c.pthread_mutex_lock(mutex)
+    held = mutex.raw
+
+    def watch():
+        while mutex.raw == held:  # it changes when somebody waits for it
+            time.sleep(0.001)
+        ready()
+
+    threading.Thread(target=watch, daemon=True).start()
+    c.pthread_mutex_lock(mutex)
+
+def ready():
+    print("ready", file=sys.stderr, flush=True)
+
+def at_work():
+    ready()
+    while True:
+        time.sleep(0.01)
+
+class Decoder(FakeDecoder):
+    def _stream(self, prompts):
+        yield StreamEvent(index=1, text="", token_ids=[], result=result_of(1, "b", "B"))
+        wait()
+
+module = ModuleType("specdec.decoder")
+module.SpecDecoder = Decoder()
+sys.modules["specdec.decoder"] = module
+"""
+RUN = """
+main(["run", "--quiet", "-p", "a", "-p", "b", "--output", sys.argv[1]])
+"""
+
+Start = Callable[[str], subprocess.Popen[str]]
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Start:
+    def started(code: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", BEGIN + code, str(tmp_path / "out.jsonl")],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            # A shell's background jobs ignore it, and their children do.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+        )
+        assert process.stderr is not None
+        assert process.stderr.readline() == "ready\n"
+        return process
+
+    return started
+
+
+@pytest.mark.parametrize("wait", ["at_work", "stuck"])
+def test_the_first_keeps_what_has_finished(
+    start: Start, tmp_path: Path, wait: str
+) -> None:
+    """Whether Python hears of it or a forward has to be waited for."""
+    process = start(f"wait = {wait}" + RUN)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 130
+    assert out == "== [1] b\nB\n\n"
+    path = tmp_path / "out.jsonl"
+    lines = path.read_text("utf-8").splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["B"]
+    assert err == (
+        f"specdec: interrupted: 1 of 2 prompts finished, their results are in {path}\n"
+    )
+
+
+def test_the_second_ends_it_at_once(start: Start) -> None:
+    """Though the main thread hears of neither, and nobody would speak for it."""
+    process = start("interrupts.PATIENCE = 1e6\nwait = stuck" + RUN)
+    process.send_signal(signal.SIGINT)
+    process.send_signal(signal.SIGINT)
+    # Two that come together can be one.
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == 130
+
+
+@pytest.mark.parametrize("cleaning", ["at_work", "stuck"])
+def test_the_second_ends_what_the_first_has_not(start: Start, cleaning: str) -> None:
+    """An interpreter that ends, for whatever reason it takes its time."""
+    process = start(f"wait = at_work\natexit.register({cleaning})" + RUN)
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    while process.stderr.readline() != "ready\n":
+        pass
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=PATIENCE)
+    assert process.returncode == -signal.SIGINT
+
+
+def test_commands_that_keep_nothing_say_so(start: Start) -> None:
+    process = start(
+        """
+main.commands["estimate"].callback = lambda **options: stuck()
+main(["estimate", "--context", "9"])
+"""
+    )
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "specdec: interrupted\n")
+    assert process.returncode == 130
+
+
+def test_a_process_that_ignores_it_goes_on(start: Start) -> None:
+    """As ``nohup`` and a shell's background jobs do."""
+    process = start(
+        """
+import os, signal
+signal.signal(signal.SIGINT, signal.SIG_IGN)
+def command(**options):
+    ready()
+    os.kill(os.getpid(), signal.SIGINT)
+    os.kill(os.getpid(), signal.SIGINT)
+    print("done")
+main.commands["estimate"].callback = command
+main(["estimate", "--context", "9"])
+"""
+    )
+    assert process.communicate(timeout=PATIENCE) == ("done\n", "")
+    assert process.returncode == 0
+
+
+def test_nothing_is_left_behind_in_a_process_that_goes_on() -> None:
+    """Tests and notebooks call the command line within theirs."""
+    from specdec.cli.interrupts import Interrupts
+
+    before = signal.getsignal(signal.SIGINT)
+    threads = set(threading.enumerate())
+    with Interrupts():
+        assert signal.getsignal(signal.SIGINT) is not before
+        begun = set(threading.enumerate()) - threads
+    assert signal.getsignal(signal.SIGINT) is before
+    assert signal.set_wakeup_fd(-1) == -1
+    for thread in begun:
+        thread.join()

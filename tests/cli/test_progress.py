@@ -1,0 +1,61 @@
+"""Progress on a terminal and in a log."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.cli.progress import LINE_SECONDS, Progress
+
+
+class Clock:
+    def __init__(self) -> None:
+        self.now = 100.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+def test_a_line_every_so_often_where_there_is_no_terminal(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    clock = Clock()
+    with Progress("prompt", 3, clock=clock) as progress:
+        progress.add(1, note="9 tokens")
+        assert capsys.readouterr().err == "", "what is quick needs no line"
+        clock.now += LINE_SECONDS
+        progress.add(0, note="12 tokens")
+        progress.add(1, note="13 tokens")
+        clock.now += LINE_SECONDS
+        progress.show(0, 1, what="plain")
+    assert capsys.readouterr().err == (
+        "specdec: 1 of 3 prompts, 12 tokens\nspecdec: plain, 0 of 1 prompt\n"
+    )
+
+
+def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
+    clock = Clock()
+    with Progress("prompt", 3, quiet=True, clock=clock) as progress:
+        clock.now += LINE_SECONDS
+        progress.add(1)
+    assert capsys.readouterr() == ("", "")
+
+
+def test_a_bar_on_a_terminal(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    monkeypatch.setattr("tqdm.tqdm.mininterval", 0, raising=False)
+    clock = Clock()
+    with Progress("row", clock=clock) as progress:
+        clock.now += LINE_SECONDS
+        progress.show(2, 4, what="speculative")
+        progress._bar.refresh()
+        progress.show(0, 8, what="plain", note="3 tokens")
+        progress._bar.refresh()
+    err = capsys.readouterr().err
+    assert "specdec:" not in err
+    assert "speculative:  50%" in err
+    assert "2/4" in err
+    assert "plain:   0%" in err
+    assert "0/8" in err
+    assert "3 tokens" in err
