@@ -93,6 +93,7 @@ napoleon_use_ivar = True
 html_theme = "furo"
 html_title = f"specdec {release}"
 html_copy_source = False
+html_show_copyright = False
 html_additional_pages = {"index": "redirect.html"}
 
 #: What the API reference has to show: all names in the ``__all__`` of these.
@@ -131,7 +132,14 @@ def check_public_names(app: Sphinx, env: Any) -> None:
                 logging.getLogger(__name__).warning("%s is not in docs/api", full)
 
 
+def show_factories(*args: Any) -> tuple[str | None, str | None]:
+    """A default that a dataclass makes anew each time, as Python could be written."""
+    *_, signature, returns = args
+    return signature and signature.replace("<factory>", "..."), returns
+
+
 def setup(app: Sphinx) -> None:
     """Called by Sphinx."""
     app.connect("source-read", add_navigation)
+    app.connect("autodoc-process-signature", show_factories)
     app.connect("env-check-consistency", check_public_names)
