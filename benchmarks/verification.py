@@ -36,14 +36,12 @@ METHODS: dict[str, Verification] = {
 OTHER_SEEDS = 2**31
 
 
-class IndependentDraft:
+class IndependentDraft(Drafter):
     """A draft that samples with noise of its own: mlx-lm's rule.
 
     Its tokens are kept when they equal the target's choice, as ``coupled`` does,
     but nothing makes the two alike.
     """
-
-    context_length = None
 
     def __init__(self, draft: Drafter):
         self._draft = draft
@@ -54,7 +52,7 @@ class IndependentDraft:
         return IndependentRows(self._draft.rows(prompts, max_length=max_length))
 
 
-class IndependentRows:
+class IndependentRows(DraftRows):
     def __init__(self, rows: DraftRows):
         self._rows = rows
 

@@ -80,6 +80,28 @@ def test_draft_length(tmp_path: Path) -> None:
     assert wrong[0]["accepted"] == 0
 
 
+def test_verification(tmp_path: Path) -> None:
+    """Every rule drafts; a draft with noise of its own is accepted less often."""
+    write_folder(tmp_path / "m", max_position_embeddings=4096)
+    prompts = tmp_path / "q.jsonl"
+    prompts.write_text('{"prompt": "Name a river."}\n{"prompt": "A lake?"}\n', "utf-8")
+    model = str(tmp_path / "m")
+    raw = run(
+        "verification",
+        tmp_path / "rules",
+        *("--target", model, "--draft", model, "--prompts", str(prompts)),
+        *("--num-prompts", "2", "--max-tokens", "16", "--temp", "1"),
+        *("--dtype", "float32"),
+    )
+    found = {each["rule"]: each for each in raw["results"]}
+    assert len(found) == 4
+    assert all(each["drafted"] > 0 for each in found.values())
+    # The draft is the target itself.
+    rates = {rule: each["acceptance_rate"] for rule, each in found.items()}
+    assert rates["coupled"] == rates["rejection"] == rates["block"] == 1
+    assert min(rates.values()) < 1
+
+
 @pytest.mark.parametrize("draft_tokens", [1, 4])
 def test_verify_forward(tmp_path: Path, draft_tokens: int) -> None:
     raw = run(
