@@ -83,10 +83,19 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     help="Store no embedding: specdec takes the target's. mlx-lm cannot load that.",
 )
 @click.option(
+    "--optimizer",
+    type=click.Choice(["adamw", "muon"]),
+    default="adamw",
+    show_default=True,
+    help="Of matrices.",
+)
+@click.option(
     "--learning-rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
-    help="Peak learning rate. [default: 0.0015]",
+    default=1e-3,
+    show_default=True,
+    help="Peak learning rate.",
 )
 @options.positive("--batch", "writers", text="Rows that the target writes at once.")
 @options.positive("--block-tokens", text="Tokens of a training step.", low=128)
@@ -116,7 +125,8 @@ def distill(
     resume: bool,
     bits: int | None,
     layers_only: bool,
-    learning_rate: float | None,
+    optimizer: str,
+    learning_rate: float,
     writers: int | None,
     block_tokens: int | None,
     rounds: int,
@@ -155,9 +165,7 @@ def distill(
 
     if minutes is None and tokens is None:
         minutes = 10.0
-    recipe = Recipe(seed=seed)
-    if learning_rate is not None:
-        recipe = Recipe(seed=seed, learning_rate=learning_rate)
+    recipe = Recipe(seed=seed, optimizer=optimizer, learning_rate=learning_rate)
     wanted = Options(
         target=target,
         out=folder,

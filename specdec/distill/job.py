@@ -220,6 +220,7 @@ class Job:
             "chunk": self.sizes.chunk,
             "bits": self.options.bits,
             "seed": recipe.seed,
+            "optimizer": recipe.optimizer,
             "learning_rate": recipe.learning_rate,
         }
 
@@ -297,6 +298,7 @@ class Job:
                 "steps": progress.step,
                 "tokens": progress.tokens,
                 "seconds": progress.seconds,
+                "optimizer": recipe.optimizer,
                 "learning_rate": recipe.learning_rate,
                 "hard": recipe.hard,
                 "block_tokens": self.sizes.block_tokens,

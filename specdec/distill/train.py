@@ -13,6 +13,7 @@ import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
+from ..checks import require
 from .blocks import Block, block_order
 from .checkpoint import Progress
 from .loss import ChunkedLoss, Divergence
@@ -21,6 +22,10 @@ from .schedule import Budget, learning_rate
 from .states import TargetStates
 from .student import Parameters, Student
 
+OPTIMIZERS = ("adamw", "muon")
+# Muon's step has a spectral norm of 1 times its learning rate, AdamW's elements about
+# their learning rate: for matrices of these widths so much more is alike.
+_MUON_SCALE = 10.0
 # Share of the budget behind which weights are rounded as they will be stored.
 PACKED_FROM = 0.7
 
@@ -30,7 +35,8 @@ class Recipe:
     """How a draft learns.
 
     Args:
-        learning_rate: at its peak.
+        optimizer: ``adamw``, or ``muon`` for matrices (Jordan et al. 2024).
+        learning_rate: at its peak, AdamW's.
         warmup: share of the budget in which it rises.
         weight_decay: of matrices.
         clip: largest norm of a gradient.
@@ -40,13 +46,18 @@ class Recipe:
         seed: of the order of the data.
     """
 
-    learning_rate: float = 1.5e-3
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
     warmup: float = 0.03
     weight_decay: float = 0.05
     clip: float = 1.0
     hard: float = 0.3
     packing: Packing | None = None
     seed: int = 0
+
+    def __post_init__(self) -> None:
+        known = self.optimizer in OPTIMIZERS
+        require(known, "optimizer", self.optimizer, " or ".join(OPTIMIZERS))
 
 
 class Trainer:
@@ -83,6 +94,7 @@ class Trainer:
         self._budget = budget
         self._dtype = dtype
         self._optimizer = _optimizer(recipe)
+        self._matrix_scale = _MUON_SCALE if recipe.optimizer == "muon" else 1.0
         self._optimizer.init(self.parameters)
         mx.eval(self.parameters, self._optimizer.state)
         self._update = self._compiled()
@@ -121,12 +133,13 @@ class Trainer:
         block = self._blocks[index]
         target = self._states.of(index)
         share = self.share
-        self._optimizer.learning_rate = mx.array(
-            learning_rate(recipe.learning_rate, share, warmup=recipe.warmup)
-        )
+        rate = learning_rate(recipe.learning_rate, share, warmup=recipe.warmup)
+        matrices, vectors = self._optimizer.optimizers
+        matrices.learning_rate = rate * self._matrix_scale
+        vectors.learning_rate = rate
         packing = recipe.packing if share >= PACKED_FROM else None
         found, gradients = self._divergence(block, target, packing)
-        self.parameters, _ = self._update(self.parameters, gradients)
+        self.parameters = self._update(self.parameters, gradients)
         mx.async_eval(self.parameters, self._optimizer.state, found.loss, found.agreed)
         # One step behind, so that the host is never far ahead of the device.
         if self._last is not None:
@@ -175,15 +188,13 @@ class Trainer:
         (_, *sums), gradients = mx.value_and_grad(surrogate)(self.parameters)
         return Divergence(*sums), gradients
 
-    def _compiled(self) -> Callable[..., tuple[Parameters, mx.array]]:
+    def _compiled(self) -> Callable[..., Parameters]:
         state = [self._optimizer.state]
 
         @partial(mx.compile, inputs=state, outputs=state)
-        def update(
-            parameters: Parameters, gradients: Parameters
-        ) -> tuple[Parameters, mx.array]:
-            gradients, norm = optim.clip_grad_norm(gradients, self._recipe.clip)
-            return self._optimizer.apply_gradients(gradients, parameters), norm
+        def update(parameters: Parameters, gradients: Parameters) -> Parameters:
+            clipped = _clipped(gradients, self._recipe.clip)
+            return self._optimizer.apply_gradients(clipped, parameters)
 
         return update
 
@@ -212,8 +223,20 @@ def _computed(
     return tree_map(one, parameters)
 
 
+def _clipped(gradients: Parameters, most: float) -> Parameters:
+    """Gradients whose norm, over all of them, is ``most`` or less.
+
+    Summed in the order of their names: that of a tree's keys is not the same in every
+    process, and rounding would not be.
+    """
+    leaves: Any = tree_flatten(gradients)
+    squares = [g.square().sum() for _, g in sorted(leaves, key=lambda leaf: leaf[0])]
+    scale = mx.minimum(most * mx.rsqrt(mx.stack(squares).sum() + 1e-12), 1.0)
+    return tree_map(lambda gradient: gradient * scale, gradients)
+
+
 def _optimizer(recipe: Recipe) -> Any:
-    """AdamW; vectors (norms, biases) do not decay."""
+    """For matrices, and for vectors (norms, biases), which do not decay."""
 
     def adamw(weight_decay: float) -> optim.AdamW:
         return optim.AdamW(
@@ -223,8 +246,12 @@ def _optimizer(recipe: Recipe) -> Any:
             bias_correction=True,
         )
 
+    matrices: Any = adamw(recipe.weight_decay)
+    if recipe.optimizer == "muon":
+        # MLX adds its decay to the gradient, of which only directions are used.
+        matrices = optim.Muon(learning_rate=recipe.learning_rate, weight_decay=0.0)
     return optim.MultiOptimizer(
-        [adamw(recipe.weight_decay), adamw(0.0)],
+        [matrices, adamw(0.0)],
         [lambda name, array: array.ndim >= 2],
     )
 

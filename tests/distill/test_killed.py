@@ -1,0 +1,78 @@
+"""A process that is killed leaves whole files, and a run goes on exactly."""
+
+from __future__ import annotations
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from specdec.distill.checkpoint import NAME
+from specdec.distill.corpus import Corpus, Document
+from specdec.distill.storage import SUFFIX, remove_leftovers, write_file
+
+from .harness import options, run, same, write_target
+
+KILLS = 60
+VERSIONS = [bytes([i]) * 300_000 for i in range(4)]
+
+
+def test_a_file_is_one_of_its_versions(tmp_path: Path) -> None:
+    """A child replaces it again and again and is killed; 60 times."""
+    draw, path, left = random.Random(0), tmp_path / "file", 0
+    write_file(path, VERSIONS[0])
+    for _ in range(KILLS):
+        child = os.fork()
+        if child == 0:
+            while True:
+                for version in VERSIONS:
+                    write_file(path, version)
+        time.sleep(draw.uniform(0, 0.02))
+        os.kill(child, signal.SIGKILL)
+        os.waitpid(child, 0)
+        assert path.read_bytes() in VERSIONS
+        left += any(tmp_path.glob(f"*{SUFFIX}"))
+        remove_leftovers(tmp_path)
+        assert [p.name for p in tmp_path.iterdir()] == ["file"]
+    assert left > 5  # moments in the middle of the work
+
+
+def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
+    """Killed twice while it learns; the end is that of a run in one piece."""
+    target, out = write_target(tmp_path / "target"), tmp_path / "out"
+    whole = run(options(target, tmp_path / "whole"))
+    command = [sys.executable, "-m", "tests.distill.killed", str(target), str(out)]
+    checkpoint, seen = out / "work" / NAME, 0
+    for wait in (0.0, 0.2):
+        child = subprocess.Popen(command)
+        while child.poll() is None:
+            if checkpoint.exists() and checkpoint.stat().st_mtime_ns > seen:
+                time.sleep(wait)
+                break
+            time.sleep(0.01)
+        child.kill()
+        assert child.wait() == -signal.SIGKILL, "it ended before it was killed"
+        seen = checkpoint.stat().st_mtime_ns
+    card = run(options(target, out, resume=True))
+    assert card["training"]["steps"] == whole["training"]["steps"]
+    found: Any = mx.load(str(out / "model.safetensors"))
+    wanted: Any = mx.load(str(tmp_path / "whole" / "model.safetensors"))
+    assert same(found, wanted)
+
+
+def test_waves_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    documents = [Document((1, 2, 3), 1, 0), Document((4, 5), 1, 1)]
+    corpus = Corpus(tmp_path, "a")
+    corpus.add(corpus.next_wave, documents, 2.5)
+    (tmp_path / f".wave-00001.safetensors.1234{SUFFIX}").write_bytes(b"half")
+    again = Corpus(tmp_path, "a")
+    assert again.waves == ["wave-00000"]
+    assert (again.num_tokens, again.seconds) == (5, 2.5)
+    assert list(again.documents(again.waves)) == documents
+    assert len(list(tmp_path.iterdir())) == 1
