@@ -45,8 +45,8 @@ def test_every_position_is_in_one_block() -> None:
         weights = np.zeros(block.tokens.size, np.float32)
         np.add.at(weights, block.positions, block.weights)
         by_row = weights.reshape(block.tokens.shape)
-        for tokens, row in zip(block.tokens.tolist(), by_row.tolist(), strict=True):
-            rows[tuple(tokens)] = row
+        for tokens, row in zip(block.tokens, by_row, strict=True):
+            rows[tuple(tokens.tolist())] = row.tolist()
     for document in documents():
         inputs = document.tokens[:-1][: SHAPES.max_row]
         row = next(r for t, r in rows.items() if t[: len(inputs)] == inputs and any(r))
