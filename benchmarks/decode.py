@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -66,6 +67,7 @@ def make_systems(
             read_bucket=read_bucket,
         )
 
+        @cache  # graphs that were compiled serve the next wave, as in a server
         def make() -> SpecDecoder:
             with patch.object(backend, "defaults", lambda: defaults):
                 return SpecDecoder(

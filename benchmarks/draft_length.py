@@ -7,6 +7,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import Any
 
 import click
@@ -208,10 +209,14 @@ def main(
     def add(name: str, made: DrafterFactory | None, b: int, k: NumDraftTokens) -> None:
         config = EngineConfig(batch_size=b, num_draft_tokens=k)
 
+        # One decoder for all passes: what auto has learnt, and graphs that were
+        # compiled, serve the next wave, as in a server.
+        @cache
+        def make() -> SpecDecoder:
+            return SpecDecoder(bare, drafter=made, config=config)
+
         def run() -> Record:
-            # One decoder a pass: what auto learns in a wave serves the next.
-            decoder = SpecDecoder(bare, drafter=made, config=config)
-            return measure(engine(lambda: decoder, options), prompts, b)
+            return measure(engine(make, options), prompts, b)
 
         runs[key_of(name, b, k)] = run
 

@@ -39,6 +39,7 @@ class BackendDefaults:
             several queries, and what it does for one grows with the rows.
         packed_views: products with packed keys and values take views of them;
             where not, the columns that are read are copied, still packed.
+        flattens: products with packed weights take rows and positions at once.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -49,6 +50,7 @@ class BackendDefaults:
     compiles: bool = False
     pairs_from: int | None = None
     packed_views: bool = True
+    flattens: bool = False
 
     @property
     def most_spare(self) -> int:
@@ -71,8 +73,9 @@ _DEFAULTS = {
             lookahead=1,
             new_shape_seconds=0.04,
             compiles=True,
-            pairs_from=8,
+            pairs_from=16,
             packed_views=False,
+            flattens=True,
         ),
         BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
     )

@@ -252,9 +252,8 @@ class RowBatch:
         else:  # those of a row that has ended are never read
             recent = [self._recent[:, 1:], verdict.chosen]
             self._recent = mx.concatenate(recent, axis=1)
-        in_flight = InFlight.of(self.rows, decision, first=first)
-        mx.async_eval(self._recent, self._target.offset)
-        return in_flight
+        state = (self._recent, self._target.offset)
+        return InFlight.of(self.rows, decision, first=first, others=state)
 
     def _read(self, in_flight: InFlight) -> list[RowOutput]:
         """Wait for a round; append its tokens to the rows and retire those that end."""

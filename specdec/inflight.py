@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -51,12 +52,16 @@ class InFlight:
         decision: Decision,
         *,
         first: bool,
+        others: AbstractSequence[mx.array] = (),
     ) -> InFlight:
-        """Hand what the host will read to the device."""
+        """Hand what the host will read to the device, and ``others`` with it.
+
+        All at once: every hand-over costs time of its own.
+        """
         verdict = decision.verdict
         counts = mx.stack([verdict.kept, decision.limit], axis=1)
         packed = mx.concatenate([counts, verdict.chosen], axis=1)
-        mx.async_eval(packed, decision.peaks)
+        mx.async_eval(packed, decision.peaks, *others)
         return cls(rows, first, packed, decision)
 
     @property

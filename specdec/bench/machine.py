@@ -84,14 +84,16 @@ def _version(name: str) -> str:
 
 
 def commit() -> str:
-    """The commit measured; ``SPECDEC_COMMIT`` where there is no repository."""
+    """The commit measured; ``SPECDEC_COMMIT`` for a copy without its repository."""
+    if told := os.environ.get("SPECDEC_COMMIT"):
+        return told
     try:
         # Fails where the package lies in somebody else's repository.
         _git("ls-files", "--error-unmatch", "specdec/__init__.py")
         head = _git("rev-parse", "HEAD")
         changed = _git("status", "--porcelain", "--", "specdec", "benchmarks/*.py")
     except (OSError, subprocess.CalledProcessError):
-        return os.environ.get("SPECDEC_COMMIT", "unknown")
+        return "unknown"
     return head + ("+changes" if changed else "")
 
 

@@ -113,6 +113,8 @@ class CacheCore:
         # either while _uniform. Neither needs the device.
         self._longest = 0
         self._uniform = True
+        # Tokens per row of the last write.
+        self._width = 0
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
         self._right_padding: list[int] | None = None
@@ -181,9 +183,19 @@ class CacheCore:
             return self.capacity
         return grown_capacity(needed, self._limit())
 
-    def _extent(self, longest: int, capacity: int) -> int:
+    def _exact(self, num_tokens: int) -> bool:
+        """Whether attention reads just what a row holds: one query of one row.
+
+        Such a query needs no mask, and attention without one has fast kernels for
+        any length.
+        """
+        alone = num_tokens == 1 and self.batch_size == 1 and self._uniform
+        return alone or self.read_bucket == 1
+
+    def _extent(self, longest: int, capacity: int, num_tokens: int) -> int:
         """Columns that attention reads when rows are up to ``longest`` long."""
-        return min(capacity, round_up(longest, self.read_bucket))
+        bucket = 1 if self._exact(num_tokens) else self.read_bucket
+        return min(capacity, round_up(longest, bucket))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
         """Write new tokens behind every row's last one; return what attention reads.
@@ -213,7 +225,7 @@ class CacheCore:
             self._storage.grow(capacity)
             self._storage.write(updates, self._next_slots(num_tokens))
         self._advance(num_tokens, longest)
-        return self._read(self._extent(longest, capacity))
+        return self._read(self._extent(longest, capacity, num_tokens))
 
     def _next_slots(self, num_tokens: int) -> mx.array:
         """Slots of the next ``num_tokens`` tokens of every row, (B, num_tokens)."""
@@ -246,11 +258,11 @@ class CacheCore:
 
     def _count(self, num_tokens: int, longest: int) -> None:
         """Note a write of ``num_tokens`` tokens, on the host."""
-        self._longest = longest
+        self._longest, self._width = longest, num_tokens
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
-        return self._read(self._extent(self._longest, self.capacity))
+        return self._read(self._extent(self._longest, self.capacity, self._width))
 
     def _read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` columns, as attention takes them."""
@@ -275,7 +287,7 @@ class CacheCore:
             one query that sees every column, ``"causal"`` for several.
         """
         longest = self._longest_after(N)
-        extent = self._extent(longest, self._capacity_for(longest))
+        extent = self._extent(longest, self._capacity_for(longest), N)
         rules = self._rules_within(window_size, longest if extent == longest else None)
         # Exactly the rows' own columns, oldest first: no array needed.
         if self._uniform and extent == longest and not rules and not return_array:

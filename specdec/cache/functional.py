@@ -31,19 +31,20 @@ class FunctionalCache(CacheCore):
 
         Returns:
             All that the graph of that write, its mask and what attention reads
-            depends on beside the arrays' own shapes; ``None`` when it cannot be
-            told: nothing is stored yet, or padding is announced.
+            depends on beside the arrays' own shapes. ``None`` when it cannot be
+            told (nothing is stored yet, or padding is announced), or is another
+            for every length.
 
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.
         """
-        if self.empty() or self._lengths is not None:
+        if self.empty() or self._lengths is not None or self._exact(num_tokens):
             return None
         longest = self._longest_after(num_tokens)
         self._check_write(num_tokens, longest)
         capacity = self._capacity_for(longest)
         self._storage.grow(capacity)
-        extent = self._extent(longest, capacity)
+        extent = self._extent(longest, capacity, num_tokens)
         # Only where attention reads no more than the rows hold may a mask, or one
         # of its rules, be left out.
         bound = longest if extent == longest else None

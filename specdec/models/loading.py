@@ -22,6 +22,7 @@ from ..errors import (
 )
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import check_target, has_layers_only, load_layers, read_card
+from .flattened import flatten_products
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .loaded import LoadedModel
@@ -64,9 +65,17 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
         loaded = LoadedModel(*load_gguf(path, form), source)
     else:
         loaded = _load_folder_or_hub(source, wanted)
-    if defaults().name == "cpu":
-        widen_packed(loaded.model)
+    _fit_packed(loaded.model)
     return loaded
+
+
+def _fit_packed(model: Any) -> None:
+    """Let packed weights compute in the way that is fast on this backend."""
+    backend = defaults()
+    if backend.name == "cpu":
+        widen_packed(model)
+    if backend.flattens:
+        flatten_products(model)
 
 
 def load_draft(
@@ -92,8 +101,7 @@ def load_draft(
     if draft.bits is None:
         return _load_made(source, target, dtype)
     model, quantization = quantized_copy(target.model, draft.bits)
-    if defaults().name == "cpu":
-        widen_packed(model)
+    _fit_packed(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)
@@ -104,8 +112,7 @@ def _load_made(source: str, target: LoadedModel, dtype: str | None) -> LoadedMod
     card = read_card(source)
     if has_layers_only(card):
         loaded = load_layers(source, target, parse_dtype(dtype))
-        if defaults().name == "cpu":
-            widen_packed(loaded.model)
+        _fit_packed(loaded.model)
     else:
         loaded = load(source, dtype=dtype)
     if card is not None:

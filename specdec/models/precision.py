@@ -11,6 +11,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import ConfigError, UnsupportedModelError
+from .flattened import FlattenedEmbedding, FlattenedLinear
 
 DTYPES = {
     "float32": mx.float32,
@@ -23,6 +24,8 @@ _FLOAT_LAYERS: dict[type, type] = {
     nn.QuantizedLinear: nn.Linear,
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
+    FlattenedLinear: nn.Linear,
+    FlattenedEmbedding: nn.Embedding,
 }
 
 

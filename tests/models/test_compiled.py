@@ -1,0 +1,196 @@
+"""Compiled forwards compute what the model computes, and leave the same caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from specdec.cache import CacheOptions, Memo, adopt_caches
+from specdec.errors import CacheError
+from specdec.models import compiled
+from specdec.models.compiled import CompiledForwards
+from specdec.models.hidden import record_layers
+
+from ..cache.small_models import MODELS
+
+TinyModel = Callable[..., nn.Module]
+KINDS = ("full", "sliding", "gemma3", "list", "shared-kv", "latent")
+UNPACKED = ("latent", "list", "shared-kv")  # heads that 32 does not divide
+OPTIONS: dict[str, dict[str, Any]] = {
+    "dense": {},
+    "8-bit": {"kv_bits": 8, "kv_group_size": 32},
+    "bounded": {"max_kv_size": 12},
+}
+
+
+def built(tiny_model: TinyModel, kind: str, **changes: Any) -> nn.Module:
+    arch, arguments = MODELS[kind]
+    return tiny_model(arch, **{**arguments, **changes})
+
+
+def caches_of(model: nn.Module, rows: int, **options: Any) -> list[Any]:
+    chosen: dict[str, Any] = {
+        "max_write": 5, "read_bucket": 8, "max_length": 90, **options,
+    }  # fmt: skip
+    caches = adopt_caches(model, rows, CacheOptions(**chosen), "it", Memo())
+    model(mx.arange(4 * rows).reshape(rows, 4), cache=caches)
+    for cache in caches:
+        cache.trim_per_sequence(list(range(rows)), rows - 1)
+    return caches
+
+
+def contents(caches: list[Any]) -> list[Any]:
+    return [np.array(leaf) for c in caches for leaf in flat(c.state)]
+
+
+def flat(tree: Any) -> list[mx.array]:
+    if isinstance(tree, mx.array):
+        return [tree]
+    parts = tree if isinstance(tree, list | tuple) else ()
+    return [array for part in parts for array in flat(part)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "option"),
+    [
+        (kind, option)
+        for kind in KINDS
+        for option in OPTIONS
+        if option != "8-bit" or kind not in UNPACKED
+    ],
+)
+def test_forwards_and_caches_are_the_same(
+    tiny_model: TinyModel, kind: str, option: str
+) -> None:
+    """Over growth, wraps and trims; a stale constant in a graph would show."""
+    options = OPTIONS[option]
+    head = {"head_dim": 32} if option == "8-bit" else {}
+    model = built(tiny_model, kind, **head)
+    rows = 3
+    plain, replayed = (caches_of(model, rows, **options) for _ in range(2))
+    forwards = CompiledForwards(model)
+    draw = np.random.default_rng(0)
+    for step in range(24):
+        width = int(draw.integers(1, 6))
+        tokens = mx.array(draw.integers(0, 90, (rows, width)))
+        expected = model(tokens, cache=plain)
+        done = forwards(tokens, replayed)
+        assert done is not None
+        np.testing.assert_allclose(done[0], expected, rtol=2e-4, atol=2e-4)
+        counts = draw.integers(0, width + 1, rows).tolist()
+        for caches in (plain, replayed):
+            for cache in caches:
+                cache.trim_per_sequence(counts, width)
+        if step % 7 == 6:  # the host learns how long rows are
+            lengths = plain[0].offset.tolist()
+            for caches in (plain, replayed):
+                for cache in caches:
+                    cache.note_lengths(longest=max(lengths), shortest=min(lengths))
+    assert plain[0].offset.tolist() == replayed[0].offset.tolist()
+    if option != "8-bit":
+        for a, b in zip(contents(plain), contents(replayed), strict=True):
+            np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
+
+
+def test_a_graph_is_built_once_for_each_shape(tiny_model: TinyModel) -> None:
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 2, read_bucket=64)
+    calls = []
+
+    class Counted(nn.Module):
+        def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+            calls.append(tokens.shape)
+            result: mx.array = model(tokens, cache=cache)
+            return result
+
+    forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
+    for width in (1, 3, 1, 3, 1, 1, 3):
+        assert forwards(mx.zeros((2, width), mx.int32), caches) is not None
+    assert calls == [(2, 1), (2, 3)]
+
+
+def test_few_graphs_are_kept(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 2)
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 2, read_bucket=64)
+    forwards = CompiledForwards(model)
+    for width in (1, 2, 3, 4):
+        forwards(mx.zeros((2, width), mx.int32), caches)
+    assert len(forwards._functions) == 2
+
+
+def test_hidden_states_come_along(tiny_model: TinyModel) -> None:
+    model = built(tiny_model, "full")
+    listened, recorder = record_layers(model, [0, -1], "it")
+    tokens = mx.array([[1, 2], [3, 4]])
+    listened(tokens, cache=caches_of(listened, 2))
+    expected = recorder.take()
+    forwards = CompiledForwards(listened, recorder)
+    for caches in (caches_of(listened, 2), caches_of(listened, 2)):
+        recorder._outputs.clear()
+        done = forwards(tokens, caches)
+        assert done is not None
+        assert done[1] is not None
+        np.testing.assert_allclose(done[1], expected, rtol=2e-4, atol=2e-4)
+
+
+def test_what_cannot_be_compiled_is_left_to_the_usual_way(
+    tiny_model: TinyModel,
+) -> None:
+    """A model that reads an array is refused before anything is written."""
+    model = built(tiny_model, "full")
+
+    class Reads(nn.Module):
+        def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+            assert tokens.tolist()
+            result: mx.array = model(tokens, cache=cache)
+            return result
+
+    caches = caches_of(model, 2)
+    before = caches[0].offset.tolist()
+    forwards = CompiledForwards(Reads())  # type: ignore[no-untyped-call]
+    for _ in range(2):
+        assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
+        assert caches[0].offset.tolist() == before
+
+
+def test_a_cache_that_is_not_written_is_not_counted_as_written(
+    tiny_model: TinyModel,
+) -> None:
+    model = built(tiny_model, "full")
+
+    class Skips(nn.Module):
+        def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+            return mx.zeros((*tokens.shape, 7))
+
+    caches = caches_of(model, 2)
+    forwards = CompiledForwards(Skips())  # type: ignore[no-untyped-call]
+    assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
+
+
+def test_one_query_of_one_row_reads_what_it_holds(tiny_model: TinyModel) -> None:
+    """Its graph would be another for every length: it is not compiled."""
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 1, read_bucket=64)
+    token = mx.zeros((1, 1), mx.int32)
+    assert caches[0].make_mask(1) is None
+    assert CompiledForwards(model)(token, caches) is None
+    keys, _ = caches[0].update_and_fetch(*[mx.zeros((1, 2, 1, 8))] * 2)
+    assert keys.shape[2] == 5
+    assert caches[0].keys_and_values()[0].shape[2] == 5
+    caches[0].trim_per_sequence(mx.array([0]), 1)  # no row's length is known
+    assert caches[0].make_mask(1).shape[-1] == 64
+
+
+def test_too_much_is_refused_as_always(tiny_model: TinyModel) -> None:
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 2, max_length=6)
+    with pytest.raises(CacheError):
+        CompiledForwards(model)(mx.zeros((2, 5), mx.int32), caches)
