@@ -34,6 +34,13 @@ def require_int(
     require(in_range, name, value, rule)
 
 
+def require_bytes(name: str, value: object, low: int) -> None:
+    """Require a whole number of bytes, ``low`` or more."""
+    valid = is_int(value) and value >= low  # type: ignore[operator]
+    rule = f"a whole number of bytes, {low} or more: 8 GB are 8 * 10**9"
+    require(valid, name, value, rule)
+
+
 def require_range(
     name: str,
     value: object,

@@ -6,7 +6,7 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from .checks import is_int, require, require_int, require_one_of
+from .checks import is_int, require, require_bytes, require_int, require_one_of
 from .errors import ConfigError
 
 NumDraftTokens = int | Literal["auto"]
@@ -85,7 +85,7 @@ class EngineConfig:
             require_int("max_kv_size", self.max_kv_size, 5)
         self._check_prefix_cache()
         if self.memory_limit is not None:
-            require_int("memory_limit", self.memory_limit, 1)
+            require_bytes("memory_limit", self.memory_limit, 1)
 
     @property
     def max_draft_tokens(self) -> int:
@@ -101,9 +101,9 @@ class EngineConfig:
         return 0 if self.prefix_cache is None else DEFAULT_PREFIX_CACHE_MEMORY
 
     def _check_prefix_cache(self) -> None:
-        require_int("prefix_cache_size", self.prefix_cache_size, 1)
+        require_bytes("prefix_cache_size", self.prefix_cache_size, 1)
         if self.prefix_cache_memory is not None:
-            require_int("prefix_cache_memory", self.prefix_cache_memory, 0)
+            require_bytes("prefix_cache_memory", self.prefix_cache_memory, 0)
         folder = self.prefix_cache
         if folder is not None:
             path = os.path.expanduser(folder)

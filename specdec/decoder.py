@@ -61,8 +61,8 @@ class SpecDecoder:
         UnsupportedModelError: a model needs a cache that is not supported, or the
             drafter asks for hidden states that the target does not give.
         MemoryLimitError: the models do not fit in memory.
-        ConfigError: both ``draft`` and ``drafter`` are given, or one of them is
-            something else.
+        ConfigError: both ``draft`` and ``drafter`` are given, or one of them, the
+            target or the config is something else.
     """
 
     def __init__(
@@ -73,7 +73,12 @@ class SpecDecoder:
         drafter: DrafterFactory | str | None = None,
         config: EngineConfig | None = None,
     ):
-        self.config = config or EngineConfig()
+        if not isinstance(target, LoadedModel):
+            raise ConfigError(
+                f"target is of type {type(target).__name__}: give a LoadedModel, or "
+                "the name of a model to SpecDecoder.from_pretrained"
+            )
+        self.config = _checked_config(config)
         self.target = target
         self.tokenizer: Any = target.tokenizer
         self.target_name = target.name
@@ -122,8 +127,8 @@ class SpecDecoder:
     @classmethod
     def from_pretrained(
         cls,
-        target: str | None = None,
-        draft: str | None = None,
+        target: str | os.PathLike[str] | None = None,
+        draft: str | os.PathLike[str] | None = None,
         *,
         dtype: str | None = None,
         config: EngineConfig | None = None,
@@ -144,17 +149,17 @@ class SpecDecoder:
         Raises:
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
-            ConfigError: ``draft`` cannot be taken apart, or there is no such
-                ``dtype``.
+            ConfigError: a model is no name, ``draft`` cannot be taken apart, or there
+                is no such ``dtype``.
             MemoryLimitError: the models do not fit in memory; none is loaded.
         """
-        spec = None if draft is None else DraftSpec.parse(draft)
+        config = _checked_config(config)
+        spec = None if draft is None else DraftSpec.parse(_name("draft", draft))
         if spec is not None:
             spec.check_model()
-        if target is None:
-            target = default_target()
-        check_before_loading(target, spec, dtype, config or EngineConfig())
-        loaded = load(target, dtype=dtype)
+        name = default_target() if target is None else _name("target", target)
+        check_before_loading(name, spec, dtype, config)
+        loaded = load(name, dtype=dtype)
         drafter = None
         if spec is not None:
             drafter = NamedDrafter.load(spec, loaded, dtype=dtype)
@@ -284,6 +289,25 @@ class SpecDecoder:
     def _session_at_work(self) -> Iterator[Session]:
         with wired_memory():
             yield self.session()
+
+
+def _name(what: str, name: object) -> str:
+    """The name of a model, as a text."""
+    if not isinstance(name, str | os.PathLike):
+        raise ConfigError(
+            f"{what} is of type {type(name).__name__}: name a folder, a .gguf file or "
+            "a hub id (SpecDecoder itself takes models that are loaded)"
+        )
+    return os.fspath(name)
+
+
+def _checked_config(config: object) -> EngineConfig:
+    """The config, or the default one for ``None``."""
+    if not isinstance(config, EngineConfig | None):
+        raise ConfigError(
+            f"config is of type {type(config).__name__}: give EngineConfig(...)"
+        )
+    return config or EngineConfig()
 
 
 def _events(session: Session) -> Iterator[StreamEvent]:

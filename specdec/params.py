@@ -77,10 +77,12 @@ class SamplingParams:
             2023). ``block``: block verification (Sun et al. 2024).
 
     As in mlx-lm, ``top_p``, ``min_p``, XTC and ``top_k`` apply in this order,
-    before the temperature, and not at all at temperature 0.
+    before the temperature. At temperature 0, where they would do nothing, they are
+    refused.
 
     Raises:
-        ConfigError: a value is out of range, or two exclude each other.
+        ConfigError: a value is out of range, two exclude each other, or one does
+            nothing without another.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -202,18 +204,26 @@ class SamplingParams:
                     f"{function!r} is no sampler or logits processor: pass a function"
                 )
 
+    def _is_set(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        default = type(self).__dataclass_fields__[name].default
+        return bool(getattr(self, name) != default)
+
     def _check_together(self) -> None:
-        drawn = ("temperature", "top_p", "min_p", "top_k", "xtc_probability")
-        defaults = type(self).__dataclass_fields__
-        for name in drawn:
-            if (
-                self.sampler is not None
-                and getattr(self, name) != defaults[name].default
-            ):
+        filters = ("top_p", "min_p", "top_k", "xtc_probability")
+        for name in ("temperature", *filters):
+            if self.sampler is not None and self._is_set(name):
                 raise ConfigError(
                     f"sampler replaces {name}: leave one of them out "
                     "(mlx-lm's make_sampler takes the same options)"
                 )
+        for name in filters:
+            if self.temperature == 0 and self._is_set(name):
+                raise ConfigError(
+                    f"{name} needs a temperature above 0: at 0 nothing is drawn"
+                )
+        if self._is_set("xtc_threshold") and not self.xtc_probability:
+            raise ConfigError("xtc_threshold needs xtc_probability: add it")
         if self.stepwise and self.verification != "coupled":
             raise ConfigError(
                 f"verification {self.verification!r} needs the whole distribution, "

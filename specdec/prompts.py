@@ -16,6 +16,7 @@ from .errors import PromptError
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
+_ID_KEYS = ("id", "task_id", "question_id")
 _EXPECTED = "one object per line (JSON Lines) with one of " + ", ".join(
     f'"{key}"' for key in _PROMPT_KEYS
 )
@@ -31,6 +32,22 @@ class EncodedPrompt:
 
     text: str
     token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PromptRecord:
+    """A prompt of a file.
+
+    Args:
+        prompt: the prompt.
+        where: file and line, as messages name it; ``None``: it came from elsewhere.
+        id: what a JSON line calls it, by ``id``, ``task_id`` or ``question_id``;
+            ``None``: it has no such field.
+    """
+
+    prompt: Prompt
+    where: str | None = None
+    id: Any = None
 
 
 def encode_all(
@@ -128,6 +145,11 @@ def encode(
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
+    """The prompts of :func:`read_records`, which says what can go wrong."""
+    return [record.prompt for record in read_records(path)]
+
+
+def read_records(path: str | Path) -> list[PromptRecord]:
     """Read prompts from a file, or from standard input for ``-``.
 
     Plain text holds one prompt a line. JSON lines (known by their suffix, or by
@@ -148,14 +170,14 @@ def read_prompts(path: str | Path) -> list[Prompt]:
         raise PromptError(f"{name}: no prompts in it: give one on each line")
     json_lines = Path(path).suffix.lower() in {".jsonl", ".ndjson", ".json"}
     if json_lines or _is_json_object(numbered[0][1]):
-        return [_prompt_of(line, f"{name}:{n}") for n, line in numbered]
+        return [_record_of(line, f"{name}:{n}") for n, line in numbered]
     for n, line in numbered:
         if _is_json_object(line, _PROMPT_KEYS):
             raise PromptError(
                 f"{name}:{n}: a JSON line in a file that began as plain text: "
                 "make every line JSON, or none"
             )
-    return [line for _, line in numbered]
+    return [PromptRecord(line, f"{name}:{n}") for n, line in numbered]
 
 
 def read_text(path: str | Path) -> str:
@@ -281,7 +303,7 @@ def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
     return not with_any_of or any(key in row for key in with_any_of)
 
 
-def _prompt_of(line: str, where: str) -> Prompt:
+def _record_of(line: str, where: str) -> PromptRecord:
     try:
         row = json.loads(line)
     except ValueError as error:
@@ -291,20 +313,26 @@ def _prompt_of(line: str, where: str) -> Prompt:
     key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
     if key is None:
         raise PromptError(f"{where}: expected {_EXPECTED}, not {_short(row)}")
-    prompt = row[key]
     try:
-        if key == "messages":
-            if not isinstance(prompt, list) or not prompt:
-                raise PromptError("expected a list of chat messages")
-            return _check_messages(prompt)
-        if key == "turns":
-            prompt = prompt[0] if isinstance(prompt, list) and prompt else None
-        if not isinstance(prompt, str):
-            kind = "a list of strings" if key == "turns" else "a string"
-            raise PromptError(f"expected {kind}")
-        _check_text(prompt)
+        prompt = _prompt_of(key, row[key])
     except PromptError as error:
         raise PromptError(f'{where}: "{key}": {error}') from error
+    named = next((row[k] for k in _ID_KEYS if row.get(k) is not None), None)
+    return PromptRecord(prompt, where, named)
+
+
+def _prompt_of(key: str, prompt: Any) -> Prompt:
+    """The prompt that stands under one of ``_PROMPT_KEYS``."""
+    if key == "messages":
+        if not isinstance(prompt, list) or not prompt:
+            raise PromptError("expected a list of chat messages")
+        return _check_messages(prompt)
+    if key == "turns":
+        prompt = prompt[0] if isinstance(prompt, list) and prompt else None
+    if not isinstance(prompt, str):
+        kind = "a list of strings" if key == "turns" else "a string"
+        raise PromptError(f"expected {kind}")
+    _check_text(prompt)
     return str(prompt)
 
 

@@ -37,7 +37,16 @@ from specdec.params import SamplingParams
         ({"prefix_cache": __file__}, f"prefix_cache {__file__!r} is no folder"),
         ({"prefix_cache": ""}, "prefix_cache '' is no folder: name one"),
         ({"prefix_cache_size": 0}, "prefix_cache_size is 0"),
-        ({"prefix_cache_size": "8GB"}, "prefix_cache_size is '8GB': it must be a"),
+        (
+            {"prefix_cache_size": "8GB"},
+            "prefix_cache_size is '8GB': it must be a whole number of bytes, 1 or more",
+        ),
+        (
+            {"memory_limit": "8GB"},
+            "memory_limit is '8GB': it must be a whole number of bytes, 1 or more: "
+            "8 GB are 8 * 10**9",
+        ),
+        ({"memory_limit": 8.5}, "memory_limit is 8.5: it must be a whole number of by"),
         ({"prefix_cache_memory": -1}, "prefix_cache_memory is -1"),
         (
             {"prefix_cache_memory": 9, "kv_bits": 8, "quantized_kv_start": 5},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 from specdec import (
     ConfigError,
     EngineConfig,
+    ModelError,
     ModelNotFoundError,
     PromptError,
     SamplingParams,
@@ -238,6 +240,46 @@ def test_drafts_by_name(tiny_model: Callable[..., Any], name: str) -> None:
     results = decoder.generate(PROMPTS, params)
     assert [r.token_ids for r in results] == [greedy(model, p, 25) for p in PROMPTS]
     assert decoder.stats.drafted > 0
+
+
+LOADING: Callable[..., SpecDecoder] = SpecDecoder.from_pretrained
+MAKING: Callable[..., SpecDecoder] = SpecDecoder
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda model: MAKING("x"), "target is of type str: give a LoadedModel"),
+        (lambda model: MAKING(None), "target is of type NoneType: give a Loaded"),
+        (lambda model: LOADING(3), "target is of type int: name a"),
+        (
+            lambda model: LOADING(model),
+            "target is of type LoadedModel: name a folder, a .gguf file or a hub id "
+            "(SpecDecoder itself takes models that are loaded)",
+        ),
+        (lambda model: LOADING("owner/name", 4), "draft is of type int: name a folder"),
+        (
+            lambda model: MAKING(model, config={"batch_size": 1}),
+            "config is of type dict: give EngineConfig(...)",
+        ),
+        (
+            lambda model: LOADING("owner/name", config=4),
+            "config is of type int: give EngineConfig(...)",
+        ),
+    ],
+)
+def test_what_is_no_model_is_told(
+    target: Any, make: Callable[[LoadedModel], object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        make(loaded(target))
+    assert str(caught.value).startswith(message)
+
+
+def test_models_by_path(tmp_path: Path) -> None:
+    """As mlx-lm's load takes them."""
+    with pytest.raises(ModelError, match=r"has no config\.json"):
+        SpecDecoder.from_pretrained(tmp_path)
 
 
 def test_a_misspelt_draft_is_told_before_the_target_loads(

@@ -15,7 +15,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import PromptError
-from specdec.prompts import encode, encode_all, read_prompts
+from specdec.prompts import PromptRecord, encode, encode_all, read_prompts, read_records
 
 if TYPE_CHECKING:
     from specdec.models import LoadedModel
@@ -280,6 +280,25 @@ def test_json_lines_are_known_by_suffix_and_by_content(write: Write, name: str) 
         [USER],
         "first",
         "a\u2028b",
+    ]
+
+
+def test_where_prompts_stand_and_what_they_are_called(write: Write) -> None:
+    text = write("\none\n\ntwo\n", "prompts.txt")
+    assert read_records(text) == [
+        PromptRecord("one", f"{text}:2"),
+        PromptRecord("two", f"{text}:4"),
+    ]
+    rows: list[dict[str, Any]] = [
+        {"id": 0, "task_id": "not this", "prompt": "a"},
+        {"task_id": "t", "question_id": 5, "question": "b"},
+        {"id": None, "question_id": 5, "turns": ["c"]},
+    ]
+    lines = write("\n\n".join(map(json.dumps, rows)), "prompts.jsonl")
+    assert read_records(lines) == [
+        PromptRecord("a", f"{lines}:1", 0),
+        PromptRecord("b", f"{lines}:3", "t"),
+        PromptRecord("c", f"{lines}:5", 5),
     ]
 
 

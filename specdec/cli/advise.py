@@ -11,9 +11,10 @@ import click
 from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..draft_spec import DraftSpec
 from ..params import SamplingParams
-from ..prompts import read_prompts
+from ..prompts import read_records
 from . import options
 from .progress import Progress
+from .prompts import places_named
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
@@ -63,9 +64,10 @@ def advise(
     if not draft.strip():
         raise click.UsageError("--draft is empty: name a draft")
     DraftSpec.parse(draft).check_model()
-    prompts = read_prompts(file)[:num_prompts]
+    records = read_records(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe
+    from ..bench.machine import short
     from ..decoder import SpecDecoder
     from ..lengths import ForwardCosts, survival_of
     from ..lengths import advise as advice_of
@@ -73,12 +75,13 @@ def advise(
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
-    events = decoder.stream(
-        prompts,
-        SamplingParams(max_tokens=max_tokens, temperature=temp),
-        ignore_chat_template=ignore_chat_template,
-    )
-    with Progress("prompt", len(prompts), quiet=quiet) as progress:
+    with places_named(records):
+        events = decoder.stream(
+            [record.prompt for record in records],
+            SamplingParams(max_tokens=max_tokens, temperature=temp),
+            ignore_chat_template=ignore_chat_template,
+        )
+    with Progress("prompt", len(records), quiet=quiet) as progress:
         for event in events:
             progress.add(event.result is not None, what="decoding")
     stats = decoder.stats
@@ -100,7 +103,7 @@ def advise(
         record = {
             "target": decoder.target_name,
             "draft": decoder.draft_name,
-            "prompts": len(prompts),
+            "prompts": len(records),
             "rounds": stats.row_rounds,
             "machine": describe(),
             **asdict(found),
@@ -110,8 +113,8 @@ def advise(
         click.echo(json.dumps(record, indent=2))
         return
     click.echo(
-        f"target: {decoder.target_name}\ndraft:  {decoder.draft_name}\n"
-        f"{len(prompts)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
+        f"target: {short(decoder.target_name)}\ndraft:  {short(draft)}\n"
+        f"{len(records)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
     )
     click.echo(_tables(found))
     click.echo(f"\nverdict: {found.verdict}")

@@ -15,6 +15,10 @@ from .report import FAILURE
 
 def _existing(_: click.Context, __: click.Parameter, value: str) -> Path:
     folder = Path(value).expanduser()
+    if folder.exists() and not folder.is_dir():
+        raise click.BadParameter(
+            f"{folder} is a file: give the folder that --prefix-cache names"
+        )
     if not folder.is_dir():
         raise click.BadParameter(f"there is no folder {folder}")
     return folder

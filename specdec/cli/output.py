@@ -12,7 +12,7 @@ from typing import Any, TextIO
 import click
 
 from ..memory import Fallback, format_size
-from ..prompts import Prompt
+from ..prompts import Prompt, PromptRecord
 from ..results import GenerationResult, StreamEvent
 
 
@@ -79,7 +79,7 @@ class Sink:
 
     def __init__(
         self,
-        prompts: Sequence[Prompt],
+        prompts: Sequence[PromptRecord],
         output: TextIO | None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
     ) -> None:
@@ -130,7 +130,11 @@ class Sink:
             self._write("\n")
 
     def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        line = json.dumps(result.to_dict(), ensure_ascii=False)
+        fields = result.to_dict()
+        named = self._prompts[result.index].id
+        if named is not None:
+            fields = {"index": result.index, "id": named, **fields}
+        line = json.dumps(fields, ensure_ascii=False)
         try:
             output.write(line + "\n")
             output.flush()
@@ -140,7 +144,7 @@ class Sink:
             raise _cannot_write(f"--output {output.name}", error) from error
 
     def _write_block(self, result: GenerationResult) -> None:
-        title = _title(self._prompts[result.index])
+        title = _title(self._prompts[result.index].prompt)
         self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
 
     def _write(self, text: str) -> None:

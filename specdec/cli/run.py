@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,15 +15,14 @@ from ..config import (
     NumDraftTokens,
 )
 from ..draft_spec import DraftSpec
-from ..errors import PromptError
 from ..memory.sizes import parse_size
-from ..prompts import Prompt, read_prompts, read_text
 from . import options
 from .interrupts import last_words
 from .options import dashed, is_given
 from .output import Sink, fallback_note, open_output
 from .prefix_options import prefix_config, prefix_options
 from .progress import Progress
+from .prompts import collect, name_of, places_named
 from .quiet import silence_third_parties
 from .report import FAILURE, INTERRUPTED, show_error, show_warnings
 from .sampling_options import params_of, sampling_options
@@ -167,7 +165,7 @@ def run(
         )
     if spec is not None:
         spec.check_model()
-    prompts = _collect(texts, file)
+    records = collect(texts, file)
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -183,28 +181,29 @@ def run(
             click.echo(f"specdec: note: {note}", err=True)
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
 
-    events = decoder.stream(
-        prompts,
-        params,
-        system_prompt=system_prompt,
-        ignore_chat_template=ignore_chat_template,
-    )
+    with places_named(records):
+        events = decoder.stream(
+            [record.prompt for record in records],
+            params,
+            system_prompt=system_prompt,
+            ignore_chat_template=ignore_chat_template,
+        )
     if not quiet and (note := fallback_note(decoder.stats.fallbacks)):
         click.echo(f"specdec: note: {note}", err=True)
-    streaming = len(prompts) == 1 and sys.stdout.isatty()
-    progress = Progress("prompt", len(prompts), quiet=quiet or streaming)
-    sink = Sink(prompts, output, progress.aside)
+    streaming = len(records) == 1 and sys.stdout.isatty()
+    progress = Progress("prompt", len(records), quiet=quiet or streaming)
+    sink = Sink(records, output, progress.aside)
 
     def conclude(*, interrupted: bool) -> None:
         """Close what is open, and tell what became of it all."""
         sink.close()
         progress.close()
         for index, error in sorted(sink.errors.items()):
-            show_error(f"prompt {index}: {error}")
+            show_error(f"{name_of(index, records)}: {error}")
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
             click.echo(
-                f"specdec: interrupted: {sink.finished} of {len(prompts)} prompts "
+                f"specdec: interrupted: {sink.finished} of {len(records)} prompts "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
@@ -269,45 +268,24 @@ def _check_together(
             )
 
 
-def _collect(texts: Sequence[str], file: str | None) -> list[Prompt]:
-    if not all(text.strip() for text in texts):
-        raise click.UsageError("--prompt is empty: give it a text")
-    if [*texts, file].count("-") > 1:
-        raise click.UsageError("standard input can be read once: give one '-'")
-    prompts: list[Prompt] = []
-    for text in texts:
-        if text == "-":
-            text = read_text("-")
-            if not text.strip():
-                raise PromptError("standard input: it is empty: give it a prompt")
-        prompts.append(text)
-    if file is not None:
-        prompts += read_prompts(file)
-    elif not prompts:
-        if sys.stdin.isatty():
-            raise click.UsageError(
-                "no prompts: give --prompt TEXT, --prompts FILE, or standard input"
-            )
-        prompts += read_prompts("-")
-    return prompts
-
-
 def _summary(decoder: SpecDecoder, num_failed: int) -> str:
+    from ..bench.machine import short
+
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens
     length = "chosen for every round" if k == "auto" else f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     lines = {
-        "target": decoder.target_name,
-        "draft": f"{draft}, {length}{failed}" if draft else "none",
+        "target": short(decoder.target_name),
+        "draft": f"{short(draft)}, {length}{failed}" if draft else "none",
         "prefill": f"{_some(stats.prefilled, 'prompt')}, "
         f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",
     }
     if stats.rounds:
-        first = stats.generated_tokens - stats.decode_tokens
+        of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
         lines["decode"] = (
-            f"{_some(stats.decode_tokens, 'token')} behind the first {first}, "
+            f"{_some(stats.decode_tokens, 'token')} after {of_each}, "
             f"{_some(stats.rounds, 'round')}, {stats.tokens_per_second:.1f} tokens/s"
         )
     if stats.drafted:

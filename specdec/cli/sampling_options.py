@@ -9,7 +9,7 @@ import click
 
 from ..params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from . import options
-from .options import dashed, is_given
+from .options import is_given
 
 F = TypeVar("F", bound=Callable[..., Any])
 
@@ -161,13 +161,6 @@ def params_of(
         click.UsageError: an option is left without effect by another.
         ConfigError: a value is out of range.
     """
-    for name in ("top_p", "min_p", "top_k", "xtc_probability"):
-        if temp == 0 and is_given(name):
-            raise click.UsageError(
-                f"{dashed(name)} needs --temp: at 0 nothing is drawn"
-            )
-    if is_given("xtc_threshold") and not same_names["xtc_probability"]:
-        raise click.UsageError("--xtc-threshold needs --xtc-probability: add it")
     if is_given("verification") and (temp == 0 or draft is None):
         raise click.UsageError(
             "--verification needs --draft and --temp: without them all are the same"

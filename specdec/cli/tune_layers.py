@@ -6,9 +6,10 @@ from typing import TYPE_CHECKING
 
 import click
 
-from ..prompts import read_prompts
+from ..prompts import read_records
 from . import options
 from .progress import Progress
+from .prompts import places_named
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
@@ -62,7 +63,8 @@ def tune_layers(
     """  # noqa: D301 - click's mark for lines to keep
     if target is not None and not target.strip():
         raise click.UsageError("--target is empty: name a model")
-    prompts = read_prompts(file)[:num_prompts]
+    records = read_records(file)[:num_prompts]
+    prompts = [record.prompt for record in records]
     silence_third_parties()
     from ..decoder import SpecDecoder
     from ..errors import ConfigError
@@ -81,11 +83,12 @@ def tune_layers(
         )
     budget = max_evaluations or _EVALUATIONS_PER_LAYER * num_layers
     decoder = SpecDecoder(loaded)
-    results = decoder.generate(
-        prompts,
-        SamplingParams(max_tokens=max_tokens),
-        ignore_chat_template=ignore_chat_template,
-    )
+    with places_named(records):
+        results = decoder.generate(
+            prompts,
+            SamplingParams(max_tokens=max_tokens),
+            ignore_chat_template=ignore_chat_template,
+        )
     encoded = encode_all(
         loaded.tokenizer, prompts, ignore_chat_template=ignore_chat_template
     )

@@ -13,11 +13,12 @@ import click
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..draft_spec import DraftSpec
 from ..params import VERIFICATIONS, SamplingParams
-from ..prompts import read_prompts
+from ..prompts import read_records
 from . import options
 from .options import is_given
 from .output import open_output
 from .progress import Progress
+from .prompts import places_named
 from .quiet import silence_third_parties
 from .report import FAILURE, show_warnings
 
@@ -134,7 +135,7 @@ def verify(
     )
     if draft is not None:
         DraftSpec.parse(draft).check_model()
-    prompts = read_prompts(file)[:num_prompts]
+    records = read_records(file)[:num_prompts]
     output = None
     if json_file is not None:
         if not json_file.strip():
@@ -150,10 +151,10 @@ def verify(
 
     check_compiler()
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
-    with Progress("row", quiet=quiet) as progress:
+    with places_named(records), Progress("row", quiet=quiet) as progress:
         found = certify(
             decoder,
-            prompts,
+            [record.prompt for record in records],
             params,
             draws=draws,
             max_restarts=max_restarts,
@@ -163,7 +164,7 @@ def verify(
     if output is not None:
         options = {
             "prompts": file,
-            "num_prompts": len(prompts),
+            "num_prompts": len(records),
             "max_tokens": max_tokens,
             "batch_size": batch_size,
             "num_draft_tokens": num_draft_tokens if draft else 0,
@@ -209,14 +210,16 @@ def _check_together(
 
 
 def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
+    from ..bench.machine import short
+
     draft, k = decoder.draft_name, decoder.config.max_draft_tokens
     how = "greedy"
     if params.temperature:
         how = f"temperature {params.temperature:g}, {params.verification}"
     rate = found.accepted / found.drafted if found.drafted else 0.0
     return (
-        f"target:  {decoder.target_name}\n"
-        f"draft:   {f'{draft}, up to {k} a round' if draft else 'none'}"
+        f"target:  {short(decoder.target_name)}\n"
+        f"draft:   {f'{short(draft)}, up to {k} a round' if draft else 'none'}"
         f"{f', acceptance rate {rate:.3f}' if found.drafted else ''}\n"
         f"decoded: {how}, batch {decoder.config.batch_size}, "
         f"up to {params.max_tokens} tokens\n"

@@ -6,6 +6,9 @@ import re
 
 from ..errors import ConfigError
 
+# Nothing of a model fits in less: a number below has lost its unit.
+_FEWEST_BYTES = 10**6
+
 _UNITS = {
     "": 1,
     "B": 1,
@@ -18,7 +21,8 @@ def parse_size(text: str) -> int:
     """Bytes of ``8GB`` (powers of 1000), ``6.5GiB`` (of 1024) or a plain number.
 
     Raises:
-        ConfigError: it is none of these, or not above 0.
+        ConfigError: it is none of these, or not above 0; or a plain number that is
+            too small to mean bytes.
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.I)
     unit = _UNITS.get(match[2].upper()) if match else None
@@ -26,6 +30,11 @@ def parse_size(text: str) -> int:
     if size <= 0:
         raise ConfigError(
             f"{text!r} is no size: write it as 8GB, 6.5GiB, 512MB or a number of bytes"
+        )
+    if match and not match[2] and size < _FEWEST_BYTES:
+        raise ConfigError(
+            f"{text!r} would be {size} bytes: write the unit, as in {match[1]}GB (or "
+            f"{match[1]}B for bytes)"
         )
     return size
 

@@ -209,13 +209,30 @@ def explain(source: str, error: Exception) -> ModelError:
         )
     package = type(error).__module__.partition(".")[0]
     if package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError):
-        return ModelNotFoundError(
-            f"no model {source}: there is no such folder, and the hub did not give "
-            f"it ({type(error).__name__}); check the name and the connection"
-        )
+        return ModelNotFoundError(_of_the_hub(source, error))
     return ModelError(
         f"{source} cannot be loaded ({type(error).__name__}: {text}): check the "
         "folder or download it again"
+    )
+
+
+def _of_the_hub(source: str, error: Exception) -> str:
+    """What to do where the hub's client raised ``error``, known by its name."""
+    kinds = {kind.__name__ for kind in type(error).__mro__}
+    if "GatedRepoError" in kinds:
+        return (
+            f"{source} is given out behind terms: accept them on its page of the hub, "
+            "then log in with: hf auth login"
+        )
+    if "RepositoryNotFoundError" in kinds:
+        return (
+            f"no model {source}: there is no such folder, nor such a model on the hub: "
+            "check the name (of a private one log in first: hf auth login)"
+        )
+    return (
+        f"no model {source}: there is no such folder, it was not downloaded before, "
+        "and the hub cannot be reached: while online, fetch it with: hf download "
+        f"{source}"
     )
 
 

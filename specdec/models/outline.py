@@ -135,8 +135,8 @@ def _folder(name: str, path: Path) -> Path:
         return Path(hf_repo_to_path(name))
     except Exception as error:  # the hub's client raises many kinds
         raise ModelNotFoundError(
-            f"{name} is not a folder here, and was not downloaded from the hub "
-            f"({type(error).__name__}): download it first, or give its config.json"
+            f"{name} is not a folder here, and was not downloaded from the hub: fetch "
+            f"it with hf download {name}, or give its config.json"
         ) from error
 
 

@@ -141,6 +141,11 @@ def test_no_such_folder(command: str, specdec: Specdec, tmp_path: Path) -> None:
     assert result.exit_code == 2
     assert result.stderr.count("\n") == 1
     assert "there is no folder" in result.stderr
+    file = tmp_path / "entry"
+    file.write_text("")
+    result = specdec("cache", command, str(file))
+    assert result.exit_code == 2
+    assert f"{file} is a file: give the folder that --prefix-cache" in result.stderr
 
 
 def test_it_answers_without_mlx(folder: Path) -> None:

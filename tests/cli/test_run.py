@@ -20,6 +20,7 @@ from specdec.cli.output import Sink
 from specdec.config import EngineConfig
 from specdec.memory import Fallback
 from specdec.params import SamplingParams
+from specdec.prompts import PromptRecord
 
 from .conftest import FakeDecoder
 
@@ -185,7 +186,7 @@ def test_summary_on_stderr(specdec: Specdec, arguments: list[str], length: str) 
         "target:      the-target",
         f"draft:       self:4bit, {length}",
         "prefill:     2 prompts, 10 tokens, 20.0 tokens/s",
-        "decode:      6 tokens behind the first 2, 2 rounds, 3.0 tokens/s",
+        "decode:      6 tokens after the first of each prompt, 2 rounds, 3.0 tokens/s",
         "acceptance:  rate 0.500, length 2.50 tokens a round",
         "peak memory: 1.50 GB",
     ]
@@ -294,6 +295,47 @@ def test_a_prompt_that_ends_with_an_error_is_told(
     assert reasons == {0: "stop", 1: "error", 2: "stop", 3: "error"}
 
 
+def test_prompts_of_a_file_are_named_by_line(specdec: Specdec, tmp_path: Path) -> None:
+    """Where to look, among thousands: those that end badly and those refused."""
+    path = tmp_path / "prompts.txt"
+    path.write_text("one\n\nfailing\n")
+    result = specdec("run", "--quiet", "-p", "a", "--prompts", str(path))
+    assert result.exit_code == 1
+    error = f"specdec: error: {path}:3 (prompt 2): the logits are NaN\n"
+    assert result.stderr == error
+    path.write_text("\nunusable\n")
+    for command in (["run", "--quiet"], ["advise", "--draft", "ngram"]):
+        result = specdec(*command, "--prompts", str(path))
+        assert result.exit_code == 1
+        error = f"specdec: error: {path}:2 (prompt 0): it is unusable\n"
+        assert result.stderr == error
+
+
+def test_ids_of_prompts_are_kept(specdec: Specdec, tmp_path: Path) -> None:
+    """Rows finish in any order: what calls them by name need not count."""
+    path, out = tmp_path / "prompts.jsonl", tmp_path / "out.jsonl"
+    rows = [
+        {"id": "q7", "prompt": "a"},
+        {"question_id": 81, "turns": ["b"]},
+        {"task_id": "HumanEval/0", "id": None, "prompt": "c"},
+        {"prompt": "d"},
+    ]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert specdec("run", "--prompts", str(path), "--output", str(out)).exit_code == 0
+    lines = sorted(read_lines(out), key=lambda line: line["index"])
+    assert [line.get("id") for line in lines] == ["q7", 81, "HumanEval/0", None]
+    assert list(lines[0])[:3] == ["index", "id", "prompt"]
+    assert "id" not in lines[3]
+
+
+def test_a_target_by_path_is_named_shortly(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    decoder.target_name = "/a/long/way/to/model.gguf"
+    result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
+    assert "target:      model.gguf" in result.stderr.splitlines()
+
+
 def test_an_error_of_an_interrupted_run_is_told(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
@@ -355,7 +397,8 @@ _FULL_STDOUT = """
 import sys
 import click
 from specdec.cli.output import Sink
-sink = Sink(["a"], None)
+from specdec.prompts import PromptRecord
+sink = Sink([PromptRecord("a")], None)
 try:
     sink._write("Bonjour")
 except click.ClickException as error:
@@ -413,7 +456,7 @@ def test_a_terminal_without_the_character_gets_a_question_mark(
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
-    sink = Sink(["a"], None)
+    sink = Sink([PromptRecord("a")], None)
     sink._write("n°0")
     assert raw.getvalue() == b"n?0"
 
@@ -462,7 +505,7 @@ def test_every_sampling_option_reaches_its_field(
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ("--xtc-probability 0.5", "--xtc-probability needs --temp"),
+        ("--xtc-probability 0.5", "--xtc-probability needs a temperature above 0"),
         ("--temp 1 --xtc-threshold 0.3", "--xtc-threshold needs --xtc-probability"),
         ("--temp 1 --verification block", "--verification needs --draft and --temp"),
         ("--draft d --verification coupled", "--verification needs --draft and --temp"),

@@ -172,7 +172,7 @@ def test_prefill_touches_whole_buckets() -> None:
 @pytest.mark.parametrize(
     ("text", "size"),
     [("8GB", 8 * 10**9), ("6.5GiB", 6.5 * GIB), ("512 mb", 512e6), ("1KiB", 1024),
-     ("123", 123), ("1tb", 1e12), ("10B", 10)],
+     ("123000000", 123e6), ("1tb", 1e12), ("10B", 10)],
 )  # fmt: skip
 def test_sizes(text: str, size: float) -> None:
     assert parse_size(text) == size
@@ -181,6 +181,13 @@ def test_sizes(text: str, size: float) -> None:
 @pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "8 apples", "1e9", "8GBs"])
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size: write it as 8GB"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize("text", ["8", "6.5", "999999"])
+def test_a_number_that_has_lost_its_unit(text: str) -> None:
+    """Nobody means eight bytes."""
+    with pytest.raises(ConfigError, match=f"write the unit, as in {text}GB"):
         parse_size(text)
 
 

@@ -13,7 +13,12 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import (
+    GatedRepoError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from mlx.utils import tree_flatten
 
 from specdec.errors import (
@@ -184,7 +189,10 @@ def test_paths_and_the_home_folder(
         ("./owner", "no model at"),
         ("../owner/name", "no model at"),
         ("a/b/c", "no model at"),
-        ("owner/no-such-model", "the hub did not give it"),
+        (
+            "owner/no-such-model",
+            "the hub cannot be reached: while online, fetch it with: hf download owner",
+        ),
         ("no-such.gguf", "No such file"),
         ("self:4bit", "is a draft"),
     ],
@@ -196,14 +204,28 @@ def test_nothing_by_that_name(name: str, words: str) -> None:
     assert name in str(caught.value)
 
 
-def test_the_hub_says_no(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("error", "way_out"),
+    [
+        (RepositoryNotFoundError, "nor such a model on the hub: check the name"),
+        (GatedRepoError, "is given out behind terms: accept them on its page"),
+        (LocalEntryNotFoundError, "fetch it with: hf download owner/private"),
+        (OfflineModeIsEnabled, "fetch it with: hf download owner/private"),
+        (ConnectionResetError, "fetch it with: hf download owner/private"),
+    ],
+)
+def test_the_hub_says_no(
+    error: type[Exception], way_out: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What to do, not what the hub's client calls it."""
+
     def refuse(*args: Any, **kwargs: Any) -> None:
-        # Without __init__, which wants a response.
-        raise RepositoryNotFoundError.__new__(RepositoryNotFoundError)
+        raise error.__new__(error)  # without __init__, which may want a response
 
     monkeypatch.setattr(mlx_lm, "load", refuse)
-    with pytest.raises(ModelNotFoundError, match="RepositoryNotFoundError"):
+    with pytest.raises(ModelNotFoundError, match=way_out) as caught:
         load("owner/private")
+    assert error.__name__ not in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -140,7 +140,7 @@ def test_what_cannot_be_outlined(tmp_path: Path) -> None:
     """One line that says what to give instead."""
     with pytest.raises(ModelNotFoundError, match=r"give a folder, a \.gguf file"):
         outline("nothing-here")
-    with pytest.raises(ModelNotFoundError, match="download it first"):
+    with pytest.raises(ModelNotFoundError, match="fetch it with hf download nobody/no"):
         outline("nobody/no-such-model")
     with pytest.raises(ModelNotFoundError, match="made from a target"):
         outline("self:4bit")
