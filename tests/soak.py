@@ -24,9 +24,17 @@ import mlx.core as mx
 from mlx_lm.sample_utils import make_sampler
 
 from specdec.backend import BackendDefaults
-from specdec.config import EngineConfig
+from specdec.config import EngineConfig, NumDraftTokens
 from specdec.drafters import Drafter, DraftModel
 from specdec.engine import Engine
+from specdec.lengths import (
+    AutoLength,
+    DraftLength,
+    ForwardCosts,
+    Forwards,
+    RoundCosts,
+    RoundOutcome,
+)
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.params import VERIFICATIONS, SamplingParams
 from specdec.results import GenerationResult
@@ -42,6 +50,8 @@ LOGPROB_TOLERANCE = 1e-3
 # Bytes of the keys and values of one row, of one token, in the smallest model.
 SMALLEST_ROW = 512
 A_FEW_SCALARS = 32
+# What of a result goes with how many tokens its rounds drafted.
+COUNTS = ("rounds", "drafted", "accepted", "drafted_at", "accepted_at")
 WIDE = {"hidden_size": 128, "head_dim": 32}
 #: name -> model, options of the caches
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -135,7 +145,8 @@ def draw_work(rng: random.Random) -> Work:
         fails_at = rng.randrange(max_tokens + 3)
     if not processed:
         if rng.random() < 0.05:
-            for name in ("temperature", "top_p", "top_k", "min_p", "xtc_probability"):
+            drawn = ("temperature", "top_p", "top_k", "min_p")
+            for name in (*drawn, "xtc_probability", "xtc_threshold"):
                 settings.pop(name, None)
             settings["sampler"] = make_sampler(temp=0.9, top_k=20)
         else:
@@ -156,6 +167,8 @@ class Counts:
     cancelled: int = 0
     failed: int = 0
     accepted: int = 0
+    auto_plain: int = 0
+    auto_drafting: int = 0
     checks: int = 0
 
     def check(self, condition: object, *what: object) -> None:
@@ -186,6 +199,39 @@ def models(model: str, wide: bool) -> dict[str, Any]:
     return {"perfect": target, "near": near, "unrelated": unrelated}
 
 
+class ByTheBook(AutoLength):
+    """Chooses k as ``auto`` does, by what rounds are said to take.
+
+    By the clock, no failure could be had again. What is said comes near to where a
+    draft pays, so that rounds with and without one follow each other.
+
+    Args:
+        rng: draws how costs go with rows and tokens.
+    """
+
+    def __init__(self, rng: random.Random):
+        self.per_token, self.per_step = rng.uniform(0, 0.3), rng.uniform(0, 0.4)
+        self.noise = rng
+        self.ks: list[int] = []
+        super().__init__(
+            RoundCosts(ForwardCosts()), max_draft_tokens=8, measure=self.measured
+        )
+
+    def measured(self, num_rows: int) -> Forwards:
+        plain = 1 + 0.1 * num_rows
+        verify = {s: plain * (1 + self.per_token * (s - 1)) for s in (1, 2, 5, 9)}
+        return Forwards(num_rows, verify, self.per_step * plain)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        k = outcome.num_draft_tokens
+        self.ks.append(k)
+        if outcome.seconds is not None:
+            cost = 1 + self.per_token * k + self.per_step * k
+            seconds = (1 + 0.1 * outcome.num_rows) * cost * self.noise.uniform(0.8, 1.2)
+            outcome = replace(outcome, seconds=seconds)
+        super().observe(outcome)
+
+
 @dataclass
 class World:
     """An engine, and how to make the same one for a row alone.
@@ -201,7 +247,7 @@ class World:
     draft: str | None
     backend: BackendDefaults
     batch_size: int
-    num_draft_tokens: int
+    num_draft_tokens: NumDraftTokens
     prefill_step_size: int
     draft_context: int | None
     compiled: bool = True
@@ -212,6 +258,11 @@ class World:
         self.model = made["perfect"]
         self.drafting = made[self.draft] if self.draft else None
         self.begun: weakref.WeakSet[ModelRows] = weakref.WeakSet()
+
+    @property
+    def is_auto(self) -> bool:
+        """Whether k is chosen for every round, by what rounds before it brought."""
+        return self.num_draft_tokens == "auto" and self.drafting is not None
 
     @property
     def is_plain(self) -> bool:
@@ -232,13 +283,22 @@ class World:
             drafter = DraftModel(
                 self._runner(self.drafting, config),
                 vocab_size=target.vocab_size,
-                max_draft_tokens=self.num_draft_tokens,
+                max_draft_tokens=config.max_draft_tokens,
                 context_length=self.draft_context,
             )
+        self.length: DraftLength | None = None
+        if self.num_draft_tokens == "auto":
+            self.length = ByTheBook(random.Random(self.prefill_step_size))
         vocabulary = {str(i): i for i in range(VOCAB)}
         tokenizer = Tokenizer(vocabulary, eos_token_ids=EOS)
         engine = Engine(
-            target, drafter, config, self.backend, EOS, lambda: tokenizer.detokenizer
+            target,
+            drafter,
+            config,
+            self.backend,
+            EOS,
+            lambda: tokenizer.detokenizer,
+            length=self.length,
         )
         return Session(engine, tokenizer, Bounds(target.vocab_size))
 
@@ -264,8 +324,7 @@ class World:
     def whole(self, work: Work) -> tuple[list[int], str, list[mx.array] | None]:
         """Tokens as if there were no stop texts and no failure, and why they end."""
         changes: dict[str, Any] = {"fails": False, "stop": ()}
-        sampling = work.settings.get("temperature", 0) > 0
-        if sampling and work.settings.get("verification", "coupled") != "coupled":
+        if by_ratio(work):
             result = self.alone(work, changes=changes)
         elif self.is_plain:
             plain = plainly(self.model, work.prompt, work.params(**changes), EOS)
@@ -273,6 +332,13 @@ class World:
         else:
             result = self.alone(work, draft=False, changes=changes)
         return result.token_ids, result.finish_reason, None
+
+
+def by_ratio(work: Work) -> bool:
+    """Whether a ratio rule decides, with which the draft has a say in the text."""
+    sampling: bool = work.settings.get("temperature", 0) > 0
+    rule: str = work.settings.get("verification", "coupled")
+    return sampling and rule != "coupled"
 
 
 def text_of(tokens: Sequence[int]) -> str:
@@ -311,6 +377,8 @@ class Client:
     def __init__(self, world: World, rng: random.Random, counts: Counts):
         self.world, self.rng, self.counts = world, rng, counts
         self.session = world.session()
+        self.stats = self.session.stats
+        self.length = world.length
         self.work: dict[int, Work] = {}
         self.seen: dict[int, Seen] = {}
         self.tokens: dict[int, list[int]] = {}
@@ -359,9 +427,14 @@ class Client:
             if event.result is not None:
                 self.results[i] = event.result
 
+    def leave(self) -> None:
+        """Let go of the session."""
+        del self.session
+        gc.collect()
+
     def verify(self) -> None:
         """Every row is what it would be alone; the totals are the rows'."""
-        check, stats = self.counts.check, self.session.stats
+        check, stats = self.counts.check, self.stats
         check(self.results.keys() == self.work.keys())
         results = list(self.results.values())
         check(stats.prompts == len(results))
@@ -378,6 +451,9 @@ class Client:
         counts.accepted += stats.accepted
         counts.cancelled += sum(r.finish_reason == "cancelled" for r in results)
         counts.failed += sum(r.finish_reason == "error" for r in results)
+        if self.world.is_auto and isinstance(self.length, ByTheBook):
+            counts.auto_plain += self.length.ks.count(0)
+            counts.auto_drafting += len(self.length.ks) - self.length.ks.count(0)
 
     def verify_row(self, i: int, work: Work) -> None:
         check, result = self.counts.check, self.results[i]
@@ -385,6 +461,8 @@ class Client:
         check(self.tokens[i] == result.token_ids, "streamed tokens", *where)
         check(self.text[i] == result.text, "streamed text", *where)
         check((i in self.cancelled) == (result.finish_reason == "cancelled"), *where)
+        if self.world.is_auto and by_ratio(work):
+            return  # what comes out depends on k, and k on the rows beside it
         tokens, reason, logprobs = self.world.whole(work)
         kept, text, finish_reason, calls = cut(tokens, reason, work)
         if i in self.cancelled:
@@ -408,6 +486,8 @@ class Client:
         if i not in self.cancelled and self.rng.random() < 0.15:
             again = self.world.alone(work)
             same = replace(again, index=result.index, logprobs=result.logprobs)
+            if self.world.is_auto:
+                same = replace(same, **{name: getattr(result, name) for name in COUNTS})
             check(same == result, "alone:", replace(again, logprobs=None), *where)
 
     def verify_logprobs(
@@ -443,7 +523,7 @@ def draw_worlds(rng: random.Random) -> Iterator[World]:
                 rng.choice(("perfect", "near", "near", "near", "unrelated", None)),
                 rng.choice((AT_ONCE, BEHIND)),
                 batch_size=rng.choice((1, 2, 3, 5, 8)),
-                num_draft_tokens=rng.choice((1, 2, 3, 5)),
+                num_draft_tokens=rng.choice((1, 2, 3, 5, "auto", "auto")),
                 prefill_step_size=rng.choice((4, 16, 64)),
                 draft_context=rng.choice((None, None, 30)),
                 compiled=rng.random() < 0.5,
@@ -482,6 +562,9 @@ def inhabit(world: World, rng: random.Random, requests: int, counts: Counts) -> 
     # The session is still there, and idle.
     gc.collect()
     counts.check(not world.begun, "rows left:", list(world.begun))
+    if world.backend.compiles:
+        # It keeps the constants of its compiled forwards, more than a row may have.
+        client.leave()
     left = mx.get_active_memory() - before
     allowed = SMALLEST_ROW if world.compiled else A_FEW_SCALARS
     counts.check(abs(left) <= allowed, f"{left} bytes left behind", world)

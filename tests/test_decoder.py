@@ -33,6 +33,7 @@ from tests.plain import greedy
 
 # Counts depend on k: what is asserted of them needs a fixed one.
 FIXED = EngineConfig(num_draft_tokens=3)
+FIXED_4 = EngineConfig(num_draft_tokens=4)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
 
 
@@ -240,6 +241,35 @@ def test_drafts_by_name(tiny_model: Callable[..., Any], name: str) -> None:
     results = decoder.generate(PROMPTS, params)
     assert [r.token_ids for r in results] == [greedy(model, p, 25) for p in PROMPTS]
     assert decoder.stats.drafted > 0
+
+
+@pytest.mark.parametrize("k", [0, 4])
+def test_a_processor_behind_a_stop_text(target: Any, k: int) -> None:
+    """It may be called to the end of the round, to no effect (docs/sampling.md)."""
+    decoder = SpecDecoder(loaded(target), loaded(target), config=FIXED_4)
+    whole = greedy(target, [5, 6, 7], 30)
+    stop = f"{whole[8]},"
+    at = whole.index(whole[8])
+    calls: list[int] = []
+
+    def refuses_what_is_behind(tokens: Any, logits: Any) -> Any:
+        calls.append(len(tokens) - 3)
+        # Two tokens make one piece of text: the one behind may be needed to see it.
+        if calls[-1] > at + 1:
+            raise ArithmeticError
+        return logits
+
+    params = SamplingParams(
+        max_tokens=30,
+        stop=(stop,),
+        logits_processors=(refuses_what_is_behind,),
+        num_draft_tokens=k,
+    )
+    (result,) = decoder.generate([[5, 6, 7]], params)
+    assert (result.finish_reason, result.stop_reason) == ("stop", stop)
+    assert result.text == "".join(f"{t}," for t in whole[:at])
+    assert calls == list(range(len(calls)))
+    assert at < calls[-1] + 1 <= at + 2 + k
 
 
 LOADING: Callable[..., SpecDecoder] = SpecDecoder.from_pretrained

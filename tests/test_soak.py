@@ -23,6 +23,7 @@ def test_random_requests_come_and_go() -> None:
     assert counts.rows == 24 * WORLDS
     assert min(counts.cancelled, counts.failed) > 0
     assert counts.accepted > 50
+    assert min(counts.auto_plain, counts.auto_drafting) > 20
 
 
 def rows_stay(self: Engine) -> None:
