@@ -30,14 +30,16 @@ class Interrupts:
 
     The first raises KeyboardInterrupt in the main thread as soon as Python is at work
     there, and from then on a second has the system's own effect. Where that is not
-    soon, the thread says the last words in its place. Nothing happens in a process that
-    was told to ignore Ctrl-C (``nohup``), or outside the main thread.
+    soon, the thread says the last words in its place; a command that has set a handler
+    of its own is given all the time it takes. Nothing happens in a process that was
+    told to ignore Ctrl-C (``nohup``), or outside the main thread.
     """
 
     def __init__(self) -> None:
         self._last_words = show_interrupted
         # Whoever has it ends the process.
         self._ending = threading.Lock()
+        self._came = threading.Event()
         self._pipe: tuple[int, int] | None = None
 
     def __enter__(self) -> Self:
@@ -56,8 +58,8 @@ class Interrupts:
             return
         signal.set_wakeup_fd(-1)
         # Behind the first, the second ends even an interpreter that is ending.
-        if not self._ending.locked():
-            signal.signal(signal.SIGINT, signal.default_int_handler)
+        second = signal.SIG_DFL if self._came.is_set() else signal.default_int_handler
+        signal.signal(signal.SIGINT, second)
         os.close(self._pipe[1])  # which ends the thread
 
     @contextmanager
@@ -77,11 +79,13 @@ class Interrupts:
     def _hear(self, number: int, frame: FrameType | None) -> None:
         if not self._ending.acquire(blocking=False):
             threading.Event().wait()  # the thread has begun to speak
+        self._came.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         raise KeyboardInterrupt
 
     def _listen(self, reader: int) -> None:
         if self._next(reader):
+            self._came.set()
             threading.Thread(target=self._wait, daemon=True).start()
             if self._next(reader):
                 os._exit(INTERRUPTED)
@@ -98,6 +102,8 @@ class Interrupts:
     def _wait(self) -> None:
         # The lock is free as long as the main thread has not heard.
         time.sleep(PATIENCE)
+        if signal.getsignal(signal.SIGINT) not in (self._hear, signal.SIG_DFL):
+            return
         if self._ending.acquire(blocking=False):
             with suppress(Exception):
                 self._last_words()

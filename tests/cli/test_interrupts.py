@@ -124,6 +124,41 @@ def test_the_second_ends_what_the_first_has_not(start: Start, cleaning: str) -> 
     assert process.returncode == -signal.SIGINT
 
 
+def test_a_handler_of_a_command_has_the_time_it_takes(start: Start) -> None:
+    """Training ends with its step, and keeps it; a second Ctrl-C does not wait."""
+    code = """
+import signal
+interrupts.PATIENCE = 0.01
+def command(**options):
+    came = []
+    before = signal.signal(signal.SIGINT, lambda *_: came.append(1))
+    ready()
+    while not came:
+        time.sleep(0.01)
+    time.sleep(0.5)  # the thread would have ended it long ago
+    ready()
+    while {wait}:
+        time.sleep(0.01)
+    signal.signal(signal.SIGINT, before)
+    print("kept")
+    raise KeyboardInterrupt
+main.commands["estimate"].callback = command
+main(["estimate", "--context", "9"])
+"""
+    process = start(code.replace("{wait}", "False"))
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=PATIENCE)
+    assert (process.returncode, out) == (130, "kept\n")
+    assert err.split() == ["ready", "specdec:", "interrupted"]
+    process = start(code.replace("{wait}", "True"))
+    process.send_signal(signal.SIGINT)
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=PATIENCE) == ("", "")
+    assert process.returncode == 130
+
+
 def test_commands_that_keep_nothing_say_so(start: Start) -> None:
     process = start(
         """
