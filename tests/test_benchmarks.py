@@ -80,6 +80,23 @@ def test_draft_length(tmp_path: Path) -> None:
     assert wrong[0]["accepted"] == 0
 
 
+def test_simulated(tmp_path: Path) -> None:
+    """The accepted share is what was asked for; auto has a limit to be held to."""
+    out = tmp_path / "simulated"
+    raw = run(
+        "simulated", out, "--target", "random:tiny", "--draft", "random:tiny:1",
+        "--dtype", "float32", "--acceptance", "1", "--batch", "2",
+        "--num-draft-tokens", "2", "--max-tokens", "13", "--prompt-tokens", "5",
+        "--repeat", "1",
+    )  # fmt: skip
+    fixed = raw["passes"]["B=2 k=2"][1]["waves"][0]
+    assert fixed["drafted"] == fixed["accepted"] > 0
+    assert set(raw["costs"]["2"]["verify"]) >= {"1", "3"}
+    text = out.with_suffix(".md").read_text("utf-8")
+    assert "**Simulated**" in text
+    assert "| 2 | auto |" in text
+
+
 def test_verification(tmp_path: Path) -> None:
     """Every rule drafts; a draft with noise of its own is accepted less often."""
     write_folder(tmp_path / "m", max_position_embeddings=4096)

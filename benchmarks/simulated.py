@@ -1,0 +1,197 @@
+"""What speculation would bring at a given acceptance: real arithmetic, drawn decisions.
+
+Random weights accept nothing, so how many draft tokens a row accepts is drawn: each
+with the same chance, given that those before it were. Everything else is computed as
+always: draft steps, the verify forward, choosing, trims, and reading what comes out.
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+from unittest.mock import patch
+
+import click
+import mlx.core as mx
+from mlx_lm.generate import wired_limit
+
+from benchmarks.common import Script, header_of, write_report
+from specdec import EngineConfig, backend, rounds
+from specdec.assembly import models_of
+from specdec.bench.engine import engine
+from specdec.bench.machine import short
+from specdec.bench.measure import measure
+from specdec.bench.models import load_model, random_prompts, token_level
+from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.waves import Options, Record, rate, total
+from specdec.calibration import measure_forwards
+from specdec.config import NumDraftTokens
+from specdec.decoder import SpecDecoder
+from specdec.drafters import NamedDrafter
+from specdec.lengths import Forwards, tokens_per_round
+
+
+def drawn(chance: float) -> Callable[..., mx.array]:
+    """A stand-in for ``count_kept`` that accepts tokens with that ``chance``."""
+
+    def count(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
+        passes = (mx.random.uniform(shape=proposed.shape) < chance).astype(mx.int32)
+        accepted = mx.cumprod(passes, axis=1).sum(axis=1)
+        # The tokens themselves are looked at as always, to no effect.
+        agree = (proposed == chosen[:, :-1]).astype(mx.int32).sum(axis=1)
+        return (mx.minimum(accepted + 0 * agree, limit) + 1).astype(mx.int32)
+
+    return count
+
+
+def allowed(forwards: Forwards, chance: float, k: int) -> float:
+    """Speed-up over plain decoding by costs alone, or 0 where they are not known."""
+    if k + 1 not in forwards.verify:
+        return 0.0
+    seconds = k * forwards.draft_step + forwards.verify[k + 1]
+    survival = [chance**i for i in range(1, k + 1)]
+    return tokens_per_round(survival)[k] * forwards.verify[1] / seconds
+
+
+def key_of(batch: int, k: NumDraftTokens) -> str:
+    return f"B={batch} k={k}"
+
+
+def table(
+    batches: Sequence[int],
+    ks: Sequence[int],
+    records: dict[str, list[Record]],
+    costs: dict[int, Forwards],
+    chance: float,
+) -> str:
+    """A row per batch and k."""
+    rows: list[Sequence[object]] = []
+    for b in batches:
+        plain = records[key_of(b, 0)][1:]
+        best = max((allowed(costs[b], chance, k) for k in ks), default=0.0)
+        for k in (0, *ks, "auto"):
+            found = records[key_of(b, k)][1:]  # type: ignore[arg-type]
+            ups = [rate(x) / rate(y) for x, y in zip(found, plain, strict=True)]
+            limit = best if k == "auto" else allowed(costs[b], chance, int(k))
+            drafted = sum(total(r, "drafted") for r in found)
+            accepted = sum(total(r, "accepted") for r in found)
+            chosen: Counter[int] = Counter()
+            for record in found:
+                for wave in record["waves"]:
+                    chosen.update(n for n, _ in wave.get("rounds", ()))
+            rows.append(
+                [
+                    b,
+                    k,
+                    show_spread([rate(r) for r in found]),
+                    show_spread(ups, 3) if k else "",
+                    f"{limit:.2f}" if k and limit else "",
+                    f"{statistics.median(ups) / limit:.2f}" if k and limit else "",
+                    f"{accepted / drafted:.3f}" if drafted else "",
+                    " ".join(f"{n}:{c}" for n, c in sorted(chosen.items()))
+                    if k == "auto"
+                    else "",
+                ]
+            )
+    header = ["B", "k", "tokens/s", "/ plain", "allowed", "share", "accepted", "rounds"]
+    return markdown_table(header, rows)
+
+
+@click.command(cls=Script, context_settings={"show_default": True})
+@click.option("--target", default="random:8b", help="Folder, .gguf, random:SHAPE.")
+@click.option("--draft", default="random:8b:4", help="The same, of fewer layers.")
+@click.option("--acceptance", default=0.8, help="Chance of every draft token.")
+@click.option("--prompt-tokens", default=256)
+@click.option("--batch", "batches", multiple=True, type=int, default=(1, 8, 32))
+@click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(2, 4, 8))
+@click.option("--max-tokens", default=128)
+@click.option("--repeat", default=2, help="Passes after the first.")
+@click.option("--dtype", default="bfloat16")
+@click.option("--out", help="Write OUT.json and OUT.md.")
+def main(
+    target: str,
+    draft: str,
+    acceptance: float,
+    prompt_tokens: int,
+    batches: tuple[int, ...],
+    ks: tuple[int, ...],
+    max_tokens: int,
+    repeat: int,
+    dtype: str,
+    out: str | None,
+) -> None:
+    """Speed-up over plain decoding at a simulated acceptance."""
+    raw = header_of("Simulated acceptance")
+    loaded = load_model(target, dtype)
+    bare = token_level(loaded.model)
+    named = NamedDrafter(draft, token_level(load_model(draft, dtype, loaded).model))
+    vocab_size = loaded.model(mx.array([[0]])).shape[-1]
+    options = Options(max_tokens, 512)
+    runs: dict[str, Callable[[], Record]] = {}
+    costs: dict[int, Forwards] = {}
+
+    def add(b: int, k: NumDraftTokens) -> None:
+        config = EngineConfig(batch_size=b, num_draft_tokens=k)
+        prompts = random_prompts(b, prompt_tokens, vocab_size)
+
+        @cache  # graphs that were compiled serve the next pass
+        def make() -> SpecDecoder:
+            return SpecDecoder(bare, drafter=named if k else None, config=config)
+
+        runs[key_of(b, k)] = lambda: measure(engine(make, options), prompts, b)
+
+    for b in batches:
+        config = EngineConfig(batch_size=b, num_draft_tokens=max(ks))
+        runner, drafter = models_of(
+            bare, named, config, backend=backend.defaults(), store=None
+        )
+        assert drafter is not None
+        costs[b] = measure_forwards(
+            runner, drafter, b, max_draft_tokens=max(ks), repeats=5, budget_seconds=20
+        )
+        for k in (0, *ks, "auto"):
+            add(b, k)  # type: ignore[arg-type]
+    records: dict[str, list[Record]] = {key: [] for key in runs}
+    with (
+        wired_limit(loaded.model),
+        patch.object(rounds, "count_kept", drawn(acceptance)),
+    ):
+        for number, key, record in interleaved(runs, repeat + 1):
+            print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
+            record.pop("tokens", None)
+            records[key].append(record)
+    raw["options"] = {"target": short(target), "draft": short(draft)} | {
+        "acceptance": acceptance,
+        "prompt_tokens": prompt_tokens,
+        "max_tokens": max_tokens,
+        "dtype": dtype,
+    }
+    raw["costs"] = {
+        b: {"verify": dict(f.verify), "draft_step": f.draft_step}
+        for b, f in costs.items()
+    }
+    raw["passes"] = records
+    said: list[Any] = []
+    for b, f in costs.items():
+        verify = ", ".join(f"{s}: {t * 1e3:.2f}" for s, t in sorted(f.verify.items()))
+        said.append(f"B={b}: draft step {f.draft_step * 1e3:.2f}, verify {verify}")
+    explained = (
+        f"**Simulated**: a draft token is accepted with chance {acceptance}, drawn; "
+        f"all other arithmetic is done. Target {short(target)}, draft {short(draft)}, "
+        f"{dtype}; prompts of {prompt_tokens} tokens, {max_tokens} new ones, greedy. "
+        f"Median (smallest to largest) of {repeat} interleaved passes after the first. "
+        "*allowed*: (1 - a^(k+1)) / (1 - a) tokens a round over (k c + v), c and v the "
+        "costs of a draft step and a verify forward in plain steps, timed one by one "
+        "(milliseconds by tokens of a row: "
+        f"{'; '.join(said)}); for auto the best of all k. *share*: what was reached of "
+        "it.\n\n"
+    )
+    write_report(out, raw, explained + table(batches, ks, records, costs, acceptance))
+
+
+if __name__ == "__main__":
+    main()
