@@ -10,6 +10,7 @@ from pathlib import Path
 import click
 
 from . import options
+from .interrupts import last_words
 from .options import dashed, is_given
 from .quiet import silence_third_parties
 from .report import INTERRUPTED, show_warnings
@@ -107,7 +108,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 @click.option(
     "--dry-run", is_flag=True, help="Print sizes, memory and an estimate of the time."
 )
-@click.option("--quiet", "-q", is_flag=True, help="No progress.")
+@options.quiet()
 def distill(
     *,
     target: str | None,
@@ -157,6 +158,7 @@ def distill(
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()
+    from ..distill.estimate import check_target, describe
     from ..distill.job import Job
     from ..distill.options import Options
     from ..distill.schedule import Budget
@@ -194,21 +196,27 @@ def distill(
         if not quiet:
             click.echo(line, err=True)
 
-    job = Job(wanted, say)
-    for line in job.describe():
-        click.echo(line, err=not dry_run)
     if dry_run:
+        for line in describe(wanted):
+            click.echo(line)
         return
-    # A request to end is as good as Ctrl-C: what was done is kept.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        job.run()
-    except KeyboardInterrupt:
+    check_target(wanted)
+    job = Job(wanted, say)
+
+    def conclude() -> None:
         click.echo(
-            f"specdec: interrupted: what was done is kept in {folder / 'work'}; the "
-            "same command with --resume goes on",
+            f"specdec: interrupted: what was done is kept in {wanted.work}; the same "
+            "command with --resume goes on",
             err=True,
         )
+
+    # A request to end is as good as Ctrl-C.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        with last_words(conclude):
+            job.run()
+    except KeyboardInterrupt:
+        conclude()
         sys.exit(INTERRUPTED)
     finally:
         signal.signal(signal.SIGTERM, before)

@@ -13,7 +13,6 @@ import mlx.core as mx
 from .. import backend
 from ..decoder import wired_memory
 from ..errors import ModelError
-from ..memory.sizes import format_size
 from ..models import default_target, load, load_draft
 from ..models.draft_folder import FORMAT
 from ..models.fingerprint import fingerprint
@@ -22,11 +21,10 @@ from ..models.trunk import layers_of
 from . import checkpoint
 from .evaluate import HeldOut, measure_rounds
 from .export import export, write_card
-from .interrupts import Interrupts
 from .loss import ChunkedLoss
 from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
 from .options import Options
-from .plan import sizes_of
+from .plan import computing_dtype, sizes_of
 from .states import TargetStates
 from .student import choose_layers, head_of, make_student, text_model
 from .train import Trainer, count
@@ -37,8 +35,6 @@ _CHECKPOINT_SECONDS = 60
 _LINE_SECONDS = 10
 # Times that held-out texts are measured on the way.
 _MEASUREMENTS = 20
-# Arrays of a chunk's logits that are held at once, about.
-_LOGITS_COPIES = 6
 # Most rows that decode together when rounds are measured.
 _ROUNDS_BATCH = 64
 
@@ -61,8 +57,7 @@ class Job:
         self.options = options
         self._say = say
         self._given = Given.read(options)  # before a model is loaded
-        where = backend.defaults().name
-        self.dtype = options.dtype or ("float32" if where == "cpu" else "bfloat16")
+        self.dtype = computing_dtype(options)
         self.target = load(options.target or default_target(), dtype=self.dtype)
         self._text_model = text_model(self.target)
         layers = choose_layers(options.layers, len(layers_of(self.target.model)))
@@ -77,31 +72,6 @@ class Job:
             block_tokens=options.block_tokens,
         )
         self._fingerprint = fingerprint(self.target.model)
-
-    def describe(self) -> list[str]:
-        """What the run is, in lines: sizes, memory, budgets."""
-        sizes, budget = self.sizes, self.options.budget
-        learnt = count(self.student.parameters)
-        whole = count(self.target.model.parameters())
-        width, itemsize = self._head.shape[1], DTYPES[self.dtype].size
-        logits = _LOGITS_COPIES * sizes.chunk * self._head.shape[0] * 4
-        minutes, tokens = self.options.data_budget
-        bounds = [f"{minutes:g} minutes"] * (minutes < float("inf"))
-        bounds += [f"{tokens:.0f} tokens"] * (tokens < float("inf"))
-        length = f"{budget.tokens} tokens"
-        if budget.minutes is not None:
-            length = f"{budget.minutes:g} minutes"
-        return [
-            f"target:   {self.target.name}, {whole / 1e6:.1f} M parameters",
-            f"draft:    layers {', '.join(map(str, self.student.layers))}, "
-            f"{learnt / 1e6:.1f} M parameters to learn",
-            f"writing:  {sizes.writers} rows at once, up to {' or '.join(bounds)}",
-            f"training: {sizes.block_tokens} tokens a step, {length}",
-            f"memory:   target {format_size(whole * itemsize)}, draft and optimizer "
-            f"{format_size(learnt * (16 + itemsize))}, a chunk's logits "
-            f"{format_size(logits)}, target states {format_size(width * itemsize)} a "
-            f"token, up to {format_size(sizes.states_bytes)}",
-        ]
 
     def run(self) -> dict[str, Any]:
         """Do all of it.
@@ -125,8 +95,7 @@ class Job:
                 )
                 for name, blocks in material.held_out.items()
             ]
-            with Interrupts() as interrupts:
-                self._train(trainer, held_out, loss, material.digest, interrupts)
+            self._train(trainer, held_out, loss, material.digest)
             trainer.install()
             agreement = {h.name: h.measure(self.student, loss) for h in held_out}
             card = self._card(trainer, material, agreement)
@@ -176,7 +145,6 @@ class Job:
         held_out: Sequence[HeldOut],
         loss: ChunkedLoss,
         digest: str,
-        interrupts: Interrupts,
     ) -> None:
         identity = self._identity(digest)
         if self.options.resume:
@@ -189,7 +157,6 @@ class Job:
         measured = int(trainer.share * _MEASUREMENTS)
         try:
             while not trainer.done:
-                interrupts.check()
                 trainer.step()
                 due = int(trainer.share * _MEASUREMENTS)
                 if due > measured:
@@ -204,7 +171,7 @@ class Job:
                     self._save(trainer, identity)
                     saved = time.perf_counter()
         finally:  # where it is interrupted, too
-            if trainer.progress.step:
+            if trainer.progress.step and trainer.whole:
                 self._save(trainer, identity)
 
     def _identity(self, digest: str) -> dict[str, Any]:

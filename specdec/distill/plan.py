@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import mlx.nn as nn
 
@@ -10,6 +12,7 @@ from .. import backend
 from ..config import EngineConfig
 from ..memory.capacity import grown_capacity
 from ..models.geometry import geometry_of
+from .options import Options
 from .wave import Wave
 
 # Bytes of one chunk's logits, one copy in float32.
@@ -42,7 +45,7 @@ class Sizes:
 
 def sizes_of(
     model: nn.Module,
-    config: dict[str, object],
+    config: Mapping[str, Any],
     name: str,
     *,
     vocab_size: int,
@@ -76,6 +79,12 @@ def sizes_of(
         chunk=min(chunk, block_tokens),
         states_bytes=int(_STATES_SHARE * memory),
     )
+
+
+def computing_dtype(options: Options) -> str:
+    """The type that models compute in."""
+    on_cpu = backend.defaults().name == "cpu"
+    return options.dtype or ("float32" if on_cpu else "bfloat16")
 
 
 def longest_document(wave: Wave) -> int:

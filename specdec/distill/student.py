@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..errors import ConfigError, UnsupportedModelError
-from ..models import LoadedModel
 from ..models.loading import QUANTIZATION_KEYS
+from ..models.planning import Described
 from ..models.trunk import check_trunk, layers_of
 
 Parameters = Any  # a tree of arrays, as MLX has them
@@ -55,7 +55,7 @@ class Student:
         return states
 
 
-def text_model(target: LoadedModel) -> nn.Module:
+def text_model(target: Described) -> nn.Module:
     """The part of a target that reads and writes text, an mlx-lm model too.
 
     Raises:
@@ -112,7 +112,7 @@ def choose_layers(text: str, num_layers: int) -> tuple[int, ...]:
 
 
 def make_student(
-    target: LoadedModel, layers: Sequence[int], *, widen: int = 1
+    target: Described, layers: Sequence[int], *, widen: int = 1
 ) -> Student:
     """A draft of these layers of the target, in the order given.
 
@@ -185,7 +185,7 @@ def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
     return joined
 
 
-def _text_config(config: dict[str, Any]) -> dict[str, Any]:
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
     inner = config.get("text_config")
     outer = {
         key: value

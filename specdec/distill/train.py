@@ -71,6 +71,10 @@ class Trainer:
         recipe: how.
         budget: how long.
         dtype: that forwards compute in; the weights that are learnt are float32.
+
+    Attributes:
+        whole: whether parameters, optimizer and progress are of one moment, which an
+            interrupt within a step can prevent.
     """
 
     def __init__(
@@ -86,6 +90,7 @@ class Trainer:
     ):
         self.student = student
         self.progress = Progress()
+        self.whole = True
         self.parameters: Parameters = student.parameters
         self._states = states
         self._blocks = blocks
@@ -139,14 +144,16 @@ class Trainer:
         vectors.learning_rate = rate
         packing = recipe.packing if share >= PACKED_FROM else None
         found, gradients = self._divergence(block, target, packing)
+        self.whole = False
         self.parameters = self._update(self.parameters, gradients)
+        progress.step += 1
+        progress.tokens += block.num_tokens
+        self.whole = True
         mx.async_eval(self.parameters, self._optimizer.state, found.loss, found.agreed)
         # One step behind, so that the host is never far ahead of the device.
         if self._last is not None:
             mx.eval(self._last.loss)
         self._last = found
-        progress.step += 1
-        progress.tokens += block.num_tokens
         progress.seconds += time.perf_counter() - start
 
     def last(self) -> dict[str, float]:

@@ -1,0 +1,158 @@
+"""``specdec distill``: what is refused, what is told, and a whole run."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner, Result
+
+from specdec.cli import main
+from specdec.distill.job import Job
+from tests.distill.harness import QUESTIONS, write_target
+
+
+@pytest.fixture(scope="module")
+def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = write_target(tmp_path_factory.mktemp("distill") / "target")
+    folder.with_name("questions.txt").write_text(QUESTIONS, "utf-8")
+    return folder
+
+
+def invoke(*arguments: str) -> Result:
+    return CliRunner().invoke(main, ["distill", *arguments])
+
+
+def small(target: Path, out: Path) -> list[str]:
+    questions = str(target.with_name("questions.txt"))
+    return [
+        *("--target", str(target), "--out", str(out), "--layers", "2"),
+        *("--prompts", questions, "--data-tokens", "0", "--tokens", "4000"),
+        *("--batch", "12", "--block-tokens", "4096"),
+    ]
+
+
+def test_a_run_and_what_it_tells(target: Path, tmp_path: Path) -> None:
+    holdout = tmp_path / "held-out.txt"
+    holdout.write_text("Name a river.\n", "utf-8")
+    arguments = [*small(target, tmp_path / "out"), "--holdout", str(holdout)]
+    result = invoke(*arguments, "--rounds", "1")
+    assert result.exit_code == 0, result.output
+    lines = result.stderr.splitlines()
+    assert "answering 12 prompts (prompts)" in lines
+    (last,) = [line for line in lines if line.startswith("training: step ")][-1:]
+    assert "tokens/s, loss " in last
+    assert "held out: held-out 0." in last
+    assert f"wrote {tmp_path / 'out'}" in lines
+    card = json.loads((tmp_path / "out" / "distill.json").read_text())
+    assert {r["temperature"] for r in card["rounds"]} == {0.0, 0.7}
+    assert "/" not in card["target"]["name"]
+    assert str(tmp_path) not in card["command"]
+    # The same again: the answers are there already.
+    again = invoke(*arguments, "--rounds", "1")
+    assert "answering" not in again.stderr
+
+
+def test_dry_run(target: Path, tmp_path: Path) -> None:
+    result = invoke(*small(target, tmp_path / "out"), "--dry-run")
+    assert result.exit_code == 0, result.output
+    names = [line.partition(":")[0] for line in result.stdout.splitlines()]
+    assert names == ["target", "draft", "writing", "training", "memory", "time"]
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--minutes", "1", "--tokens", "5"], "exclude each other"),
+        (["--rounds", "3"], "--rounds needs --holdout"),
+        (["--bits", "7"], "--bits is 7: it must be one of 2, 3, 4, 5, 6, 8"),
+        (["--layers", "9"], "--layers is 9: the target has 4"),
+        (["--layers", "some"], "write a number of layers"),
+        (["--data", " "], "--data is empty"),
+    ],
+)
+def test_wrong_usage(
+    target: Path, tmp_path: Path, arguments: list[str], message: str
+) -> None:
+    common = ("--target", str(target), "--out", str(tmp_path / "out"))
+    result = invoke(*common, *arguments)
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_what_cannot_be(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "out"
+    common = ("--target", str(target), "--out", str(out), "--layers", "2")
+    missing = invoke(*common, "--text", "nowhere")
+    assert missing.exit_code == 1
+    assert "nowhere: no such file" in missing.stderr
+    out.write_text("a file")
+    result = invoke(*common)
+    assert result.exit_code == 2
+    assert "is a file: name a folder" in result.stderr
+    out.unlink()
+    result = invoke(*common, "--data-tokens", "0")
+    assert result.exit_code == 1
+    assert "nothing to learn from" in result.stderr
+
+
+def test_other_architectures_are_refused_by_name(
+    tmp_path: Path, tiny_model: Callable[..., Any]
+) -> None:
+    """Before weights are loaded: these would be too few."""
+    model = tiny_model("phi3", num_key_value_heads=4)
+    config = vars(model.args)
+    (tmp_path / "t").mkdir()
+    (tmp_path / "t" / "config.json").write_text(json.dumps(config))
+    result = invoke("--target", str(tmp_path / "t"), "--out", str(tmp_path / "out"))
+    assert result.exit_code == 1
+    assert "distilling a draft of phi3 models is not supported" in result.stderr
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_interrupted_and_gone_on_with(
+    target: Path, tmp_path: Path, number: signal.Signals
+) -> None:
+    out = tmp_path / "out"
+    command = [sys.executable, "-m", "specdec", "distill", *small(target, out)]
+    command[command.index("--tokens") + 1] = "4000000"
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        assert child.stderr is not None
+        seen = []
+        for line in child.stderr:
+            seen.append(line)
+            if line.startswith("training: step "):
+                child.send_signal(number)
+                break
+        rest = child.stderr.read()
+    assert child.returncode == 130, "".join(seen) + rest
+    assert f"what was done is kept in {out / 'work'}" in rest
+    kept = (out / "work" / "checkpoint.safetensors").exists()
+    # A step that takes long is not waited for where Ctrl-C asks for an end.
+    assert kept or number == signal.SIGINT
+    assert not (out / "config.json").exists()
+    resumed = invoke(*small(target, out), "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert ("going on behind step " in resumed.stderr) is kept
+    assert (out / "config.json").exists()
+
+
+def test_an_interrupt_before_there_is_anything(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Job) -> Any:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(Job, "run", interrupted)
+    before = signal.getsignal(signal.SIGTERM)
+    result = invoke(*small(target, tmp_path / "out"))
+    assert result.exit_code == 130
+    assert signal.getsignal(signal.SIGTERM) is before
