@@ -97,6 +97,12 @@ def test_simulated(tmp_path: Path) -> None:
     assert "| 2 | auto |" in text
 
 
+def test_packed(tmp_path: Path) -> None:
+    raw = run("packed", tmp_path / "packed", "--scale", "16", "--repeat", "1",
+              "--dtype", "float32", "--group-size", "32")  # fmt: skip
+    assert len(raw["microseconds"]) == 24
+
+
 def test_verification(tmp_path: Path) -> None:
     """Every rule drafts; a draft with noise of its own is accepted less often."""
     write_folder(tmp_path / "m", max_position_embeddings=4096)

@@ -194,12 +194,15 @@ def test_nothing_is_left_behind_in_a_process_that_goes_on() -> None:
     """Tests and notebooks call the command line within theirs."""
     from specdec.cli.interrupts import Interrupts
 
+    # A command that was started in the background ignores it from the start.
+    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGINT)
     threads = set(threading.enumerate())
     with Interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
         begun = set(threading.enumerate()) - threads
     assert signal.getsignal(signal.SIGINT) is before
+    signal.signal(signal.SIGINT, outside)
     assert signal.set_wakeup_fd(-1) == -1
     for thread in begun:
         thread.join()
