@@ -20,6 +20,7 @@ from .backend import BackendDefaults
 from .drafters import Drafter, DraftRows, Round
 from .inflight import InFlight, RowOutput
 from .lengths import DraftLength
+from .models.compiled import CompiledForwards
 from .models.runner import ModelRunner
 from .observer import RoundObserver
 from .pacing import Pacer
@@ -217,6 +218,7 @@ class RowBatch:
         limits = self._limits(k)
         k = max(0, *limits)
         limit = self._limit_array(limits)
+        graphs = CompiledForwards.built
         self._observer.begun(k)
         if not first:
             self._pacer.begin(k, limits)
@@ -252,6 +254,8 @@ class RowBatch:
         else:  # those of a row that has ended are never read
             recent = [self._recent[:, 1:], verdict.chosen]
             self._recent = mx.concatenate(recent, axis=1)
+        if CompiledForwards.built > graphs:
+            self._pacer.interrupt()  # its time says nothing of the next
         state = (self._recent, self._target.offset)
         return InFlight.of(self.rows, decision, first=first, others=state)
 

@@ -40,12 +40,15 @@ class ForwardCosts:
 
     def __init__(self, measured: Iterable[Forwards] = ()):
         self._by_rows: dict[int, Forwards] = {}
+        # Worked out once: every choice asks for all of them.
+        self._rounds: dict[tuple[int, int], float] = {}
         for forwards in measured:
             self.add(forwards)
 
     def add(self, forwards: Forwards) -> None:
         """Take a measurement in; it replaces one of the same batch size."""
         self._by_rows[forwards.num_rows] = forwards
+        self._rounds.clear()
 
     @property
     def measured(self) -> list[Forwards]:
@@ -78,8 +81,12 @@ class ForwardCosts:
 
     def round(self, num_rows: int, k: int) -> float:
         """Seconds of a round: k draft steps and a verify forward of k + 1 tokens."""
-        drafting = k * self.draft_step(num_rows) if k else 0.0
-        return max(LEAST_SECONDS, drafting + self.verify(num_rows, k + 1))
+        seconds = self._rounds.get((num_rows, k))
+        if seconds is None:
+            drafting = k * self.draft_step(num_rows) if k else 0.0
+            seconds = max(LEAST_SECONDS, drafting + self.verify(num_rows, k + 1))
+            self._rounds[num_rows, k] = seconds
+        return seconds
 
     def catch_up(self, num_rows: int, num_tokens: int) -> float:
         """Seconds for a drafter to take in ``num_tokens`` more of each row at once.
@@ -138,6 +145,8 @@ class RoundCosts:
     _last: tuple[int, int] | None = None
     _run: int = 0
     _met: set[tuple[int, int]] = field(default_factory=set)
+    # relative() since the last round: asked several times for every choice.
+    _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _catch_up_factor: float = 1.0
 
     def _log_cost(self, num_rows: int, k: int) -> float:
@@ -172,9 +181,13 @@ class RoundCosts:
 
         The deviation is that of the logarithm.
         """
-        cost = exp(self._log_cost(num_rows, k) - self._log_cost(num_rows, 0))
-        # Drafting only adds work: what seems cheaper is noise.
-        return max(1.0, cost), sqrt(self.correction(num_rows, k).variance)
+        known = self._known.get((num_rows, k))
+        if known is None:
+            cost = exp(self._log_cost(num_rows, k) - self._log_cost(num_rows, 0))
+            # Drafting only adds work: what seems cheaper is noise.
+            known = max(1.0, cost), sqrt(self.correction(num_rows, k).variance)
+            self._known[num_rows, k] = known
+        return known
 
     def extra(self, num_rows: int, k: int, undrafted: int) -> float:
         """What a round of k costs once: catching up, a new shape; in plain rounds."""
@@ -193,6 +206,7 @@ class RoundCosts:
     ) -> None:
         """Learn from a round's time."""
         self.rounds += 1
+        self._known.clear()
         key = (num_rows, k)
         is_new = key not in self._met
         self._met.add(key)

@@ -42,6 +42,9 @@ class CompiledForwards:
         recorder: listens to its layers.
     """
 
+    #: Graphs built by all of them so far: a round that built one took longer for it.
+    built = 0
+
     def __init__(self, model: nn.Module, recorder: HiddenStates | None = None):
         self._model = model
         self._recorder = recorder
@@ -78,6 +81,8 @@ class CompiledForwards:
         held = [cache.arrays for cache in members]
         try:
             logits, hidden, offsets, held = function(tokens, offsets, held)
+            if key not in self._functions:
+                CompiledForwards.built += 1
         except Exception:
             # Code that reads an array, or a cache that is not written to: the usual
             # way works, or says what is wrong.
