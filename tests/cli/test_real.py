@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -38,7 +39,9 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
         f"== [0] Name a river in France.\n{texts[0]}\n\n"
         f"== [1] What is 6 times 7?\n{texts[1]}\n\n"
     )
-    keys = [line.partition(":")[0] for line in stderr.splitlines()]
+    # On a slow machine, how far it is.
+    summary = re.sub(r"(?m)^specdec: \d of 2 prompts, .* tokens/s\n", "", stderr)
+    keys = [line.partition(":")[0] for line in summary.splitlines()]
     assert keys == ["target", "draft", "prefill", "decode", "peak memory"], stderr
 
     options = ("--draft", "self:4bit", "--num-draft-tokens", "3", "--batch", "2")
