@@ -255,7 +255,7 @@ class RowBatch:
             recent = [self._recent[:, 1:], verdict.chosen]
             self._recent = mx.concatenate(recent, axis=1)
         if CompiledForwards.built > graphs:
-            self._pacer.interrupt()  # its time says nothing of the next
+            self._pacer.interrupt()  # rounds that waited for it are not timed
         state = (self._recent, self._target.offset)
         return InFlight.of(self.rows, decision, first=first, others=state)
 

@@ -268,8 +268,8 @@ def test_outcomes_are_told_in_order(
     assert [o.num_draft_tokens for o in told] == (ks + ks)[:10]
     assert [o.undrafted for o in told] == [0, 0, 2, 0, 0, 1, 0, 0, 2, 0]
     seconds = [o.seconds for o in told]
-    if backend.compiles:  # a round that built a graph tells nothing of the next
-        assert seconds[2] is None
+    if backend.compiles:  # this one was waited for when a graph was built
+        assert seconds[1] is None
         seconds = [s for s in seconds if s is not None]
     assert seconds and all(s is not None and s > 0 for s in seconds)
     accepted = sum(n for o in script.outcomes for _, n in o.accepted)
