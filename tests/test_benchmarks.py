@@ -103,6 +103,13 @@ def test_packed(tmp_path: Path) -> None:
     assert len(raw["microseconds"]) == 24
 
 
+def test_compiled(tmp_path: Path) -> None:
+    raw = run("compiled", tmp_path / "compiled", "--shape", "tiny", "--dtype",
+              "float32", "--batch", "2", "--context", "9", "--steps", "2")  # fmt: skip
+    (record,) = raw["milliseconds"]
+    assert record["S=2 compiled"] > 0
+
+
 def test_verification(tmp_path: Path) -> None:
     """Every rule drafts; a draft with noise of its own is accepted less often."""
     write_folder(tmp_path / "m", max_position_embeddings=4096)
