@@ -1,4 +1,4 @@
-"""What a decode forward costs, run as usual and compiled, by rows, width and context."""
+"""What a decode forward costs, as usual and compiled, by rows, width, context."""
 
 from __future__ import annotations
 

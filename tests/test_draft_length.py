@@ -271,7 +271,8 @@ def test_outcomes_are_told_in_order(
     if backend.compiles:  # this one was waited for when a graph was built
         assert seconds[1] is None
         seconds = [s for s in seconds if s is not None]
-    assert seconds and all(s is not None and s > 0 for s in seconds)
+    assert seconds
+    assert all(s is not None and s > 0 for s in seconds)
     accepted = sum(n for o in script.outcomes for _, n in o.accepted)
     # Those behind a row's last token are accepted, and not counted there.
     assert accepted >= sum(r.accepted for r in rows)
