@@ -39,9 +39,16 @@ def limits_of_the_batch(self: RowBatch, sequence: Any) -> int:
 _trim = ModelRows.trim_per_sequence
 
 
+_spoilt: set[int] = set()
+
+
 def trims_too_little(self: ModelRows, n: Any, at_most: int) -> None:
+    """Once for each batch: rows that grow and grow would be written behind the end."""
     taken = mx.array(n)
-    _trim(self, mx.where(taken > 1, taken - 1, taken), at_most)
+    if id(self) not in _spoilt and at_most > 1:
+        _spoilt.add(id(self))
+        taken = mx.where(taken > 1, taken - 1, taken)
+    _trim(self, taken, at_most)
 
 
 def holds_nothing_back(self: OutputText, text: str) -> int:
