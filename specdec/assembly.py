@@ -15,8 +15,9 @@ from .engine import Models
 from .errors import ModelError, UnsupportedModelError
 from .memory import MemoryPlan
 from .models import LoadedModel
+from .models.loaded import Described
 from .models.outline import outline, outline_draft
-from .models.planning import Described, plan_memory
+from .models.planning import plan_memory
 from .models.runner import ModelRunner
 from .prefix.store import PrefixStore
 from .preflight import Preflight

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from pathlib import Path
 
 from .errors import ConfigError, ModelNotFoundError
 
@@ -15,7 +16,19 @@ SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
 #: Prompt lookup; ``shared`` looks in other rows and finished requests too.
 NGRAM_DRAFTS = ("ngram", "ngram:shared")
 
+#: No draft, where there would be one by default.
+NO_DRAFT = "none"
+
 LAYERS_EXAMPLE = "layers:0-7,22-29"
+
+
+def default_draft() -> str | None:
+    """Folder of the draft for the default target; ``None`` where none is installed.
+
+    It comes with the package, and was made by ``scripts/train_smollm2_draft``.
+    """
+    folder = Path(__file__).with_name("drafts") / "smollm2-135m-instruct"
+    return str(folder) if (folder / "config.json").is_file() else None
 
 
 @dataclass(frozen=True)

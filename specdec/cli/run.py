@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import draft_spec
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -37,7 +38,8 @@ if TYPE_CHECKING:
     "Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
     "quantized; layers:0-7,22-29: just those layers of it; ngram: no model, what "
     "followed the newest tokens before (ngram:shared: in any row); ngram+MODEL: "
-    "MODEL where no n-gram matches. [default: none]"
+    "MODEL where no n-gram matches; none: none. [default: none; for the default target "
+    "the one that comes with specdec]"
 )
 @click.option(
     "--prompt",
@@ -141,6 +143,7 @@ def run(
     ):
         if value is not None and not value.strip():
             raise click.UsageError(f"{option} is empty: name {what}")
+    draft = _draft(target, draft)
     spec = None if draft is None else DraftSpec.parse(draft)
     _check_together(draft, num_draft_tokens, kv_bits)
     config = EngineConfig(
@@ -231,6 +234,13 @@ def run(
         sys.exit(INTERRUPTED)
     if sink.errors:
         sys.exit(FAILURE)
+
+
+def _draft(target: str | None, draft: str | None) -> str | None:
+    """The draft that is meant: of the default target, the one that comes with it."""
+    if draft == draft_spec.NO_DRAFT:
+        return None
+    return draft_spec.default_draft() if draft is target is None else draft
 
 
 def _kv_bits(text: str | None) -> KvBits:

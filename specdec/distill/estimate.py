@@ -9,8 +9,8 @@ import mlx.core as mx
 from ..errors import ModelError, UnsupportedModelError
 from ..memory.sizes import format_size
 from ..models import default_target, load
+from ..models.loaded import Described
 from ..models.outline import outline
-from ..models.planning import Described
 from ..models.precision import DTYPES
 from ..models.trunk import layers_of
 from .material import clock

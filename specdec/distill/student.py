@@ -11,8 +11,8 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from ..errors import ConfigError, UnsupportedModelError
+from ..models.loaded import Described
 from ..models.loading import QUANTIZATION_KEYS
-from ..models.planning import Described
 from ..models.trunk import check_trunk, layers_of
 
 Parameters = Any  # a tree of arrays, as MLX has them

@@ -7,21 +7,18 @@ tokenizer are the target's own objects.
 
 from __future__ import annotations
 
-import copy
 import json
 import logging
 import os
 from pathlib import Path
 from typing import Any
 
-import mlx.core as mx
-from mlx.utils import tree_flatten
+import mlx.nn as nn
 from mlx_lm.utils import load_model
 
 from ..errors import ModelError
 from .fingerprint import fingerprint
-from .loaded import LoadedModel
-from .precision import cast
+from .loaded import Described, LoadedModel
 from .trunk import check_trunk
 
 log = logging.getLogger("specdec.models")
@@ -64,35 +61,50 @@ def check_target(card: dict[str, Any], source: str, target: LoadedModel) -> None
         )
 
 
-def load_layers(
-    source: str, target: LoadedModel, dtype: mx.Dtype | None
-) -> LoadedModel:
-    """Load a draft of which only layers are stored.
+def open_layers(source: str) -> tuple[nn.Module, dict[str, Any]]:
+    """A draft of which only layers are stored, without embedding and head.
+
+    Nothing is computed. :func:`lend` gives it what it lacks.
+
+    Returns:
+        The model and its configuration.
 
     Raises:
-        ModelError: it does not fit the target, or cannot be read.
+        ModelError: it cannot be read.
     """
-    check_trunk(target.model, target.name, "lending its embedding")
-    path = Path(os.path.expanduser(source))
     try:
-        model, config = load_model(path, lazy=True, strict=False)
+        model, config = load_model(
+            Path(os.path.expanduser(source)), lazy=True, strict=False
+        )
     except Exception as error:  # a folder's files can be wrong in any way
         raise ModelError(
             f"{source} cannot be loaded ({type(error).__name__}): make it again"
         ) from error
-    lender = target.model
-    if "language_model" in lender:
-        lender = lender["language_model"]
-    # Copies of the modules, not of their arrays: casting must not reach the target.
-    embedding = copy.copy(lender["model"]["embed_tokens"])
-    model["model"]["embed_tokens"] = embedding
+    # Of the size that the configuration names it would be drawn at random.
+    model["model"]["embed_tokens"] = nn.Embedding(1, 1)
+    if "lm_head" in model:
+        model["lm_head"] = nn.Linear(1, 1)
+    return model, config
+
+
+def lend(model: nn.Module, source: str, target: Described) -> None:
+    """Let a model of :func:`open_layers` have the target's embedding and head.
+
+    Raises:
+        ModelError: it is of another width.
+        UnsupportedModelError: the target's architecture is not known to have them.
+    """
+    check_trunk(target.model, target.name, "lending its embedding")
+    lender: nn.Module = target.model.get("language_model", target.model)
+    width = lender["model"]["norm"]["weight"].shape
+    found = model["model"]["norm"]["weight"].shape
+    if found != width:
+        raise ModelError(
+            f"{source} was made for a target of width {found[0]}, and "
+            f"{target.name} has {width[0]}: name the target that it was made for"
+        )
+    model["model"]["embed_tokens"] = lender["model"]["embed_tokens"]
     if "lm_head" in lender:
-        model["lm_head"] = copy.copy(lender["lm_head"])
-    if dtype is not None:
-        cast(model, dtype)
-    width = config.get("hidden_size")
-    leaves: Any = tree_flatten(model["model"]["norm"].parameters())
-    if any(array.shape != (width,) for _, array in leaves):
-        raise ModelError(f"{source}: its weights are not those of its config.json")
-    mx.eval(model.parameters())
-    return LoadedModel(model, target.tokenizer, config, source)
+        model["lm_head"] = lender["lm_head"]
+    elif "lm_head" in model:  # Gemma 3 has one until it finds that nothing is stored
+        model.sanitize({})

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
@@ -31,3 +32,19 @@ class LoadedModel:
     def loading_bytes(self) -> int:
         """What loading it still takes: nothing."""
         return 0
+
+
+class Described(Protocol):
+    """A :class:`LoadedModel` or a :class:`~specdec.models.outline.ModelOutline`."""
+
+    @property
+    def model(self) -> nn.Module: ...
+
+    @property
+    def config(self) -> Mapping[str, Any]: ...
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def loading_bytes(self) -> int: ...

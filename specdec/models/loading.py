@@ -21,7 +21,13 @@ from ..errors import (
     UnsupportedModelError,
 )
 from .detokenizer import ExactTokenizerWrapper
-from .draft_folder import check_target, has_layers_only, load_layers, read_card
+from .draft_folder import (
+    check_target,
+    has_layers_only,
+    lend,
+    open_layers,
+    read_card,
+)
 from .flattened import flatten_products
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
@@ -111,8 +117,14 @@ def _load_made(source: str, target: LoadedModel, dtype: str | None) -> LoadedMod
     """Load a draft that has files of its own, and perhaps a card."""
     card = read_card(source)
     if has_layers_only(card):
-        loaded = load_layers(source, target, parse_dtype(dtype))
-        _fit_packed(loaded.model)
+        model, config = open_layers(source)
+        mx.eval(model.parameters())
+        wanted = parse_dtype(dtype)
+        if wanted is not None:
+            cast(model, wanted)
+        _fit_packed(model)
+        lend(model, source, target)
+        loaded = LoadedModel(model, target.tokenizer, config, source)
     else:
         loaded = load(source, dtype=dtype)
     if card is not None:

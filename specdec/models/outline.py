@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import hf_repo_to_path, load_model
 
@@ -22,6 +23,7 @@ from ..backend import defaults
 from ..draft_spec import ModelDraft, is_hub_id
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from .conversions import Conversions, weights_of
+from .draft_folder import has_layers_only, lend, open_layers, read_card
 from .gguf_config import build_config
 from .gguf_header import read_header
 from .gguf_weights import WeightFormat, build_model
@@ -103,6 +105,8 @@ def outline_draft(
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return ModelOutline(skipping, target.config, name, loading_bytes=0)
+    if draft.bits is None and has_layers_only(read_card(name)):
+        return _outline_layers(name, target, parse_dtype(dtype))
     if draft.bits is None:
         return outline(name, dtype=dtype)
     model, _ = quantized_copy(target.model, draft.bits, lazy=True)
@@ -110,6 +114,22 @@ def outline_draft(
     conversions.quantizing(weights_of(target.model), weights_of(model))
     _widen(model, conversions)
     return ModelOutline(model, target.config, name, conversions.peak(model))
+
+
+def _outline_layers(
+    name: str, target: ModelOutline, dtype: mx.Dtype | None
+) -> ModelOutline:
+    """Of a draft that takes its embedding from the target."""
+    conversions = Conversions()
+    model, config = open_layers(name)
+    if dtype is not None:
+        before = weights_of(model)
+        cast(model, dtype, lazy=True)
+        conversions.casting(before, weights_of(model), dtype)
+    _widen(model, conversions)
+    loading_bytes = conversions.peak(model)
+    lend(model, name, target)
+    return ModelOutline(model, config, name, loading_bytes)
 
 
 def _widen(model: nn.Module, conversions: Conversions) -> None:

@@ -2,35 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..memory import MemoryPlan
 from .geometry import geometry_of
+from .loaded import Described
 from .runner import cache_options
-
-
-class Described(Protocol):
-    """A :class:`LoadedModel` or a :class:`~specdec.models.outline.ModelOutline`."""
-
-    @property
-    def model(self) -> nn.Module: ...
-
-    @property
-    def config(self) -> Mapping[str, Any]: ...
-
-    @property
-    def name(self) -> str: ...
-
-    @property
-    def loading_bytes(self) -> int: ...
 
 
 def plan_memory(

@@ -148,6 +148,24 @@ def test_defaults_are_those_of_the_library(
     assert decoder.calls["params"] == SamplingParams()
 
 
+def test_the_default_target_has_a_draft(
+    specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If one is installed; it is never taken for another target, nor when unwanted."""
+    monkeypatch.setattr("specdec.draft_spec.default_draft", lambda: "with/specdec")
+    for arguments, wanted in (
+        ([], "with/specdec"),
+        (["--num-draft-tokens", "2"], "with/specdec"),
+        (["--draft", "none"], None),
+        (["--target", "T"], None),
+        (["--draft", "ngram"], "ngram"),
+        (["--target", "T", "--draft", "a/D"], "a/D"),
+    ):
+        result = specdec("run", "-p", "Hi", *arguments)
+        assert result.exit_code == 0, result.output
+        assert decoder.calls["draft"] == wanted
+
+
 def without_notes(stderr: str) -> list[str]:
     return [line for line in stderr.splitlines() if "specdec: note: " not in line]
 

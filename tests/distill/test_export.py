@@ -18,6 +18,7 @@ from specdec.cli import main
 from specdec.distill.job import Job
 from specdec.models import load, load_draft
 from specdec.models.fingerprint import fingerprint
+from specdec.models.outline import outline, outline_draft
 from specdec.models.precision import quantized_copy
 from tests.models.folders import write_folder
 
@@ -92,6 +93,15 @@ def test_layers_alone(tmp_path: Path, tied: bool, bits: int | None) -> None:
     if bits is None:  # a whole folder's own embedding is packed
         np.testing.assert_array_equal(draft.model(TOKENS), whole.model(TOKENS))
     assert draft.tokenizer is model.tokenizer
+    kind = "float32"
+    sketch = outline_draft(
+        str(tmp_path / "alone"), outline(str(target), dtype=kind), dtype=kind
+    )
+    assert _bytes(sketch.model) == _bytes(draft.model)
+    shared = {id(array) for _, array in _flat(model.model)}
+    own = [array for _, array in _flat(draft.model) if id(array) not in shared]
+    assert sum(a.nbytes for a in own) < 2 * sum(a.nbytes for a in stored.values())
+    assert len(own) == len(stored) if bits is None else len(own) > 0
     # Another type for the draft does not reach the target.
     load_draft(str(tmp_path / "alone"), model, dtype="bfloat16")
     for name, array in _flat(model.model):
@@ -135,6 +145,10 @@ def test_a_fingerprint_is_of_the_model_not_of_its_storage(tmp_path: Path) -> Non
     assert fingerprint(load(str(tmp_path / "a"), dtype="bfloat16").model) == known
     write_folder(tmp_path / "b", seed=1)
     assert fingerprint(load(str(tmp_path / "b")).model) != known
+
+
+def _bytes(model: Any) -> int:
+    return sum(array.nbytes for _, array in _flat(model))
 
 
 def _flat(model: Any) -> Any:
