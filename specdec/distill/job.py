@@ -153,7 +153,7 @@ class Job:
                 trainer.restore(*found)
                 self._say(f"going on behind step {trainer.progress.step}")
         saved = shown = time.perf_counter()
-        tokens = trainer.progress.tokens
+        tokens, told = trainer.progress.tokens, False
         measured = int(trainer.share * _MEASUREMENTS)
         try:
             while not trainer.done:
@@ -163,7 +163,8 @@ class Job:
                     measured = due
                     self._measure(trainer, held_out, loss)
                 now = time.perf_counter()
-                if now - shown > _LINE_SECONDS or trainer.done:
+                if not told or now - shown > _LINE_SECONDS or trainer.done:
+                    told = True
                     rate = (trainer.progress.tokens - tokens) / (now - shown)
                     self._show(trainer, rate)
                     shown, tokens = time.perf_counter(), trainer.progress.tokens

@@ -75,7 +75,7 @@ def test_learning_lowers_the_divergence_and_raises_agreement(
 
 def test_the_target_stays_as_it_is(target: Path, tmp_path: Path) -> None:
     """Embedding and head are its own arrays; layers were its own in the beginning."""
-    made = Job(options(target, tmp_path / "out"), quietly)
+    made = Job(longer(options(target, tmp_path / "out"), 300), quietly)
     before = dict(weights(target))
     begun = made.student.parameters
     made.run()
@@ -143,7 +143,7 @@ def test_a_full_disk_while_learning(
 
     monkeypatch.setattr(checkpoint, "save", limited)
     lines: list[str] = []
-    Job(options(target, tmp_path / "out"), lines.append).run()
+    Job(longer(options(target, tmp_path / "out"), 300), lines.append).run()
     assert any(line.startswith("warning: no checkpoint: cannot") for line in lines)
     assert (tmp_path / "out" / "model.safetensors").exists()
     assert not list((tmp_path / "out" / "work").glob(f"*{NAME}*"))
@@ -154,9 +154,9 @@ def test_a_full_disk_when_it_is_written(
 ) -> None:
     """One line; the checkpoint is there, and so is an earlier draft."""
     out = tmp_path / "out"
-    run(options(target, out))
+    run(longer(options(target, out), 300))
     before = weights(out)
-    wanted = longer(options(target, out), 3000)
+    wanted = longer(options(target, out), 600)
     export = export_module.export
 
     def limited(*arguments: Any, **named: Any) -> None:
@@ -169,7 +169,7 @@ def test_a_full_disk_when_it_is_written(
     assert same(weights(out), before)
     monkeypatch.undo()
     card = run(replace(wanted, resume=True))
-    assert card["training"]["tokens"] >= 3000
+    assert card["training"]["tokens"] >= 600
     assert not same(weights(out), before)
 
 
@@ -177,7 +177,7 @@ def test_the_card_tells_what_was_done(target: Path, tmp_path: Path) -> None:
     holdout = tmp_path / "questions-held-out.txt"
     holdout.write_text("Name a river.\nWhat is 0 times 3?\n", "utf-8")
     wanted = options(target, tmp_path / "out", holdout=(str(holdout),), rounds=2)
-    card = run(wanted)
+    card = run(longer(wanted, 300))
     assert json.loads((tmp_path / "out" / "distill.json").read_text()) == card
     assert card["target"]["name"] == "target"
     assert card["layers"] == [0, 3]
