@@ -21,7 +21,8 @@ FILES = sorted(PACKAGE.rglob("*.py"))
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"bench", "certificate", "distill", "tuning"},
+    {"distill"},
+    {"bench", "certificate", "tuning"},
     {"decoder"},
     {"serving"},
     {"assembly", "session"},

@@ -161,6 +161,7 @@ def distill(
     from ..distill.estimate import check_target, describe
     from ..distill.job import Job
     from ..distill.options import Options
+    from ..distill.plots import draw_learning
     from ..distill.schedule import Budget
     from ..distill.train import Recipe
     from ..distill.wave import Wave
@@ -214,7 +215,8 @@ def distill(
     before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         with last_words(conclude):
-            job.run()
+            card = job.run()
+            draw_learning({folder.name: card}, wanted.work)
     except KeyboardInterrupt:
         conclude()
         sys.exit(INTERRUPTED)

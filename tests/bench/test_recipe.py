@@ -21,6 +21,7 @@ SHIPPED = {
     "acceptance-gsm8k",
     "acceptance-specbench",
     "batch-sweep",
+    "distilled",
     "kv-quant",
     "long-context",
     "prefix",
