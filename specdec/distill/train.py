@@ -200,8 +200,8 @@ class Trainer:
 
         @partial(mx.compile, inputs=state, outputs=state)
         def update(parameters: Parameters, gradients: Parameters) -> Parameters:
-            clipped = _clipped(gradients, self._recipe.clip)
-            return self._optimizer.apply_gradients(clipped, parameters)
+            bounded = clipped(gradients, self._recipe.clip)
+            return self._optimizer.apply_gradients(bounded, parameters)
 
         return update
 
@@ -230,7 +230,7 @@ def _computed(
     return tree_map(one, parameters)
 
 
-def _clipped(gradients: Parameters, most: float) -> Parameters:
+def clipped(gradients: Parameters, most: float) -> Parameters:
     """Gradients whose norm, over all of them, is ``most`` or less.
 
     Summed in the order of their names: that of a tree's keys is not the same in every

@@ -8,6 +8,7 @@ from random import Random
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 
 from ..models.runner import ModelRunner
 from . import openings
@@ -83,8 +84,7 @@ class Author:
                 key=key,
             )
             kind = SAMPLED if temperature else GREEDY
-            for prompt, answer in zip(prompts, answers, strict=True):
-                kept = without_loop(answer)
+            for prompt, kept in zip(prompts, without_loops(answers), strict=True):
                 if kept:
                     documents.append(Document((*prompt, *kept), len(prompt), kind))
         return documents
@@ -106,7 +106,10 @@ class Author:
             key=mx.random.key(options.seed << 20 | number << 1),
         )
         found: dict[str, None] = {}
-        for opening, tokens in zip(begun, written, strict=True):
+        cut = without_loops(written)
+        for opening, tokens, kept in zip(begun, written, cut, strict=True):
+            if len(kept) < len(tokens):
+                continue
             text = _turn_text(tokenizer, opening, tokens, ends, self._turn is not None)
             if text is not None:
                 found[text] = None
@@ -123,7 +126,7 @@ def _turn_text(
     """The user's text; ``None`` where it is of no use."""
     ended = bool(tokens) and tokens[-1] in ends
     kept = list(tokens[:-1] if ended else tokens)
-    text = opening.text + tokenizer.decode(kept)
+    text = opening.text + str(tokenizer.decode(kept))
     if opening.until is not None:
         at = text.find(opening.until, len(opening.text))
         if at >= 0:
@@ -133,23 +136,32 @@ def _turn_text(
     usable = ended or not must_end
     if not usable or len(text.strip()) < _SHORTEST_TURN or "\ufffd" in text:
         return None
-    return text if without_loop(kept) == kept else None
+    return text
 
 
-def without_loop(tokens: Sequence[int]) -> list[int]:
-    """The tokens up to where they have repeated themselves several times over.
+def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
+    """Each text up to where it has repeated itself several times over.
 
     A loop is easy to foretell: more of it teaches nothing.
     """
-    tokens = list(tokens)
-    for period in range(1, _LONGEST_LOOP + 1):
-        run = 0
-        for i in range(period, len(tokens)):
-            run = run + 1 if tokens[i] == tokens[i - period] else 0
-            if run >= period * (_REPEATS - 1) and run >= 2 * _REPEATS:
-                tokens = tokens[: i + 1]
-                break
-    return tokens
+    lengths = np.array([len(text) for text in texts], np.int32)
+    width = int(lengths.max(initial=0))
+    tokens = np.zeros((len(texts), width), np.int32)
+    for row, text in zip(tokens, texts, strict=True):
+        row[: len(text)] = text
+    ends = lengths.copy()
+    for period in range(1, min(_LONGEST_LOOP, width - 1) + 1):
+        same = tokens[:, period:] == tokens[:, :-period]
+        same &= np.arange(period, width) < lengths[:, None]
+        # Positions in a row that are as a period before: runs of so many end there.
+        run = max(period * (_REPEATS - 1), 2 * _REPEATS)
+        if run > same.shape[1]:
+            continue
+        counts = np.pad(np.cumsum(same, axis=1, dtype=np.int32), ((0, 0), (1, 0)))
+        found = counts[:, run:] - counts[:, :-run] == run
+        first = period + run + found.argmax(axis=1)
+        ends = np.where(found.any(axis=1), np.minimum(ends, first), ends)
+    return [list(text[:end]) for text, end in zip(texts, ends.tolist(), strict=True)]
 
 
 def text_documents(

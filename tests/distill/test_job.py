@@ -17,7 +17,7 @@ from specdec.distill import checkpoint, job
 from specdec.distill import export as export_module
 from specdec.distill.checkpoint import NAME
 from specdec.distill.job import Job
-from specdec.distill.train import Recipe, Trainer
+from specdec.distill.train import Recipe, Trainer, clipped
 from specdec.errors import ModelError
 
 from .harness import longer, options, quietly, run, same, write_target
@@ -113,6 +113,17 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert resumed["training"]["steps"] == card["training"]["steps"] > 8
     assert resumed["agreement"] == card["agreement"]
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_clipping_does_not_depend_on_the_order_of_names() -> None:
+    """It differs between processes, and sums of floats between orders."""
+    keys = mx.random.split(mx.random.key(0), 40)
+    tree = {f"{i}": mx.random.normal((7, i + 3), key=k) for i, k in enumerate(keys)}
+    turned = dict(reversed(tree.items()))
+    assert same(clipped(tree, 0.7), clipped(turned, 0.7))
+    norm = sum(float(g.square().sum()) for g in clipped(tree, 0.7).values()) ** 0.5
+    assert norm == pytest.approx(0.7, rel=1e-4)
+    assert same(clipped(tree, 1e6), tree)
 
 
 def test_what_was_made_otherwise_is_not_gone_on_with(

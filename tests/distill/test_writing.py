@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -15,7 +16,7 @@ from specdec.distill import openings
 from specdec.distill import wave as wave_module
 from specdec.distill.openings import Opening, draw
 from specdec.distill.turns import begin_of_turn, user_turn
-from specdec.distill.wave import Author, Wave, text_documents, without_loop
+from specdec.distill.wave import Author, Wave, text_documents, without_loops
 from specdec.distill.writing import write
 from specdec.models.runner import ModelRunner
 from tests.models.folders import tokenizer_of
@@ -108,8 +109,6 @@ def test_documents_of_a_wave(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_openings_differ() -> None:
-    import random
-
     rng = random.Random(0)
     found = [draw(rng) for _ in range(4000)]
     assert len({o.text for o in found}) > 1500
@@ -121,13 +120,31 @@ def test_openings_differ() -> None:
 
 
 def test_loops_are_cut() -> None:
-    straight = [*range(40), 3, 3, 4, 4, 40]
-    assert without_loop(straight) == straight
-    looped = [*range(10), *([7, 8, 9] * 20), 1]
-    cut = without_loop(looped)
-    assert cut == looped[: len(cut)]
-    assert 10 < len(cut) < 30
-    assert without_loop([5] * 50) == [5] * 9
+    """Where a token is the fourth in a row of one period, by a plain count."""
+
+    def plain(tokens: list[int]) -> list[int]:
+        for period in range(1, 25):
+            run = 0
+            for i in range(period, len(tokens)):
+                run = run + 1 if tokens[i] == tokens[i - period] else 0
+                if run >= max(3 * period, 8):
+                    tokens = tokens[: i + 1]
+                    break
+        return tokens
+
+    rng = random.Random(0)
+    texts = [[*range(40), 3, 3, 4, 4, 40], [*range(10), *([7, 8, 9] * 20), 1], [], [5]]
+    for _ in range(300):
+        head = [rng.randrange(9) for _ in range(rng.randrange(30))]
+        loop = [rng.randrange(99) for _ in range(rng.randrange(1, 30))]
+        texts.append(head + loop * rng.randrange(8) + head)
+    found = without_loops(texts)
+    assert found == [plain(text) for text in texts]
+    assert found[0] == texts[0]
+    assert 10 < len(found[1]) < 30
+    assert sum(a != b for a, b in zip(found, texts, strict=True)) > 50
+    assert without_loops([[5] * 50]) == [[5] * 9]
+    assert without_loops([]) == []
 
 
 def test_texts_are_cut_to_pieces(tmp_path: Any) -> None:
