@@ -12,6 +12,7 @@ from typing import Any, TypedDict
 
 import mlx.core as mx
 
+from ..backend import defaults
 from ..errors import CacheError
 from ..memory.capacity import grown_capacity, round_up
 from .memo import Memo
@@ -36,7 +37,7 @@ class Settings(TypedDict, total=False):
     max_length: int | None
     read_bucket: int
     additive_mask: bool
-    packed_views: bool
+    packed_views: bool | None
     memo: Memo | None
 
 
@@ -64,7 +65,8 @@ class CacheCore:
         additive_mask: make masks additive (faster on a GPU), not boolean as
             mlx-lm's caches do and some of its models rely on.
         packed_views: hand attention views of packed keys and values, not copies of
-            the columns that it reads (dense ones are always views).
+            the columns that it reads (dense ones are always views); ``None``: as
+            the backend's packed products take them.
         memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -82,7 +84,7 @@ class CacheCore:
         max_length: int | None = None,
         read_bucket: int = 1,
         additive_mask: bool = False,
-        packed_views: bool = True,
+        packed_views: bool | None = None,
         memo: Memo | None = None,
         options: Options | None = None,
     ):
@@ -95,6 +97,8 @@ class CacheCore:
         self.max_length = max_length
         self.read_bucket = read_bucket
         self.additive_mask = additive_mask
+        if packed_views is None:
+            packed_views = defaults().packed_views
         self.packed_views = packed_views
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {

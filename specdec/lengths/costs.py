@@ -13,6 +13,9 @@ NOISE_VARIANCE = 0.08**2
 DRIFT_VARIANCE = 0.01**2
 MOST_VARIANCE = 0.7**2
 LEAST_SECONDS = 1e-7
+# Of what a new shape costs once, the share that the rounds to come have to bring back:
+# it serves later requests too.
+NEW_SHAPE_SHARE = 0.2
 
 
 @dataclass(frozen=True)
@@ -195,7 +198,8 @@ class RoundCosts:
             return 0.0
         plain = self.forwards.round(num_rows, 0)
         caught = self._catch_up(num_rows, undrafted)
-        new = self.new_shape if (num_rows, k) not in self._met else 0.0
+        met = (num_rows, k) in self._met
+        new = 0.0 if met else NEW_SHAPE_SHARE * self.new_shape
         return (caught + new) / plain
 
     def _catch_up(self, num_rows: int, undrafted: int) -> float:
