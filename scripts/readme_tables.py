@@ -59,6 +59,10 @@ TABLES = {
     "cpu-plain": Table("decode-cpu-plain", "without a draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
     "cpu-draft": Table("decode-cpu-draft", "k = 2", ("batch", "tokens/s", "tokens per round"), ("mlx-lm speculative", "specdec, draft")),
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "ms", "peak"), ("specdec",)),
+    "h200-batches": Table("decode-qwen-batches-h200", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
+    "h200-single": Table("decode-qwen-b1-h200", "one row", ("k", "tokens/s", "first pass", "tokens per round")),
+    "h200-lengths": Table("draft-length-qwen-b32-h200", "32 rows", ("k", "tokens/s", "/ no draft", "/ best fixed k", "rate")),
+    "h200-readme": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate")),
     "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two shared CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
 }
 # fmt: on

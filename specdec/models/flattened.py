@@ -2,7 +2,7 @@
 
 MLX's CUDA backend computes the product of x (B, S, D) with packed weights as B
 products of (S, D): every row reads all weights again. Flattened to (B * S, D) it is
-one product, 7 to 16 times as fast for 32 rows (benchmarks/results/packed-h200.md).
+one product that reads them once (``benchmarks.packed`` times both).
 """
 
 from __future__ import annotations
