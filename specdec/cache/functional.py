@@ -31,7 +31,7 @@ class FunctionalCache(CacheCore):
 
         Returns:
             All that the graph of that write, its mask and what attention reads
-            depends on beside the arrays' own shapes. ``None`` when it cannot be
+            depends on beside the arrays' heads and types. ``None`` when it cannot be
             told (nothing is stored yet, or padding is announced), or is another
             for every length.
 
@@ -52,9 +52,10 @@ class FunctionalCache(CacheCore):
             type(self),
             self._storage.codec,
             self.layout,
+            capacity,
             extent,
             bound,
-            (self._uniform),
+            self._uniform,
         )
 
     @property

@@ -26,6 +26,7 @@ from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
 from .options import Options
 from .plan import computing_dtype, sizes_of
 from .states import TargetStates
+from .storage import remove_leftovers
 from .student import choose_layers, head_of, make_student, text_model
 from .train import Trainer, count
 
@@ -83,6 +84,8 @@ class Job:
             ModelError: a file cannot be written; what was there before is whole.
         """
         options = self.options
+        for folder in (options.out, options.work):
+            remove_leftovers(folder)
         with wired_memory():
             material = self._gather()
             loss = ChunkedLoss(

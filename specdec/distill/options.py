@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from ..errors import ConfigError
+from ..models.draft_folder import read_card
 from ..models.precision import DTYPES
 from .packing import Packing
 from .schedule import Budget
@@ -40,6 +41,9 @@ class Options:
         rounds: prompts of each holdout file to decode at the end.
         num_draft_tokens: of these rounds.
         command: for the card.
+
+    Raises:
+        ConfigError: a value is out of range, or ``out`` holds another model.
     """
 
     target: str | None
@@ -72,6 +76,23 @@ class Options:
             )
         if self.bits is not None:
             Packing(self.bits)
+        self._check_out()
+
+    def _check_out(self) -> None:
+        """Refuse a folder whose model is no draft of ours: it would be replaced."""
+        out = self.out.expanduser()
+        if self.target is not None:
+            target = Path(self.target).expanduser()
+            if target.exists() and target.resolve() == out.resolve():
+                raise ConfigError(
+                    f"out is the target's own folder {out}: name another one"
+                )
+        # A draft's own is written last, behind its card.
+        if (out / "config.json").exists() and read_card(out) is None:
+            raise ConfigError(
+                f"{out} holds a model that specdec distill did not make: name "
+                "another folder for out"
+            )
 
     @property
     def work(self) -> Path:

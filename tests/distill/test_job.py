@@ -17,8 +17,10 @@ from specdec.distill import checkpoint, job
 from specdec.distill import export as export_module
 from specdec.distill.checkpoint import NAME
 from specdec.distill.job import Job
+from specdec.distill.schedule import Budget
+from specdec.distill.storage import SUFFIX
 from specdec.distill.train import Recipe, Trainer, clipped
-from specdec.errors import ModelError
+from specdec.errors import ConfigError, ModelError
 
 from .harness import longer, options, quietly, run, same, write_target
 
@@ -54,6 +56,27 @@ def files_of_at_most(size: int) -> Iterator[None]:
         yield
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_another_model_s_folder_is_refused(target: Path, tmp_path: Path) -> None:
+    """Its weights would be replaced: the target's own, or any other's."""
+    with pytest.raises(ConfigError, match="the target's own folder"):
+        options(target, target / ".." / target.name)
+    write_target(tmp_path / "other")
+    with pytest.raises(ConfigError, match="did not make: name another folder"):
+        options(target, tmp_path / "other")
+
+
+def test_what_a_kill_left_half_written_is_removed(target: Path, tmp_path: Path) -> None:
+    out = tmp_path / "draft"
+    wanted = options(target, out, budget=Budget(tokens=600))
+    left = [out / f".model.0{SUFFIX}", wanted.work / f".checkpoint.0{SUFFIX}"]
+    for path in left:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(b"half")
+    run(wanted)
+    assert not any(path.exists() for path in left)
+    options(target, out)  # of ours, and can be made again
 
 
 def weights(folder: Path) -> dict[str, mx.array]:

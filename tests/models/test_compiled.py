@@ -126,6 +126,30 @@ def test_few_graphs_are_kept(
     assert len(forwards._functions) == 2
 
 
+def test_graphs_for_other_capacities_count_too(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows of other bounds have arrays of other sizes: each is a graph of its own."""
+    monkeypatch.setattr(compiled, "MAX_GRAPHS", 2)
+    model = built(tiny_model, "full")
+    calls = []
+
+    class Counted(nn.Module):
+        def __call__(self, tokens: mx.array, cache: Any) -> mx.array:
+            calls.append(cache[0].capacity)
+            result: mx.array = model(tokens, cache=cache)
+            return result
+
+    forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
+    before = CompiledForwards.built
+    for max_length in (70, 80, 90, 70):
+        caches = caches_of(model, 2, read_bucket=64, max_length=max_length)
+        assert forwards(mx.zeros((2, 2), mx.int32), caches) is not None
+    assert calls == [70, 80, 90, 70]  # the first was let go
+    assert CompiledForwards.built - before == 4
+    assert len(forwards._functions) == 2
+
+
 def test_hidden_states_come_along(tiny_model: TinyModel) -> None:
     model = built(tiny_model, "full")
     listened, recorder = record_layers(model, [0, -1], "it")
