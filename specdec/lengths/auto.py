@@ -62,7 +62,7 @@ class AutoLength:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
         if self._measure is None or self.costs.forwards.covers(num_rows):
             return
-        self.costs.forwards.add(self._measure(num_rows))
+        self.costs.add(self._measure(num_rows))
         if self._save is not None:
             self._save(self.costs)
 

@@ -152,6 +152,11 @@ class RoundCosts:
     _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _catch_up_factor: float = 1.0
 
+    def add(self, forwards: Forwards) -> None:
+        """Take measured forwards in."""
+        self.forwards.add(forwards)
+        self._known.clear()
+
     def _log_cost(self, num_rows: int, k: int) -> float:
         factor = self.correction(num_rows, k).log_factor
         return log(self.forwards.round(num_rows, k)) + factor

@@ -111,3 +111,10 @@ def test_a_free_drafter_has_nothing_to_catch_up_with() -> None:
         costs.observe(1, 1, 0.15, undrafted=50)
         costs.observe(1, 0, 0.1)
     assert costs.relative(1, 1)[0] > 1.2
+
+
+def test_new_forwards_are_looked_at_at_once() -> None:
+    costs = RoundCosts(ForwardCosts([Forwards(4, {1: 1.0, 2: 1.0}, 0.1)]))
+    assert costs.relative(16, 1)[0] == pytest.approx(1.1)
+    costs.add(Forwards(16, {1: 1.0, 2: 5.0}, 0.1))
+    assert costs.relative(16, 1)[0] == pytest.approx(5.1)
