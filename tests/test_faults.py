@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -252,6 +253,8 @@ def test_a_draft_is_never_asked_for_tokens_that_it_lacks(
         SamplingParams(max_tokens=12, temperature=2.0, verification=v)
         for v in VERIFICATIONS
     ]
+    # What a forward is asked shows only where Python runs for each.
+    backend = replace(backend, compiles=False)
     run_rows(target, draft, prompts, params, batch_size=2, backend=backend)
     assert max(int(token) for token in asked) == 59
 

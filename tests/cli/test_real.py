@@ -34,7 +34,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
 @pytest.mark.usefixtures("smollm2_path")
 def test_run_with_the_default_target(tmp_path: Path) -> None:
     """A draft and a batch change nothing that is written, and nothing else is."""
-    stdout, stderr, texts = run(tmp_path, "--batch", "1")
+    stdout, stderr, texts = run(tmp_path, "--draft", "none", "--batch", "1")
     assert stdout == (
         f"== [0] Name a river in France.\n{texts[0]}\n\n"
         f"== [1] What is 6 times 7?\n{texts[1]}\n\n"
@@ -44,8 +44,12 @@ def test_run_with_the_default_target(tmp_path: Path) -> None:
     keys = [line.partition(":")[0] for line in summary.splitlines()]
     assert keys == ["target", "draft", "prefill", "decode", "peak memory"], stderr
 
-    options = ("--draft", "self:4bit", "--num-draft-tokens", "3", "--batch", "2")
-    drafted, stderr, _ = run(tmp_path, *options)
-    assert drafted == stdout
-    assert "draft:       self:4bit, 3 tokens a round" in stderr
-    assert "acceptance:  rate 0." in stderr
+    for name, options in {
+        "smollm2-135m-instruct": (),  # the one that comes with the package
+        "self:4bit": ("--draft", "self:4bit"),
+    }.items():
+        more = ("--num-draft-tokens", "3", "--batch", "2")
+        drafted, stderr, _ = run(tmp_path, *options, *more)
+        assert drafted == stdout
+        assert f"draft:       {name}, 3 tokens a round" in stderr
+        assert "acceptance:  rate 0." in stderr
