@@ -76,18 +76,16 @@ def main(
     model = random_model(shape, dtype, num_layers=layers)
     raw["milliseconds"] = records = []
     rows: list[Sequence[object]] = []
+    names = [f"S={s}{' compiled' * compiles}" for s, compiles in VARIANTS]
     for context in contexts:
         for b in batches:
             found = {
-                f"S={s}{' compiled' * compiles}": milliseconds(
-                    model, b, context, s, steps, compiles=compiles
-                )
-                for s, compiles in VARIANTS
+                name: milliseconds(model, b, context, s, steps, compiles=compiles)
+                for name, (s, compiles) in zip(names, VARIANTS, strict=True)
             }
             print(context, b, found, file=sys.stderr)
             records.append({"context": context, "batch": b, **found})
             rows.append([context, b, *(f"{ms:.2f}" for ms in found.values())])
-    names = [f"S={s}{' compiled' * compiles}" for s, compiles in VARIANTS]
     depth = layers or SHAPES[shape]["num_hidden_layers"]
     intro = (
         f"Random Llama weights of the {shape} shape, {depth} layers, {dtype}; columns "

@@ -57,8 +57,7 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity, in the type of the
             scores (faster on a GPU), in place of boolean ones; not for a model of
             which :func:`reads_boolean_masks` is true.
-        packed_views: hand attention views of packed keys and values; without it,
-            copies of the columns that it reads, still packed.
+        packed_views: see :class:`~specdec.cache.core.CacheCore`.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -72,7 +71,7 @@ class CacheOptions:
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
     additive_mask: bool = False
-    packed_views: bool = True
+    packed_views: bool | None = None
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
