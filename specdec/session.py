@@ -36,6 +36,16 @@ class Bounds:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
 
         Raises:
+            PromptError, ConfigError, MemoryLimitError: see :meth:`admit`.
+        """
+        return self.admit(prompt, params)[0]
+
+    def admit(
+        self, prompt: EncodedPrompt, params: SamplingParams
+    ) -> tuple[SamplingParams, Fallback | None]:
+        """The same, and how it fits in memory where it does not as it is.
+
+        Raises:
             PromptError: the prompt is longer than the context.
             ConfigError: a token id is none of the target's.
             MemoryLimitError: the request does not fit in memory even alone.
@@ -52,20 +62,9 @@ class Bounds:
                     f"the target's last is {self.vocab_size - 1}"
                 )
         params = self._cut(prompt, params)
-        self.fallback(prompt, params)
-        return params
-
-    def fallback(
-        self, prompt: EncodedPrompt, params: SamplingParams
-    ) -> Fallback | None:
-        """How it fits in memory where it does not as it is.
-
-        Raises:
-            MemoryLimitError: the request does not fit in memory even alone.
-        """
         if self.preflight is None:
-            return None
-        return self.preflight.check(len(prompt.token_ids), params)
+            return params, None
+        return params, self.preflight.check(len(prompt.token_ids), params)
 
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
@@ -159,8 +158,7 @@ class Session:
             special = (*newline, *sorted(self._tokenizer.eos_token_ids))
             special = tuple(t for t in special if t < self._bounds.vocab_size)
             params = replace(params, xtc_special_tokens=special)
-        params = self._bounds.check(prompt, params)
-        fallback = self._bounds.fallback(prompt, params)
+        params, fallback = self._bounds.admit(prompt, params)
         index, kv_bits = self._next_index, None
         if fallback is not None:
             self.stats.fallbacks[index] = fallback
