@@ -26,6 +26,7 @@ from specdec.bench.waves import Options, Record, Run, rate, step_ms, total
 from specdec.decoder import SpecDecoder
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel, check_same_vocabulary
+from specdec.models.joined import separated
 
 
 @dataclass(frozen=True)
@@ -54,7 +55,7 @@ def make_systems(
     lookahead: int | None,
 ) -> list[System]:
     """Plain first: the others' tokens are compared with its."""
-    model = target.model
+    model, theirs = target.model, separated(target.model)
     defaults = backend.defaults()
     if lookahead is not None:
         defaults = replace(defaults, lookahead=lookahead)
@@ -78,13 +79,13 @@ def make_systems(
 
         return engine(make, options)
 
-    made = [System("mlx-lm plain", 1, None, mlx_lm_plain(model, options))]
+    made = [System("mlx-lm plain", 1, None, mlx_lm_plain(theirs, options))]
     drafts = [(k, draft.model) for k in ks] if draft else []
     for k, draft_model in drafts:
-        run = mlx_lm_speculative(model, draft_model, k, options)
+        run = mlx_lm_speculative(theirs, separated(draft_model), k, options)
         made.append(System("mlx-lm speculative", 1, k, run))
     for b in batches:
-        run = mlx_lm_batch(model, options)
+        run = mlx_lm_batch(theirs, options)
         made.append(System("mlx-lm batch_generate", b, None, run))
         run = ours(None, 0, b)
         made.append(System("specdec", b, None, run))

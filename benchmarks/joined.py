@@ -24,6 +24,7 @@ from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.bench.machine import short
 from specdec.bench.models import load_model, token_level
 from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.models.joined import separated
 
 Record = dict[str, Any]
 
@@ -191,6 +192,7 @@ def main(
     if repeat < 1:
         raise click.UsageError("--repeat must be 1 or more")
     model = load_model(target, dtype).model
+    theirs = separated(model)
     vocab_size = int(model(mx.array([[0]])).shape[-1])
 
     def decoder(step_size: int) -> SpecDecoder:
@@ -203,7 +205,7 @@ def main(
         "joined": lambda: joined(ours, work),
         "waves": lambda: waves(ours, work),
         "mlx-lm BatchGenerator": lambda: batch_generator(
-            model, work, batch_size, prefill_step_size
+            theirs, work, batch_size, prefill_step_size
         ),
     }
     raw = header_of("Prompts of mixed length")

@@ -40,6 +40,7 @@ class BackendDefaults:
         packed_views: products with packed keys and values take views of them;
             where not, the columns that are read are copied, still packed.
         flattens: products with packed weights take rows and positions at once.
+        joins: products of one input by several layers are computed as one.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -51,6 +52,7 @@ class BackendDefaults:
     pairs_from: int | None = None
     packed_views: bool = True
     flattens: bool = False
+    joins: bool = False
 
     @property
     def most_spare(self) -> int:
@@ -76,6 +78,7 @@ _DEFAULTS = {
             pairs_from=16,
             packed_views=False,
             flattens=True,
+            joins=True,
         ),
         BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
     )

@@ -41,8 +41,7 @@ def engine(
     """This engine, by its Python API; text is left out.
 
     Args:
-        make: the decoder, made anew for every wave, so that nothing of an earlier
-            one is in memory.
+        make: gives the decoder for a wave.
         warm_prefixes: decode the wave's prompts once before, so that a prefix cache
             has them.
     """

@@ -15,6 +15,7 @@ from mlx_lm.models import llama
 
 from ..errors import ConfigError
 from ..models import LoadedModel, load, load_draft
+from ..models.loading import fit
 
 DTYPES = {
     "float32": mx.float32,
@@ -100,6 +101,7 @@ def random_model(
         mx.eval(drawn)
         model.update(tree_unflatten([(name, drawn)]))
     mx.clear_cache()
+    fit(model)
     return model.eval()
 
 

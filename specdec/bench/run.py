@@ -10,12 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..decoder import SpecDecoder, wired_memory
 from ..draft_spec import DraftSpec
 from ..drafters import NamedDrafter
 from ..models import LoadedModel, check_same_vocabulary, default_target
+from ..models.joined import separated
 from .cells import Cell, Unit, units_of
 from .engine import engine
 from .machine import commit, load_average, machine
@@ -61,6 +63,8 @@ class Bench:
         if recipe.run.end_of_sequence and self._target.tokenizer is not None:
             stop = self._target.tokenizer.eos_token_ids
         self._eos_token_ids = frozenset(stop)
+        self._kept: dict[Cell, SpecDecoder] = {}
+        self._separated: dict[int, nn.Module] = {}
 
     def run_pass(self, cell: Cell) -> Record:
         """One pass of a cell over all prompts."""
@@ -88,21 +92,38 @@ class Bench:
             seed=self._recipe.run.seed,
             clock=self._clock,
         )
-        target = self._target.model
         if cell.system == "mlx-lm batch":
-            return mlx_lm_batch(target, options)
+            return mlx_lm_batch(self._as_mlx_lm_has(self._target.model), options)
         if cell.system == "mlx-lm speculative":
             assert cell.draft is not None
             draft = self._drafts[cell.draft].model
             assert draft is not None
             return mlx_lm_speculative(
-                target, draft.model, cell.num_draft_tokens, options
+                self._as_mlx_lm_has(self._target.model),
+                self._as_mlx_lm_has(draft.model),
+                cell.num_draft_tokens,
+                options,
             )
         return engine(
-            lambda: self._decoder(cell),
+            lambda: self._kept_decoder(cell),
             options,
             warm_prefixes=cell.conditions.prefix_cache,
         )
+
+    def _as_mlx_lm_has(self, model: nn.Module) -> nn.Module:
+        """The model with mlx-lm's own layers: ours are not to be measured as its."""
+        return self._separated.setdefault(id(model), separated(model))
+
+    def _kept_decoder(self, cell: Cell) -> SpecDecoder:
+        """One for all passes of a cell, as in a server: graphs are compiled once.
+
+        Not where it keeps prefixes: every wave begins with none.
+        """
+        if cell.conditions.prefix_cache:
+            return self._decoder(cell)
+        if cell not in self._kept:
+            self._kept[cell] = self._decoder(cell)
+        return self._kept[cell]
 
     def _decoder(self, cell: Cell, *, end: bool = True) -> SpecDecoder:
         conditions = cell.conditions

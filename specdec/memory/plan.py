@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .capacity import chunk_width, padded_length
+from .capacity import chunk_width, padded_length, round_up
 from .choosing import GREEDY, Choosing, choosing_bytes
 from .formulas import logits_bytes
 from .geometry import ModelGeometry
@@ -220,7 +220,8 @@ class MemoryPlan:
         padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)
         if self.prefix_bytes:  # a chunk can begin behind any prefix
             padded = prompt + self.prefill_step_size
-        return max(context + (self.lookahead + 2) * self._round, padded)
+        most = max(context + (self.lookahead + 2) * self._round, padded)
+        return round_up(most, self.read_bucket)
 
     def _kv_bytes(
         self,

@@ -31,6 +31,7 @@ from .draft_folder import (
 from .flattened import flatten_products
 from .gguf import load_gguf
 from .gguf_weights import WeightFormat
+from .joined import join_products
 from .loaded import LoadedModel
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
@@ -71,17 +72,23 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
         loaded = LoadedModel(*load_gguf(path, form), source)
     else:
         loaded = _load_folder_or_hub(source, wanted)
-    _fit_packed(loaded.model)
+    fit(loaded.model)
     return loaded
 
 
-def _fit_packed(model: Any) -> None:
-    """Let packed weights compute in the way that is fast on this backend."""
+def fit(model: Any) -> None:
+    """Let a model's products be computed in the way that is fast on this backend.
+
+    Every model that is loaded here is so. One that was made in another way may be:
+    in place, with the same weights under the same names.
+    """
     backend = defaults()
     if backend.name == "cpu":
         widen_packed(model)
     if backend.flattens:
         flatten_products(model)
+    if backend.joins:
+        join_products(model)
 
 
 def load_draft(
@@ -107,7 +114,7 @@ def load_draft(
     if draft.bits is None:
         return _load_made(source, target, dtype)
     model, quantization = quantized_copy(target.model, draft.bits)
-    _fit_packed(model)
+    fit(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
     return LoadedModel(model, target.tokenizer, config, source)
@@ -122,7 +129,7 @@ def _load_made(source: str, target: LoadedModel, dtype: str | None) -> LoadedMod
         wanted = parse_dtype(dtype)
         if wanted is not None:
             cast(model, wanted)
-        _fit_packed(model)
+        fit(model)
         lend(model, source, target)
         loaded = LoadedModel(model, target.tokenizer, config, source)
     else:

@@ -12,6 +12,7 @@ from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..errors import ConfigError, UnsupportedModelError
 from .flattened import FlattenedEmbedding, FlattenedLinear
+from .joined import JoinedFlattened
 
 DTYPES = {
     "float32": mx.float32,
@@ -25,6 +26,7 @@ _FLOAT_LAYERS: dict[type, type] = {
     nn.QuantizedEmbedding: nn.Embedding,
     QuantizedSwitchLinear: SwitchLinear,
     FlattenedLinear: nn.Linear,
+    JoinedFlattened: nn.Linear,
     FlattenedEmbedding: nn.Embedding,
 }
 

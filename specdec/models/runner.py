@@ -20,7 +20,7 @@ from ..cache import (
     reads_boolean_masks,
 )
 from ..config import EngineConfig
-from ..memory.capacity import chunk_width, padded_length
+from ..memory.capacity import chunk_width, padded_length, round_up
 from ..prefix.session import ModelPrefixes
 from ..prefix.store import PrefixStore
 from .compiled import CompiledForwards
@@ -120,13 +120,21 @@ class ModelRunner:
         options = replace(
             self.options,
             max_write=max(self.prefill_step_size, max_round + self.backend.most_spare),
-            max_length=max(max_length, self._padded(longest)),
+            max_length=self._bound(max(max_length, self._padded(longest))),
         )
         return ModelRows(self, prompts, options, max_round)
 
     def chunk(self, remaining: int) -> int:
         """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
         return chunk_width(remaining, self.prefill_step_size, self.options.read_bucket)
+
+    def _bound(self, length: int) -> int:
+        """What caches are told that rows of up to ``length`` may hold.
+
+        Capacity ends there. In multiples of what is read, it is the same for many
+        requests, and so are the shapes of their forwards.
+        """
+        return round_up(length, self.options.read_bucket)
 
     def _padded(self, length: int) -> int:
         """Slots that prefill touches for a row of ``length`` tokens."""

@@ -54,7 +54,7 @@ def check_run(
         [[5] * n for n in lengths], max_round=written, max_length=max_length
     )
     # The bound that the runner gives its caches; padding of prefill may pass it.
-    limit = max(max_length, *(runner._padded(n) for n in lengths))
+    limit = runner._bound(max(max_length, *(runner._padded(n) for n in lengths)))
     step, done = config.prefill_step_size, 0
 
     def expect(length: int, max_write: int) -> None:

@@ -1,0 +1,178 @@
+"""Products of one input by several layers, computed as one.
+
+Attention multiplies the same hidden states by three matrices, an MLP by two. Where
+launching a product takes longer than computing it (CUDA, narrow batches), one product
+with the stacked matrices takes three launches off every layer of a model::
+
+    [ q | k | v ] = x [ Wq ; Wk ; Wv ]^T
+
+Models call their layers one by one. The first that is asked computes for all of them,
+and the others, asked with the very same array, take their part.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .flattened import FlattenedEmbedding, FlattenedLinear
+
+logger = logging.getLogger(__name__)
+
+# By the names that mlx-lm's models give them.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+
+class _Ready(NamedTuple):
+    """What one product brought, parts that were taken left out."""
+
+    by: _Product
+    x: mx.array
+    parts: dict[int, mx.array]
+
+
+class _Slot:
+    """The one product of a model whose parts are being taken."""
+
+    ready: _Ready | None = None
+
+
+class _Product:
+    """The product with the stacked matrices of some layers.
+
+    The layers' own arrays become views of the stacked ones: nothing is held twice,
+    and whoever looks for a layer's weights finds them.
+    """
+
+    def __init__(self, layers: Sequence[Any], slot: _Slot):
+        kind: Any = type(layers[0])
+        stacked: Any = kind.__new__(kind)
+        vars(stacked).update(vars(layers[0]))
+        sizes = [layer["weight"].shape[0] for layer in layers]
+        self._ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        for name in layers[0]:
+            dict.__setitem__(
+                stacked, name, mx.concatenate([layer[name] for layer in layers])
+            )
+        mx.eval(stacked)
+        self._views: list[dict[str, mx.array]] = []
+        for layer, size, end in zip(layers, sizes, self._ends, strict=True):
+            views = {name: stacked[name][end - size : end] for name in layer}
+            mx.eval(views)
+            dict.update(layer, views)
+            self._views.append(views)
+        self._whole, self._slot = stacked, slot
+        self._useless = False
+
+    def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
+        """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""
+        # Weights that were replaced, as training does, are those of the layer alone.
+        if self._useless or any(
+            layer.get(n) is not a for n, a in self._views[i].items()
+        ):
+            return None
+        slot = self._slot
+        ready = slot.ready
+        if ready is None or ready.by is not self or ready.x is not x:
+            if ready is not None:
+                # Others of its layers were not asked, or with something else.
+                ready.by._useless = True
+                logger.debug("a joined product was not used whole: no longer joined")
+            parts = mx.split(self._whole(x), self._ends[:-1], axis=-1)
+            # Another thread's input is another array: it computes its own parts.
+            ready = slot.ready = _Ready(self, x, dict(enumerate(parts)))
+        taken = ready.parts.pop(i, None)
+        if not ready.parts:
+            slot.ready = None
+        return taken
+
+
+class _Joined:
+    """A layer that takes its part of a product, if it can."""
+
+    _product: _Product
+    _index: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        part = self._product.part(self._index, self, x)  # type: ignore[arg-type]
+        if part is None:
+            alone: Any = super()
+            part = alone.__call__(x)
+        return part
+
+
+class JoinedLinear(_Joined, nn.Linear):
+    """A linear layer that shares its product with others of the same input."""
+
+
+class JoinedFlattened(_Joined, FlattenedLinear):
+    """A packed, flattened one."""
+
+
+_JOINED: dict[type, Any] = {nn.Linear: JoinedLinear, FlattenedLinear: JoinedFlattened}
+_PLAIN: dict[type, Any] = {
+    JoinedLinear: nn.Linear,
+    JoinedFlattened: nn.QuantizedLinear,
+    FlattenedLinear: nn.QuantizedLinear,
+    FlattenedEmbedding: nn.QuantizedEmbedding,
+}
+
+
+def join_products(model: nn.Module) -> None:
+    """Let layers of ``model`` that read the same input share a product, in place.
+
+    One group at a time: beside the model, the largest is held twice meanwhile.
+    """
+    slot = _Slot()
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        for names in SIBLINGS:
+            layers = [module.get(name) for name in names]
+            if not _alike(layers):
+                continue
+            product = _Product(layers, slot)
+            for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+                joined = _JOINED[type(layer)].__new__(_JOINED[type(layer)])
+                # Arrays are items of a module, everything else attributes.
+                dict.update(joined, layer)
+                vars(joined).update(vars(layer), _product=product, _index=i)
+                module[name] = joined
+        mx.clear_cache()
+
+
+def separated(model: nn.Module) -> nn.Module:
+    """A second model with the same arrays, its layers those of mlx-lm."""
+    twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
+    leaves: Any = tree_flatten(twin.leaf_modules(), is_leaf=nn.Module.is_module)
+    for path, layer in leaves:
+        kind = _PLAIN.get(type(layer))
+        if kind is not None:
+            alone = kind.__new__(kind)
+            dict.update(alone, layer)
+            vars(alone).update(vars(layer))
+            for name in ("_product", "_index"):
+                vars(alone).pop(name, None)
+            twin.update_modules(tree_unflatten([(path, alone)]))
+    return twin
+
+
+def _alike(layers: Sequence[Any]) -> bool:
+    """Whether the layers' matrices can be stacked."""
+    first = layers[0]
+    return type(first) in _JOINED and all(
+        type(layer) is type(first)
+        and vars(layer) == vars(first)
+        and layer.keys() == first.keys()
+        and all(
+            layer[name].dtype == first[name].dtype
+            and layer[name].shape[1:] == first[name].shape[1:]
+            for name in first
+        )
+        for layer in layers
+    )
