@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import hashlib
+import itertools
+import statistics
 import time
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
@@ -28,6 +30,70 @@ from .verification import Verdict
 # Numbers of tokens of verify forwards, in the order of their use, and when to stop.
 VERIFIED = (1, 2, 5, 3, 9)
 BUDGET_SECONDS = 1.5
+# What takes less than this share of the budget is timed as rounds run, so often.
+QUICK, MANY = 1 / 16, 8
+# Tokens proposed by the round that tells what a draft step costs.
+PROPOSED = 3
+
+Run = Callable[[], AbstractSequence[mx.array]]
+
+
+class _Stopwatch:
+    """Times work that is built and handed to the device, within a budget.
+
+    Args:
+        repeats: how often what is slow is timed, of which the fastest counts.
+    """
+
+    def __init__(self, clock: Callable[[], float], repeats: int, budget: float):
+        self._clock, self._repeats, self._budget = clock, repeats, budget
+        self._begun = clock()
+
+    def late(self, seconds: float) -> bool:
+        """Whether so many more would be beyond the budget."""
+        return self._clock() - self._begun + seconds > self._budget
+
+    def __call__(self, run: Run, likely: float) -> float:
+        """Seconds of one ``run``, which builds and compiles when it is first called.
+
+        Args:
+            likely: what it would take if nothing had to be built.
+        """
+        first = self._time(run)
+        # The first counts where it did not take long for building, and repeating it
+        # would.
+        times = [first] if self._budget / 8 < first < likely else []
+        for _ in range(self._repeats):
+            if times and self.late(first):
+                break
+            times.append(self._time(run))
+        fastest = min(times)
+        if fastest > QUICK * self._budget or self.late(MANY * fastest):
+            return fastest
+        return self._in_turn(run)
+
+    def _time(self, run: Run) -> float:
+        start = self._clock()
+        mx.eval(*run())
+        return self._clock() - start
+
+    def _in_turn(self, run: Run) -> float:
+        """Median time from one end to the next, each built while one is running.
+
+        So it is in rounds. Waited for one by one, launching and reading count too,
+        which on a GPU take as long as a draft step.
+        """
+        waiting: AbstractSequence[mx.array] = run()
+        mx.async_eval(*waiting)
+        ends = []
+        for _ in range(MANY):
+            following = run()
+            mx.async_eval(*following)
+            mx.eval(*waiting)
+            ends.append(self._clock())
+            waiting = following
+        mx.eval(*waiting)
+        return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
 def measure_forwards(
@@ -42,34 +108,21 @@ def measure_forwards(
 ) -> Forwards:
     """Time a plain step, a draft step, and verify forwards while time is left.
 
-    Each is run once before it is timed, ``repeats`` times, of which the fastest
-    counts. A plain step, a draft step and one verify forward are always measured;
-    of the latter no more than the budget allows.
+    Each is run once before it is timed, and then as rounds are: built while the one
+    before runs. What takes long is waited for, ``repeats`` times. A plain step, a
+    draft step and one verify forward are always measured; of the latter no more than
+    the budget allows.
 
     Raises:
         DrafterError: the drafter raised something.
     """
-    begun = clock()
+    typical = _Stopwatch(clock, repeats, budget_seconds)
     widest = max_draft_tokens + 1
     most = 4 * widest
     # Without prompts, nothing is looked up in a prefix store, nor kept there.
     rows = target.rows([()] * num_rows, max_round=widest, max_length=most)
     for _ in rows.prefill():
         pass
-
-    def fastest(run: Callable[[], AbstractSequence[mx.array]], likely: float) -> float:
-        times: list[float] = []
-        for number in range(repeats + 1):
-            start = clock()
-            mx.eval(*run())
-            took = clock() - start
-            # The first builds and compiles. It counts where it did not take long
-            # for that, and repeating it would.
-            if number or budget_seconds / 8 < took < likely:
-                times.append(took)
-            if times and clock() - begun + took > budget_seconds:
-                break
-        return min(times)
 
     def verify(num_tokens: int) -> list[mx.array]:
         logits = rows.forward(mx.ones((num_rows, num_tokens), mx.int32))
@@ -78,14 +131,19 @@ def measure_forwards(
         rows.trim_per_sequence(counts, num_tokens)
         return [chosen, rows.offset]
 
-    plain = fastest(lambda: verify(1), 0.0)
-    hidden = None
+    plain = typical(lambda: verify(1), 0.0)
+    hidden, proposed = None, min(PROPOSED, max_draft_tokens)
     if drafter.hidden_layers:
-        verify(2)
+        verify(proposed + 1)
         hidden = rows.hidden
     try:
         draft_step = _draft_step(
-            target, drafter, num_rows, hidden, lambda f: fastest(f, 2 * plain)
+            target,
+            drafter,
+            num_rows,
+            hidden,
+            proposed,
+            lambda f: typical(f, 2 * plain),
         )
     except Exception as error:  # a drafter of the user's may raise anything
         raise described(error, drafter) from error
@@ -93,9 +151,8 @@ def measure_forwards(
     for s in VERIFIED[1:]:
         # At worst, tokens cost as much together as one by one.
         likely = s * plain
-        late = clock() - begun + likely > budget_seconds
-        if s <= widest and (s == 2 or not late):
-            verified[s] = fastest(lambda s=s: verify(s), 1.5 * likely)  # type: ignore[misc]
+        if s <= widest and (s == 2 or not typical.late(likely)):
+            verified[s] = typical(lambda s=s: verify(s), 1.5 * likely)  # type: ignore[misc]
     return Forwards(num_rows, verified, draft_step)
 
 
@@ -104,9 +161,13 @@ def _draft_step(
     drafter: Drafter,
     num_rows: int,
     hidden: mx.array | None,
-    fastest: Callable[[Callable[[], AbstractSequence[mx.array]]], float],
+    num_tokens: int,
+    timed: Callable[[Run], float],
 ) -> float:
-    """Seconds of a proposed token of each row: of a round that proposes one."""
+    """Seconds of a proposed token of each row: of a round that proposes several.
+
+    Its first forward takes two tokens, and what begins and ends it is shared.
+    """
     prompt, params = (1,), SamplingParams()
     sequences = [
         Sequence(Request(i, "", prompt, params), frozenset()) for i in range(num_rows)
@@ -124,19 +185,19 @@ def _draft_step(
 
     def propose() -> list[mx.array]:
         recent, length = state["recent"], state["length"]
-        draws = rules.draws(length, 2)
-        round_ = Round(1, recent, active, rules.sampling, draws)
+        draws = rules.draws(length, num_tokens + 1)
+        round_ = Round(num_tokens, recent, active, rules.sampling, draws)
         proposals = rows.propose(round_)
         check_proposals(rows, round_, proposals)
         proposed = proposals.tokens
-        chosen = mx.concatenate([proposed, proposed], axis=1)
+        chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
         kept = mx.ones((num_rows,), mx.int32)
         rows.commit(round_, Verdict(chosen, kept, hidden))
-        state["recent"] = mx.concatenate([recent[:, 1:], proposed], axis=1)
+        state["recent"] = mx.concatenate([recent[:, 1:], proposed[:, :1]], axis=1)
         state["length"] = length + 1
         return [state["recent"], state["length"]]
 
-    return fastest(propose)
+    return timed(propose) / num_tokens
 
 
 def draft_length(

@@ -11,7 +11,12 @@ from typing import Any
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.calibration import draft_length, measure_forwards, signature
+from specdec.calibration import (
+    _Stopwatch,
+    draft_length,
+    measure_forwards,
+    signature,
+)
 from specdec.config import EngineConfig
 from specdec.drafters import DraftModel, NgramDrafter
 from specdec.drafters import model as draft_model
@@ -339,6 +344,45 @@ def test_measuring_stops_when_its_time_is_up(target: Any, other: Any) -> None:
         runner, drafter, 1, max_draft_tokens=8, clock=ticks.__next__
     )
     assert set(forwards.verify) == {1, 2}
+
+
+class Device:
+    """A clock, and work that takes its time while the next is being built."""
+
+    def __init__(self, build: float, compute: float):
+        self.now, self.build, self.compute = 0.0, build, compute
+        self.free_at = 0.0
+        self.ends: dict[int, float] = {}
+        self.work: list[mx.array] = []
+
+    def run(self) -> list[mx.array]:
+        self.now += self.build
+        self.work.append(mx.zeros(1))
+        self.free_at = max(self.free_at, self.now) + self.compute
+        self.ends[id(self.work[-1])] = self.free_at
+        return [self.work[-1]]
+
+    def wait(self, *arrays: mx.array) -> None:
+        self.now = max([self.now, *(self.ends[id(a)] for a in arrays)])
+
+
+@pytest.mark.parametrize(
+    ("build", "compute", "expected"),
+    [
+        (3.0, 1.0, 3.0),  # launching takes longest: that is what a round takes
+        (1.0, 3.0, 3.0),
+        (100.0, 50.0, 150.0),  # long: waited for, as nothing is won by overlapping
+    ],
+)
+def test_work_is_timed_as_rounds_run_it(
+    monkeypatch: pytest.MonkeyPatch, build: float, compute: float, expected: float
+) -> None:
+    """Built while the work before it runs, and not one by one."""
+    device = Device(build, compute)
+    monkeypatch.setattr(mx, "eval", device.wait)
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    typical = _Stopwatch(lambda: device.now, 2, 1000.0)
+    assert typical(device.run, 0.0) == expected
 
 
 def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None:

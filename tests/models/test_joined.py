@@ -100,7 +100,7 @@ def test_one_product_for_each_input(
     computed.clear()
     join_products(model)
     model(TOKENS)
-    layers = len(model.layers)  # type: ignore[arg-type]
+    layers = len(model.layers)
     assert alone - len(computed) == 3 * layers
 
 
@@ -129,7 +129,8 @@ def test_gradients_are_those_of_the_layers(tiny_model: TinyModel) -> None:
     model = llama(tiny_model)
 
     def loss(m: nn.Module) -> mx.array:
-        return m(TOKENS).square().mean()
+        found: mx.array = m(TOKENS).square().mean()
+        return found
 
     def gradients() -> dict[str, mx.array]:
         _, found = nn.value_and_grad(model, lambda: loss(model))()
@@ -170,7 +171,7 @@ def test_it_can_be_quantized_and_cast(
 def test_layers_asked_with_other_arrays(tiny_model: TinyModel) -> None:
     """Each gets its own answer, and the product is given up as useless."""
     model = llama(tiny_model)
-    mlp = model.layers[0].mlp  # type: ignore[index]
+    mlp = model.layers[0].mlp
     x, y = mx.random.normal((2, 3, 32)), mx.random.normal((2, 3, 32))
     gate, up = mlp.gate_proj(x), mlp.up_proj(y)
     join_products(model)
@@ -183,7 +184,7 @@ def test_layers_asked_with_other_arrays(tiny_model: TinyModel) -> None:
 def test_a_layer_that_is_never_asked(tiny_model: TinyModel) -> None:
     """Its part is not kept beyond the next product."""
     model = llama(tiny_model)
-    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp  # type: ignore[index]
+    attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
     join_products(model)
     x = mx.random.normal((2, 3, 32))
     slot = attention.q_proj._product._slot
@@ -197,7 +198,7 @@ def test_a_layer_that_is_never_asked(tiny_model: TinyModel) -> None:
 
 def test_asked_twice_for_the_same(tiny_model: TinyModel) -> None:
     model = llama(tiny_model)
-    mlp = model.layers[0].mlp  # type: ignore[index]
+    mlp = model.layers[0].mlp
     x = mx.random.normal((2, 3, 32))
     expected = mlp.gate_proj(x)
     join_products(model)
@@ -207,11 +208,11 @@ def test_asked_twice_for_the_same(tiny_model: TinyModel) -> None:
 
 def test_layers_that_differ_stay_alone(tiny_model: TinyModel) -> None:
     model = llama(tiny_model)
-    mlp = model.layers[0].mlp  # type: ignore[index]
+    mlp = model.layers[0].mlp
     mlp.up_proj.weight = mlp.up_proj.weight.astype(mx.float16)
     join_products(model)
     assert type(mlp.up_proj) is nn.Linear
-    assert type(model.layers[1].mlp.up_proj) is JoinedLinear  # type: ignore[index]
+    assert type(model.layers[1].mlp.up_proj) is JoinedLinear
 
 
 def test_decoding_with_a_draft_of_its_own_layers(tiny_model: TinyModel) -> None:
