@@ -8,6 +8,7 @@ from itertools import count
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from specdec.backend import BackendDefaults
