@@ -16,7 +16,7 @@ import mlx.core as mx
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.bench.machine import short
-from specdec.draft_spec import DraftSpec
+from specdec.draft_spec import draft_for
 from specdec.drafters.factory import ngram_of
 from specdec.memory import MemoryPlan
 from specdec.models.outline import outline, outline_draft
@@ -169,9 +169,9 @@ def plan_of(target: str, run: Run, options: dict[str, Any]) -> MemoryPlan:
     """The plan of a run, from the files of its models."""
     config = EngineConfig(**{"batch_size": run.rows, "num_draft_tokens": 3, **options})
     of_target, of_draft = outline(target, dtype=run.dtype), None
-    spec = None if run.draft is None else DraftSpec.parse(run.draft)
+    spec = draft_for(target, run.draft)
     if spec is not None and spec.model is not None:
-        of_draft = outline_draft(spec.model.name, of_target, dtype=run.dtype)
+        of_draft = outline_draft(spec.model, of_target, dtype=run.dtype)
     ngram = None if spec is None else ngram_of(spec)
     return plan_memory(
         of_target,

@@ -28,7 +28,8 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from specdec.cache import BatchKVCache, BatchRotatingKVCache
-from specdec.models import default_target, load
+from specdec.models import load
+from specdec.names import DEFAULT_TARGET
 
 CACHE_TESTS = (
     "test_extend_with_empty_and_nonempty_batch_caches",
@@ -88,7 +89,7 @@ def load_tests(folder: Path, name: str) -> Any:
 
 def small_model(path: str) -> tuple[Any, Any]:
     """What ``mlx_lm.load`` returns: a random model, a real tokenizer."""
-    tokenizer = load(default_target()).tokenizer
+    tokenizer = load(DEFAULT_TARGET).tokenizer
     mx.random.seed(0)
     model = llama.Model(
         llama.ModelArgs(

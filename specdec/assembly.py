@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from dataclasses import replace
 from functools import cache
 
@@ -9,18 +10,27 @@ from . import backend
 from .backend import BackendDefaults
 from .config import EngineConfig
 from .draft_spec import DraftSpec
-from .drafters import DraftContext, DrafterFactory, NgramOptions, make_drafter
+from .drafters import (
+    DraftContext,
+    DrafterFactory,
+    NamedDrafter,
+    NgramOptions,
+    make_drafter,
+)
 from .drafters.factory import ngram_of
 from .engine import Models
 from .errors import ModelError, UnsupportedModelError
 from .memory import MemoryPlan
 from .models import LoadedModel
+from .models.draft_folder import is_made_for, read_card
 from .models.loaded import Described
 from .models.outline import outline, outline_draft
 from .models.planning import plan_memory
 from .models.runner import ModelRunner
 from .prefix.store import PrefixStore
 from .preflight import Preflight
+
+log = logging.getLogger("specdec.assembly")
 
 
 def models_of(
@@ -47,6 +57,33 @@ def models_of(
     )
     made = make_drafter(drafter, context)
     return of_target.recording(made.hidden_layers), made
+
+
+def load_drafter(
+    spec: DraftSpec | None, target: LoadedModel, *, dtype: str | None = None
+) -> NamedDrafter | None:
+    """Load what a draft needs.
+
+    Returns:
+        ``None`` where none is wanted, or where the one that nobody named was made for
+        another model than this target, which is told in a warning.
+
+    Raises:
+        ConfigError, ModelError: see :func:`specdec.models.load_draft`.
+    """
+    if spec is None:
+        return None
+    if spec.implied and spec.model is not None:
+        card = read_card(spec.model.source)
+        if card is None or not is_made_for(card, target):
+            log.warning(
+                "nothing is drafted: %s was made for another version of %s; "
+                "name another draft, or none",
+                spec.name,
+                target.name,
+            )
+            return None
+    return NamedDrafter.load(spec, target, dtype=dtype)
 
 
 def preflight_of(
@@ -93,7 +130,7 @@ def check_before_loading(
     try:
         target_outline = outline(target, dtype=dtype)
         if spec is not None and spec.model is not None:
-            model = outline_draft(spec.model.name, target_outline, dtype=dtype)
+            model = outline_draft(spec.model, target_outline, dtype=dtype)
     except UnsupportedModelError:
         raise
     except ModelError:

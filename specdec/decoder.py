@@ -13,21 +13,22 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .assembly import check_before_loading, models_of, preflight_of
+from .assembly import (
+    check_before_loading,
+    load_drafter,
+    models_of,
+    preflight_of,
+)
 from .calibration import draft_length, measure_forwards
 from .config import EngineConfig
-from .draft_spec import DraftSpec
+from .draft_spec import draft_for
 from .drafters import DrafterFactory, NamedDrafter, describe, factory_of
 from .engine import Engine
 from .errors import ConfigError
 from .lengths import Forwards
-from .models import (
-    LoadedModel,
-    context_length,
-    default_target,
-    load,
-)
+from .models import LoadedModel, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
+from .names import target_name
 from .observer import RoundObserver
 from .params import SamplingParams, require_params
 from .prefix.store import PrefixStore, open_store
@@ -137,16 +138,20 @@ class SpecDecoder:
 
         Args:
             target: MLX model folder, hub id or ``.gguf`` file; ``None`` takes the
-                installed default model.
+                installed default model, ``SmolLM2-135M-Instruct``.
             draft: the same; ``self:4bit`` (2, 3, 8) for the target's own weights
                 quantized in memory; ``layers:0-7,22-29`` for just those layers of
-                it; ``ngram`` or ``ngram:shared`` for prompt lookup; or
-                ``ngram+MODEL`` for a model of these where no n-gram matches.
+                it; ``ngram`` or ``ngram:shared`` for prompt lookup;
+                ``ngram+MODEL`` for a model of these where no n-gram matches;
+                ``smollm2-135m-instruct`` for the default target's draft, which comes
+                with specdec; or ``none``. ``None`` takes that draft for the default
+                target, no draft for others.
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
                 weights as stored.
             config: batch size, draft length, prefill chunk.
 
         Raises:
+            ModelNameError: there can be no model of that name.
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
             ConfigError: a model is no name, ``draft`` cannot be taken apart, or there
@@ -154,15 +159,14 @@ class SpecDecoder:
             MemoryLimitError: the models do not fit in memory; none is loaded.
         """
         config = _checked_config(config)
-        spec = None if draft is None else DraftSpec.parse(_name("draft", draft))
-        if spec is not None:
-            spec.check_model()
-        name = default_target() if target is None else _name("target", target)
+        wanted = None if target is None else _name("target", target)
+        spec = draft_for(wanted, None if draft is None else _name("draft", draft))
+        if spec is not None and spec.implied and not config.max_draft_tokens:
+            spec = None
+        name = target_name(wanted)
         check_before_loading(name, spec, dtype, config)
         loaded = load(name, dtype=dtype)
-        drafter = None
-        if spec is not None:
-            drafter = NamedDrafter.load(spec, loaded, dtype=dtype)
+        drafter = load_drafter(spec, loaded, dtype=dtype)
         return cls(loaded, drafter=drafter, config=config)
 
     def generate(

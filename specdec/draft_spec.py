@@ -7,9 +7,16 @@ import os
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 
-from .errors import ConfigError, ModelNotFoundError
+from .errors import ConfigError
+from .names import (
+    DEFAULT_DRAFT,
+    check_model_name,
+    default_draft,
+    is_default_target,
+    nearest,
+    shipped_draft,
+)
 
 #: Drafts that are made from the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
@@ -18,17 +25,10 @@ NGRAM_DRAFTS = ("ngram", "ngram:shared")
 
 #: No draft, where there would be one by default.
 NO_DRAFT = "none"
+#: Every draft that is known by its name alone.
+KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, *NGRAM_DRAFTS, *SELF_DRAFTS)
 
 LAYERS_EXAMPLE = "layers:0-7,22-29"
-
-
-def default_draft() -> str | None:
-    """Folder of the draft for the default target; ``None`` where none is installed.
-
-    It comes with the package, and was made by ``scripts/train_smollm2_draft``.
-    """
-    folder = Path(__file__).with_name("drafts") / "smollm2-135m-instruct"
-    return str(folder) if (folder / "config.json").is_file() else None
 
 
 @dataclass(frozen=True)
@@ -40,11 +40,23 @@ class ModelDraft:
             following is set.
         bits: the target itself, quantized to this many.
         layers: these layers of the target itself, in ascending order.
+        folder: where it is, when it comes with specdec.
     """
 
     name: str
     bits: int | None = None
     layers: tuple[int, ...] | None = None
+    folder: str | None = None
+
+    @property
+    def source(self) -> str:
+        """Path or hub id of a draft that has files of its own."""
+        return self.name if self.folder is None else self.folder
+
+    @classmethod
+    def of(cls, draft: str | os.PathLike[str] | ModelDraft) -> ModelDraft:
+        """The draft, or the one of that name; see :meth:`parse`."""
+        return draft if isinstance(draft, ModelDraft) else cls.parse(os.fspath(draft))
 
     @classmethod
     def parse(cls, name: str) -> ModelDraft:
@@ -63,7 +75,7 @@ class ModelDraft:
             return cls(name, bits=int(rest.removesuffix("bit")))
         if kind == "layers":
             return cls(name, layers=_parse_layers(name, rest))
-        return cls(name)
+        return cls(name, folder=shipped_draft(name))
 
 
 @dataclass(frozen=True)
@@ -76,12 +88,15 @@ class DraftSpec:
             is one.
         shared: whether in other rows and finished requests too.
         model: what proposes (where no n-gram matches); ``None``: nothing does.
+        implied: whether nobody named it: it is the default target's own, and drafts
+            for that very model alone.
     """
 
     name: str
     ngram: bool
     shared: bool
     model: ModelDraft | None
+    implied: bool = False
 
     @classmethod
     def parse(cls, name: str) -> DraftSpec:
@@ -102,8 +117,9 @@ class DraftSpec:
                 "ngram+MODEL"
             )
         model = ModelDraft.parse(rest) if plus else None
-        if plus and (not rest or DraftSpec.parse(rest).ngram):
-            wrong = "n-grams behind the +, too" if rest else "no model behind the +"
+        nothing = rest in ("", NO_DRAFT)
+        if plus and (nothing or DraftSpec.parse(rest).ngram):
+            wrong = "no model behind the +" if nothing else "n-grams behind the +, too"
             raise ConfigError(
                 f"draft {name!r} names {wrong}: write ngram+MODEL, with "
                 f"a folder, a .gguf file, a hub id, self:4bit or {LAYERS_EXAMPLE}"
@@ -114,24 +130,46 @@ class DraftSpec:
         """Refuse a model that is not here and cannot be on the hub, before any loads.
 
         Raises:
-            ModelNotFoundError: it is no path that exists, and no ``owner/name``.
+            ModelNameError: it is no path that exists, and no ``owner/name``.
         """
         model = self.model
         if model is None or model.bits is not None or model.layers is not None:
             return
-        if os.path.exists(os.path.expanduser(model.name)):
-            return
-        if not is_hub_id(model.name):
-            raise ModelNotFoundError(
-                f"no model at {model.name}: give a folder, a .gguf file or a hub id "
-                f"(owner/name){_hint(model.name)}"
-            )
+        check_model_name(model.source, meant=_meant(model.name))
 
 
-def is_hub_id(name: str) -> bool:
-    """Whether the hub may have a model of that name: ``owner/name``."""
-    owner_and_name = re.fullmatch(r"[\w.-]+/[\w.-]+", name)
-    return owner_and_name is not None and not name.startswith(".")
+def named_draft(name: str) -> DraftSpec | None:
+    """The draft of that name; ``None`` for ``none``. The one reader of ``--draft``.
+
+    Raises:
+        ConfigError: the name cannot be taken apart.
+        ModelNameError: there can be no such model.
+    """
+    if name == NO_DRAFT:
+        return None
+    spec = DraftSpec.parse(name)
+    spec.check_model()
+    return spec
+
+
+def draft_for(target: str | None, draft: str | None) -> DraftSpec | None:
+    """The draft that is meant for a target; ``None``: nothing drafts.
+
+    Args:
+        target: its name; ``None``: the default one.
+        draft: its name; ``None``: the one that comes with specdec for the default
+            target, no draft for any other.
+
+    Raises:
+        ConfigError, ModelNameError: see :func:`named_draft`.
+    """
+    if draft is not None:
+        return named_draft(draft)
+    folder = default_draft() if is_default_target(target) else None
+    if folder is None:
+        return None
+    model = ModelDraft(DEFAULT_DRAFT, folder=folder)
+    return DraftSpec(DEFAULT_DRAFT, False, False, model, implied=True)
 
 
 def _hint(name: str) -> str:
@@ -150,8 +188,8 @@ def _meant(name: str) -> str | None:
     kind, colon, layers = name.partition(":")
     if colon and difflib.get_close_matches(kind, ["layers"]):
         return None if kind == "layers" else f"layers:{layers}"
-    known = difflib.get_close_matches(name, (*SELF_DRAFTS, *NGRAM_DRAFTS), 1)
-    return known[0] if known and known[0] != name else None
+    known = nearest(name, KNOWN_DRAFTS)
+    return None if known == name else known
 
 
 def _parse_layers(name: str, text: str) -> tuple[int, ...]:

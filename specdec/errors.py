@@ -5,6 +5,7 @@
     ├── PromptError            a prompt, or a prompt file, cannot be used (also a ValueError)
     ├── ModelError
     │   ├── ModelNotFoundError     no model under that name
+    │   │   └── ModelNameError         nor can there be one: misspelt (also a ConfigError)
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
     │   └── VocabularyMismatchError  target and draft do not share a vocabulary
     ├── DrafterError           a drafter does not do what its protocol asks of it
@@ -52,6 +53,10 @@ class ModelError(SpecdecError):
 
 class ModelNotFoundError(ModelError):
     """No model was found under the given name."""
+
+
+class ModelNameError(ConfigError, ModelNotFoundError):
+    """No model can have that name: it is no path here, no hub id, and not known."""
 
 
 class UnsupportedModelError(ModelError):

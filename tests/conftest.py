@@ -63,7 +63,7 @@ def draft_failures() -> Iterator[list[str]]:
 def smollm2_path() -> Path:
     """Where the default target's GGUF file is; its absence is a failure."""
     from specdec.errors import ModelNotFoundError
-    from specdec.models import default_target
+    from specdec.names import default_target
 
     try:
         return Path(default_target())

@@ -45,7 +45,7 @@ LAYERS = (
     {"sequence"},
     {"lengths", "params", "text"},
     {"backend", "config", "draft_spec", "memory", "prompts"},
-    {"checks"},
+    {"checks", "names"},
     {"errors"},
 )
 LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}
@@ -57,6 +57,7 @@ WITHOUT_MLX = {
     "errors",
     "lengths",
     "memory",
+    "names",
     "pacing",
     "params",
     "preflight",

@@ -10,7 +10,7 @@ from typing import Any, Self, TypeVar
 
 from ..checks import require, require_int, require_one_of, require_range
 from ..config import DEFAULT_PREFILL_STEP_SIZE
-from ..draft_spec import DraftSpec
+from ..draft_spec import NO_DRAFT, DraftSpec, draft_for
 from ..errors import ConfigError
 from ..params import MAX_TEMPERATURE
 
@@ -140,8 +140,9 @@ class Recipe:
         title: what the report is called.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
-        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``;
-            none measures plain decoding alone.
+        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``.
+            ``none``, or no name, measures plain decoding alone; a file without the
+            key takes the default target's draft, if that is the target.
         dtype: of both models; ``stored`` leaves them as they are.
         folder: where a relative ``file:`` source begins.
 
@@ -164,12 +165,7 @@ class Recipe:
         require(_text(self.title), "title", self.title, "a text")
         if self.target is not None:
             require(_text(self.target), "target", self.target, "the name of a model")
-        drafts = self.draft
-        drafts = tuple(drafts) if isinstance(drafts, list | tuple) else (drafts,)
-        for draft in drafts:
-            require(_text(draft), "draft", draft, "the name of a model")
-            DraftSpec.parse(draft)
-        object.__setattr__(self, "draft", drafts)
+        object.__setattr__(self, "draft", _drafts(self.draft))
         require(
             self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}"
         )
@@ -232,7 +228,19 @@ class Recipe:
         known = {f.name for f in fields(cls)} - {"name", "folder", *_SECTIONS}
         _check_keys(top, known | set(_SECTIONS), "")
         top.setdefault("title", name)
+        if "draft" not in top:
+            spec = draft_for(top.get("target"), None)
+            top["draft"] = () if spec is None else (spec.name,)
         return cls(name=name, folder=folder, **top, **sections)
+
+
+def _drafts(draft: Any) -> tuple[str, ...]:
+    """Names of the drafts; what decodes plainly is measured anyway."""
+    names = tuple(draft) if isinstance(draft, list | tuple) else (draft,)
+    for name in names:
+        require(_text(name), "draft", name, "the name of a draft")
+        DraftSpec.parse(name)
+    return tuple(name for name in names if name != NO_DRAFT)
 
 
 _SECTIONS: dict[str, type] = {"prompts": PromptSet, "sweep": Sweep, "run": Running}

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+from ..names import DEFAULT_TARGET
 from .figures import CellFigures, Figures
 from .machine import place, short
 from .plots import draw_all
@@ -99,7 +100,7 @@ def _setting(figures: Figures) -> str:
         else f"{n} of {prompts['found']} prompts"
     )
     words = [
-        f"Target {short(recipe.target or 'SmolLM2-135M-Instruct (installed default)')}",
+        f"Target {short(recipe.target or f'{DEFAULT_TARGET} (installed default)')}",
         f"draft {', '.join(map(short, recipe.draft))}" if recipe.draft else "no draft",
         recipe.dtype if recipe.dtype != "stored" else "weights as stored",
     ]

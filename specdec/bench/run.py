@@ -14,10 +14,11 @@ import mlx.nn as nn
 
 from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..decoder import SpecDecoder, wired_memory
-from ..draft_spec import DraftSpec
+from ..draft_spec import DraftSpec, named_draft
 from ..drafters import NamedDrafter
-from ..models import LoadedModel, check_same_vocabulary, default_target
+from ..models import LoadedModel, check_same_vocabulary
 from ..models.joined import separated
+from ..names import DEFAULT_TARGET
 from .cells import Cell, Unit, units_of
 from .engine import engine
 from .machine import commit, load_average, machine
@@ -51,9 +52,8 @@ class Bench:
         dtype = None if recipe.dtype == "stored" else recipe.dtype
         for name in recipe.draft:
             if not name.startswith("random:"):
-                DraftSpec.parse(name).check_model()
-        target = default_target() if recipe.target is None else recipe.target
-        self._target = load_model(target, dtype)
+                named_draft(name)
+        self._target = load_model(recipe.target or DEFAULT_TARGET, dtype)
         self._drafts = {
             name: _drafter(name, self._target, dtype) for name in recipe.draft
         }

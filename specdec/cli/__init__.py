@@ -26,7 +26,13 @@ __all__ = ["main"]
 
 
 class _Group(click.Group):
-    """A group whose errors are one line each, whatever raised them."""
+    """A group whose errors are one line each, whatever raised them.
+
+    Its commands are listed in the order in which they were added.
+    """
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
 
     def invoke(self, ctx: click.Context) -> Any:
         try:
@@ -60,16 +66,23 @@ def main() -> None:
 
     The output is the target model's own, token for token; a draft only makes it
     come sooner, or later.
-    """
+
+    \b
+      specdec run --prompt "What is MLX?"
+      specdec run --target MODEL --draft MODEL --prompts questions.jsonl
+    """  # noqa: D301 - click's mark for lines to keep
 
 
-main.add_command(run)
-main.add_command(advise)
-main.add_command(bench)
-main.add_command(report_command)
-main.add_command(estimate)
-main.add_command(convert)
-main.add_command(cache)
-main.add_command(verify)
-main.add_command(tune_layers)
-main.add_command(distill)
+for _command in (
+    run,
+    advise,
+    verify,
+    estimate,
+    bench,
+    report_command,
+    distill,
+    tune_layers,
+    convert,
+    cache,
+):
+    main.add_command(_command)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 import click
 
 from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
-from ..draft_spec import DraftSpec
 from ..params import SamplingParams
 from ..prompts import read_records
 from . import options
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 @click.command(short_help="Tell whether a draft pays, and with which settings.")
 @options.target()
-@options.draft("Draft, named as for `specdec run`.", required=True)
+@options.draft()
 @options.prompts("Prompts like those to come, one a line; '-' reads standard input.")
 @options.num_prompts("Decode the first N of them.", default=20)
 @options.max_tokens("Tokens to generate for a prompt.", default=48, low=2)
@@ -44,7 +43,7 @@ if TYPE_CHECKING:
 def advise(
     *,
     target: str | None,
-    draft: str,
+    draft: str | None,
     file: str,
     num_prompts: int,
     max_tokens: int,
@@ -59,11 +58,11 @@ def advise(
     """Decode a few prompts, time forwards, and say what drafting would bring.
 
     \b
+      specdec advise --prompts questions.jsonl
       specdec advise --target MODEL --draft MODEL --prompts questions.jsonl
     """  # noqa: D301 - click's mark for lines to keep
-    if not draft.strip():
-        raise click.UsageError("--draft is empty: name a draft")
-    DraftSpec.parse(draft).check_model()
+    if options.check_pair(target, draft) is None:
+        raise click.UsageError("there is no draft to advise on: name one with --draft")
     records = read_records(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe
@@ -113,7 +112,7 @@ def advise(
         click.echo(json.dumps(record, indent=2))
         return
     click.echo(
-        f"target: {short(decoder.target_name)}\ndraft:  {short(draft)}\n"
+        f"target: {short(decoder.target_name)}\ndraft:  {decoder.draft_name}\n"
         f"{len(records)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
     )
     click.echo(_tables(found))

@@ -24,7 +24,7 @@ DEFAULT_OUT = "specdec-bench"
 
 
 @click.command(short_help="Run a recipe: acceptance and speed, with a report.")
-@click.argument("recipe", required=False, metavar="RECIPE")
+@click.argument("recipe", required=False, metavar="[RECIPE]")
 @click.option(
     "--set",
     "settings",
@@ -110,7 +110,11 @@ def bench(
 @click.command(short_help="Make a run's report anew from its raw results.")
 @click.argument("folder", metavar="DIR")
 def report(folder: str) -> None:
-    """Make report.md and its plots anew from DIR/raw.jsonl."""
+    """Make report.md and its plots anew from DIR/raw.jsonl.
+
+    \b
+      specdec report specdec-bench/acceptance-quick
+    """  # noqa: D301 - click's mark for lines to keep
     silence_third_parties()
     _write(Path(folder))
 

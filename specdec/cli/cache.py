@@ -29,7 +29,11 @@ _folder = click.argument("folder", metavar="DIR", callback=_existing)
 
 @click.group(short_help="List, verify or clear a prefix cache folder.")
 def cache() -> None:
-    """Look after the folder of --prefix-cache."""
+    """Look after the folder of --prefix-cache.
+
+    \b
+      specdec cache list DIR
+    """  # noqa: D301 - click's mark for lines to keep
 
 
 @cache.command("list", short_help="What it holds, by model.")

@@ -14,10 +14,14 @@ from .quiet import silence_third_parties
     "--bits",
     type=click.Choice(["4", "8", "16"]),
     help="Bits per weight; 16 is not quantized, and what mlx-lm is fast with on a "
-    "CPU. Without it, as the file has them.",
+    "CPU. [default: as the file has them]",
 )
 def convert(file: str, out_dir: str, bits: str | None) -> None:
-    """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads."""
+    """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads.
+
+    \b
+      specdec convert model.gguf model
+    """  # noqa: D301 - click's mark for lines to keep
     silence_third_parties()
     from ..backend import defaults
     from ..models import convert as convert_model

@@ -76,7 +76,9 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @click.option("--resume", is_flag=True, help="Go on from the checkpoint in DIR/work.")
 @options.positive(
-    "--bits", text="Store matrices in N bits; trained for it. [default: as trained]"
+    "--bits",
+    text="Store matrices in N bits (2, 3, 4, 5, 6, 8); trained for it. [default: as "
+    "trained]",
 )
 @click.option(
     "--layers-only",
@@ -88,7 +90,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     type=click.Choice(["adamw", "muon"]),
     default="adamw",
     show_default=True,
-    help="Of matrices.",
+    help="What trains matrices; anything else, adamw does.",
 )
 @click.option(
     "--learning-rate",
@@ -98,8 +100,16 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     show_default=True,
     help="Peak learning rate.",
 )
-@options.positive("--batch", "writers", text="Rows that the target writes at once.")
-@options.positive("--block-tokens", text="Tokens of a training step.", low=128)
+@options.positive(
+    "--batch",
+    "writers",
+    text="Rows that the target writes at once. [default: as memory allows]",
+)
+@options.positive(
+    "--block-tokens",
+    text="Tokens of a training step. [default: as the device is fast with]",
+    low=128,
+)
 @options.positive(
     "--rounds", text="Prompts of each --holdout to decode at the end.", default=128
 )
@@ -146,7 +156,8 @@ def distill(
       specdec distill --target MODEL --out my-draft --minutes 20
       specdec run --target MODEL --draft my-draft --prompt "What is MLX?"
     """  # noqa: D301 - click's mark for lines to keep
-    for name, value in (("out", out), ("target", target), ("data", data)):
+    options.check_target(target)
+    for name, value in (("out", out), ("data", data)):
         if value is not None and not value.strip():
             raise click.UsageError(f"{dashed(name)} is empty: name one")
     if minutes is not None and tokens is not None:

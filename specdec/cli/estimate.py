@@ -11,7 +11,6 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..draft_spec import DraftSpec
 from ..errors import UnsupportedModelError
 from ..memory.estimate import Estimate
 from ..memory.sizes import parse_size
@@ -22,13 +21,9 @@ from .quiet import silence_third_parties
 
 @click.command(short_help="Tell how much memory a run needs, and what fits.")
 @options.target(
-    "MLX model folder, .gguf file, config.json, or a hub id that is downloaded. "
-    "[default: SmolLM2-135M-Instruct]",
+    "MLX model folder, .gguf file, config.json, or a hub id that is downloaded."
 )
-@options.draft(
-    "Draft, as for specdec run: a model, self:4bit, layers:0-7,22-29, ngram or "
-    "ngram+MODEL. [default: none]"
-)
+@options.draft()
 @click.option(
     "--context",
     type=click.IntRange(min=2),
@@ -49,9 +44,7 @@ from .quiet import silence_third_parties
 @options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
-@options.temp(
-    "Above 0, count what drawing tokens takes, filters included. [default: 0]"
-)
+@options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
     "What is there, such as 8GB or 6.5GiB. [default: what the device has]"
 )
@@ -80,33 +73,27 @@ def estimate(
       specdec estimate --target MODEL --context 8192 --batch 8
       specdec estimate --target config.json --context 131072 --memory-limit 24GB
     """  # noqa: D301 - click's mark for lines to keep
-    for option, value in (("--target", target), ("--draft", draft)):
-        if value is not None and not value.strip():
-            raise click.UsageError(f"{option} is empty: name a model")
-    spec = None if draft is None else DraftSpec.parse(draft)
-    if draft is None and is_given("num_draft_tokens"):
+    spec = options.check_pair(target, draft)
+    if spec is None and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if kv_bits is None and is_given("kv_group_size"):
         raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
-    if spec is not None:
-        spec.check_model()
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
     from ..drafters.factory import ngram_of
     from ..memory import MemoryPlan
     from ..memory.choosing import FILTERED, GREEDY
-    from ..models import context_length, default_target
+    from ..models import context_length
     from ..models.outline import outline, outline_draft
     from ..models.planning import plan_memory
+    from ..names import target_name
 
-    target_outline = outline(
-        default_target() if target is None else target, dtype=dtype
-    )
+    target_outline = outline(target_name(target), dtype=dtype)
     own_context = context_length(target_outline.config)
     draft_outline = None
     if spec is not None and spec.model is not None:
-        draft_outline = outline_draft(spec.model.name, target_outline, dtype=dtype)
+        draft_outline = outline_draft(spec.model, target_outline, dtype=dtype)
 
     ngram = None if spec is None else ngram_of(spec)
 

@@ -9,28 +9,49 @@ import click
 from click.core import ParameterSource
 
 from ..config import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from ..draft_spec import DraftSpec, draft_for
+from ..names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[F], F]
 
 
-def target(
-    text: str = "MLX model folder, hub id or .gguf file. "
-    "[default: SmolLM2-135M-Instruct]",
-    *,
-    required: bool = False,
-) -> Option[Any]:
+def target(text: str = "MLX model folder, hub id or .gguf file.") -> Option[Any]:
     """``--target``, also ``--model`` as mlx-lm calls it."""
-    return click.option(
-        "--target", "--model", metavar="MODEL", required=required, help=text
-    )
+    text = f"{text} [default: {DEFAULT_TARGET}]"
+    return click.option("--target", "--model", metavar="MODEL", help=text)
 
 
-def draft(text: str, *, required: bool = False) -> Option[Any]:
+def draft(text: str = "Draft, named as for `specdec run`.") -> Option[Any]:
     """``--draft``, also ``--draft-model`` as mlx-lm calls it."""
-    return click.option(
-        "--draft", "--draft-model", metavar="MODEL", required=required, help=text
+    text = (
+        f"{text} [default: none; for the default target {DEFAULT_DRAFT}, which comes "
+        "with specdec]"
     )
+    return click.option("--draft", "--draft-model", metavar="MODEL", help=text)
+
+
+def check_target(target: str | None) -> None:
+    """Refuse what cannot be a target's name, before anything is imported for it.
+
+    Raises:
+        ModelNameError: it cannot.
+    """
+    if target is not None and not target.strip():
+        raise click.UsageError("--target is empty: name a model")
+    target_name(target)
+
+
+def check_pair(target: str | None, draft: str | None) -> DraftSpec | None:
+    """The draft that is meant; names are checked as far as they tell.
+
+    Raises:
+        ConfigError, ModelNameError: one cannot be a name.
+    """
+    check_target(target)
+    if draft is not None and not draft.strip():
+        raise click.UsageError("--draft is empty: name a model, or none")
+    return draft_for(target, draft)
 
 
 def prompts(text: str, *, required: bool = True) -> Option[Any]:

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import draft_spec
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -15,7 +14,6 @@ from ..config import (
     KvBits,
     NumDraftTokens,
 )
-from ..draft_spec import DraftSpec
 from ..memory.sizes import parse_size
 from . import options
 from .interrupts import last_words
@@ -38,8 +36,7 @@ if TYPE_CHECKING:
     "Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
     "quantized; layers:0-7,22-29: just those layers of it; ngram: no model, what "
     "followed the newest tokens before (ngram:shared: in any row); ngram+MODEL: "
-    "MODEL where no n-gram matches; none: none. [default: none; for the default target "
-    "the one that comes with specdec]"
+    "MODEL where no n-gram matches; none: no draft."
 )
 @click.option(
     "--prompt",
@@ -136,16 +133,13 @@ def run(
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
     for option, value, what in (
-        ("--target", target, "a model"),
-        ("--draft", draft, "a model"),
         ("--prompts", file, "a file"),
         ("--output", output_file, "a file"),
     ):
         if value is not None and not value.strip():
             raise click.UsageError(f"{option} is empty: name {what}")
-    draft = _draft(target, draft)
-    spec = None if draft is None else DraftSpec.parse(draft)
-    _check_together(draft, num_draft_tokens, kv_bits)
+    drafts = options.check_pair(target, draft) is not None
+    _check_together(drafts, num_draft_tokens, kv_bits)
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -161,13 +155,11 @@ def run(
             prefix_cache_memory=prefix_cache_memory,
         ),
     )
-    params = params_of(draft=draft, output_file=output_file, **sampling)
+    params = params_of(drafts=drafts, output_file=output_file, **sampling)
     if ignore_chat_template and system_prompt is not None:
         raise click.UsageError(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
         )
-    if spec is not None:
-        spec.check_model()
     records = collect(texts, file)
     output = None
     if output_file is not None:
@@ -179,7 +171,7 @@ def run(
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
 
-    for note in (check_compiler(), draft and _draft_note(num_draft_tokens)):
+    for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             click.echo(f"specdec: note: {note}", err=True)
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
@@ -236,13 +228,6 @@ def run(
         sys.exit(FAILURE)
 
 
-def _draft(target: str | None, draft: str | None) -> str | None:
-    """The draft that is meant: of the default target, the one that comes with it."""
-    if draft == draft_spec.NO_DRAFT:
-        return None
-    return draft_spec.default_draft() if draft is target is None else draft
-
-
 def _kv_bits(text: str | None) -> KvBits:
     if text == "auto":
         return "auto"
@@ -262,14 +247,14 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _check_together(
-    draft: str | None, num_draft_tokens: NumDraftTokens, kv_bits: str | None
+    drafts: bool, num_draft_tokens: NumDraftTokens, kv_bits: str | None
 ) -> None:
     """Refuse an option that another one, or its absence, leaves without effect."""
-    if draft is None and is_given("num_draft_tokens"):
+    if not drafts and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if draft is not None and num_draft_tokens == 0:
+    if num_draft_tokens == 0:
         raise click.UsageError(
-            "--num-draft-tokens 0 leaves --draft unused: leave one of them out"
+            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead"
         )
     for name in ("kv_group_size", "quantized_kv_start"):
         if kv_bits is None and is_given(name):

@@ -149,7 +149,7 @@ def sampling_options(command: F) -> F:
 
 def params_of(
     *,
-    draft: str | None,
+    drafts: bool,
     output_file: str | None,
     temp: float,
     top_logprobs: int | None,
@@ -157,11 +157,14 @@ def params_of(
 ) -> SamplingParams:
     """What the options ask for.
 
+    Args:
+        drafts: whether anything proposes tokens.
+
     Raises:
         click.UsageError: an option is left without effect by another.
         ConfigError: a value is out of range.
     """
-    if is_given("verification") and (temp == 0 or draft is None):
+    if is_given("verification") and (temp == 0 or not drafts):
         raise click.UsageError(
             "--verification needs --draft and --temp: without them all are the same"
         )

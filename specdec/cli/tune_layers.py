@@ -61,20 +61,20 @@ def tune_layers(
     \b
       specdec tune-layers --target MODEL --prompts questions.jsonl
     """  # noqa: D301 - click's mark for lines to keep
-    if target is not None and not target.strip():
-        raise click.UsageError("--target is empty: name a model")
+    options.check_target(target)
     records = read_records(file)[:num_prompts]
     prompts = [record.prompt for record in records]
     silence_third_parties()
     from ..decoder import SpecDecoder
     from ..errors import ConfigError
-    from ..models import default_target, load
+    from ..models import load
     from ..models.trunk import check_trunk, layers_of
+    from ..names import target_name
     from ..params import SamplingParams
     from ..prompts import encode_all
     from ..tuning import Agreement, search_layers
 
-    loaded = load(default_target() if target is None else target, dtype=dtype)
+    loaded = load(target_name(target), dtype=dtype)
     check_trunk(loaded.model, loaded.name, "skipping layers")
     num_layers = len(layers_of(loaded.model))
     if keep is not None and keep >= num_layers:

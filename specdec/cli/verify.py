@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
-from ..draft_spec import DraftSpec
 from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_records
 from . import options
@@ -36,9 +35,7 @@ TOKENS_BEHIND_DRAFT = 3
 
 @click.command(short_help="Compare the output with plain decoding.")
 @options.target()
-@options.draft(
-    "Draft, named as for `specdec run`. [default: none: batches are compared]"
-)
+@options.draft("Draft, named as for `specdec run`; none: batches are compared.")
 @options.prompts(
     "Prompts, one a line: text, or JSON as for `specdec run`; '-' reads standard input."
 )
@@ -120,7 +117,8 @@ def verify(
       specdec verify --draft self:4bit --prompts questions.jsonl --json exact.json
     """  # noqa: D301 - click's mark for lines to keep
     sampled = temp > 0 and verification != "coupled"
-    _check_together(draft, temp, kv_bits, sampled=sampled)
+    drafts = options.check_pair(target, draft) is not None
+    _check_together(drafts, temp, kv_bits, sampled=sampled)
     if max_tokens is None:
         short = num_draft_tokens + TOKENS_BEHIND_DRAFT
         max_tokens = short if sampled else DEFAULT_MAX_TOKENS
@@ -133,8 +131,6 @@ def verify(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
     )
-    if draft is not None:
-        DraftSpec.parse(draft).check_model()
     records = read_records(file)[:num_prompts]
     output = None
     if json_file is not None:
@@ -162,12 +158,12 @@ def verify(
             progress=lambda what, done, total: progress.show(done, total, what=what),
         )
     if output is not None:
-        options = {
+        settings = {
             "prompts": file,
             "num_prompts": len(records),
             "max_tokens": max_tokens,
             "batch_size": batch_size,
-            "num_draft_tokens": num_draft_tokens if draft else 0,
+            "num_draft_tokens": num_draft_tokens if decoder.draft_name else 0,
             "temperature": temp,
             "seed": seed,
             "verification": verification,
@@ -179,7 +175,7 @@ def verify(
         }
         if os.path.isfile(output.name):
             output.truncate(0)
-        json.dump(_record(decoder, found, options), output, indent=1)
+        json.dump(_record(decoder, found, settings), output, indent=1)
         output.write("\n")
     click.echo(_header(decoder, found, params))
     click.echo(summary(found))
@@ -188,14 +184,12 @@ def verify(
 
 
 def _check_together(
-    draft: str | None, temp: float, kv_bits: str | None, *, sampled: bool
+    drafts: bool, temp: float, kv_bits: str | None, *, sampled: bool
 ) -> None:
-    """Refuse what is empty, or without effect; before a model is loaded."""
-    if draft is not None:
-        DraftSpec.parse(draft)
-    elif is_given("num_draft_tokens"):
+    """Refuse what is without effect; before a model is loaded."""
+    if not drafts and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if is_given("verification") and (temp == 0 or draft is None):
+    if is_given("verification") and (temp == 0 or not drafts):
         raise click.UsageError(
             "--verification needs --draft and --temp: without them all are the same"
         )

@@ -8,11 +8,12 @@ import mlx.core as mx
 
 from ..errors import ModelError, UnsupportedModelError
 from ..memory.sizes import format_size
-from ..models import default_target, load
+from ..models import load
 from ..models.loaded import Described
 from ..models.outline import outline
 from ..models.precision import DTYPES
 from ..models.trunk import layers_of
+from ..names import DEFAULT_TARGET
 from .material import clock
 from .options import Options
 from .plan import Sizes, computing_dtype, sizes_of
@@ -50,7 +51,7 @@ def describe(options: Options) -> list[str]:
     target = _outline(options)
     dtype = computing_dtype(options)
     if target is None:  # on the hub, perhaps
-        target = load(options.target or default_target(), dtype=dtype)
+        target = load(options.target or DEFAULT_TARGET, dtype=dtype)
     source = text_model(target)
     layers = choose_layers(options.layers, len(layers_of(target.model)))
     student = make_student(target, layers, widen=options.widen)
@@ -87,7 +88,7 @@ def describe(options: Options) -> list[str]:
 def _outline(options: Options) -> Described | None:
     """The target without its weights; ``None`` where its files do not tell."""
     try:
-        name = options.target or default_target()
+        name = options.target or DEFAULT_TARGET
         return outline(name, dtype=computing_dtype(options))
     except UnsupportedModelError:
         raise

@@ -13,11 +13,12 @@ import mlx.core as mx
 from .. import backend
 from ..decoder import wired_memory
 from ..errors import ModelError
-from ..models import default_target, load, load_draft
+from ..models import load, load_draft
 from ..models.draft_folder import FORMAT
 from ..models.fingerprint import fingerprint
 from ..models.precision import DTYPES
 from ..models.trunk import layers_of
+from ..names import DEFAULT_TARGET
 from . import checkpoint
 from .evaluate import HeldOut, measure_rounds
 from .export import export, write_card
@@ -59,7 +60,7 @@ class Job:
         self._say = say
         self._given = Given.read(options)  # before a model is loaded
         self.dtype = computing_dtype(options)
-        self.target = load(options.target or default_target(), dtype=self.dtype)
+        self.target = load(options.target or DEFAULT_TARGET, dtype=self.dtype)
         self._text_model = text_model(self.target)
         layers = choose_layers(options.layers, len(layers_of(self.target.model)))
         self.student = make_student(self.target, layers, widen=options.widen)

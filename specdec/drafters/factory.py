@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
-from ..draft_spec import DraftSpec
+from ..draft_spec import DraftSpec, named_draft
 from ..errors import ConfigError
 from ..models import LoadedModel, check_same_vocabulary, context_length, load_draft
 from ..models.runner import ModelRunner
@@ -96,7 +96,7 @@ class NamedDrafter:
         """
         model = None
         if spec.model is not None:
-            model = load_draft(spec.model.name, target, dtype=dtype)
+            model = load_draft(spec.model, target, dtype=dtype)
         return cls(spec.name, model, ngram_of(spec))
 
     def __call__(self, context: DraftContext) -> Drafter:
@@ -144,7 +144,8 @@ def factory_of(
             )
         return NamedDrafter(draft.name, draft)
     if isinstance(drafter, str):
-        return NamedDrafter.load(DraftSpec.parse(drafter), target)
+        spec = named_draft(drafter)
+        return None if spec is None else NamedDrafter.load(spec, target)
     if drafter is not None and not _takes_one(drafter):
         what = drafter if isinstance(drafter, type) else type(drafter)
         kind = "the class" if isinstance(drafter, type) else "of type"

@@ -3,7 +3,7 @@
 from .context import context_length
 from .convert import convert
 from .loaded import LoadedModel
-from .loading import default_target, load, load_draft
+from .loading import load, load_draft
 from .vocabulary import check_same_vocabulary
 
 __all__ = [
@@ -11,7 +11,6 @@ __all__ = [
     "check_same_vocabulary",
     "context_length",
     "convert",
-    "default_target",
     "load",
     "load_draft",
 ]

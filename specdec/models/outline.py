@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import os
 import tempfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +20,15 @@ import mlx.nn as nn
 from mlx_lm.utils import hf_repo_to_path, load_model
 
 from ..backend import defaults
-from ..draft_spec import ModelDraft, is_hub_id
+from ..draft_spec import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
+from ..names import locate_target
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
 from .gguf_config import build_config
 from .gguf_header import read_header
 from .gguf_weights import WeightFormat, build_model
-from .loading import QUANTIZATION_KEYS, check_folder, check_no_draft, explain
+from .loading import QUANTIZATION_KEYS, check_folder, explain
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .skipping import SkippingModel
@@ -57,28 +58,30 @@ def outline(
 
     Args:
         source: an MLX model folder, a ``.gguf`` file, a hub id that was downloaded
-            before, or a ``config.json``. A folder may hold that alone.
+            before, a ``config.json`` (a folder may hold that alone), or the default
+            target's name.
         dtype: as for :func:`specdec.models.load`.
 
     Raises:
         ConfigError: another ``dtype``.
+        ModelNameError: nothing can have that name.
         ModelNotFoundError: nothing has that name here.
         UnsupportedModelError: the model, or a part of it, is not supported.
         ModelError: a file is cut short or corrupt.
     """
     wanted, name = parse_dtype(dtype), os.fspath(source)
-    check_no_draft(name)
-    path = Path(os.path.expanduser(name))
+    located = locate_target(name)
+    path = Path(os.path.expanduser(located))
     conversions = Conversions()
     try:
-        if name.lower().endswith(".gguf") and not path.is_dir():
+        if located.lower().endswith(".gguf") and not path.is_dir():
             file = read_header(path)
             form = WeightFormat(dtype=wanted)
             config = build_config(file)
             conversions.reading(file, config, form)
             model, config = build_model(file, config, form, lazy=True)
         else:
-            model, config = _from_folder(_folder(name, path))
+            model, config = _from_folder(_folder(located, path))
             if wanted is not None:
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
@@ -92,7 +95,10 @@ def outline(
 
 
 def outline_draft(
-    source: str | os.PathLike[str], target: ModelOutline, *, dtype: str | None = None
+    source: str | os.PathLike[str] | ModelDraft,
+    target: ModelOutline,
+    *,
+    dtype: str | None = None,
 ) -> ModelOutline:
     """The outline of what :func:`specdec.models.load_draft` would load.
 
@@ -100,36 +106,35 @@ def outline_draft(
         ConfigError: there is no such ``self:`` draft, or there are no such layers.
         ModelError: see :func:`outline`.
     """
-    name = os.fspath(source)
-    draft = ModelDraft.parse(name)
+    draft = ModelDraft.of(source)
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
-        return ModelOutline(skipping, target.config, name, loading_bytes=0)
-    if draft.bits is None and has_layers_only(read_card(name)):
-        return _outline_layers(name, target, parse_dtype(dtype))
+        return ModelOutline(skipping, target.config, draft.name, loading_bytes=0)
+    if draft.bits is None and has_layers_only(read_card(draft.source)):
+        return _outline_layers(draft, target, parse_dtype(dtype))
     if draft.bits is None:
-        return outline(name, dtype=dtype)
+        return replace(outline(draft.source, dtype=dtype), name=draft.name)
     model, _ = quantized_copy(target.model, draft.bits, lazy=True)
     conversions = Conversions()
     conversions.quantizing(weights_of(target.model), weights_of(model))
     _widen(model, conversions)
-    return ModelOutline(model, target.config, name, conversions.peak(model))
+    return ModelOutline(model, target.config, draft.name, conversions.peak(model))
 
 
 def _outline_layers(
-    name: str, target: ModelOutline, dtype: mx.Dtype | None
+    draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
 ) -> ModelOutline:
     """Of a draft that takes its embedding from the target."""
     conversions = Conversions()
-    model, config = open_layers(name)
+    model, config = open_layers(draft.source)
     if dtype is not None:
         before = weights_of(model)
         cast(model, dtype, lazy=True)
         conversions.casting(before, weights_of(model), dtype)
     _widen(model, conversions)
     loading_bytes = conversions.peak(model)
-    lend(model, name, target)
-    return ModelOutline(model, config, name, loading_bytes)
+    lend(model, draft.name, target)
+    return ModelOutline(model, config, draft.name, loading_bytes)
 
 
 def _widen(model: nn.Module, conversions: Conversions) -> None:
@@ -146,11 +151,6 @@ def _folder(name: str, path: Path) -> Path:
     if path.exists():
         check_folder(path)
         return path
-    if not is_hub_id(name):
-        raise ModelNotFoundError(
-            f"no model at {shorten(name)}: give a folder, a .gguf file, a config.json "
-            "or a hub id (owner/name)"
-        )
     try:
         return Path(hf_repo_to_path(name))
     except Exception as error:  # the hub's client raises many kinds

@@ -111,25 +111,26 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
 
 
 def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("specdec.models.default_target", lambda: config)
+    monkeypatch.setattr("specdec.names.default_target", lambda: config)
+    monkeypatch.setattr("specdec.draft_spec.default_draft", lambda: None)
     assert as_json("--context", "99")["num_parameters"] == 8_030_261_248
 
 
 @pytest.mark.parametrize(
     ("arguments", "code", "message"),
     [
-        (("--target", "x"), 2, "Missing option '--context'"),
-        (("--target", "x", "--context", "1"), 2, "'--context': 1 is not in the range"),
+        (("--target", "a/x"), 2, "Missing option '--context'"),
+        (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not in the"),
         (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
-        (("--target", "x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
-        (("--target", "x", "--context", "9", "--memory-limit", "8 apples"), 2,
+        (("--target", "a/x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
+        (("--target", "a/x", "--context", "9", "--memory-limit", "8 apples"), 2,
          "'8 apples' is no size: write it as 8GB"),
-        (("--target", "x", "--context", "9", "--num-draft-tokens", "2"), 2,
+        (("--target", "a/x", "--context", "9", "--num-draft-tokens", "2"), 2,
          "--num-draft-tokens needs --draft"),
-        (("--target", "x", "--context", "9", "--kv-group-size", "32"), 2,
+        (("--target", "a/x", "--context", "9", "--kv-group-size", "32"), 2,
          "--kv-group-size needs --kv-bits"),
-        (("--target", "no-such-model", "--context", "9"), 1, "no model at no-such"),
-        (("--target", "no/target", "--context", "9", "--draft", "no-such"), 1,
+        (("--target", "no-such-model", "--context", "9"), 2, "no model at no-such"),
+        (("--target", "no/target", "--context", "9", "--draft", "no-such"), 2,
          "no model at no-such: give a folder, a .gguf file or a hub id"),
     ],
 )  # fmt: skip

@@ -10,8 +10,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from specdec.errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from specdec.errors import (
+    ModelError,
+    ModelNameError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from specdec.models import load
+from specdec.models.gguf import load_gguf
 from specdec.models.gguf_header import read_header
 
 from .gguf_files import (
@@ -49,8 +55,10 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 def test_no_such_file(tmp_path: Path) -> None:
-    message = refusal(tmp_path / "no.gguf", ModelNotFoundError)
-    assert "No such file" in message
+    with pytest.raises(ModelNameError, match=r"no model at .*: give a folder"):
+        load(tmp_path / "no.gguf")
+    with pytest.raises(ModelNotFoundError, match="No such file"):
+        load_gguf(tmp_path / "no.gguf")
 
 
 def test_other_files(tmp_path: Path) -> None:

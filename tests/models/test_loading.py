@@ -27,7 +27,8 @@ from specdec.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from specdec.models import default_target, load, load_draft
+from specdec.models import load, load_draft
+from specdec.names import default_target
 
 from .folders import write_folder
 from .gguf_files import random_model, write_model
@@ -193,7 +194,7 @@ def test_paths_and_the_home_folder(
             "owner/no-such-model",
             "the hub cannot be reached: while online, fetch it with: hf download owner",
         ),
-        ("no-such.gguf", "No such file"),
+        ("no-such.gguf", "no model at no-such.gguf: give a folder"),
         ("self:4bit", "is a draft"),
     ],
 )
