@@ -31,7 +31,7 @@ def milliseconds(
         read_bucket=256,
         repeat_shapes=True,
         compiles=compiles,
-        pairs_from=None,
+        pairs=False,
     )
     runner = ModelRunner(model, "target", EngineConfig(batch_size=rows), defaults)
     length = context + (steps + WARM_UP) * width + 1

@@ -34,9 +34,9 @@ class BackendDefaults:
         new_shape_seconds: what a shape that was not met before costs.
         compiles: decode with compiled forwards. It takes shapes that repeat, and
             pays where launching and Python take longer than computing.
-        pairs_from: from this many rows, a step of one token per row is computed
-            with a spare second one: CUDA's fused attention takes a mask only for
-            several queries, and what it does for one grows with the rows.
+        pairs: steps of one token per row are computed with a spare second one, but
+            for a single row, which needs no mask: CUDA's fused attention takes a
+            mask only for several queries.
         packed_views: products with packed keys and values take views of them;
             where not, the columns that are read are copied, still packed.
         flattens: products with packed weights take rows and positions at once.
@@ -49,19 +49,15 @@ class BackendDefaults:
     lookahead: int
     new_shape_seconds: float = 0.0
     compiles: bool = False
-    pairs_from: int | None = None
+    pairs: bool = False
     packed_views: bool = True
     flattens: bool = False
     joins: bool = False
 
     @property
     def most_spare(self) -> int:
-        """The most that :meth:`spare_tokens` says, 0 or 1."""
-        return int(self.pairs_from is not None)
-
-    def spare_tokens(self, rows: int, width: int) -> int:
-        """Tokens per row to compute beside ``width`` wanted ones."""
-        return self.most_spare if width == 1 and rows >= (self.pairs_from or 0) else 0
+        """Tokens per row that a step may compute beside what is wanted."""
+        return int(self.pairs)
 
 
 _DEFAULTS = {
@@ -75,7 +71,7 @@ _DEFAULTS = {
             lookahead=1,
             new_shape_seconds=0.04,
             compiles=True,
-            pairs_from=16,
+            pairs=True,
             packed_views=False,
             flattens=True,
             joins=True,

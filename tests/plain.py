@@ -37,7 +37,7 @@ BEHIND = BackendDefaults(
     repeat_shapes=True,
     lookahead=1,
     compiles=True,
-    pairs_from=2,
+    pairs=True,
     packed_views=False,
 )
 

@@ -79,7 +79,7 @@ class MemoryPlan:
         lookahead: rounds that the backend lets the host read behind the device.
         patient: whether speculative rounds are read so late too (RowBatch).
         spare: tokens per row that a narrow step computes in vain, 0 or 1
-            (``BackendDefaults.pairs_from``).
+            (``BackendDefaults.pairs``).
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
         lookup_bytes: of what n-grams are looked up in, and of looking.

@@ -70,6 +70,15 @@ class _Product:
         self._whole, self._slot = stacked, slot
         self._useless = False
 
+    def _compute(self, x: mx.array) -> mx.array:
+        whole = self._whole
+        if "bias" in whole and "scales" not in whole and x.size == x.shape[-1]:
+            # MLX has a fast kernel for one row, which adds no bias.
+            alone: mx.array = x @ whole["weight"].T + whole["bias"]
+            return alone
+        computed: mx.array = whole(x)
+        return computed
+
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
         """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""
         # Weights that were replaced, as training does, are those of the layer alone.
@@ -84,7 +93,7 @@ class _Product:
                 # Others of its layers were not asked, or with something else.
                 ready.by._useless = True
                 logger.debug("a joined product was not used whole: no longer joined")
-            parts = mx.split(self._whole(x), self._ends[:-1], axis=-1)
+            parts = mx.split(self._compute(x), self._ends[:-1], axis=-1)
             # Another thread's input is another array: it computes its own parts.
             ready = slot.ready = _Ready(self, x, dict(enumerate(parts)))
         taken = ready.parts.pop(i, None)
