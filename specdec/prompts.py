@@ -128,7 +128,9 @@ def encode(
         raise PromptError("it is empty")
     if not isinstance(prompt[0], Mapping):
         if system_prompt is not None:
-            raise PromptError("a system prompt cannot be added to token ids")
+            raise PromptError(
+                "a system prompt cannot be added to token ids: leave it out"
+            )
         token_ids = _check_token_ids(prompt, len(tokenizer))
         return EncodedPrompt(tokenizer.decode(list(token_ids)), token_ids)
     if not has_template:

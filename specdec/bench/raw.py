@@ -84,7 +84,9 @@ class Results:
                     f"{file}:{number}: no line of results of this version"
                 ) from error
         if results is None:
-            raise ConfigError(f"{folder} holds no results: its {FILE} is empty")
+            raise ConfigError(
+                f"{folder} holds no results: its {FILE} is empty, run the recipe"
+            )
         return results
 
 

@@ -268,7 +268,9 @@ def _summary(decoder: SpecDecoder, num_failed: int) -> str:
 
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens
-    length = "chosen for every round" if k == "auto" else f"{_some(k, 'token')} a round"
+    length = "as many tokens a round as pay"
+    if k != "auto":
+        length = f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     lines = {
         "target": short(decoder.target_name),
@@ -289,7 +291,7 @@ def _summary(decoder: SpecDecoder, num_failed: int) -> str:
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
     elif draft and k == "auto" and stats.rounds and not failed:
-        lines["acceptance"] = "nothing was drafted: it would not have paid"
+        lines["acceptance"] = "nothing was drafted: it does not pay here"
     if num_failed:
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"

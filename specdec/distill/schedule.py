@@ -23,7 +23,9 @@ class Budget:
         if (self.minutes is None) == (self.tokens is None):
             raise ConfigError("give a budget for training: minutes or tokens, not both")
         if not (self.minutes or self.tokens or 0) > 0:
-            raise ConfigError("a budget for training must be above 0")
+            raise ConfigError(
+                "there is no budget for training: give minutes or tokens above 0"
+            )
 
     def share(self, *, seconds: float, tokens: int) -> float:
         """The share of it that is used up, at most 1."""

@@ -9,6 +9,7 @@ those, which is few where shapes repeat.
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
@@ -19,6 +20,9 @@ import mlx.nn as nn
 
 from ..cache import BatchCache, BatchCacheList, Memo
 from .hidden import HiddenStates
+from .messages import shorten
+
+log = logging.getLogger("specdec.models")
 
 # Graphs kept for a model, the last used ones: a few thousand small objects each.
 MAX_GRAPHS = 128
@@ -31,7 +35,7 @@ Function = Callable[
 
 
 class _CannotCompileError(Exception):
-    """A forward did not do to all caches what a decode step does."""
+    """A forward did not do to all caches what a decode step does: so it is written."""
 
 
 class CompiledForwards:
@@ -83,10 +87,21 @@ class CompiledForwards:
             logits, hidden, offsets, held = function(tokens, offsets, held)
             if key not in self._functions:
                 CompiledForwards.built += 1
-        except Exception:
-            # Code that reads an array, or a cache that is not written to: the usual
-            # way works, or says what is wrong.
+        except _CannotCompileError:
             self._refused = True
+            log.debug("%s leaves a cache out: it is not compiled", self._called)
+            return None
+        except Exception as error:
+            # Code that reads an array, say: the usual way works, or tells what is
+            # wrong.
+            self._refused = True
+            log.warning(
+                "%s cannot be compiled (%s: %s): it decodes the same, only slower; "
+                "please report this line",
+                self._called,
+                type(error).__name__,
+                shorten(error),
+            )
             return None
         for cache, group, arrays in zip(members, groups, held, strict=True):
             cache.take(arrays, offsets[group], width)
@@ -95,6 +110,11 @@ class CompiledForwards:
         if len(self._functions) > MAX_GRAPHS:
             self._functions.popitem(last=False)
         return logits, hidden
+
+    @property
+    def _called(self) -> str:
+        """The model's architecture, as mlx-lm's modules are called."""
+        return type(self._model).__module__
 
     def _make(
         self, caches: Sequence[Any], members: list[BatchCache], groups: list[int]

@@ -197,7 +197,10 @@ def test_a_draft_on_a_cpu_is_noted(
 
 @pytest.mark.parametrize(
     ("arguments", "length"),
-    [([], "chosen for every round"), (["--num-draft-tokens", "3"], "3 tokens a round")],
+    [
+        ([], "as many tokens a round as pay"),
+        (["--num-draft-tokens", "3"], "3 tokens a round"),
+    ],
 )
 def test_summary_on_stderr(specdec: Specdec, arguments: list[str], length: str) -> None:
     result = specdec("run", "-p", "Hi", "--draft", "self:4bit", *arguments)
@@ -225,9 +228,9 @@ def test_summary_of_a_draft_that_failed(specdec: Specdec, decoder: FakeDecoder) 
     decoder.stats.drafted = decoder.stats.accepted = 0
     decoder.stats.draft_error = "drafter X failed (ValueError: no)"
     result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
-    line = "draft:       self:4bit, chosen for every round, until it failed"
+    line = "draft:       self:4bit, as many tokens a round as pay, until it failed"
     assert line in result.stderr.splitlines()
-    assert "would not have paid" not in result.stderr
+    assert "does not pay" not in result.stderr
 
 
 def test_summary_when_nothing_was_drafted(
@@ -235,7 +238,7 @@ def test_summary_when_nothing_was_drafted(
 ) -> None:
     decoder.stats.drafted = decoder.stats.accepted = 0
     stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
-    assert "acceptance:  nothing was drafted: it would not have paid" in stderr
+    assert "acceptance:  nothing was drafted: it does not pay here" in stderr
 
 
 def test_quiet(specdec: Specdec) -> None:

@@ -24,6 +24,7 @@ from specdec.preflight import row_needs
 from specdec.sequence import Request
 
 from ..cache.small_models import MODELS
+from ..plain import BEHIND
 
 WIDER: dict[str, Any] = {
     "hidden_size": 128,
@@ -171,6 +172,59 @@ def test_a_run_stays_within_its_plan(
         if told - plan.weight_bytes <= 1.75 * (highest - plan.weight_bytes):
             return
     assert told - plan.weight_bytes <= 1.75 * (highest - plan.weight_bytes)
+
+
+BEHIND_RUNS: list[Run] = [
+    ("full", 4, 6, 200, 80, {}),
+    ("full", 8, 12, 10, 280, {}),
+    ("full", 3, 5, 150, 115, {"num_draft_tokens": 3}),
+    ("full", 4, 6, 200, 80, {"kv_bits": 4, "kv_group_size": 32}),
+    ("gemma3", 4, 6, 200, 80, {"kv_bits": 8, "kv_group_size": 32}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "batch", "n", "prompt", "generated", "options"), BEHIND_RUNS, ids=str
+)
+def test_a_run_with_cudas_switches_stays_within_its_plan(
+    tiny_model: Callable[..., nn.Module],
+    name: str,
+    batch: int,
+    n: int,
+    prompt: int,
+    generated: int,
+    options: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Compiled forwards, spare tokens and copies of packed columns are held, too."""
+    monkeypatch.setattr(backend, "defaults", lambda: BEHIND)
+    options = {"prefill_step_size": 64, "num_draft_tokens": 0, **options}
+    config = EngineConfig(batch_size=batch, **options)
+    target = loaded(tiny_model, name)
+    draft = loaded(tiny_model, name, seed=1) if config.num_draft_tokens else None
+    requests = requests_of(n, prompt, generated)
+    peak, plan = measure(target, draft, config, requests)
+    assert plan.spare == 1
+    told = plan.peak(fullest(requests, batch))
+    assert peak <= told
+    # Not just anything large.
+    assert told - plan.weight_bytes <= 2 * (peak - plan.weight_bytes)
+
+
+def test_the_plan_counts_what_spare_tokens_take(
+    tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Logits of two tokens a row where one is kept: no fewer than measured."""
+    target = loaded(tiny_model, "full", vocab_size=12_000, num_hidden_layers=1)
+    config = EngineConfig(batch_size=6, prefill_step_size=16, num_draft_tokens=0)
+    requests = requests_of(6, 24, 12)
+    peaks, told = [], []
+    for switches in (replace(BEHIND, pairs_from=None), BEHIND):
+        monkeypatch.setattr(backend, "defaults", lambda switches=switches: switches)
+        runs = [measure(target, None, config, requests) for _ in range(3)]
+        peaks.append(max(peak for peak, _ in runs))
+        told.append(runs[0][1].peak(fullest(requests, 6)))
+    assert 0 < peaks[1] - peaks[0] <= told[1] - told[0]
 
 
 @pytest.mark.parametrize(("k", "shared"), [(3, False), ("auto", False), (3, True)])

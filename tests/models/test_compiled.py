@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -15,8 +17,10 @@ from specdec.errors import CacheError
 from specdec.models import compiled
 from specdec.models.compiled import CompiledForwards
 from specdec.models.hidden import record_layers
+from specdec.params import SamplingParams
 
 from ..cache.small_models import MODELS
+from ..plain import BEHIND, greedy, run_rows
 
 TinyModel = Callable[..., nn.Module]
 KINDS = ("full", "sliding", "gemma3", "list", "shared-kv", "latent")
@@ -166,9 +170,9 @@ def test_hidden_states_come_along(tiny_model: TinyModel) -> None:
 
 
 def test_what_cannot_be_compiled_is_left_to_the_usual_way(
-    tiny_model: TinyModel,
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model that reads an array is refused before anything is written."""
+    """A model that reads an array is refused before anything is written; told once."""
     model = built(tiny_model, "full")
 
     class Reads(nn.Module):
@@ -183,11 +187,17 @@ def test_what_cannot_be_compiled_is_left_to_the_usual_way(
     for _ in range(2):
         assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
         assert caches[0].offset.tolist() == before
+    (record,) = caplog.records
+    assert (record.name, record.levelno) == ("specdec.models", logging.WARNING)
+    message = record.getMessage()
+    assert re.search(r"cannot be compiled \(\w+: .+\): it decodes the same", message)
+    assert message.endswith("please report this line")
 
 
 def test_a_cache_that_is_not_written_is_not_counted_as_written(
-    tiny_model: TinyModel,
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Nor is that a fault, of which a user should be told."""
     model = built(tiny_model, "full")
 
     class Skips(nn.Module):
@@ -196,7 +206,12 @@ def test_a_cache_that_is_not_written_is_not_counted_as_written(
 
     caches = caches_of(model, 2)
     forwards = CompiledForwards(Skips())  # type: ignore[no-untyped-call]
-    assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
+    with caplog.at_level(logging.DEBUG, "specdec"):
+        for _ in range(2):
+            assert forwards(mx.zeros((2, 2), mx.int32), caches) is None
+    (record,) = caplog.records
+    assert record.levelno == logging.DEBUG
+    assert "leaves a cache out: it is not compiled" in record.getMessage()
 
 
 def test_one_query_of_one_row_reads_what_it_holds(tiny_model: TinyModel) -> None:
@@ -218,3 +233,27 @@ def test_too_much_is_refused_as_always(tiny_model: TinyModel) -> None:
     caches = caches_of(model, 2, max_length=6)
     with pytest.raises(CacheError):
         CompiledForwards(model)(mx.zeros((2, 5), mx.int32), caches)
+
+
+def test_a_model_that_is_not_compiled_decodes_the_same(
+    tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
+) -> None:
+    """In the engine, with CUDA's switches on: the rows go on, and one line tells."""
+
+    class Reads(type(tiny_model("llama"))):  # type: ignore[misc]
+        def __call__(self, tokens: mx.array, *args: Any, **named: Any) -> mx.array:
+            mx.eval(tokens)
+            result: mx.array = super().__call__(tokens, *args, **named)
+            return result
+
+    plain, reads = tiny_model("llama"), tiny_model("llama")
+    reads.__class__ = Reads
+    prompts = [[5, 6, 7], [8, 9]]
+    params = [SamplingParams(max_tokens=9)] * 2
+    rows = run_rows(reads, None, prompts, params, backend=BEHIND)
+    assert [row.tokens for row in rows] == [greedy(plain, p, 9) for p in prompts]
+    (record,) = caplog.records
+    assert "cannot be compiled" in record.getMessage()
+    caplog.clear()
+    run_rows(plain, None, prompts, params, backend=BEHIND)
+    assert not caplog.records
