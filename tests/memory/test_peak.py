@@ -219,7 +219,7 @@ def test_the_plan_counts_what_spare_tokens_take(
     config = EngineConfig(batch_size=6, prefill_step_size=16, num_draft_tokens=0)
     requests = requests_of(6, 24, 12)
     peaks, told = [], []
-    for switches in (replace(BEHIND, pairs_from=None), BEHIND):
+    for switches in (replace(BEHIND, pairs=False), BEHIND):
         monkeypatch.setattr(backend, "defaults", lambda switches=switches: switches)
         runs = [measure(target, None, config, requests) for _ in range(3)]
         peaks.append(max(peak for peak, _ in runs))
