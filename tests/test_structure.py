@@ -45,7 +45,7 @@ LAYERS = (
     {"sequence"},
     {"lengths", "params", "text"},
     {"backend", "config", "draft_spec", "memory", "prompts"},
-    {"checks", "names"},
+    {"checks", "files", "names"},
     {"errors"},
 )
 LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}
@@ -55,6 +55,7 @@ WITHOUT_MLX = {
     "config",
     "draft_spec",
     "errors",
+    "files",
     "lengths",
     "memory",
     "names",

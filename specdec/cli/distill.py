@@ -30,8 +30,8 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 @click.option(
     "--out",
     metavar="DIR",
-    required=True,
-    help="Folder of the draft; what it is made of is kept in DIR/work.",
+    help="Folder of the draft; what it is made of is kept in DIR/work. Needed for all "
+    "but --dry-run.",
 )
 @click.option(
     "--layers",
@@ -58,12 +58,12 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     "Prompts to measure with, as for `specdec run`; never learnt from; repeat it "
     "for more.",
 )
-@_minutes("--minutes", "Train for N minutes. [default: 10, without --tokens]")
+@_minutes("--minutes", "Train for N minutes. [default: 5, without --tokens]")
 @options.positive("--tokens", text="Train on N tokens, those seen again included.")
 @_minutes(
     "--data-minutes",
     "Let the target write for N minutes, those of earlier runs included. [default: "
-    "half of --minutes]",
+    "twice --minutes]",
 )
 @options.positive(
     "--data-tokens",
@@ -113,6 +113,13 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 @options.positive(
     "--rounds", text="Prompts of each --holdout to decode at the end.", default=128
 )
+@options.positive(
+    "--num-draft-tokens",
+    text="Draft length of these rounds; repeat it for more: all greedily, the first at "
+    "temperature 0.7, too.",
+    default=(4,),
+    multiple=True,
+)
 @options.dtype("Compute in this type. [default: bfloat16; on a CPU float32]")
 @options.seed()
 @click.option(
@@ -122,7 +129,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 def distill(
     *,
     target: str | None,
-    out: str,
+    out: str | None,
     layers: str,
     widen: int,
     prompts: tuple[str, ...],
@@ -141,6 +148,7 @@ def distill(
     writers: int | None,
     block_tokens: int | None,
     rounds: int,
+    num_draft_tokens: tuple[int, ...],
     dtype: str | None,
     seed: int,
     dry_run: bool,
@@ -153,7 +161,7 @@ def distill(
     stopped goes on with --resume.
 
     \b
-      specdec distill --target MODEL --out my-draft --minutes 20
+      specdec distill --target MODEL --out my-draft --minutes 5
       specdec run --target MODEL --draft my-draft --prompt "What is MLX?"
     """  # noqa: D301 - click's mark for lines to keep
     options.check_target(target)
@@ -162,23 +170,27 @@ def distill(
             raise click.UsageError(f"{dashed(name)} is empty: name one")
     if minutes is not None and tokens is not None:
         raise click.UsageError("--minutes and --tokens exclude each other")
-    if is_given("rounds") and not holdout:
-        raise click.UsageError("--rounds needs --holdout: name prompts to decode")
-    folder = Path(out).expanduser()
-    if folder.exists() and not folder.is_dir():
+    for name in ("rounds", "num_draft_tokens"):
+        if is_given(name) and not holdout:
+            needs = "needs --holdout: name prompts to decode"
+            raise click.UsageError(f"{dashed(name)} {needs}")
+    if out is None and not dry_run:
+        raise click.UsageError("--out is missing: name a folder for the draft")
+    folder = None if out is None else Path(out).expanduser()
+    if folder is not None and folder.exists() and not folder.is_dir():
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()
     from ..distill.estimate import check_target, describe
     from ..distill.job import Job
     from ..distill.options import Options
-    from ..distill.plots import draw_learning
+    from ..distill.plots import draw_all
     from ..distill.schedule import Budget
     from ..distill.train import Recipe
     from ..distill.wave import Wave
 
     if minutes is None and tokens is None:
-        minutes = 10.0
+        minutes = 5.0
     recipe = Recipe(seed=seed, optimizer=optimizer, learning_rate=learning_rate)
     wanted = Options(
         target=target,
@@ -201,6 +213,7 @@ def distill(
         recipe=recipe,
         wave=Wave(seed=seed),
         rounds=rounds,
+        num_draft_tokens=num_draft_tokens,
         command=_command(),
     )
 
@@ -227,7 +240,7 @@ def distill(
     try:
         with last_words(conclude):
             card = job.run()
-            draw_learning({folder.name: card}, wanted.work)
+            draw_all({wanted.folder.name: card}, wanted.work)
     except KeyboardInterrupt:
         conclude()
         sys.exit(INTERRUPTED)

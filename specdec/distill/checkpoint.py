@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ..errors import ModelError
@@ -15,6 +18,7 @@ from .storage import read_arrays, write_arrays
 
 FORMAT = "specdec distill checkpoint"
 NAME = "checkpoint.safetensors"
+BEFORE = "checkpoint-before.safetensors"
 
 
 @dataclass
@@ -34,6 +38,11 @@ class Progress:
     history: list[dict[str, Any]] = field(default_factory=list)
 
 
+def exists(folder: Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return any((folder / name).exists() for name in (NAME, BEFORE))
+
+
 def save(
     folder: Path,
     *,
@@ -42,7 +51,7 @@ def save(
     progress: Progress,
     identity: dict[str, Any],
 ) -> None:
-    """Replace the checkpoint of a folder.
+    """Replace the checkpoint of a folder; the one before it is kept, too.
 
     Args:
         parameters, optimizer: trees of arrays.
@@ -51,28 +60,70 @@ def save(
     Raises:
         ModelError: it cannot be written; the one before is whole.
     """
-    arrays = dict(_flat("parameters", parameters) + _flat("optimizer", optimizer))
+    arrays = _flat("parameters", parameters) | _flat("optimizer", optimizer)
     meta = {
         "format": FORMAT,
         "identity": json.dumps(identity, sort_keys=True),
         "progress": json.dumps(progress.__dict__),
     }
-    write_arrays(folder / NAME, arrays, meta)
+    meta["digest"] = _digest(arrays, meta)
+    write_arrays(folder / NAME, arrays, meta, before=folder / BEFORE)
 
 
-def load(folder: Path, identity: dict[str, Any]) -> tuple[Any, Any, Progress] | None:
+def load(
+    folder: Path,
+    identity: dict[str, Any],
+    *,
+    like: tuple[Any, Any],
+    say: Callable[[str], None],
+) -> tuple[Any, Any, Progress] | None:
     """Parameters, optimizer state and progress; ``None`` where there is none.
 
+    Args:
+        like: trees of the same names and shapes.
+        say: is told where the last checkpoint is damaged, and the one before is taken.
+
     Raises:
-        ModelError: it cannot be read, or is of other options or data.
+        ModelError: none can be read, or it is of other options or data.
     """
-    path = folder / NAME
-    if not path.exists():
+    if not exists(folder):
         return None
-    arrays, meta = read_arrays(path)
+    path, before = folder / NAME, folder / BEFORE
+    try:
+        return _load(path, identity, like)
+    except _DamagedError as error:
+        reason = str(error)
+    try:
+        found = _load(before, identity, like)
+    except _DamagedError as error:
+        raise ModelError(
+            f"{path} is damaged ({reason}): leave --resume out to begin anew"
+        ) from error
+    if path.exists():  # or a kill came between two names
+        say(f"warning: {path} is damaged ({reason}): going on from the one before it")
+    return found
+
+
+class _DamagedError(Exception):
+    """A file is no whole checkpoint; the message says why."""
+
+
+def _load(
+    path: Path, identity: dict[str, Any], like: tuple[Any, Any]
+) -> tuple[Any, Any, Progress]:
+    try:
+        arrays, meta = read_arrays(path)
+    except ModelError as error:
+        raise _DamagedError("it cannot be read") from error
     if meta.get("format") != FORMAT:
-        raise ModelError(f"{path} is no checkpoint of specdec distill: remove it")
-    known = json.loads(meta["identity"])
+        raise _DamagedError("it is no checkpoint of specdec distill")
+    if meta.pop("digest", None) != _digest(arrays, meta):
+        raise _DamagedError("it is not as it was written")
+    try:
+        known = dict(json.loads(meta["identity"]))
+        progress = Progress(**json.loads(meta["progress"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _DamagedError("it is of another version") from error
     for key in sorted(known.keys() | identity.keys()):
         if known.get(key) != identity.get(key):
             raise ModelError(
@@ -80,21 +131,35 @@ def load(folder: Path, identity: dict[str, Any]) -> tuple[Any, Any, Progress] | 
                 f"{identity.get(key)}: leave --resume out to begin anew, or use what "
                 "it was made with"
             )
-    trees = []
-    for kind in ("parameters", "optimizer"):
-        prefix = f"{kind}."
-        trees.append(
-            tree_unflatten(
-                [
-                    (name.removeprefix(prefix), array)
-                    for name, array in arrays.items()
-                    if name.startswith(prefix)
-                ]
-            )
+    wanted = _flat("parameters", like[0]) | _flat("optimizer", like[1])
+    if _shapes(arrays) != _shapes(wanted):
+        raise _DamagedError("it is of another version")
+    trees = (
+        tree_unflatten(
+            [
+                (name.removeprefix(kind), array)
+                for name, array in arrays.items()
+                if name.startswith(kind)
+            ]
         )
-    return trees[0], trees[1], Progress(**json.loads(meta["progress"]))
+        for kind in ("parameters.", "optimizer.")
+    )
+    return next(trees), next(trees), progress
 
 
-def _flat(kind: str, tree: Any) -> list[tuple[str, mx.array]]:
+def _flat(kind: str, tree: Any) -> dict[str, mx.array]:
     leaves: Any = tree_flatten(tree)
-    return [(f"{kind}.{name}", array) for name, array in leaves]
+    return {f"{kind}.{name}": array for name, array in leaves}
+
+
+def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[object, ...]]:
+    return {name: (array.dtype, array.shape) for name, array in arrays.items()}
+
+
+def _digest(arrays: Mapping[str, mx.array], meta: Mapping[str, str]) -> str:
+    """A hash of everything that is in the file."""
+    found = hashlib.sha256(repr(sorted(meta.items())).encode())
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(np.array(array)).data)
+    return found.hexdigest()

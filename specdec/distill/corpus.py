@@ -12,7 +12,8 @@ import mlx.core as mx
 import numpy as np
 
 from ..errors import ModelError
-from .storage import read_arrays, remove_leftovers, write_arrays
+from ..files import remove_leftovers
+from .storage import read_arrays, write_arrays
 
 _WAVE = re.compile(r"wave-\d{5}")
 _SUFFIX = ".safetensors"

@@ -14,9 +14,9 @@ from ..models.outline import outline
 from ..models.precision import DTYPES
 from ..models.trunk import layers_of
 from ..names import DEFAULT_TARGET
-from .material import clock
 from .options import Options
 from .plan import Sizes, computing_dtype, sizes_of
+from .schedule import Budget
 from .student import choose_layers, head_of, make_student, text_model
 from .train import count
 
@@ -24,7 +24,14 @@ from .train import count
 _LOGITS_COPIES = 6
 # A step's products run at about this share of the rate of one large product.
 _SHARE_OF_PEAK = 0.35
-_TIMED_ROWS, _TIMED_PRODUCTS = 1024, 5
+# Shapes of the product that is timed, and how long that has to take.
+_FEWEST_ROWS, _MOST_ROWS, _TIMED_COLUMNS = 16, 16384, 4096
+_TIMED_SECONDS = 0.04
+
+# Tokens of training, by what four layers of SmolLM2-135M showed (docs/distill.md):
+# below the first nothing is learnt that is of use, most by the third, all by the last.
+USELESS_TOKENS, FEW_TOKENS = 1_000_000, 10_000_000
+MOST_TOKENS, ALL_TOKENS = 20_000_000, 66_000_000
 
 
 def check_target(options: Options) -> None:
@@ -82,6 +89,7 @@ def describe(options: Options) -> list[str]:
         f"training: {_training(options, sizes)}",
         "memory:   " + ", ".join(f"{k} {v}" for k, v in memory.items()),
         f"time:     {_time(options, rate)}",
+        *_notes(options.budget, rate),
     ]
 
 
@@ -114,11 +122,47 @@ def _training(options: Options, sizes: Sizes) -> str:
 def _time(options: Options, rate: float) -> str:
     budget = options.budget
     about = f"about {rate:.2g} tokens/s of training, by the time of one product"
+    if budget.minutes is None:
+        return f"{about}: {_span(_tokens(budget, rate) / rate)}, and writing"
+    learnt = _amount(_tokens(budget, rate))
+    return f"{about}: {learnt} tokens in {budget.minutes:g} minutes, and writing"
+
+
+def _notes(budget: Budget, rate: float) -> list[str]:
+    """What to know of a budget that is too small to be of use."""
+    tokens = _tokens(budget, rate)
+    if tokens >= FEW_TOKENS:
+        return []
+    use = "too little to be of use" if tokens < USELESS_TOKENS else "little"
+    return [
+        f"note:     {_amount(tokens)} tokens of training are {use}: four layers of "
+        f"SmolLM2-135M learnt most of what they could from {_amount(MOST_TOKENS)}, "
+        f"here {_span(MOST_TOKENS / rate)}, and nothing more behind "
+        f"{_amount(ALL_TOKENS)}"
+    ]
+
+
+def _tokens(budget: Budget, rate: float) -> float:
+    """Tokens of training, where they are not given by the rate."""
     if budget.tokens is not None:
-        return f"{about}: {clock(budget.tokens / rate)} (minutes:seconds) and writing"
+        return budget.tokens
     assert budget.minutes is not None
-    learnt = 60 * budget.minutes * rate / 1e6
-    return f"{about}: {learnt:.2g} M tokens in {budget.minutes:g} minutes, and writing"
+    return 60 * budget.minutes * rate
+
+
+def _amount(tokens: float) -> str:
+    """A number of tokens, in two digits or so."""
+    if tokens >= 1e6:
+        return f"{tokens / 1e6:.3g} M"
+    return f"{float(f'{tokens:.2g}'):,.0f}"
+
+
+def _span(seconds: float) -> str:
+    """A time that people can picture."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
 
 
 def _tokens_per_second(
@@ -129,12 +173,33 @@ def _tokens_per_second(
     Forward and backward take 6 operations a parameter; of the head, a product with
     the target's states, one with the draft's, and one for the gradient.
     """
-    states = mx.zeros((_TIMED_ROWS, width), dtype)
-    head = mx.zeros((vocab_size, width), dtype)
-    mx.eval(states @ head.T)
-    start = time.perf_counter()
-    for _ in range(_TIMED_PRODUCTS):
-        mx.eval(states @ head.T)
-    seconds = (time.perf_counter() - start) / _TIMED_PRODUCTS
-    rate = 2 * _TIMED_ROWS * vocab_size * width / seconds
+    rate = _operations_per_second(min(vocab_size, _TIMED_COLUMNS), width, dtype)
     return _SHARE_OF_PEAK * rate / (6 * (learnt + vocab_size * width))
+
+
+def _operations_per_second(columns: int, width: int, dtype: mx.Dtype) -> float:
+    """The rate of products that are as large as this device takes to be timed.
+
+    Rows, and then products in a row, double until a measurement takes long enough.
+    """
+    matrix = mx.zeros((columns, width), dtype)
+    rows, products = _FEWEST_ROWS, 1
+    while True:
+        states = mx.zeros((rows, width), dtype)
+        seconds = min(_timed(states, matrix, products) for _ in range(2))
+        if seconds >= _TIMED_SECONDS:
+            return 4 * products * rows * columns * width / seconds
+        if rows < _MOST_ROWS:
+            rows *= 2
+        else:
+            products *= 2
+
+
+def _timed(states: mx.array, matrix: mx.array, products: int) -> float:
+    """Seconds of so many products with a matrix, and as many with its transpose."""
+    mx.eval(states, matrix)
+    start = time.perf_counter()
+    for _ in range(products):
+        states = (states @ matrix.T) @ matrix
+    mx.eval(states)
+    return time.perf_counter() - start

@@ -17,7 +17,7 @@ from ..models import LoadedModel
 from ..models.draft_folder import CARD
 from .card import readme
 from .packing import Packing, group_size
-from .storage import write_file
+from .storage import write_file, write_model
 from .student import Student
 
 _DEFAULT_GROUP = 64
@@ -34,7 +34,9 @@ def export(
     packing: Packing | None = None,
     layers_only: bool = False,
 ) -> None:
-    """Write a draft; an earlier one in the folder is replaced, file by file.
+    """Write a draft; an earlier one in the folder is replaced.
+
+    See :func:`specdec.distill.storage.write_model` for what a kill can leave.
 
     Args:
         folder: where to.
@@ -59,16 +61,16 @@ def export(
         weights = {k: v for k, v in weights.items() if not _is_target_s(k)}
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, weights, {"format": "mlx"})
-    write_file(folder / "model.safetensors", buffer.getvalue())
+    # The card first: a folder that is half replaced can then be told from another.
+    files = {**_card_files(card), "model.safetensors": buffer.getvalue()}
     if not layers_only:
         with tempfile.TemporaryDirectory() as work:
             target.tokenizer.save_pretrained(work)
             for file in sorted(Path(work).rglob("*")):
                 if file.is_file():
-                    name = file.relative_to(work)
-                    write_file(folder / name, file.read_bytes())
-    write_card(folder, card)
-    write_file(folder / "config.json", _json(config))
+                    files[str(file.relative_to(work))] = file.read_bytes()
+    files["config.json"] = _json(config)
+    write_model(folder, files)
 
 
 def write_card(folder: Path, card: dict[str, Any]) -> None:
@@ -77,8 +79,12 @@ def write_card(folder: Path, card: dict[str, Any]) -> None:
     Raises:
         ModelError: it cannot be written.
     """
-    write_file(folder / CARD, _json(card))
-    write_file(folder / "README.md", readme(card).encode())
+    for name, data in _card_files(card).items():
+        write_file(folder / name, data)
+
+
+def _card_files(card: dict[str, Any]) -> dict[str, bytes]:
+    return {CARD: _json(card), "README.md": readme(card).encode()}
 
 
 def packed(

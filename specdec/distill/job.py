@@ -13,8 +13,9 @@ import mlx.core as mx
 from .. import backend
 from ..decoder import wired_memory
 from ..errors import ModelError
+from ..files import remove_leftovers
 from ..models import load, load_draft
-from ..models.draft_folder import FORMAT
+from ..models.draft_folder import FORMAT, read_card
 from ..models.fingerprint import fingerprint
 from ..models.precision import DTYPES
 from ..models.trunk import layers_of
@@ -27,7 +28,6 @@ from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
 from .options import Options
 from .plan import computing_dtype, sizes_of
 from .states import TargetStates
-from .storage import remove_leftovers
 from .student import choose_layers, head_of, make_student, text_model
 from .train import Trainer, count
 
@@ -85,7 +85,7 @@ class Job:
             ModelError: a file cannot be written; what was there before is whole.
         """
         options = self.options
-        for folder in (options.out, options.work):
+        for folder in (options.folder, options.work):
             remove_leftovers(folder)
         with wired_memory():
             material = self._gather()
@@ -105,14 +105,14 @@ class Job:
             card = self._card(trainer, material, agreement)
             trainer.install(packed=False)  # packed when it is stored
             export(
-                options.out,
+                options.folder,
                 self.student,
                 self.target,
                 card,
                 packing=options.packing,
                 layers_only=options.layers_only,
             )
-            self._say(f"wrote {options.out}")
+            self._say(f"wrote {options.folder}")
             return self._measure_rounds(card)
 
     def _gather(self) -> Material:
@@ -126,7 +126,7 @@ class Job:
             say=self._say,
         )
         # A checkpoint goes on with the data that it was made with.
-        begun = options.resume and (options.work / checkpoint.NAME).exists()
+        begun = options.resume and checkpoint.exists(options.work)
         material = gatherer.gather(write=not begun)
         mx.clear_cache()
         return material
@@ -152,7 +152,12 @@ class Job:
     ) -> None:
         identity = self._identity(digest)
         if self.options.resume:
-            found = checkpoint.load(self.options.work, identity)
+            found = checkpoint.load(
+                self.options.work,
+                identity,
+                like=(trainer.parameters, trainer.optimizer_state),
+                say=self._say,
+            )
             if found is not None:
                 trainer.restore(*found)
                 self._say(f"going on behind step {trainer.progress.step}")
@@ -247,6 +252,16 @@ class Job:
         agreement: dict[str, dict[str, float]],
     ) -> dict[str, Any]:
         progress, recipe = trainer.progress, self.options.recipe
+        training = {
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "optimizer": recipe.optimizer,
+            "learning_rate": recipe.learning_rate,
+            "hard": recipe.hard,
+            "block_tokens": self.sizes.block_tokens,
+            "history": progress.history,
+        }
         return {
             "format": FORMAT,
             "version": 1,
@@ -266,44 +281,63 @@ class Job:
                 "written_by_target": material.written_by_target,
                 "digest": material.digest,
             },
-            "training": {
-                "steps": progress.step,
-                "tokens": progress.tokens,
-                "seconds": progress.seconds,
-                "optimizer": recipe.optimizer,
-                "learning_rate": recipe.learning_rate,
-                "hard": recipe.hard,
-                "block_tokens": self.sizes.block_tokens,
-                "history": progress.history,
-            },
+            "training": training,
             "agreement": agreement,
-            "rounds": [],
+            "rounds": self._known_rounds(training),
             "command": self.options.command,
             "machine": backend.describe(),
         }
+
+    def _known_rounds(self, training: dict[str, Any]) -> list[dict[str, Any]]:
+        """Rounds that were measured before this run, of the very same training."""
+        if not self.options.resume:
+            return []
+        try:
+            card = read_card(self.options.folder) or {}
+        except ModelError:
+            return []
+        # Its seconds are like no other's.
+        same = card.get("training") == training
+        return list(card.get("rounds", [])) if same else []
 
     def _measure_rounds(self, card: dict[str, Any]) -> dict[str, Any]:
         """Decode held-out prompts with what was written; the card with the results."""
         options = self.options
         if not self._given.holdout:
             return card
-        draft = load_draft(str(options.out), self.target, dtype=self.dtype)
+        draft = load_draft(str(options.folder), self.target, dtype=self.dtype)
+        settings = [(length, 0.0) for length in options.num_draft_tokens]
+        settings.insert(1, (options.num_draft_tokens[0], options.wave.temperature))
+        known = {_setting(found) for found in card["rounds"]}
         for name, prompts in self._given.holdout.items():
-            for temperature in (0.0, options.wave.temperature):
+            for length, temperature in settings:
+                taken = min(len(prompts), options.rounds)
+                if (name, taken, length, temperature) in known:
+                    continue
                 found = measure_rounds(
                     self.target,
                     draft,
-                    prompts[: options.rounds],
+                    prompts[:taken],
                     temperature=temperature,
-                    num_draft_tokens=options.num_draft_tokens,
+                    num_draft_tokens=length,
                     max_tokens=HOLDOUT_TOKENS,
                     batch_size=min(_ROUNDS_BATCH, options.rounds),
                 )
                 card["rounds"].append({"set": name, **found.to_dict()})
-                write_card(options.out, card)
+                write_card(options.folder, card)
                 self._say(
-                    f"{name}, temperature {temperature:g}: "
+                    f"{name}, k = {length}, temperature {temperature:g}: "
                     f"{found.acceptance_rate:.3f} of draft tokens accepted, "
                     f"{found.acceptance_length:.2f} tokens a round"
                 )
         return card
+
+
+def _setting(found: dict[str, Any]) -> tuple[str, int, int, float]:
+    """What tells rounds on a card apart."""
+    return (
+        found["set"],
+        found["prompts"],
+        found["num_draft_tokens"],
+        found["temperature"],
+    )

@@ -3,39 +3,64 @@
 from __future__ import annotations
 
 import io
-import os
-import secrets
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 
 from ..errors import ModelError
+from ..files import Staged, sync_folder
 
-SUFFIX = ".specdec-tmp"
+_CONFIG = "config.json"
 
 
-def write_file(path: Path, data: bytes) -> None:
+def write_file(path: Path, data: bytes, *, before: Path | None = None) -> None:
     """Replace a file; what stood there stays until the new one is on the disk.
+
+    Args:
+        before: keeps what stood there, in the same folder. A kill between the two
+            names leaves nothing at ``path``, and the old file there.
 
     Raises:
         ModelError: it cannot be written (a full disk, say); the old one is whole.
     """
-    temporary = path.with_name(f".{path.name}.{secrets.token_hex(8)}{SUFFIX}")
-    try:
+    with _told(path):
         path.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            with temporary.open("xb") as file:
-                file.write(data)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with Staged(path.parent, {path.name: data}) as staged:
+            if before is not None and path.exists():
+                path.replace(before)
+            staged.put(path.name)
+
+
+def write_model(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Replace the model of a folder.
+
+    Whenever this ends, the folder holds the old files, the new ones, or no
+    ``config.json``, without which nobody loads it: that goes first and comes last.
+
+    Args:
+        files: by path in the folder, ``config.json`` among them.
+
+    Raises:
+        ModelError: they cannot be written; if for want of room, the old model is
+            whole.
+    """
+    with _told(folder):
+        for name in files:
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        with Staged(folder, files) as staged:
+            (folder / _CONFIG).unlink(missing_ok=True)
+            sync_folder(folder)
+            staged.put(*(name for name in files if name != _CONFIG))
+            staged.put(_CONFIG)
+
+
+@contextmanager
+def _told(path: Path) -> Iterator[None]:
+    try:
+        yield
     except OSError as error:
         raise ModelError(
             f"cannot write {path} ({error.strerror or error}): make room or name "
@@ -43,15 +68,12 @@ def write_file(path: Path, data: bytes) -> None:
         ) from error
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Remove what a kill has left half written. Nobody else may be writing there."""
-    for path in folder.glob(f".*{SUFFIX}"):
-        with suppress(OSError):
-            path.unlink()
-
-
 def write_arrays(
-    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str]
+    path: Path,
+    arrays: Mapping[str, mx.array],
+    metadata: Mapping[str, str],
+    *,
+    before: Path | None = None,
 ) -> None:
     """Write arrays and texts as a safetensors file (see :func:`write_file`).
 
@@ -61,7 +83,7 @@ def write_arrays(
     # By way of memory: MLX itself does not say when a disk is full.
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, dict(arrays), dict(metadata))
-    write_file(path, buffer.getvalue())
+    write_file(path, buffer.getvalue(), before=before)
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:

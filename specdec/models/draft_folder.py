@@ -31,7 +31,7 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     """The card of a draft's folder; ``None`` where there is none.
 
     Raises:
-        ModelError: it cannot be read.
+        ModelError: it cannot be read, or the draft beside it is not whole.
     """
     path = Path(os.path.expanduser(os.fspath(source))) / CARD
     try:
@@ -40,7 +40,14 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
         return None
     except (OSError, ValueError) as error:
         raise ModelError(f"{path} cannot be read: make the draft again") from error
-    return card if isinstance(card, dict) and card.get("format") == FORMAT else None
+    if not isinstance(card, dict) or card.get("format") != FORMAT:
+        return None
+    if not path.with_name("config.json").exists():  # written last, removed first
+        raise ModelError(
+            f"{path.parent} is half written, specdec distill was stopped there: give "
+            "its command again, with --resume"
+        )
+    return card
 
 
 def has_layers_only(card: dict[str, Any] | None) -> bool:

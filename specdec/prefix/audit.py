@@ -7,14 +7,13 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from ..files import is_temporary, remove_leftover
 from .files import (
     DamagedError,
     File,
     is_entry,
-    is_temporary,
     read_header,
     read_verified,
-    remove_leftover,
 )
 
 

@@ -14,15 +14,14 @@ from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
 
+from ..files import is_temporary, remove_leftover
 from .entries import KINDS, Kind, reached
 from .files import (
     DamagedError,
     File,
     is_entry,
-    is_temporary,
     read_header,
     read_verified,
-    remove_leftover,
 )
 from .radix import Node, RadixTree
 from .writer import Job, Writer

@@ -1,4 +1,4 @@
-"""Entries as files: names, headers, and writing so that a crash leaves no half of one.
+"""Entries as files: their names, and what their headers say.
 
 A file is a safetensors container, ``KIND-PLACE-DIGEST.safetensors``. PLACE is the
 hash of the signature and all tokens (:func:`specdec.prefix.entries.place_key`),
@@ -8,18 +8,15 @@ header says what the hashes were made of. No mlx here.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import json
 import os
 import re
-import secrets
 from collections.abc import Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
 
+from ..files import replace_file
 from .entries import KINDS, Kind, place_key
 
 FORMAT = "specdec prefix"
@@ -28,7 +25,6 @@ VERSION = "1"
 _NAME = re.compile(
     rf"({'|'.join(KINDS)})-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.safetensors"
 )
-_TEMPORARY = re.compile(r"\.[0-9a-f]{32}\.specdec-tmp")
 _MAX_HEADER = 100_000_000  # as in the safetensors library
 
 
@@ -92,11 +88,6 @@ def is_entry(name: str) -> bool:
     return _NAME.fullmatch(name) is not None
 
 
-def is_temporary(name: str) -> bool:
-    """Whether a file of that name is one that was being written."""
-    return _TEMPORARY.fullmatch(name) is not None
-
-
 def digest(data: bytes) -> str:
     """The hash of a whole file (SHA-256: what processors do fastest)."""
     return hashlib.sha256(data).hexdigest()[:32]
@@ -158,54 +149,12 @@ def read_verified(path: Path) -> bytes:
     return data
 
 
-def write_atomically(folder: Path, kind: Kind, place: str, data: bytes) -> str:
+def write_entry(folder: Path, kind: Kind, place: str, data: bytes) -> str:
     """Write an entry; it is there whole, or not at all. Returns its name.
-
-    The temporary file is locked while it is written, so that others can tell it
-    from one that a crash has left (:func:`remove_leftover`).
 
     Raises:
         OSError: it could not be written; nothing is left.
     """
     name = f"{kind}-{place}-{digest(data)}.safetensors"
-    with _locked_temporary(folder) as file:
-        try:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
-            os.replace(file.name, folder / name)
-        except BaseException:
-            with suppress(OSError):
-                os.unlink(file.name)
-            raise
-    _sync_folder(folder)
+    replace_file(folder / name, data)
     return name
-
-
-def _locked_temporary(folder: Path) -> BinaryIO:
-    while True:
-        # A name that never comes again: who removes it means this file.
-        file = (folder / f".{secrets.token_hex(16)}.specdec-tmp").open("xb")
-        fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file.fileno()).st_nlink:
-            return file
-        file.close()  # removed as a leftover before it was locked
-
-
-def remove_leftover(path: Path) -> bool:
-    """Remove a temporary file unless somebody is writing it."""
-    with suppress(OSError), path.open("rb") as file:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        path.unlink(missing_ok=True)
-        return True
-    return False
-
-
-def _sync_folder(folder: Path) -> None:
-    """Make the new name durable, where the file system can."""
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        with suppress(OSError):
-            os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Protocol
 
 from .entries import Kind
-from .files import write_atomically
+from .files import write_entry
 
 # Files of a 27B-like model have about 16 MB.
 QUEUE_LENGTH = 16
@@ -94,7 +94,7 @@ class Writer:
         owner = self._owner()
         try:
             if owner is None or owner.wanted(job):
-                write_atomically(self._folder, job.kind, job.place, job.data)
+                write_entry(self._folder, job.kind, job.place, job.data)
                 if owner is not None:
                     owner.written(job)
         except Exception as error:  # whatever it is, no run may wait for this thread

@@ -10,10 +10,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
+from specdec.distill import estimate
 from specdec.distill.job import Job
 from tests.distill.harness import QUESTIONS, write_target
 
@@ -63,12 +65,64 @@ def test_a_run_and_what_it_tells(target: Path, tmp_path: Path) -> None:
     assert len(list(waves.glob("prompts-*"))) == 1
 
 
-def test_dry_run(target: Path, tmp_path: Path) -> None:
-    result = invoke(*small(target, tmp_path / "out"), "--dry-run")
+def test_dry_run(target: Path) -> None:
+    """It writes nothing, so that it needs no folder to write to."""
+    before = set(target.parent.iterdir())
+    result = invoke("--target", str(target), "--layers", "2", "--dry-run")
     assert result.exit_code == 0, result.output
     names = [line.partition(":")[0] for line in result.stdout.splitlines()]
-    assert names == ["target", "draft", "writing", "training", "memory", "time"]
-    assert not (tmp_path / "out").exists()
+    assert names[:6] == ["target", "draft", "writing", "training", "memory", "time"]
+    assert "up to 10 minutes\n" in result.stdout
+    assert "tokens a step, 5 minutes\n" in result.stdout
+    assert set(target.parent.iterdir()) == before
+    assert invoke("--target", str(target), "--layers", "2").exit_code == 2
+
+
+@pytest.mark.parametrize("rate", [3e9, 2e11, 7e14])
+def test_as_much_is_timed_as_takes_long_enough(
+    monkeypatch: pytest.MonkeyPatch, rate: float
+) -> None:
+    """A slow machine answers soon, a fast one is not measured by its launches."""
+    took = []
+
+    def timed(states: mx.array, matrix: mx.array, products: int) -> float:
+        took.append(4 * products * states.shape[0] * matrix.size / rate + 1e-4)
+        return took[-1]
+
+    monkeypatch.setattr(estimate, "_timed", timed)
+    found = estimate._operations_per_second(4096, 576, mx.float32)
+    assert found == pytest.approx(rate, rel=0.01)
+    assert sum(took) < 1
+
+
+@pytest.mark.parametrize(
+    ("budget", "rate", "message"),
+    [
+        (["--tokens", "600"], 10.0, "600 tokens of training are too little to be of "),
+        (
+            ["--minutes", "1"],
+            10.0,
+            "from 20 M, here 23 days, and nothing more behind 66",
+        ),
+        (["--tokens", "3000000"], 1e4, "3 M tokens of training are little: "),
+        (["--minutes", "5"], 1e4, "3 M tokens of training are little: "),
+        (["--minutes", "5"], 375e3, "112 M tokens in 5 minutes, and writing\n"),
+        (["--tokens", "66000000"], 375e3, "product: 3 minutes, and writing\n"),
+        (["--tokens", "66000000"], 1e4, "product: 110 minutes, and writing\n"),
+        (["--tokens", "66000000"], 1e3, "product: 18 hours, and writing\n"),
+    ],
+)
+def test_a_budget_too_small_to_be_of_use(
+    target: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    budget: list[str],
+    rate: float,
+    message: str,
+) -> None:
+    monkeypatch.setattr(estimate, "_tokens_per_second", lambda *_: rate)
+    result = invoke("--target", str(target), "--layers", "2", "--dry-run", *budget)
+    assert message in result.stdout
+    assert ("note:" in result.stdout) is ("little" in message or "behind" in message)
 
 
 @pytest.mark.parametrize(

@@ -13,12 +13,11 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.distill import checkpoint, job
+from specdec.distill import checkpoint, evaluate, job
 from specdec.distill import export as export_module
 from specdec.distill.checkpoint import NAME
 from specdec.distill.job import Job
 from specdec.distill.schedule import Budget
-from specdec.distill.storage import SUFFIX
 from specdec.distill.train import Recipe, Trainer, clipped
 from specdec.errors import ConfigError, ModelError
 
@@ -70,7 +69,7 @@ def test_another_model_s_folder_is_refused(target: Path, tmp_path: Path) -> None
 def test_what_a_kill_left_half_written_is_removed(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "draft"
     wanted = options(target, out, budget=Budget(tokens=600))
-    left = [out / f".model.0{SUFFIX}", wanted.work / f".checkpoint.0{SUFFIX}"]
+    left = [folder / f".{'a' * 32}.specdec-tmp" for folder in (out, wanted.work)]
     for path in left:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(b"half")
@@ -161,7 +160,9 @@ def test_what_was_made_otherwise_is_not_gone_on_with(
     with pytest.raises(ModelError, match=message):
         run(replace(wanted, layers="0,2"))
     (tmp_path / "out" / "work" / NAME).write_bytes(b"12345678{}")
-    with pytest.raises(ModelError, match="cannot be read"):
+    with pytest.raises(
+        ModelError, match=r"is damaged .it cannot be read.: leave --resume out"
+    ):
         run(wanted)
 
 
@@ -198,7 +199,7 @@ def test_a_full_disk_when_it_is_written(
             export(*arguments, **named)
 
     monkeypatch.setattr(job, "export", limited)
-    with pytest.raises(ModelError, match=r"cannot write .*model.safetensors"):
+    with pytest.raises(ModelError, match=r"cannot write .*out "):
         run(wanted)
     assert same(weights(out), before)
     monkeypatch.undo()
@@ -217,7 +218,43 @@ def test_the_card_tells_what_was_done(target: Path, tmp_path: Path) -> None:
     assert card["layers"] == [0, 3]
     assert card["agreement"]["questions-held-out"]["positions"] > 2
     assert [r["temperature"] for r in card["rounds"]] == [0.0, 0.7]
+    assert {r["num_draft_tokens"] for r in card["rounds"]} == {4}
     # One of the held-out prompts is among those to learn from: it is left out.
     assert card["data"]["documents"] == 2 * 11
     text = (tmp_path / "out" / "README.md").read_text()
     assert "| questions-held-out (2) | 0 | 4 |" in text
+
+
+def test_rounds_that_were_measured_are_not_measured_again(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever has ten minutes at a time would never get to the end."""
+    measure, asked = evaluate.measure_rounds, []
+
+    def limited(*arguments: Any, **named: Any) -> Any:
+        asked.append((named["num_draft_tokens"], named["temperature"]))
+        if len(asked) == 3:
+            raise KeyboardInterrupt
+        return measure(*arguments, **named)
+
+    monkeypatch.setattr(job, "measure_rounds", limited)
+    holdout = tmp_path / "held-out.txt"
+    holdout.write_text("Name a river.\n", "utf-8")
+    wanted = options(
+        target,
+        tmp_path / "out",
+        holdout=(str(holdout),),
+        num_draft_tokens=(2, 1),
+        resume=True,
+    )
+    wanted = longer(wanted, 300)
+    with pytest.raises(KeyboardInterrupt):
+        run(wanted)
+    card = run(wanted)
+    assert asked == [(2, 0.0), (2, 0.7), (1, 0.0), (1, 0.0)]
+    found = [(r["num_draft_tokens"], r["temperature"]) for r in card["rounds"]]
+    assert found == [(2, 0.0), (2, 0.7), (1, 0.0)]
+    assert json.loads((tmp_path / "out" / "distill.json").read_text()) == card
+    # Another training has rounds of its own.
+    run(replace(longer(wanted, 600), resume=False))
+    assert len(asked) == 7

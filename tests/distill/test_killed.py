@@ -15,7 +15,8 @@ import mlx.core as mx
 
 from specdec.distill.checkpoint import NAME
 from specdec.distill.corpus import Corpus, Document
-from specdec.distill.storage import SUFFIX, remove_leftovers, write_file
+from specdec.distill.storage import write_file
+from specdec.files import is_temporary, remove_leftovers
 
 from .harness import options, run, same, write_target
 
@@ -37,7 +38,7 @@ def test_a_file_is_one_of_its_versions(tmp_path: Path) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         assert path.read_bytes() in VERSIONS
-        left += any(tmp_path.glob(f"*{SUFFIX}"))
+        left += any(is_temporary(p.name) for p in tmp_path.iterdir())
         remove_leftovers(tmp_path)
         assert [p.name for p in tmp_path.iterdir()] == ["file"]
     assert left > 5  # moments in the middle of the work
@@ -70,7 +71,7 @@ def test_waves_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
     documents = [Document((1, 2, 3), 1, 0), Document((4, 5), 1, 1)]
     corpus = Corpus(tmp_path, "a")
     corpus.add(corpus.next_wave, documents, 2.5)
-    (tmp_path / f".wave-00001.safetensors.1234{SUFFIX}").write_bytes(b"half")
+    (tmp_path / f".{'a' * 32}.specdec-tmp").write_bytes(b"half")
     again = Corpus(tmp_path, "a")
     assert again.waves == ["wave-00000"]
     assert (again.num_tokens, again.seconds) == (5, 2.5)

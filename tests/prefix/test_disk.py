@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from specdec.prefix import files
+from specdec import files
 from specdec.prefix.disk import DiskTier
 from specdec.prefix.files import DamagedError, read_header, read_verified
 

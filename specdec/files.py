@@ -1,0 +1,126 @@
+"""Files that are there whole, or not at all, whenever the process ends. No mlx here.
+
+A file is written beside its place under a name that never comes again, flushed to the
+disk, then renamed; the folder is flushed behind it, so that the new name lasts too.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+import re
+import secrets
+from collections.abc import Mapping
+from contextlib import ExitStack, suppress
+from pathlib import Path
+from typing import BinaryIO
+
+_SUFFIX = ".specdec-tmp"
+_TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
+
+
+def replace_file(path: Path, data: bytes) -> None:
+    """Replace a file; what stood there stays until the new one is on the disk.
+
+    Raises:
+        OSError: it could not be written; nothing is left of it.
+    """
+    with Staged(path.parent, {path.name: data}) as staged:
+        staged.put(path.name)
+
+
+class Staged:
+    """New files of a folder, on the disk under other names until they are put.
+
+    Everything that can fail for want of room fails in the beginning. Each temporary
+    file is locked while it is there, so that others can tell it from one that a crash
+    has left (:func:`remove_leftover`). Behind the ``with``, none is left.
+
+    Args:
+        folder: where to; it must exist, and so must folders within it.
+        files: what to write, by path in the folder.
+
+    Raises:
+        OSError: one could not be written; nothing is left of any.
+    """
+
+    def __init__(self, folder: Path, files: Mapping[str, bytes]):
+        self._folder = folder
+        self._open: dict[str, BinaryIO] = {}
+        with ExitStack() as undo:
+            undo.callback(self._remove)
+            for name, data in files.items():
+                file = _locked_temporary((folder / name).parent)
+                self._open[name] = file
+                file.write(data)
+                file.flush()
+                os.fsync(file.fileno())
+            undo.pop_all()
+
+    def __enter__(self) -> Staged:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._remove()
+
+    def put(self, *names: str) -> None:
+        """Give files their names, then flush their folders.
+
+        Raises:
+            OSError: one could not be renamed; those before it were.
+        """
+        for name in names:
+            os.replace(self._open[name].name, self._folder / name)
+            self._open.pop(name).close()
+        for folder in {(self._folder / name).parent for name in names}:
+            sync_folder(folder)
+
+    def _remove(self) -> None:
+        for file in self._open.values():
+            with suppress(OSError):
+                os.unlink(file.name)
+            file.close()
+        self._open.clear()
+
+
+def is_temporary(name: str) -> bool:
+    """Whether a file of that name is one that was being written."""
+    return _TEMPORARY.fullmatch(name) is not None
+
+
+def remove_leftover(path: Path) -> bool:
+    """Remove a temporary file unless somebody is writing it."""
+    with suppress(OSError), path.open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        path.unlink(missing_ok=True)
+        return True
+    return False
+
+
+def remove_leftovers(folder: Path) -> None:
+    """Remove what a kill has left half written in a folder, if there is one."""
+    with suppress(OSError):
+        for entry in list(os.scandir(folder)):
+            if is_temporary(entry.name):
+                remove_leftover(folder / entry.name)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make new names in it durable, where the file system can."""
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        with suppress(OSError):
+            os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _locked_temporary(folder: Path) -> BinaryIO:
+    while True:
+        # A name that never comes again: who removes it means this file.
+        file = (folder / f".{secrets.token_hex(16)}{_SUFFIX}").open("xb")
+        with suppress(OSError):  # where there are no locks, leftovers stay
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file.fileno()).st_nlink:
+            return file
+        file.close()  # removed as a leftover before it was locked
