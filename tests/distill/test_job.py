@@ -256,5 +256,5 @@ def test_rounds_that_were_measured_are_not_measured_again(
     assert found == [(2, 0.0), (2, 0.7), (1, 0.0)]
     assert json.loads((tmp_path / "out" / "distill.json").read_text()) == card
     # Another training has rounds of its own.
-    run(replace(longer(wanted, 600), resume=False))
+    run(longer(wanted, 900))
     assert len(asked) == 7
