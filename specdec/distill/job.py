@@ -238,8 +238,8 @@ class Job:
             f"{rate:.0f} tokens/s, loss {last['loss']:.3f}, agreement "
             f"{last['agreement']:.3f}, {clock(left)} left"
         )
-        if progress.history:
-            sets = progress.history[-1]["held_out"].items()
+        sets = progress.history[-1]["held_out"].items() if progress.history else ()
+        if sets:
             line += "; held out: " + ", ".join(
                 f"{name} {found['agreement']:.3f}" for name, found in sets
             )

@@ -224,7 +224,10 @@ def main(arguments: list[str]) -> str:
     out, *drafts = map(Path, arguments)
     cards = {d.name: json.loads((d / CARD).read_text("utf-8")) for d in drafts}
     drawn = draw_all(cards, out)
-    return MISSING if drawn is None else "\n".join(f"wrote {path}" for path in drawn)
+    if drawn is None:
+        return MISSING
+    lines = [f"wrote {path}" for path in drawn]
+    return "\n".join(lines or ["no plots: nothing was measured on held-out texts"])
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ def test_drafts_are_drawn_together(
 
 def test_what_was_not_measured_is_not_drawn(tmp_path: Path) -> None:
     assert draw_all({"a": card(2)}, tmp_path) == []
+    (tmp_path / "distill.json").write_text(json.dumps(card(2)))
+    assert "nothing was measured" in main([str(tmp_path), str(tmp_path)])
     alone = draw_all({"a": card(2, 0.1, lengths=(4,))}, tmp_path)
     assert alone == [tmp_path / "learning.png"]
     # Two drafts of as many layers are called by their names.
