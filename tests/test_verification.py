@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-import math
+from functools import cache
 
 import mlx.core as mx
 import numpy as np
@@ -12,6 +12,7 @@ import pytest
 from specdec.params import SamplingParams
 from specdec.sampling import RowSampling
 from specdec.verification import count_kept, next_recent
+from tests.chains import FirstTokens, chi_square, three_tokens
 
 
 def kept_by_hand(proposed: list[int], chosen: list[int], limit: int) -> int:
@@ -64,25 +65,28 @@ def test_next_recent_is_the_newest_committed(kept: int, before: list[int]) -> No
     assert recent.tolist() == [committed[-len(before) :]]
 
 
+@cache
+def sampling_rows(draws: int, temperature: float, vocab_size: int) -> RowSampling:
+    """Rows with a seed each."""
+    params = [SamplingParams(temperature=temperature, seed=s) for s in range(draws)]
+    return RowSampling.of(params, vocab_size=vocab_size)
+
+
 def rounds(
     target: np.ndarray, draft: np.ndarray, k: int, draws: int, temperature: float
-) -> np.ndarray:
+) -> FirstTokens:
     """First three tokens of ``draws`` coupled decodings of two Markov chains.
 
     ``target`` and ``draft`` hold logits of the next token given the last one;
     every draw is a row with its own seed.
     """
-    vocab = target.shape[0]
-    sampling = RowSampling.of(
-        [SamplingParams(temperature=temperature, seed=s) for s in range(draws)],
-        vocab_size=vocab,
-    )
+    sampling = sampling_rows(draws, temperature, target.shape[0])
     target_logits, draft_logits = mx.array(target), mx.array(draft)
     recent = mx.zeros((draws, 2), mx.int32)
     first = mx.ones((draws,), mx.int32)
     limit = mx.full((draws,), k)
-    out: list[list[int]] = [[] for _ in range(draws)]
-    while min(map(len, out)) < 3:
+    out = FirstTokens(draws)
+    while not out.complete:
         noise = sampling.draws(first, k + 1)
         inputs = recent[:, 1:]
         for j in range(k):
@@ -92,27 +96,11 @@ def rounds(
         kept = count_kept(inputs[:, 1:], chosen, limit)
         recent = next_recent(recent, chosen, kept)
         first = first + kept
-        kept_rows, chosen_rows = np.array(kept), np.array(chosen)
-        for row, n, tokens in zip(out, kept_rows, chosen_rows, strict=True):
-            row.extend(tokens[:n].tolist())
-    return np.array([row[:3] for row in out])
+        out.add(chosen, kept)
+    return out
 
 
-def exact_distribution(target: np.ndarray, temperature: float) -> np.ndarray:
-    """Probability of every sequence of three tokens, by enumeration."""
-    p = np.exp(target / temperature)
-    p /= p.sum(-1, keepdims=True)
-    v = len(p)
-    return np.array(
-        [
-            p[0, a] * p[a, b] * p[b, c]
-            for a, b, c in itertools.product(range(v), repeat=3)
-        ]
-    )
-
-
-@pytest.mark.parametrize("k", [1, 2, 4])
-@pytest.mark.parametrize("temperature", [0.7, 1.0])
+@pytest.mark.parametrize(("k", "temperature"), [(1, 1.0), (2, 0.7), (4, 1.0)])
 def test_coupled_sampling_keeps_the_targets_distribution(
     k: int, temperature: float
 ) -> None:
@@ -124,26 +112,15 @@ def test_coupled_sampling_keeps_the_targets_distribution(
     target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
     draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
     draws = 100_000
-    got = rounds(target, draft, k, draws, temperature)
-    expected = exact_distribution(target, temperature) * draws
-    index = (got * np.array([16, 4, 1])).sum(-1)
-    counts = np.bincount(index, minlength=64)
-    # Rare sequences together, so that every cell expects 5 or more.
-    rare = expected < 5
-    cells = [*zip(counts[~rare], expected[~rare], strict=True)]
-    if rare.any():
-        cells.append((counts[rare].sum(), max(expected[rare].sum(), 1e-9)))
-    chi2 = sum((c - e) ** 2 / e for c, e in cells)
-    df = len(cells) - 1
-    # Wilson and Hilferty's approximation of the chi-square quantile at 1 - 1e-6.
-    bound = df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3
-    assert chi2 < bound
+    got = rounds(target, draft, k, draws, temperature).histogram(4)
+    found, bound = chi_square(got, three_tokens(target, temperature) * draws)
+    assert found < bound
 
 
 def test_output_does_not_depend_on_draft_or_draft_length() -> None:
     rng = np.random.default_rng(4)
     target = rng.normal(size=(5, 5)).astype(np.float32)
-    reference = rounds(target, target, 1, 200, 1.0)
+    reference = rounds(target, target, 1, 200, 1.0).tokens
     for k in (1, 3):
         draft = rng.normal(size=(5, 5)).astype(np.float32)
-        assert (rounds(target, draft, k, 200, 1.0) == reference).all()
+        assert (rounds(target, draft, k, 200, 1.0).tokens == reference).all()

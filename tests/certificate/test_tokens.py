@@ -19,8 +19,6 @@ from specdec.verification import count_kept
 from .harness import ROUNDING, TinyModel, make_decoder, make_prompts
 
 Patch = pytest.MonkeyPatch
-BY_DTYPE = pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
-TEMPERATURES = pytest.mark.parametrize("temperature", [0.0, 1.0])
 
 
 def verified(
@@ -32,9 +30,17 @@ def verified(
     return found
 
 
-@BY_DTYPE
-@TEMPERATURES
-@pytest.mark.parametrize("draft", ["near", "none"])
+@pytest.mark.parametrize(
+    ("dtype", "temperature", "draft"),
+    [
+        (mx.float32, 0.0, "near"),
+        (mx.float32, 1.0, "near"),
+        (mx.float32, 0.0, "none"),
+        (mx.float32, 1.0, "none"),
+        (mx.bfloat16, 1.0, "near"),
+    ],
+    ids=str,
+)
 def test_without_fault_nothing_diverges(
     tiny_model: TinyModel, dtype: mx.Dtype, temperature: float, draft: str
 ) -> None:
@@ -69,8 +75,9 @@ def test_quantized_keys_and_values(tiny_model: TinyModel, bits: int) -> None:
     assert found.compared == found.tokens
 
 
-@BY_DTYPE
-@TEMPERATURES
+@pytest.mark.parametrize(
+    ("dtype", "temperature"), [(mx.float32, 0.0), (mx.bfloat16, 1.0)], ids=str
+)
 def test_ties_of_a_machine_that_rounds(
     tiny_model: TinyModel, dtype: mx.Dtype, temperature: float
 ) -> None:
@@ -219,8 +226,8 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 @pytest.mark.parametrize(
     ("dtype", "rounding"),
-    [(mx.float32, False), (mx.bfloat16, False), (mx.bfloat16, True)],
-    ids=["float32", "bfloat16", "bfloat16, rounding"],
+    [(mx.float32, False), (mx.bfloat16, True)],
+    ids=["float32", "bfloat16, rounding"],
 )
 def test_planted_faults_are_failures(
     tiny_model: TinyModel,
@@ -229,7 +236,10 @@ def test_planted_faults_are_failures(
     rounding: bool,
     monkeypatch: Patch,
 ) -> None:
-    """Also where ties happen: what a fault does to a choice is none."""
+    """Also where ties happen: what a fault does to a choice is none of them.
+
+    Nor is a wrong token whose gap is larger than rounding can make it.
+    """
     FAULTS[name](monkeypatch)
     decoder = make_decoder(tiny_model, dtype=dtype, rounding=rounding)
     found = verified(decoder)
@@ -240,15 +250,7 @@ def test_planted_faults_are_failures(
         assert d.reason
         if d.evidence is not None:  # measured without this engine, so without fault
             assert d.evidence.noise < (2 * ROUNDING if rounding else 1e-4)
-
-
-@pytest.mark.parametrize("name", FAULTS)
-def test_a_wrong_token_with_a_large_gap_is_no_tie(
-    tiny_model: TinyModel, name: str, monkeypatch: Patch
-) -> None:
-    FAULTS[name](monkeypatch)
-    decoder = make_decoder(tiny_model, dtype=mx.bfloat16, rounding=True)
-    for d in verified(decoder).divergences:
+    for d in found.divergences:
         if d.evidence is not None and d.evidence.step.gap > 4 * ROUNDING:
             assert d.kind == "failure"
 
