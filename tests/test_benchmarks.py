@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +17,11 @@ from benchmarks.profile_round import main as profile_round
 
 from .models.folders import write_folder
 
-ROOT = Path(__file__).resolve().parent.parent
-
-
 def run(name: str, out: Path, *options: str) -> dict[str, Any]:
-    subprocess.run(
-        [sys.executable, "-m", f"benchmarks.{name}", *options, "--out", str(out)],
-        cwd=ROOT,
-        check=True,
-        capture_output=True,
-        timeout=300,
-    )
+    command = importlib.import_module(f"benchmarks.{name}").main
+    arguments = [*options, "--out", str(out)]
+    result = CliRunner().invoke(command, arguments, catch_exceptions=False)
+    assert result.exit_code == 0, result.output
     assert out.with_suffix(".md").read_text("utf-8").startswith("# ")
     raw: dict[str, Any] = json.loads(out.with_suffix(".json").read_text("utf-8"))
     return raw
