@@ -66,7 +66,7 @@ def identity(model: Any) -> str | None:
 
     ``None`` where that is not all, or too much to look at.
     """
-    leaves = tree_flatten(model.parameters())
+    leaves: Any = tree_flatten(model.parameters())
     if "args" not in vars(model) or sum(a.nbytes for _, a in leaves) > _MOST_BYTES:
         return None
     digest = hashlib.blake2b(f"{type(model)} {model.args}".encode())

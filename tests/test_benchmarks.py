@@ -17,6 +17,7 @@ from benchmarks.profile_round import main as profile_round
 
 from .models.folders import write_folder
 
+
 def run(name: str, out: Path, *options: str) -> dict[str, Any]:
     command = importlib.import_module(f"benchmarks.{name}").main
     arguments = [*options, "--out", str(out)]
