@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,25 @@ KILLS = 60
 VERSIONS = [bytes([i]) * 300_000 for i in range(4)]
 
 
+def forked() -> int:
+    """As ``os.fork``; the child has nothing to do with MLX's threads."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12 and later
+        return os.fork()
+
+
 def test_a_file_is_one_of_its_versions(tmp_path: Path) -> None:
-    """A child replaces it again and again and is killed; 60 times."""
+    """A child replaces it again and again and is killed; 60 times and more.
+
+    Some of the moments have to be in the middle of the work; how many kills that
+    takes depends on the machine.
+    """
     draw, path, left = random.Random(0), tmp_path / "file", 0
     write_file(path, VERSIONS[0])
-    for _ in range(KILLS):
-        child = os.fork()
+    for kills in range(20 * KILLS):
+        if kills >= KILLS and left > 5:
+            break
+        child = forked()
         if child == 0:
             while True:
                 for version in VERSIONS:
@@ -41,7 +55,7 @@ def test_a_file_is_one_of_its_versions(tmp_path: Path) -> None:
         left += any(is_temporary(p.name) for p in tmp_path.iterdir())
         remove_leftovers(tmp_path)
         assert [p.name for p in tmp_path.iterdir()] == ["file"]
-    assert left > 5  # moments in the middle of the work
+    assert left > 5
 
 
 def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
@@ -50,16 +64,12 @@ def test_a_killed_run_goes_on_exactly(tmp_path: Path) -> None:
     whole = run(options(target, tmp_path / "whole"))
     command = [sys.executable, "-m", "tests.distill.killed", str(target), str(out)]
     checkpoint, seen = out / "work" / NAME, 0
-    for wait in (0.0, 0.2):
-        child = subprocess.Popen(command)
-        while child.poll() is None:
-            if checkpoint.exists() and checkpoint.stat().st_mtime_ns > seen:
-                time.sleep(wait)
-                break
-            time.sleep(0.01)
-        child.kill()
-        assert child.wait() == -signal.SIGKILL, "it ended before it was killed"
-        seen = checkpoint.stat().st_mtime_ns
+    for checkpoints in (1, 2):
+        done = subprocess.run([*command, str(checkpoints)], check=False)
+        assert done.returncode == -signal.SIGKILL, "it ended before it was killed"
+        written = checkpoint.stat().st_mtime_ns
+        assert written > seen
+        seen = written
     card = run(options(target, out, resume=True))
     assert card["training"]["steps"] == whole["training"]["steps"]
     found: Any = mx.load(str(out / "model.safetensors"))

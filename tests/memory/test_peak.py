@@ -114,6 +114,27 @@ def fullest(requests: Sequence[Request], batch: int) -> list[RowNeeds]:
     return [replace(row, max_tokens=most - prompt) for row in rows]
 
 
+def check_plan(
+    run: Callable[[], tuple[int, int]], near: Callable[[int, int], bool]
+) -> None:
+    """No run passes what it was told, and the fullest of a few comes near.
+
+    What is alive at once depends on timing (kernels are compiled in the first run).
+
+    Args:
+        run: runs it once; its peak, and what was told of it.
+        near: whether that is so, by what was told and the highest peak.
+    """
+    highest = 0
+    for _ in range(4):
+        peak, told = run()
+        assert peak <= told
+        highest = max(highest, peak)
+        if near(told, highest):
+            break
+    assert near(told, highest), (told, highest)
+
+
 Run = tuple[str, int, int, int, int, dict[str, Any]]
 RUNS: list[Run] = [
     # name, batch, requests, prompt, generated, options
@@ -160,18 +181,16 @@ def test_a_run_stays_within_its_plan(
     if config.num_draft_tokens:
         draft = loaded(tiny_model, name, seed=1, **wider)
     requests = requests_of(n, prompt, generated, temperature)
-    highest = 0
-    # What is alive at once depends on timing (kernels are compiled in the first
-    # run), so the fullest of a few runs is the peak that the plan has to be near.
-    for _ in range(4):
+    weights = 0
+
+    def run() -> tuple[int, int]:
+        nonlocal weights
         peak, plan = measure(target, draft, config, requests)
-        told = plan.peak(fullest(requests, batch))
-        assert peak <= told
-        highest = max(highest, peak)
-        # What is told above the weights is not just anything large.
-        if told - plan.weight_bytes <= 1.75 * (highest - plan.weight_bytes):
-            return
-    assert told - plan.weight_bytes <= 1.75 * (highest - plan.weight_bytes)
+        weights = plan.weight_bytes
+        return peak, plan.peak(fullest(requests, batch))
+
+    # What is told above the weights is not just anything large.
+    check_plan(run, lambda told, peak: told - weights <= 1.75 * (peak - weights))
 
 
 BEHIND_RUNS: list[Run] = [
@@ -203,12 +222,17 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
     target = loaded(tiny_model, name)
     draft = loaded(tiny_model, name, seed=1) if config.num_draft_tokens else None
     requests = requests_of(n, prompt, generated)
-    peak, plan = measure(target, draft, config, requests)
-    assert plan.spare == 1
-    told = plan.peak(fullest(requests, batch))
-    assert peak <= told
+    weights = 0
+
+    def run() -> tuple[int, int]:
+        nonlocal weights
+        peak, plan = measure(target, draft, config, requests)
+        assert plan.spare == 1
+        weights = plan.weight_bytes
+        return peak, plan.peak(fullest(requests, batch))
+
     # Not just anything large.
-    assert told - plan.weight_bytes <= 2 * (peak - plan.weight_bytes)
+    check_plan(run, lambda told, peak: told - weights <= 2 * (peak - weights))
 
 
 def test_the_plan_counts_what_spare_tokens_take(
@@ -218,12 +242,16 @@ def test_the_plan_counts_what_spare_tokens_take(
     target = loaded(tiny_model, "full", vocab_size=12_000, num_hidden_layers=1)
     config = EngineConfig(batch_size=6, prefill_step_size=16, num_draft_tokens=0)
     requests = requests_of(6, 24, 12)
-    peaks, told = [], []
-    for switches in (replace(BEHIND, pairs=False), BEHIND):
-        monkeypatch.setattr(backend, "defaults", lambda switches=switches: switches)
-        runs = [measure(target, None, config, requests) for _ in range(3)]
-        peaks.append(max(peak for peak, _ in runs))
-        told.append(runs[0][1].peak(fullest(requests, 6)))
+    peaks, told = [0, 0], [0, 0]
+    # The fullest of some runs of each: what is alive at once depends on timing.
+    for _ in range(6):
+        for i, switches in enumerate((replace(BEHIND, pairs=False), BEHIND)):
+            monkeypatch.setattr(backend, "defaults", lambda switches=switches: switches)
+            peak, plan = measure(target, None, config, requests)
+            peaks[i] = max(peaks[i], peak)
+            told[i] = plan.peak(fullest(requests, 6))
+        if 0 < peaks[1] - peaks[0] <= told[1] - told[0]:
+            break
     assert 0 < peaks[1] - peaks[0] <= told[1] - told[0]
 
 
@@ -239,14 +267,19 @@ def test_drafts_without_a_model_are_verified_too(
         Request(i, "", (5, 6, 7 + i) * 9, SamplingParams(max_tokens=20))
         for i in range(6)
     ]
-    drafter = NgramDrafter(NgramOptions(shared=shared, max_history=256))
-    peak, plan = measure(target, None, config, requests, drafter)
-    assert plan.num_draft_tokens == config.max_draft_tokens == (8 if k == "auto" else k)
-    rows = fullest(requests, 6)
-    assert peak <= plan.peak(rows)
-    if not shared:  # the table that rows share would hide the logits here
-        unverified = replace(plan, num_draft_tokens=0, lookahead=0)
-        assert unverified.peak(rows) < peak
+    rows, unverified = fullest(requests, 6), 0
+
+    def run() -> tuple[int, int]:
+        nonlocal unverified
+        drafter = NgramDrafter(NgramOptions(shared=shared, max_history=256))
+        peak, plan = measure(target, None, config, requests, drafter)
+        most = 8 if k == "auto" else k
+        assert plan.num_draft_tokens == config.max_draft_tokens == most
+        unverified = replace(plan, num_draft_tokens=0, lookahead=0).peak(rows)
+        return peak, plan.peak(rows)
+
+    # The table that rows share would hide the logits here.
+    check_plan(run, lambda told, peak: shared or unverified < peak)
 
 
 @pytest.mark.parametrize("options", [{}, {"kv_bits": 8}], ids=str)
@@ -259,9 +292,12 @@ def test_gemma_within_a_tenth(
     )
     config = EngineConfig(batch_size=3, prefill_step_size=64, **options)
     requests = requests_of(5, 150, 130)
-    peak, plan = measure(target, None, config, requests)
-    told = plan.peak(fullest(requests, 3))
-    assert peak <= told <= 1.1 * peak
+
+    def run() -> tuple[int, int]:
+        peak, plan = measure(target, None, config, requests)
+        return peak, plan.peak(fullest(requests, 3))
+
+    check_plan(run, lambda told, peak: told <= 1.1 * peak)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +318,9 @@ def test_smollm2_within_a_tenth(
     draft = load_draft(draft_name, smollm2) if draft_name else None
     config = EngineConfig(batch_size=batch, num_draft_tokens=2, **options)
     requests = requests_of(batch, prompt, 6, temperature)
-    peak, plan = measure(smollm2, draft, config, requests)
-    told = plan.peak(fullest(requests, batch))
-    assert peak <= told <= 1.1 * peak
+
+    def run() -> tuple[int, int]:
+        peak, plan = measure(smollm2, draft, config, requests)
+        return peak, plan.peak(fullest(requests, batch))
+
+    check_plan(run, lambda told, peak: told <= 1.1 * peak)

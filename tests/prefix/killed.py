@@ -21,8 +21,8 @@ from specdec.prefix.files import is_entry, read_header, read_verified
 from specdec.prefix.writer import Job
 
 MANY = 1 << 30
-# From before the first byte is written to behind the last one.
-LONGEST_LIFE = 0.03
+# Lives end from before the first byte is written to behind the last one.
+LONGEST_LIFE = 1.5  # of the time that a whole life takes on this machine
 
 
 def jobs_of(source: Path) -> dict[str, Job]:
@@ -58,12 +58,28 @@ def check(folder: Path, jobs: dict[str, Job]) -> int:
     return len(present)
 
 
-def kill_one(folder: Path, jobs: dict[str, Job], life: float) -> bool:
-    """Let a child write for ``life`` seconds at most; whether that cut it short."""
+def begin(folder: Path, jobs: dict[str, Job]) -> int:
+    """A child that writes them all."""
     child = os.fork()
     if child == 0:
         write(folder, jobs)
         os._exit(0)
+    return child
+
+
+def whole_life(folder: Path, jobs: dict[str, Job]) -> float:
+    """Seconds that a child takes that nobody kills; the folder is left empty."""
+    start = time.perf_counter()
+    os.waitpid(begin(folder, jobs), 0)
+    seconds = time.perf_counter() - start
+    for path in list(folder.iterdir()):
+        path.unlink()
+    return seconds
+
+
+def kill_one(folder: Path, jobs: dict[str, Job], life: float) -> bool:
+    """Let a child write for ``life`` seconds at most; whether that cut it short."""
+    child = begin(folder, jobs)
     time.sleep(life)
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
@@ -74,9 +90,10 @@ def main() -> None:
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     kills, draw = int(sys.argv[3]), random.Random(int(sys.argv[4]))
     jobs = jobs_of(source)
+    longest = LONGEST_LIFE * whole_life(folder, jobs)
     cut_short = partial = 0
     while cut_short < kills:
-        cut_short += kill_one(folder, jobs, draw.uniform(0, LONGEST_LIFE))
+        cut_short += kill_one(folder, jobs, draw.uniform(0, longest))
         left = check(folder, jobs)
         partial += 0 < left < len(jobs)
         if left == len(jobs):  # nothing to write any more: forget some
