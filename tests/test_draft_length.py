@@ -17,6 +17,7 @@ from specdec.calibration import (
     draft_length,
     measure_forwards,
     signature,
+    without_noise,
 )
 from specdec.config import EngineConfig
 from specdec.drafters import DraftModel, NgramDrafter
@@ -384,6 +385,11 @@ def test_work_is_timed_as_rounds_run_it(
     monkeypatch.setattr(mx, "async_eval", lambda *_: None)
     typical = _Stopwatch(lambda: device.now, 2, 1000.0)
     assert typical(device.run, 0.0) == expected
+
+
+def test_what_took_longer_than_more_tokens_is_noise() -> None:
+    measured = {1: 5.0, 2: 7.0, 3: 4.0, 5: 4.5, 9: 4.25}
+    assert without_noise(measured) == {1: 5.0, 2: 4.0, 3: 4.0, 5: 4.25, 9: 4.25}
 
 
 def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None:
