@@ -341,16 +341,26 @@ class RowBatch:
         """Stop decoding rows that have ended; drop them where that saves work."""
         running = len(self.unfinished)
         if running < len(self.rows):
-            # A new batch size is a new shape: where those are dear, wait for half.
-            if not self._backend.repeat_shapes or 2 * running <= len(self.rows):
-                self.drop_ended()
+            size = running
+            if self._backend.repeat_shapes:
+                size = _halved(len(self.rows), running)
+            if size < len(self.rows):
+                self.drop_ended(size)
             elif self._running_rows() != self._noted:
                 self._note_rows()
         self._note_lengths()
 
-    def drop_ended(self) -> None:
-        """Drop the rows that have ended, and their memory."""
-        rows = [i for i, s in enumerate(self.rows) if s.finish_reason is None]
+    def drop_ended(self, size: int = 0) -> None:
+        """Drop the rows that have ended, and their memory.
+
+        Args:
+            size: rows to keep, ended ones among them where too few are running.
+        """
+        running: list[int] = []
+        ended: list[int] = []
+        for i, sequence in enumerate(self.rows):
+            (running if sequence.finish_reason is None else ended).append(i)
+        rows = sorted(running + ended[: max(0, size - len(running))])
         if len(rows) == len(self.rows):
             return
         self.rows = tuple(self.rows[i] for i in rows)
@@ -363,6 +373,17 @@ class RowBatch:
         self._target.filter(rows)
         if self._draft is not None:
             self._draft.filter(rows)
+
+
+def _halved(size: int, least: int) -> int:
+    """``size`` halved as often as ``least`` rows fit.
+
+    A new batch size is a new shape. Where those are dear, batches of any length of
+    rows go through the same few.
+    """
+    while least < size and (size + 1) // 2 >= least:
+        size = (size + 1) // 2 if least else 0
+    return size
 
 
 def _right_aligned(

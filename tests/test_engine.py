@@ -452,6 +452,36 @@ def test_a_tiny_temperature_is_nearly_greedy(
     assert [r.tokens for r in rows] == [greedy(target, p, 12) for p in prompts]
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_batches_shrink_by_halves_where_shapes_are_to_repeat(
+    target: Any, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """However many end at once: 11, 6, 3, 2, 1, with ended rows to fill them."""
+    sizes: list[int] = []
+    dispatch = RowBatch._dispatch
+
+    def watched(self: RowBatch, *args: Any, **options: Any) -> Any:
+        sizes.append(len(self.rows))
+        return dispatch(self, *args, **options)
+
+    monkeypatch.setattr(RowBatch, "_dispatch", watched)
+    lengths = [3, 4, 5, 9, 9, 12, 16, 16, 30, 31, 60]
+    prompts = [[i + 1, i + 2, i + 3] for i in range(len(lengths))]
+    rows = run_rows(
+        target,
+        drafts["near"] if k else None,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in lengths],
+        batch_size=len(lengths),
+        num_draft_tokens=k,
+        backend=BEHIND,
+    )
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        assert row.tokens == greedy(target, prompt, n)
+    assert sorted(set(sizes), reverse=True) == [11, 6, 3, 2, 1]
+    assert sizes == sorted(sizes, reverse=True)
+
+
 def test_joined_rows_are_not_held_twice(target: Any, prompts: list[list[int]]) -> None:
     config = EngineConfig(batch_size=4)
     runner = ModelRunner(target, "target", config, AT_ONCE)
