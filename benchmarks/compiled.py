@@ -30,7 +30,7 @@ def milliseconds(
         backend.defaults(),
         read_bucket=256,
         repeat_shapes=True,
-        compiles=compiles,
+        compile_after=0 if compiles else None,
         pairs=False,
     )
     runner = ModelRunner(model, "target", EngineConfig(batch_size=rows), defaults)

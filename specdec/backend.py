@@ -32,8 +32,9 @@ class BackendDefaults:
         lookahead: rounds that the host reads behind the device, which builds
             one while the one before runs.
         new_shape_seconds: what a shape that was not met before costs.
-        compiles: decode with compiled forwards. It takes shapes that repeat, and
-            pays where launching and Python take longer than computing.
+        compile_after: a decode forward is compiled once its shapes were met so many
+            times; ``None``: never. It takes shapes that repeat, and pays where
+            launching and Python take longer than computing.
         pairs: steps of one token per row are computed with a spare second one, but
             for a single row, which needs no mask: CUDA's fused attention takes a
             mask only for several queries.
@@ -48,7 +49,7 @@ class BackendDefaults:
     repeat_shapes: bool
     lookahead: int
     new_shape_seconds: float = 0.0
-    compiles: bool = False
+    compile_after: int | None = None
     pairs: bool = False
     packed_views: bool = True
     flattens: bool = False
@@ -70,7 +71,7 @@ _DEFAULTS = {
             repeat_shapes=True,
             lookahead=1,
             new_shape_seconds=0.04,
-            compiles=True,
+            compile_after=32,
             pairs=True,
             packed_views=False,
             flattens=True,

@@ -38,7 +38,7 @@ BEHIND = BackendDefaults(
     read_bucket=64,
     repeat_shapes=True,
     lookahead=1,
-    compiles=True,
+    compile_after=1,
     pairs=True,
     packed_views=False,
 )

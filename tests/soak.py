@@ -562,7 +562,7 @@ def inhabit(world: World, rng: random.Random, requests: int, counts: Counts) -> 
     # The session is still there, and idle.
     gc.collect()
     counts.check(not world.begun, "rows left:", list(world.begun))
-    if world.backend.compiles:
+    if world.backend.compile_after is not None:
         # It keeps the constants of its compiled forwards, more than a row may have.
         client.leave()
     left = mx.get_active_memory() - before

@@ -231,7 +231,7 @@ SHAPES = "shapes are 8b, 1b, 10m, tiny"
         (decode, "--target random:tiny --draft random:tiny:0", 2, SHAPES),
         (decode, "--target random:tiny --prompts x", 2, "--prompts needs a tokenizer"),
         (decode, "--target random:tiny --eos", 2, "--eos needs a tokenizer"),
-        (decode, "--target ./nowhere", 1, "nowhere"),
+        (decode, "--target ./nowhere", 2, "nowhere"),
         (profile_round, "--draft random:foo", 2, f"no shape 'foo'; {SHAPES}"),
         (cache, "--heads 9:3", 2, "--heads 9:3: write QUERY:KV:DIM, such as 9:3:64"),
     ],

@@ -254,7 +254,7 @@ def test_a_draft_is_never_asked_for_tokens_that_it_lacks(
         for v in VERIFICATIONS
     ]
     # What a forward is asked shows only where Python runs for each.
-    backend = replace(backend, compiles=False)
+    backend = replace(backend, compile_after=None)
     run_rows(target, draft, prompts, params, batch_size=2, backend=backend)
     assert max(int(token) for token in asked) == 59
 

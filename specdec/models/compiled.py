@@ -10,7 +10,7 @@ those, which is few where shapes repeat.
 from __future__ import annotations
 
 import logging
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Sequence
 from itertools import islice
 from typing import Any
@@ -26,6 +26,8 @@ log = logging.getLogger("specdec.models")
 
 # Graphs kept for a model, the last used ones: a few thousand small objects each.
 MAX_GRAPHS = 128
+# Combinations whose uses are counted; beyond, all begin anew.
+MAX_COUNTED = 4096
 
 Held = list[tuple[mx.array, ...]]
 Function = Callable[
@@ -44,12 +46,19 @@ class CompiledForwards:
     Args:
         model: an mlx-lm model.
         recorder: listens to its layers.
+        after: times that a combination of shapes is met before its graph is built.
+            Building takes as long as some hundred forwards save: what is met only
+            while a batch ends never pays.
     """
 
     #: Graphs built by all of them so far: a round that built one took longer for it.
     built = 0
 
-    def __init__(self, model: nn.Module, recorder: HiddenStates | None = None):
+    def __init__(
+        self, model: nn.Module, recorder: HiddenStates | None = None, *, after: int = 0
+    ):
+        self._after = after
+        self._met: Counter[Hashable] = Counter()
         self._model = model
         self._recorder = recorder
         self._functions: OrderedDict[Hashable, Function] = OrderedDict()
@@ -81,6 +90,11 @@ class CompiledForwards:
         key = (tokens.shape, tokens.dtype, tuple(groups), tuple(keys), str(stream))
         function = self._functions.get(key)
         if function is None:
+            if len(self._met) > MAX_COUNTED:
+                self._met.clear()
+            self._met[key] += 1
+            if self._met[key] <= self._after:
+                return None
             function = self._make(caches, members, groups)
         held = [cache.arrays for cache in members]
         try:
@@ -110,6 +124,10 @@ class CompiledForwards:
         if len(self._functions) > MAX_GRAPHS:
             self._functions.popitem(last=False)
         return logits, hidden
+
+    def of(self, model: nn.Module, recorder: HiddenStates | None) -> CompiledForwards:
+        """As this one, for another model."""
+        return CompiledForwards(model, recorder, after=self._after)
 
     @property
     def _called(self) -> str:

@@ -77,7 +77,9 @@ class ModelRunner:
         #: Listens to layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
         self.backend = backend
-        self.compiled = CompiledForwards(model) if backend.compiles else None
+        self.compiled: CompiledForwards | None = None
+        if backend.compile_after is not None:
+            self.compiled = CompiledForwards(model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
         if prefix_store is not None:
             caches = adopt_caches(model, 1, self.options, name)
@@ -103,7 +105,7 @@ class ModelRunner:
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
         runner.prefixes = None
         if runner.compiled is not None:
-            runner.compiled = CompiledForwards(runner.model, runner.recorder)
+            runner.compiled = runner.compiled.of(runner.model, runner.recorder)
         return runner
 
     def rows(

@@ -257,3 +257,28 @@ def test_a_model_that_is_not_compiled_decodes_the_same(
     caplog.clear()
     run_rows(plain, None, prompts, params, backend=BEHIND)
     assert not caplog.records
+
+
+def test_a_graph_is_built_when_its_shapes_were_met_often_enough(
+    tiny_model: TinyModel,
+) -> None:
+    """Each combination by itself; until then the forward is run as usual."""
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 2)
+    forwards = CompiledForwards(model, after=3)
+    for width, expected in ((1, False), (2, False), (1, False), (1, False), (1, True)):
+        tokens = mx.ones((2, width), mx.int32)
+        assert (forwards(tokens, caches) is not None) == expected
+    assert forwards(mx.ones((2, 2), mx.int32), caches) is None
+
+
+def test_what_is_counted_is_bounded(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(compiled, "MAX_COUNTED", 2)
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 2)
+    forwards = CompiledForwards(model, after=100)
+    for width in range(1, 6):
+        forwards(mx.ones((2, width), mx.int32), caches)
+        assert len(forwards._met) <= 3
