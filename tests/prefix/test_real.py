@@ -9,10 +9,10 @@ from specdec.models import LoadedModel
 from tests.plain import greedy
 
 SYSTEM = "You are a careful assistant. " + " ".join(
-    f"Rule {i}: answer question number {i} in one short sentence." for i in range(6)
+    f"Rule {i}: answer question number {i} in one short sentence." for i in range(5)
 )
 QUESTIONS = ["Name a river in France.", "What is the capital of Norway?"]
-PARAMS = SamplingParams(max_tokens=8)
+PARAMS = SamplingParams(max_tokens=4)
 
 
 def test_other_questions_behind_the_same_system_prompt(
