@@ -55,6 +55,18 @@ class BackendDefaults:
     flattens: bool = False
     joins: bool = False
 
+    def rows_to_keep(self, rows: int, running: int) -> int:
+        """Rows of a batch of ``rows`` to go on with when just ``running`` still run.
+
+        A new batch size is a new shape. Where those are dear, ``rows`` is halved as
+        often as the running ones fit: few shapes, whatever the rows' lengths.
+        """
+        if not self.repeat_shapes or not running:
+            return running
+        while running < rows and (rows + 1) // 2 >= running:
+            rows = (rows + 1) // 2
+        return rows
+
     @property
     def most_spare(self) -> int:
         """Tokens per row that a step may compute beside what is wanted."""

@@ -341,9 +341,7 @@ class RowBatch:
         """Stop decoding rows that have ended; drop them where that saves work."""
         running = len(self.unfinished)
         if running < len(self.rows):
-            size = running
-            if self._backend.repeat_shapes:
-                size = _halved(len(self.rows), running)
+            size = self._backend.rows_to_keep(len(self.rows), running)
             if size < len(self.rows):
                 self.drop_ended(size)
             elif self._running_rows() != self._noted:
@@ -373,17 +371,6 @@ class RowBatch:
         self._target.filter(rows)
         if self._draft is not None:
             self._draft.filter(rows)
-
-
-def _halved(size: int, least: int) -> int:
-    """``size`` halved as often as ``least`` rows fit.
-
-    A new batch size is a new shape. Where those are dear, batches of any length of
-    rows go through the same few.
-    """
-    while least < size and (size + 1) // 2 >= least:
-        size = (size + 1) // 2 if least else 0
-    return size
 
 
 def _right_aligned(
