@@ -15,11 +15,21 @@ from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, backend
 from specdec.bench.models import DTYPES, SHAPES, random_model, random_prompts
 from specdec.bench.tables import markdown_table
+from specdec.models.joined import separated
 from specdec.models.runner import ModelRunner
 
 WARM_UP = 5
-# Columns of the table: tokens per row, compiled or not.
-VARIANTS = ((1, False), (1, True), (2, True), (5, False), (5, True))
+# Columns of the table: tokens per row, compiled or not, layers' products apart or as
+# the backend has them (joined on CUDA).
+VARIANTS = (
+    (1, False, False),
+    (1, True, False),
+    (2, True, True),
+    (2, True, False),
+    (5, False, False),
+    (5, True, True),
+    (5, True, False),
+)
 
 
 def milliseconds(
@@ -71,17 +81,23 @@ def main(
     steps: int,
     out: str | None,
 ) -> None:
-    """Time decode forwards, as usual and compiled."""
+    """Time decode forwards: as usual and compiled, products joined and apart."""
     raw = header_of("Compiled forwards")
     model = random_model(shape, dtype, num_layers=layers)
     raw["milliseconds"] = records = []
     rows: list[Sequence[object]] = []
-    names = [f"S={s}{' compiled' * compiles}" for s, compiles in VARIANTS]
+    alone = separated(model)
+    names = [
+        f"S={s}{' compiled' * compiles}{', apart' * apart}"
+        for s, compiles, apart in VARIANTS
+    ]
     for context in contexts:
         for b in batches:
             found = {
-                name: milliseconds(model, b, context, s, steps, compiles=compiles)
-                for name, (s, compiles) in zip(names, VARIANTS, strict=True)
+                name: milliseconds(
+                    alone if apart else model, b, context, s, steps, compiles=compiles
+                )
+                for name, (s, compiles, apart) in zip(names, VARIANTS, strict=True)
             }
             print(context, b, found, file=sys.stderr)
             records.append({"context": context, "batch": b, **found})
