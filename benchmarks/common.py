@@ -7,16 +7,20 @@ import re
 import shlex
 import sys
 import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import click
 
 from specdec.bench.machine import commit, machine, place, short
+from specdec.bench.tables import interleaved
 from specdec.errors import ConfigError, PromptError, SpecdecError
 from specdec.prompts import encode_all, read_prompts
 
 MIB = 2**20
+
+T = TypeVar("T")
 
 
 class Script(click.Command):
@@ -49,6 +53,27 @@ def encode_prompts(
         )
     encoded = encode_all(tokenizer, prompts, ignore_chat_template=ignore_chat_template)
     return [list(e.token_ids) for e in encoded]
+
+
+# -- passes ----------------------------------------------------------------
+
+minutes_option = click.option(
+    "--minutes",
+    type=float,
+    help="Begin no pass behind the second when this time is up; then report.",
+)
+
+
+def in_time(
+    systems: Mapping[str, Callable[[], T]], passes: int, minutes: float | None
+) -> Iterator[tuple[int, str, T]]:
+    """As :func:`interleaved`, in whole passes: two, and more while there is time."""
+    begun = time.monotonic()
+    for done, item in enumerate(interleaved(systems, passes), 1):
+        yield item
+        late = minutes is not None and time.monotonic() - begun >= 60 * minutes
+        if late and not done % len(systems) and done >= 2 * len(systems):
+            return
 
 
 # -- reports ---------------------------------------------------------------

@@ -14,14 +14,22 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 from mlx_lm.models.cache import make_prompt_cache
 
-from benchmarks.common import MIB, Script, encode_prompts, header_of, write_report
+from benchmarks.common import (
+    MIB,
+    Script,
+    encode_prompts,
+    header_of,
+    in_time,
+    minutes_option,
+    write_report,
+)
 from specdec import EngineConfig, backend
 from specdec.bench.engine import engine
 from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.peers import mlx_lm_batch, mlx_lm_plain, mlx_lm_speculative
-from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.tables import markdown_table, show_spread
 from specdec.bench.waves import Options, Record, Run, rate, step_ms, total
 from specdec.decoder import SpecDecoder
 from specdec.errors import ConfigError
@@ -243,6 +251,7 @@ def explain(raw: Record, n: int) -> str:
 @click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(2, 4))
 @click.option("--max-tokens", default=64)
 @click.option("--repeat", default=3, help="Passes after the first.")
+@minutes_option
 @click.option(
     "--dtype",
     default="bfloat16",
@@ -265,6 +274,7 @@ def main(
     ks: tuple[int, ...],
     max_tokens: int,
     repeat: int,
+    minutes: float | None,
     dtype: str,
     eos: bool,
     ignore_chat_template: bool,
@@ -321,6 +331,7 @@ def main(
         "num_draft_tokens": list(ks) if draft else [],
         "max_tokens": max_tokens,
         "repeat": repeat,
+        "minutes": minutes,
         "dtype": dtype,
         "eos": eos,
         "chat_template": bool(path) and not ignore_chat_template,
@@ -334,10 +345,11 @@ def main(
         for s in made
     }
     with wired_limit(loaded.model):
-        for number, key, record in interleaved(runs, repeat + 1):
+        for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             records[key].append(record)
     expected = records[plain.key][0]["tokens"]
+    raw["options"]["repeat"] = len(records[plain.key]) - 1
     gaps: dict[tuple[int, int], dict[str, Any]] = {}
     for kept in records.values():
         for number, record in enumerate(kept):

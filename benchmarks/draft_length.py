@@ -14,13 +14,20 @@ import click
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
-from benchmarks.common import Script, encode_prompts, header_of, write_report
+from benchmarks.common import (
+    Script,
+    encode_prompts,
+    header_of,
+    in_time,
+    minutes_option,
+    write_report,
+)
 from specdec import EngineConfig
 from specdec.bench.engine import engine
 from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
-from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.tables import markdown_table, show_spread
 from specdec.bench.waves import Options, Record, rate, total
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
@@ -169,6 +176,7 @@ def table(
 @click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(1, 2, 4))
 @click.option("--max-tokens", default=64)
 @click.option("--repeat", default=3, help="Passes after the first.")
+@minutes_option
 @click.option("--dtype", default="bfloat16")
 @click.option("--ignore-chat-template", is_flag=True)
 @click.option("--out", help="Write OUT.json and OUT.md.")
@@ -182,6 +190,7 @@ def main(
     ks: tuple[int, ...],
     max_tokens: int,
     repeat: int,
+    minutes: float | None,
     dtype: str,
     ignore_chat_template: bool,
     out: str | None,
@@ -228,12 +237,13 @@ def main(
                 add(name, made[name], b, k)  # type: ignore[arg-type]
     records: dict[str, list[Record]] = {key: [] for key in runs}
     with wired_limit(loaded.model):
-        for number, key, record in interleaved(runs, repeat + 1):
+        for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
             record["decode_tokens_per_second"] = rate(record)
             records[key].append(record)
 
+    repeat = len(next(iter(records.values()))) - 1
     raw = header_of("Draft lengths")
     raw["options"] = {
         "target": short(target),
@@ -243,6 +253,7 @@ def main(
         "num_draft_tokens": list(ks),
         "max_tokens": max_tokens,
         "repeat": repeat,
+        "minutes": minutes,
         "dtype": dtype,
     }
     raw["passes"] = records

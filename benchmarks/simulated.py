@@ -19,14 +19,14 @@ import click
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
-from benchmarks.common import Script, header_of, write_report
+from benchmarks.common import Script, header_of, in_time, minutes_option, write_report
 from specdec import EngineConfig, backend, rounds
 from specdec.assembly import models_of
 from specdec.bench.engine import engine
 from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
-from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.tables import markdown_table, show_spread
 from specdec.bench.waves import Options, Record, rate, total
 from specdec.calibration import measure_forwards
 from specdec.config import NumDraftTokens
@@ -110,6 +110,7 @@ def table(
 @click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(2, 4, 8))
 @click.option("--max-tokens", default=128)
 @click.option("--repeat", default=2, help="Passes after the first.")
+@minutes_option
 @click.option("--dtype", default="bfloat16")
 @click.option("--out", help="Write OUT.json and OUT.md.")
 def main(
@@ -121,6 +122,7 @@ def main(
     ks: tuple[int, ...],
     max_tokens: int,
     repeat: int,
+    minutes: float | None,
     dtype: str,
     out: str | None,
 ) -> None:
@@ -160,10 +162,11 @@ def main(
         wired_limit(loaded.model),
         patch.object(rounds, "count_kept", drawn(acceptance)),
     ):
-        for number, key, record in interleaved(runs, repeat + 1):
+        for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
             records[key].append(record)
+    repeat = len(next(iter(records.values()))) - 1
     raw["options"] = {"target": short(target), "draft": short(draft)} | {
         "acceptance": acceptance,
         "prompt_tokens": prompt_tokens,

@@ -21,13 +21,20 @@ import click
 import mlx.core as mx
 from mlx.utils import tree_flatten
 
-from benchmarks.common import Script, encode_prompts, header_of, write_report
+from benchmarks.common import (
+    Script,
+    encode_prompts,
+    header_of,
+    in_time,
+    minutes_option,
+    write_report,
+)
 from specdec import EngineConfig
 from specdec.bench.engine import engine
 from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, token_level
-from specdec.bench.tables import interleaved, markdown_table, show_spread
+from specdec.bench.tables import markdown_table, show_spread
 from specdec.bench.waves import Options, Prompts, Record, rate, total
 from specdec.decoder import SpecDecoder
 from specdec.drafters import NamedDrafter, NgramDrafter
@@ -110,6 +117,7 @@ def measure_theirs(
 @click.option("--num-draft-tokens", "k", default=4)
 @click.option("--max-tokens", default=128)
 @click.option("--repeat", default=2, help="Passes after the first.")
+@minutes_option
 @click.option("--out", help="Write OUT.json and OUT.md.")
 def main(
     target: str,
@@ -121,6 +129,7 @@ def main(
     k: int,
     max_tokens: int,
     repeat: int,
+    minutes: float | None,
     out: str | None,
 ) -> None:
     """Compare with transformers: plain, batched, assisted."""
@@ -169,9 +178,10 @@ def main(
     for b in batches:
         add(b)
     records: dict[str, list[Record]] = {key: [] for key in runs}
-    for number, key, record in interleaved(runs, repeat + 1):
+    for number, key, record in in_time(runs, repeat + 1, minutes):
         print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
         records[key].append(record)
+    repeat = len(next(iter(records.values()))) - 1
     rows: list[Sequence[object]] = []
     for key, found in records.items():
         name, _, b = key.rpartition(" B=")

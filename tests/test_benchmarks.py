@@ -11,6 +11,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
+from benchmarks import common
 from benchmarks.cache import main as cache
 from benchmarks.decode import main as decode
 from benchmarks.profile_round import main as profile_round
@@ -216,6 +217,22 @@ def test_ngram(tmp_path: Path) -> None:
             "search": 2,
             "write": 2,
         }
+
+
+def test_passes_end_in_time_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two at least: the first is not in the median."""
+    now = [0.0]
+
+    def system() -> float:
+        now[0] += 10.0
+        return now[0]
+
+    monkeypatch.setattr("time.monotonic", lambda: now[0])
+    systems = {"a": system, "b": system, "c": system}
+    for minutes, passes in ((0.0, 2), (1.0, 2), (1.1, 3), (1.6, 4), (None, 5)):
+        now[0] = 0.0
+        numbers = [n for n, _, _ in common.in_time(systems, 5, minutes)]
+        assert numbers == [n for n in range(passes) for _ in systems]
 
 
 SHAPES = "shapes are 8b, 1b, 10m, tiny"
