@@ -81,9 +81,13 @@ class _Product:
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
         """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""
-        # Weights that were replaced, as training does, are those of the layer alone.
-        if self._useless or any(
-            layer.get(n) is not a for n, a in self._views[i].items()
+        # Weights that were replaced, as training does, or added (a bias) are those of
+        # the layer alone.
+        views = self._views[i]
+        if (
+            self._useless
+            or len(layer) != len(views)
+            or any(layer.get(name) is not a for name, a in views.items())
         ):
             return None
         slot = self._slot

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -11,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm.tuner.lora import LoRALinear
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.bench.models import token_level
@@ -123,6 +125,60 @@ def test_weights_that_are_replaced_are_used(tiny_model: TinyModel) -> None:
     model(TOKENS)
     model.update(other.parameters())
     close(model(TOKENS), expected)
+
+
+def test_a_bias_that_is_added_is_used(tiny_model: TinyModel) -> None:
+    model = tiny_model("llama")
+    join_products(model)
+    mlp, x = model.layers[0].mlp, mx.random.normal((2, 3, 32))
+    expected = mlp.up_proj(x) + 3
+    mlp.up_proj.bias = mx.full((expected.shape[-1],), 3.0)
+    mlp.gate_proj(x)
+    close(mlp.up_proj(x), expected)
+
+
+def test_layers_that_are_wrapped(tiny_model: TinyModel) -> None:
+    """As adapters do: theirs is added, and the others' parts stay their own."""
+    model, other = llama(tiny_model), llama(tiny_model)
+    join_products(model)
+    model(TOKENS)
+    for each in (model, other):
+        linear = each.layers[0].self_attn.k_proj
+        adapted = LoRALinear.from_base(linear, r=2)
+        adapted.lora_b = mx.ones_like(adapted.lora_b)
+        adapted.lora_a = mx.ones_like(adapted.lora_a)
+        each.layers[0].self_attn.k_proj = adapted
+        each.layers[1].mlp.up_proj = LoRALinear.from_base(
+            each.layers[1].mlp.up_proj, r=2
+        ).fuse()
+    for _ in range(3):
+        close(model(TOKENS), other(TOKENS))
+
+
+def test_two_threads(tiny_model: TinyModel) -> None:
+    """One's parts are never the other's, whichever comes between."""
+    model = llama(tiny_model)
+    inputs = [TOKENS, TOKENS + 1]
+    expected = [model(x) for x in inputs]
+    mx.eval(expected)
+    join_products(model)
+    found: list[list[mx.array]] = [[], []]
+
+    def forwards(i: int) -> None:
+        for _ in range(20):
+            logits = model(inputs[i])
+            mx.eval(logits)
+            found[i].append(logits)
+
+    threads = [Thread(target=forwards, args=(i,)) for i in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for each, logits in zip(found, expected, strict=True):
+        assert len(each) == 20
+        for one in each:
+            close(one, logits)
 
 
 def test_gradients_are_those_of_the_layers(tiny_model: TinyModel) -> None:
