@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten
 from .gguf_header import GGUFFile
 from .gguf_tensors import CHUNK
 from .gguf_weights import WeightFormat, describe_weights
+from .joined import joining_bytes
 
 # Bytes of an element while it is converted.
 _FLOAT32 = 4
@@ -117,6 +118,11 @@ class Conversions:
             if old != new:
                 self._most = max(self._most, held + new)
             held += new - old
+
+    def joining(self, model: nn.Module) -> None:
+        """All are loaded; layers of one input are stacked, a group at a time."""
+        held = sum(weights_of(model).arrays.values())
+        self._most = max(self._most, held + joining_bytes(model))
 
     def quantizing(self, target: Weights, draft: Weights) -> None:
         """The target's layers, in its order, through floats where they are packed."""

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -143,20 +143,27 @@ def join_products(model: nn.Module) -> None:
     One group at a time: beside the model, the largest is held twice meanwhile.
     """
     slot = _Slot()
-    modules: list[tuple[str, Any]] = model.named_modules()
-    for _, module in modules:
-        for names in SIBLINGS:
-            layers = [module.get(name) for name in names]
-            if not _alike(layers):
-                continue
-            product = _Product(layers, slot)
-            for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
-                joined = _JOINED[type(layer)].__new__(_JOINED[type(layer)])
-                # Arrays are items of a module, everything else attributes.
-                dict.update(joined, layer)
-                vars(joined).update(vars(layer), _product=product, _index=i)
-                module[name] = joined
+    for module, names, layers in _groups(model, _JOINED):
+        product = _Product(layers, slot)
+        for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+            joined = _JOINED[type(layer)].__new__(_JOINED[type(layer)])
+            # Arrays are items of a module, everything else attributes.
+            dict.update(joined, layer)
+            vars(joined).update(vars(layer), _product=product, _index=i)
+            module[name] = joined
         mx.clear_cache()
+
+
+def joining_bytes(model: nn.Module) -> int:
+    """Most bytes that :func:`join_products` will hold twice; nothing is computed.
+
+    Packed layers may be flattened before, or not yet.
+    """
+    groups = _groups(model, (*_JOINED, nn.QuantizedLinear))
+    sizes = [
+        sum(a.nbytes for each in layers for a in each.values()) for *_, layers in groups
+    ]
+    return max(sizes, default=0)
 
 
 def separated(model: nn.Module) -> nn.Module:
@@ -175,10 +182,22 @@ def separated(model: nn.Module) -> nn.Module:
     return twin
 
 
-def _alike(layers: Sequence[Any]) -> bool:
-    """Whether the layers' matrices can be stacked."""
+def _groups(
+    model: nn.Module, kinds: Collection[type]
+) -> Iterator[tuple[Any, Sequence[str], list[Any]]]:
+    """Modules, names and layers of what can be joined."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        for names in SIBLINGS:
+            layers = [module.get(name) for name in names]
+            if _alike(layers, kinds):
+                yield module, names, layers
+
+
+def _alike(layers: Sequence[Any], kinds: Collection[type]) -> bool:
+    """Whether the layers are of these kinds, and their matrices can be stacked."""
     first = layers[0]
-    return type(first) in _JOINED and all(
+    return type(first) in kinds and all(
         type(layer) is type(first)
         and vars(layer) == vars(first)
         and layer.keys() == first.keys()

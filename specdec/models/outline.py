@@ -90,7 +90,7 @@ def outline(
         raise
     except Exception as error:  # a folder's files can be wrong in any way
         raise explain(name, error) from error
-    _widen(model, conversions)
+    _fit(model, conversions)
     return ModelOutline(model, config, name, conversions.peak(model))
 
 
@@ -117,7 +117,7 @@ def outline_draft(
     model, _ = quantized_copy(target.model, draft.bits, lazy=True)
     conversions = Conversions()
     conversions.quantizing(weights_of(target.model), weights_of(model))
-    _widen(model, conversions)
+    _fit(model, conversions)
     return ModelOutline(model, target.config, draft.name, conversions.peak(model))
 
 
@@ -131,17 +131,21 @@ def _outline_layers(
         before = weights_of(model)
         cast(model, dtype, lazy=True)
         conversions.casting(before, weights_of(model), dtype)
-    _widen(model, conversions)
+    _fit(model, conversions)
     loading_bytes = conversions.peak(model)
     lend(model, draft.name, target)
     return ModelOutline(model, config, draft.name, loading_bytes)
 
 
-def _widen(model: nn.Module, conversions: Conversions) -> None:
-    if defaults().name == "cpu":
+def _fit(model: nn.Module, conversions: Conversions) -> None:
+    """As :func:`specdec.models.loading.fit` does, but for what takes no memory."""
+    backend = defaults()
+    if backend.name == "cpu":
         before = weights_of(model)
         widen_packed(model, lazy=True)
         conversions.widening(before, weights_of(model))
+    if backend.joins:
+        conversions.joining(model)
 
 
 def _folder(name: str, path: Path) -> Path:

@@ -13,8 +13,10 @@ import mlx.core as mx
 import pytest
 from mlx.utils import tree_flatten
 
+from specdec.backend import BackendDefaults
 from specdec.errors import ModelError, ModelNotFoundError, UnsupportedModelError
-from specdec.models import load, load_draft
+from specdec.models import load, load_draft, loading
+from specdec.models import outline as outlines
 from specdec.models.conversions import Conversions, weights_of
 from specdec.models.outline import outline, outline_draft
 
@@ -164,12 +166,25 @@ def test_what_cannot_be_outlined(tmp_path: Path) -> None:
         outline(refused)
 
 
+JOINING = BackendDefaults(
+    "cuda", read_bucket=64, repeat_shapes=True, lookahead=1, flattens=True, joins=True
+)
+
+
+@pytest.mark.parametrize("switches", [None, JOINING], ids=["here", "joining"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [None, 4])
 def test_loading_stays_within_what_is_told(
-    bits: int | None, dtype: str | None, tmp_path: Path
+    bits: int | None,
+    dtype: str | None,
+    switches: BackendDefaults | None,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Conversions hold two forms of a weight at a time, and unpacking more."""
+    if switches is not None:
+        for module in (loading, outlines):
+            monkeypatch.setattr(module, "defaults", lambda: switches)
     changes: dict[str, Any] = {
         "hidden_size": 256,
         "intermediate_size": 1024,
