@@ -132,7 +132,7 @@ def first_tokens(
         )
         raw["pages_forgotten"] = forget_pages(at)
         again = decoder(prefix_cache=at, prefix_cache_memory=4 * 10**9)
-        measure("another process' second round, from disk", again, first)
+        measure("a new decoder, from disk", again, first)
         assert again.prefix_store is not None
         again.prefix_store.close()
     raw["rounds"] = rounds

@@ -22,6 +22,7 @@ from .drafters import Drafter, Round, check_proposals
 from .drafters.guarded import described
 from .lengths import AutoLength, DraftLength, FixedLength, Forwards
 from .lengths.store import CostStore, default_path
+from .models.compiled import CompiledForwards
 from .models.runner import ModelRunner
 from .params import SamplingParams
 from .rounds import RowRules
@@ -97,6 +98,7 @@ class _Stopwatch:
         return statistics.median(b - a for a, b in itertools.pairwise(ends))
 
 
+@CompiledForwards.at_once()
 def measure_forwards(
     target: ModelRunner,
     drafter: Drafter,
@@ -109,10 +111,10 @@ def measure_forwards(
 ) -> Forwards:
     """Time a plain step, a draft step, and verify forwards while time is left.
 
-    Each is run once before it is timed, and then as rounds are: built while the one
-    before runs. What takes long is waited for, ``repeats`` times. A plain step, a
-    draft step and one verify forward are always measured; of the latter no more than
-    the budget allows.
+    Each is run once before it is timed, and then as rounds are: compiled where they
+    will be, built while the one before runs. What takes long is waited for,
+    ``repeats`` times. A plain step, a draft step and one verify forward are always
+    measured; of the latter no more than the budget allows.
 
     Raises:
         DrafterError: the drafter raised something.

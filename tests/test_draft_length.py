@@ -34,6 +34,7 @@ from specdec.lengths import (
     RoundOutcome,
 )
 from specdec.lengths.store import CostStore
+from specdec.models.compiled import CompiledForwards
 from specdec.models.runner import ModelRunner
 from specdec.pacing import Pacer
 from specdec.params import SamplingParams
@@ -350,6 +351,27 @@ def test_measuring_stops_when_its_time_is_up(target: Any, other: Any) -> None:
         runner, drafter, 1, max_draft_tokens=8, clock=ticks.__next__
     )
     assert set(forwards.verify) == {1, 2}
+
+
+def test_what_is_measured_is_compiled(target: Any, other: Any) -> None:
+    """As decoding will be, however often shapes have to be met for that."""
+    backend = replace(BEHIND, compile_after=1000)
+    runner = ModelRunner(target, "target", EngineConfig(), backend)
+    drafter = DraftModel(
+        ModelRunner(other, "draft", EngineConfig(), backend),
+        vocab_size=runner.vocab_size,
+        max_draft_tokens=8,
+    )
+    before = CompiledForwards.built
+    forwards = measure_forwards(runner, drafter, 3, max_draft_tokens=8)
+    # A graph for each forward of the target at least, and the draft's.
+    assert CompiledForwards.built - before > len(forwards.verify)
+    rows = runner.rows([[1, 2], [3, 4]], max_round=3, max_length=40)
+    for _ in rows.prefill():
+        pass
+    before = CompiledForwards.built
+    rows.forward(mx.ones((2, 3), mx.int32))
+    assert CompiledForwards.built == before
 
 
 class Device:

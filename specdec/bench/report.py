@@ -144,12 +144,12 @@ def findings(figures: Figures) -> list[str]:
         passes = f"{min(ratios):.2f} to {max(ratios):.2f}"
         against = f.ratios(figures.find(f.cell.mlx_lm))
         text = (
-            f"- **{key}**: fastest with {f.cell.draft}, k = {f.cell.num_draft_tokens}: "
+            f"- **{key}**: fastest draft {f.cell.draft}, k = {f.cell.num_draft_tokens}: "
             f"{ratio:.2f} times plain decoding at this batch "
             f"({passes if len(ratios) > 1 else 'one pass only'})"
         )
         if against:
-            text += f", {statistics.median(against):.2f} times mlx-lm's"
+            text += f", {statistics.median(against):.2f} times mlx-lm's plain decoding"
         text += f"; {f.acceptance().length:.2f} tokens per row and round."
         lines.append(text)
     return lines + _prefix_findings(figures)

@@ -1,7 +1,8 @@
 """The target alone, through mlx-lm's own generation and caches.
 
 Nothing of this engine's rounds, caches or sampling is used here: what it is compared
-with must not share its faults.
+with must not share its faults. (On CUDA the model's layers compute their products as
+they were fitted when it was loaded, see :mod:`specdec.models.joined`.)
 """
 
 from __future__ import annotations

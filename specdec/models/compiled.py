@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import logging
 from collections import Counter, OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import islice
 from typing import Any
 
@@ -53,6 +54,7 @@ class CompiledForwards:
 
     #: Graphs built by all of them so far: a round that built one took longer for it.
     built = 0
+    _at_once = 0
 
     def __init__(
         self, model: nn.Module, recorder: HiddenStates | None = None, *, after: int = 0
@@ -93,7 +95,7 @@ class CompiledForwards:
             if len(self._met) > MAX_COUNTED:
                 self._met.clear()
             self._met[key] += 1
-            if self._met[key] <= self._after:
+            if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
             function = self._make(caches, members, groups)
         held = [cache.arrays for cache in members]
@@ -124,6 +126,16 @@ class CompiledForwards:
         if len(self._functions) > MAX_GRAPHS:
             self._functions.popitem(last=False)
         return logits, hidden
+
+    @classmethod
+    @contextmanager
+    def at_once(cls) -> Iterator[None]:
+        """Build graphs when shapes are first met: to measure what will run."""
+        CompiledForwards._at_once += 1
+        try:
+            yield
+        finally:
+            CompiledForwards._at_once -= 1
 
     def of(self, model: nn.Module, recorder: HiddenStates | None) -> CompiledForwards:
         """As this one, for another model."""

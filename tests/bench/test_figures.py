@@ -173,9 +173,9 @@ def test_one_pass_has_no_range(tiny: Tiny) -> None:
 def test_the_report_says_what_was_found(figures: Figures) -> None:
     (line,) = findings(figures)
     assert line == (
-        "- **batch 2**: fastest with random:tiny:1, k = 2: 1.50 times plain decoding "
-        "at this batch (1.00 to 2.00), 0.78 times mlx-lm's; 1.60 tokens per row and "
-        "round."
+        "- **batch 2**: fastest draft random:tiny:1, k = 2: 1.50 times plain "
+        "decoding at this batch (1.00 to 2.00), 0.78 times mlx-lm's plain decoding; "
+        "1.60 tokens per row and round."
     )
     text = report(figures)
     assert "2 of 5 prompts of 3 to 4 tokens" in text

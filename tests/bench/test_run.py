@@ -388,7 +388,7 @@ def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
     figures = Figures(results)
     assert {f.cell.draft for f in figures.drafted} == {"ngram", "layers:0"}
     text = report(figures)
-    assert "fastest with" in text
+    assert "fastest draft" in text
 
 
 def test_passes_do_not_learn_from_each_other(tiny: Tiny, tmp_path: Path) -> None:

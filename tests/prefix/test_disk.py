@@ -57,7 +57,7 @@ def test_prompts_share_files(tmp_path: Path) -> None:
     assert spans(disk, branch)[:3] == WHOLE[:3]
 
 
-def test_two_processes_share_a_folder(tmp_path: Path) -> None:
+def test_two_stores_share_a_folder(tmp_path: Path) -> None:
     """Each finds what the other writes, and misses what the other removes."""
     one, two = DiskTier(tmp_path, MANY), DiskTier(tmp_path, MANY)
     write_chain(one, TOKENS)

@@ -75,6 +75,27 @@ def test_killed_while_writing(
     assert reused > 0
 
 
+def test_two_processes_write_at_once(
+    models: tuple[Any, Any, list[list[int]]], tmp_path: Path
+) -> None:
+    """Into one folder, one of them with place for half: neither is harmed."""
+    target, draft, _ = models
+    source, folder = tmp_path / "source", tmp_path / "folder"
+    store = disk_store(source)
+    decode(target, draft, PROMPTS, store)
+    store.close()
+    folder.mkdir()
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.prefix.raced"]
+        + [str(a) for a in (source, folder, 40, 0)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    # Where both had place for all, all is there.
+    assert int(done.stdout) >= 20
+
+
 def remove(path: Path) -> None:
     path.unlink()
 
