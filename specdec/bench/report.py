@@ -144,7 +144,8 @@ def findings(figures: Figures) -> list[str]:
         passes = f"{min(ratios):.2f} to {max(ratios):.2f}"
         against = f.ratios(figures.find(f.cell.mlx_lm))
         text = (
-            f"- **{key}**: fastest draft {f.cell.draft}, k = {f.cell.num_draft_tokens}: "
+            f"- **{key}**: fastest draft {f.cell.draft}, "
+            f"k = {f.cell.num_draft_tokens}: "
             f"{ratio:.2f} times plain decoding at this batch "
             f"({passes if len(ratios) > 1 else 'one pass only'})"
         )
