@@ -45,8 +45,13 @@ def flatten_products(model: nn.Module) -> None:
     for path, layer in leaves:
         kind = _FLATTENED.get(type(layer))
         if kind is not None:
-            flattened = kind.__new__(kind)
-            # Arrays are items of a module, everything else attributes.
-            dict.update(flattened, layer)
-            vars(flattened).update(vars(layer))
-            model.update_modules(tree_unflatten([(path, flattened)]))
+            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+def as_kind(layer: nn.Module, kind: Any) -> Any:
+    """A layer of another class, with the same arrays and attributes."""
+    made = kind.__new__(kind)
+    # Arrays are items of a module, everything else attributes.
+    dict.update(made, layer)
+    vars(made).update(vars(layer))
+    return made

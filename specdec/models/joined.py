@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .flattened import FlattenedEmbedding, FlattenedLinear
+from .flattened import FlattenedEmbedding, FlattenedLinear, as_kind
 
 logger = logging.getLogger(__name__)
 
@@ -146,11 +146,8 @@ def join_products(model: nn.Module) -> None:
     for module, names, layers in _groups(model, _JOINED):
         product = _Product(layers, slot)
         for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
-            joined = _JOINED[type(layer)].__new__(_JOINED[type(layer)])
-            # Arrays are items of a module, everything else attributes.
-            dict.update(joined, layer)
-            vars(joined).update(vars(layer), _product=product, _index=i)
-            module[name] = joined
+            module[name] = joined = as_kind(layer, _JOINED[type(layer)])
+            joined._product, joined._index = product, i
         mx.clear_cache()
 
 
@@ -173,9 +170,7 @@ def separated(model: nn.Module) -> nn.Module:
     for path, layer in leaves:
         kind = _PLAIN.get(type(layer))
         if kind is not None:
-            alone = kind.__new__(kind)
-            dict.update(alone, layer)
-            vars(alone).update(vars(layer))
+            alone = as_kind(layer, kind)
             for name in ("_product", "_index"):
                 vars(alone).pop(name, None)
             twin.update_modules(tree_unflatten([(path, alone)]))

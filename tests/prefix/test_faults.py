@@ -39,6 +39,17 @@ def models(tiny_model: TinyModel) -> tuple[Any, Any, list[list[int]]]:
     return target, tiny_model("llama", seed=1), wanted
 
 
+def counts_of(module: str, *arguments: Any) -> list[int]:
+    """What a module of these tests prints, run as a process of its own."""
+    done = subprocess.run(
+        [sys.executable, "-m", f"tests.prefix.{module}", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    return [int(word) for word in done.stdout.split()]
+
+
 def test_killed_while_writing(
     models: tuple[Any, Any, list[list[int]]], tmp_path: Path
 ) -> None:
@@ -52,14 +63,7 @@ def test_killed_while_writing(
     parts = 4
     reused = partial = 0
     for seed in range(parts):
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.prefix.killed"]
-            + [str(a) for a in (source, folder, KILLS // parts, seed)],
-            capture_output=True,
-            text=True,
-        )
-        assert done.returncode == 0, done.stderr
-        killed, left_some = map(int, done.stdout.split())
+        killed, left_some = counts_of("killed", source, folder, KILLS // parts, seed)
         assert killed == KILLS // parts
         partial += left_some
         store = disk_store(folder)
@@ -85,15 +89,9 @@ def test_two_processes_write_at_once(
     decode(target, draft, PROMPTS, store)
     store.close()
     folder.mkdir()
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.prefix.raced"]
-        + [str(a) for a in (source, folder, 40, 0)],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    (whole,) = counts_of("raced", source, folder, 40, 0)
     # Where both had place for all, all is there.
-    assert int(done.stdout) >= 20
+    assert whole >= 20
 
 
 def remove(path: Path) -> None:
