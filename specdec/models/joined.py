@@ -22,6 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .flattened import FlattenedEmbedding, FlattenedLinear, as_kind
+from .skinny import SkinnyEmbedding, SkinnyLinear
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +55,7 @@ class _Product:
         kind: Any = type(layers[0])
         stacked: Any = kind.__new__(kind)
         vars(stacked).update(vars(layers[0]))
+        stacked.eval()  # layers that train are not asked here
         sizes = [layer["weight"].shape[0] for layer in layers]
         self._ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
         for name in layers[0]:
@@ -72,7 +74,7 @@ class _Product:
 
     def _compute(self, x: mx.array) -> mx.array:
         whole = self._whole
-        if "bias" in whole and "scales" not in whole and x.size == x.shape[-1]:
+        if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
             # MLX has a fast kernel for one row, which adds no bias.
             alone: mx.array = x @ whole["weight"].T + whole["bias"]
             return alone
@@ -128,12 +130,29 @@ class JoinedFlattened(_Joined, FlattenedLinear):
     """A packed, flattened one."""
 
 
-_JOINED: dict[type, Any] = {nn.Linear: JoinedLinear, FlattenedLinear: JoinedFlattened}
+class JoinedSkinny(_Joined, SkinnyLinear):
+    """One whose products of few rows are a kernel of ours; alone while it trains."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.training:
+            alone: mx.array = SkinnyLinear.__call__(self, x)
+            return alone
+        return super().__call__(x)
+
+
+_JOINED: dict[type, Any] = {
+    nn.Linear: JoinedLinear,
+    FlattenedLinear: JoinedFlattened,
+    SkinnyLinear: JoinedSkinny,
+}
 _PLAIN: dict[type, Any] = {
     JoinedLinear: nn.Linear,
     JoinedFlattened: nn.QuantizedLinear,
+    JoinedSkinny: nn.Linear,
     FlattenedLinear: nn.QuantizedLinear,
     FlattenedEmbedding: nn.QuantizedEmbedding,
+    SkinnyLinear: nn.Linear,
+    SkinnyEmbedding: nn.Embedding,
 }
 
 

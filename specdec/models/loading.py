@@ -36,6 +36,7 @@ from .joined import join_products
 from .loaded import LoadedModel
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .skinny import take_few_rows
 from .skipping import SkippingModel
 
 # Keys of a configuration that say how weights are packed.
@@ -87,6 +88,8 @@ def fit(model: Any) -> None:
         widen_packed(model)
     if backend.flattens:
         flatten_products(model)
+    if backend.skinny:
+        take_few_rows(model)
     if backend.joins:
         join_products(model)
 

@@ -1,0 +1,230 @@
+"""Products of few rows by a CUDA kernel of our own, launched as one node.
+
+A round multiplies each matrix by a handful of rows: one per sequence, or k + 1. Such a
+product is computed sooner than MLX's CUDA backend launches it: cuBLAS is captured call
+by call, which takes the host 15 to 20 microseconds, four times per layer. A kernel
+that MLX launches itself is one node of its graph.
+
+Each row is summed in an order that depends on the matrix alone. So a row's product has
+the same bits whatever is computed beside it: alone, in a batch, or as one of the tokens
+of a verification.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .flattened import as_kind
+
+logger = logging.getLogger(__name__)
+
+# What the kernel is given: up to MOST_ROWS rows, matrices up to MOST_WEIGHTS numbers,
+# MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes sooner, and
+# for longer than it takes to be launched (benchmarks/results/skinny-h200.md).
+MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 64, 2**25, 2**29
+# A block has so many warps; each reads so many columns of the matrix at a time, of so
+# many of its rows. A tensor core's product takes so many rows of x.
+WARPS, COLUMNS, ROWS, TILE = 16, 32, 16, 8
+
+# out = x weight^T + bias; x is (M, K), weight (N, K).
+#
+# A block computes 16 columns of the result for up to 8 * WIDE rows of x. Its warps
+# share K among themselves, 32 columns in turn, UNROLL of them in flight, and add up
+# what they found. In a tensor core's product (m16n8k16) the matrix's rows are the 16
+# and those of x the 8. Which k is which does not matter as long as both agree: a
+# thread reads 8 neighbours at once and hands 4 of them to each of two products.
+_SOURCE = """
+  const int M = x_shape[0], K = x_shape[1], N = weight_shape[0];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int group = lane / 4, part = lane % 4;
+  const int first = blockIdx.x * 16;
+  const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
+  // Rows beyond the last are read as the last, and not written.
+  const T* upper = weight + static_cast<size_t>(min(first + group, N - 1)) * K;
+  const T* lower = weight + static_cast<size_t>(min(first + 8 + group, N - 1)) * K;
+
+  float sums[WIDE][4];
+  #pragma unroll
+  for (int j = 0; j < WIDE; ++j)
+    #pragma unroll
+    for (int c = 0; c < 4; ++c) sums[j][c] = 0.0f;
+
+  for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
+    uint4 a[UNROLL][2], b[UNROLL][WIDE];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int k = begin + u * WARPS * 32 + part * 8;
+      const bool inside = k < K;
+      a[u][0] = inside ? __ldcs(reinterpret_cast<const uint4*>(upper + k)) : zero;
+      a[u][1] = inside ? __ldcs(reinterpret_cast<const uint4*>(lower + k)) : zero;
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j) {
+        const int m = j * 8 + group;
+        const T* row = x + static_cast<size_t>(m) * K + k;
+        b[u][j] = inside && m < M ? __ldg(reinterpret_cast<const uint4*>(row)) : zero;
+      }
+    }
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u)
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j) {
+        SPECDEC_MMA(sums[j], a[u][0].x, a[u][1].x, a[u][0].y, a[u][1].y,
+                    b[u][j].x, b[u][j].y);
+        SPECDEC_MMA(sums[j], a[u][0].z, a[u][1].z, a[u][0].w, a[u][1].w,
+                    b[u][j].z, b[u][j].w);
+      }
+  }
+
+  __shared__ float found[WARPS][8][16];
+  #pragma unroll
+  for (int j = 0; j < WIDE; ++j) {
+    found[warp][part * 2][group] = sums[j][0];
+    found[warp][part * 2 + 1][group] = sums[j][1];
+    found[warp][part * 2][8 + group] = sums[j][2];
+    found[warp][part * 2 + 1][8 + group] = sums[j][3];
+    __syncthreads();
+    const int n = threadIdx.x % 16, m = threadIdx.x / 16;
+    if (m < 8 && j * 8 + m < M && first + n < N) {
+      float sum = 0.0f;
+      #pragma unroll
+      for (int w = 0; w < WARPS; ++w) sum += found[w][m][n];
+      if (BIAS) sum += static_cast<float>(bias[first + n]);
+      out[static_cast<size_t>(j * 8 + m) * N + first + n] = static_cast<T>(sum);
+    }
+    __syncthreads();
+  }
+"""
+_MMA = """
+#define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1)                              \\
+  asm volatile(                                                             \\
+      "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "                  \\
+      "{{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, {{%8,%9}}, {{%0,%1,%2,%3}};"       \\
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                      \\
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
+"""
+_TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
+
+
+@cache
+def _kernel(dtype: mx.Dtype) -> Any:
+    header = _MMA.format(_TYPES[dtype])
+    # MLX keeps what it compiled on disk by name.
+    version = hashlib.sha256((header + _SOURCE).encode()).hexdigest()[:12]
+    return mx.fast.cuda_kernel(
+        name=f"specdec_skinny_{_TYPES[dtype]}_{version}",
+        input_names=["x", "weight", "bias"],
+        output_names=["out"],
+        source=_SOURCE,
+        header=header,
+    )
+
+
+def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    """x (M, K) times weight (N, K) transposed, plus bias (N,): (M, N).
+
+    Summed in float32 and rounded once, the bias included. What it can compute, and
+    sooner than MLX, :func:`takes` says.
+    """
+    rows, columns = x.shape[0], weight.shape[0]
+    wide = 1
+    while wide * TILE < rows:
+        wide *= 2
+    threads = 32 * WARPS
+    result: mx.array = _kernel(x.dtype)(
+        inputs=[x, weight, weight if bias is None else bias],
+        template=[
+            ("T", x.dtype),
+            ("WARPS", WARPS),
+            ("WIDE", wide),
+            ("UNROLL", max(1, min(4, 8 // wide))),
+            ("BIAS", bias is not None),
+        ],
+        grid=(-(-columns // ROWS) * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=[(rows, columns)],
+        output_dtypes=[x.dtype],
+    )[0]
+    return result
+
+
+def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
+    """Whether x (..., K) times weight (N, K) is left to :func:`product`."""
+    rows = x.size // x.shape[-1]
+    return (
+        0 < rows <= MOST_ROWS
+        and weight.size <= MOST_WEIGHTS
+        and rows * weight.size <= MOST_WORK
+        and weight.shape[-1] % COLUMNS == 0
+        and x.dtype in _TYPES
+        and weight.dtype == x.dtype
+        and (bias is None or bias.dtype == x.dtype)
+    )
+
+
+def _flat(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    """The product of x of any shape (..., K)."""
+    found = product(x.reshape(-1, x.shape[-1]), weight, bias)
+    return found.reshape(*x.shape[:-1], weight.shape[0])
+
+
+class SkinnyLinear(nn.Linear):
+    """A linear layer that computes few rows by the kernel.
+
+    While it trains, MLX's product is used, which has a gradient.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight, bias = self["weight"], self.get("bias")
+        if self.training or not takes(x, weight, bias):
+            usual: mx.array = super().__call__(x)
+            return usual
+        return _flat(x, weight, bias)
+
+
+class SkinnyEmbedding(nn.Embedding):
+    """An embedding whose product as an output layer is such a one."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits (..., V) of x (..., D)."""
+        weight = self["weight"]
+        if self.training or not takes(x, weight, None):
+            usual: Any = super().as_linear
+            logits: mx.array = usual(x)
+            return logits
+        return _flat(x, weight, None)
+
+
+_SKINNY: dict[type, Any] = {nn.Linear: SkinnyLinear, nn.Embedding: SkinnyEmbedding}
+
+
+def take_few_rows(model: nn.Module) -> None:
+    """Let the model's layers compute few rows by the kernel, in place."""
+    if not proven():
+        return
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    for path, layer in leaves:
+        kind = _SKINNY.get(type(layer))
+        if kind is not None:
+            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+@cache
+def proven() -> bool:
+    """Whether the kernel runs on this device, and computes what MLX does."""
+    try:
+        x = mx.random.normal((5, 96), key=mx.random.key(0)).astype(mx.bfloat16)
+        w = mx.random.normal((40, 96), key=mx.random.key(1)).astype(mx.bfloat16)
+        exact = x.astype(mx.float32) @ w.astype(mx.float32).T
+        found = product(x, w, None).astype(mx.float32)
+        agrees = mx.abs(found - exact).max() <= 0.01 * mx.abs(exact).max()
+        return bool(agrees.item())
+    except (RuntimeError, ValueError) as error:
+        logger.debug("no kernel for products of few rows: %s", error)
+        return False
