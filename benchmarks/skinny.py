@@ -72,7 +72,7 @@ def kernel(x: mx.array, weight: mx.array) -> mx.array:
 @click.command(cls=Script, context_settings={"show_default": True})
 @click.option("--dtype", default="bfloat16", type=click.Choice(["bfloat16", "float16"]))
 @click.option(
-    "--rows", multiple=True, type=int, default=(1, 2, 4, 8, 16, 24, 32, 48, 64)
+    "--rows", multiple=True, type=int, default=(1, 2, 4, 8, 16, 32, 64, 96, 160)
 )
 @click.option("--repeat", default=15)
 @click.option("--out", help="Write OUT.json and OUT.md.")

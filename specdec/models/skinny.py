@@ -25,17 +25,18 @@ from .flattened import as_kind
 
 logger = logging.getLogger(__name__)
 
-# What the kernel is given: up to MOST_ROWS rows, matrices up to MOST_WEIGHTS numbers,
-# MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes sooner, and
-# for longer than it takes to be launched (benchmarks/results/skinny-h200.md).
-MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 64, 2**25, 2**29
+# What the kernel is given: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS
+# rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
+# sooner, and for longer than it takes to be launched (benchmarks/results/skinny-h200.md).
+MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
 # A block has so many warps; each reads so many columns of the matrix at a time, of so
-# many of its rows. A tensor core's product takes so many rows of x.
-WARPS, COLUMNS, ROWS, TILE = 16, 32, 16, 8
+# many of its rows. A tensor core's product takes so many rows of x, a block at most
+# WIDEST times as many.
+WARPS, COLUMNS, ROWS, TILE, WIDEST = 16, 32, 16, 8, 8
 
 # out = x weight^T + bias; x is (M, K), weight (N, K).
 #
-# A block computes 16 columns of the result for up to 8 * WIDE rows of x. Its warps
+# A block computes 16 columns of the result for 8 * WIDE rows of x. Its warps
 # share K among themselves, 32 columns in turn, UNROLL of them in flight, and add up
 # what they found. In a tensor core's product (m16n8k16) the matrix's rows are the 16
 # and those of x the 8. Which k is which does not matter as long as both agree: a
@@ -44,7 +45,7 @@ _SOURCE = """
   const int M = x_shape[0], K = x_shape[1], N = weight_shape[0];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, part = lane % 4;
-  const int first = blockIdx.x * 16;
+  const int first = blockIdx.x * 16, top = blockIdx.y * 8 * WIDE;
   const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
   // Rows beyond the last are read as the last, and not written.
   const T* upper = weight + static_cast<size_t>(min(first + group, N - 1)) * K;
@@ -66,7 +67,7 @@ _SOURCE = """
       a[u][1] = inside ? __ldcs(reinterpret_cast<const uint4*>(lower + k)) : zero;
       #pragma unroll
       for (int j = 0; j < WIDE; ++j) {
-        const int m = j * 8 + group;
+        const int m = top + j * 8 + group;
         const T* row = x + static_cast<size_t>(m) * K + k;
         b[u][j] = inside && m < M ? __ldg(reinterpret_cast<const uint4*>(row)) : zero;
       }
@@ -90,13 +91,14 @@ _SOURCE = """
     found[warp][part * 2][8 + group] = sums[j][2];
     found[warp][part * 2 + 1][8 + group] = sums[j][3];
     __syncthreads();
-    const int n = threadIdx.x % 16, m = threadIdx.x / 16;
-    if (m < 8 && j * 8 + m < M && first + n < N) {
+    const int n = threadIdx.x % 16, in_tile = threadIdx.x / 16;
+    const int m = top + j * 8 + in_tile;
+    if (in_tile < 8 && m < M && first + n < N) {
       float sum = 0.0f;
       #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += found[w][m][n];
+      for (int w = 0; w < WARPS; ++w) sum += found[w][in_tile][n];
       if (BIAS) sum += static_cast<float>(bias[first + n]);
-      out[static_cast<size_t>(j * 8 + m) * N + first + n] = static_cast<T>(sum);
+      out[static_cast<size_t>(m) * N + first + n] = static_cast<T>(sum);
     }
     __syncthreads();
   }
@@ -134,7 +136,7 @@ def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     """
     rows, columns = x.shape[0], weight.shape[0]
     wide = 1
-    while wide * TILE < rows:
+    while wide < WIDEST and wide * TILE < rows:
         wide *= 2
     threads = 32 * WARPS
     result: mx.array = _kernel(x.dtype)(
@@ -146,7 +148,7 @@ def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
             ("UNROLL", max(1, min(4, 8 // wide))),
             ("BIAS", bias is not None),
         ],
-        grid=(-(-columns // ROWS) * threads, 1, 1),
+        grid=(-(-columns // ROWS) * threads, -(-rows // (TILE * wide)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=[(rows, columns)],
         output_dtypes=[x.dtype],
