@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # What the kernel is given: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS
 # rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
-# sooner, and for longer than it takes to be launched (benchmarks/results/skinny-h200.md).
+# sooner, and longer than it takes to launch (benchmarks/results/skinny-h200.md).
 MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
 # A block has so many warps; each reads so many columns of the matrix at a time, of so
 # many of its rows. A tensor core's product takes so many rows of x, a block at most
