@@ -29,6 +29,8 @@ logger = logging.getLogger(__name__)
 # rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
 # sooner, and longer than it takes to launch (benchmarks/results/skinny-h200.md).
 MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
+# More tokens of a sequence at a time are a prompt's, whose number is always another.
+MOST_TOKENS = 16
 # A block has so many warps; each reads so many columns of the matrix at a time, of so
 # many of its rows. A tensor core's product takes so many rows of x, a block at most
 # WIDEST times as many.
@@ -161,6 +163,7 @@ def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
     rows = x.size // x.shape[-1]
     return (
         0 < rows <= MOST_ROWS
+        and (x.ndim < 3 or x.shape[-2] <= MOST_TOKENS)
         and weight.size <= MOST_WEIGHTS
         and rows * weight.size <= MOST_WORK
         and weight.shape[-1] % COLUMNS == 0
