@@ -8,6 +8,7 @@ from dataclasses import fields, replace
 from ..checks import require_int
 from ..decoder import SpecDecoder
 from ..errors import ConfigError, PromptError
+from ..models.joined import separated
 from ..params import SamplingParams
 from ..prompts import Prompt, encode_all
 from .distribution import MIN_DRAWS, DistributionCertificate, certify_distribution
@@ -59,7 +60,9 @@ def certify(
             'kv_bits is "auto": name the bits to verify, 4 or 8, or leave it out'
         )
     plain = PlainTarget(
-        decoder.target.model, kv_bits=config.kv_bits, kv_group_size=config.kv_group_size
+        separated(decoder.target.model),
+        kv_bits=config.kv_bits,
+        kv_group_size=config.kv_group_size,
     )
     drawn = params.temperature > 0 and params.verification != "coupled"
     tasks = []

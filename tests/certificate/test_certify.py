@@ -6,10 +6,12 @@ import json
 import sys
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from specdec import ConfigError, PromptError, SamplingParams
 from specdec.certificate import TokenCertificate, certify, summary
+from specdec.models.joined import JoinedLinear, join_products
 
 from .harness import TinyModel, make_decoder, make_prompts
 
@@ -120,3 +122,21 @@ def test_how_it_reads(tiny_model: TinyModel, rounding: bool) -> None:
     assert lines[0].split()[:4] == ["prompt", "token", "plain", "engine"]
     assert [line.split()[-1] for line in lines[1:-2]] == ["tie"] * found.ties
     assert lines[-1].startswith(f"verdict: exact up to {found.ties} tie")
+
+
+def test_a_fault_of_fitted_layers_is_not_the_reference_s_too(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Loading may fit a model's products to the backend; what checks it has mlx-lm's."""
+    decoder = make_decoder(tiny_model)
+    join_products(decoder.target.model)
+    params = SamplingParams(max_tokens=16)
+    assert certify(decoder, make_prompts(), params).verdict == "exact"
+    exact = JoinedLinear.__call__
+
+    def wrong(self: JoinedLinear, x: mx.array) -> mx.array:
+        y = exact(self, x)
+        return y.at[..., 0].multiply(-1.0)
+
+    monkeypatch.setattr(JoinedLinear, "__call__", wrong)
+    assert certify(decoder, make_prompts(), params).verdict == "failure"
