@@ -2,8 +2,8 @@
 
 Nothing of this engine's rounds, caches or sampling is used here: what it is compared
 with must not share its faults. Nor should the model's layers be: where loading fitted
-them to the backend (:func:`specdec.models.loading.fit`), the reference is given mlx-lm's
-own, over the same weights (:func:`specdec.models.joined.separated`).
+them to the backend (:func:`specdec.models.loading.fit`), the reference is given
+mlx-lm's own, over the same weights (:func:`specdec.models.joined.separated`).
 """
 
 from __future__ import annotations

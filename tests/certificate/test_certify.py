@@ -127,7 +127,7 @@ def test_how_it_reads(tiny_model: TinyModel, rounding: bool) -> None:
 def test_a_fault_of_fitted_layers_is_not_the_reference_s_too(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Loading may fit a model's products to the backend; what checks it has mlx-lm's."""
+    """Loading may fit a model's products to the backend; the reference has mlx-lm's."""
     decoder = make_decoder(tiny_model)
     join_products(decoder.target.model)
     params = SamplingParams(max_tokens=16)
