@@ -3,6 +3,7 @@
     SpecdecError
     ├── ConfigError            an option has a value that cannot work (also a ValueError)
     ├── PromptError            a prompt, or a prompt file, cannot be used (also a ValueError)
+    │   └── PromptFileError        no file is there under its path (also a ConfigError)
     ├── ModelError
     │   ├── ModelNotFoundError     no model under that name
     │   │   └── ModelNameError         nor can there be one: misspelt (also a ConfigError)
@@ -45,6 +46,10 @@ class ConfigError(SpecdecError, ValueError):
 
 class PromptError(SpecdecError, ValueError):
     """A prompt, or a prompt file, cannot be used."""
+
+
+class PromptFileError(ConfigError, PromptError):
+    """There is no prompt file, or text file, under the given path."""
 
 
 class ModelError(SpecdecError):

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from .errors import PromptError
+from .errors import PromptError, PromptFileError
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -161,6 +161,7 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     A line like that behind a first line of plain text is refused.
 
     Raises:
+        PromptFileError: there is no such file.
         PromptError: the file cannot be read, holds no prompt, or has a line
             that is not what was expected (named).
     """
@@ -186,6 +187,7 @@ def read_text(path: str | Path) -> str:
     """Read a UTF-8 file, or standard input for ``-``.
 
     Raises:
+        PromptFileError: there is no such file.
         PromptError: it cannot be read, or is not UTF-8.
     """
     name = _name(path)
@@ -288,9 +290,9 @@ def _read(path: str | Path, name: str) -> bytes:
     try:
         return Path(path).read_bytes()
     except FileNotFoundError as error:
-        raise PromptError(f"{name}: no such file") from error
+        raise PromptFileError(f"{name}: no such file: check the path") from error
     except IsADirectoryError as error:
-        raise PromptError(f"{name}: is a folder: name a file in it") from error
+        raise PromptFileError(f"{name}: is a folder: name a file in it") from error
     except OSError as error:
         raise PromptError(f"{name}: cannot be read: {error.strerror}") from error
 

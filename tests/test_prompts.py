@@ -14,7 +14,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import PromptError
+from specdec.errors import PromptError, PromptFileError
 from specdec.prompts import PromptRecord, encode, encode_all, read_prompts, read_records
 
 if TYPE_CHECKING:
@@ -349,9 +349,10 @@ def test_files_that_cannot_be_used(
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
-    with pytest.raises(PromptError, match="no such file"):
+    """Wrong usage, which errors of a file's contents are not."""
+    with pytest.raises(PromptFileError, match="no such file: check the path"):
         read_prompts(tmp_path / "missing.txt")
-    with pytest.raises(PromptError, match="is a folder: name a file in it"):
+    with pytest.raises(PromptFileError, match="is a folder: name a file in it"):
         read_prompts(tmp_path)
 
 

@@ -273,7 +273,7 @@ def find_recipe(name: str | Path) -> Path:
     path = Path(name)
     if path.suffix == ".toml" or path.is_file():
         if not path.is_file():
-            raise ConfigError(f"{path}: no such file")
+            raise ConfigError(f"{path}: no such file: check the path")
         return path
     shipped = {file.stem: file for file in shipped_recipes()}
     if str(name) not in shipped:

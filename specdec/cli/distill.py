@@ -17,7 +17,7 @@ from .report import INTERRUPTED, show_warnings
 
 
 def _files(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
-    return click.option(name, multiple=True, metavar="FILE", help=text)
+    return options.file(name, text=text, multiple=True)
 
 
 def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]

@@ -56,9 +56,21 @@ def check_pair(target: str | None, draft: str | None) -> DraftSpec | None:
 
 def prompts(text: str, *, required: bool = True) -> Option[Any]:
     """``--prompts``, whose value is named ``file``."""
-    return click.option(
-        "--prompts", "file", metavar="FILE", required=required, help=text
-    )
+    return file("--prompts", "file", text=text, required=required)
+
+
+def file(
+    *names: str, text: str, metavar: str = "FILE", **more: Any
+) -> Option[Any]:
+    """An option that names a file, or with ``multiple`` some."""
+
+    def named(_: click.Context, option: click.Parameter, value: Any) -> Any:
+        for each in value if isinstance(value, tuple) else (value,):
+            if each is not None and not each.strip():
+                raise click.UsageError(f"{option.opts[0]} is empty: name a file")
+        return value
+
+    return click.option(*names, metavar=metavar, callback=named, help=text, **more)
 
 
 def positive(

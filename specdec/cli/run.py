@@ -90,11 +90,11 @@ if TYPE_CHECKING:
     "Most memory to use, such as 8GB or 6.5GiB: rows wait for it, and what "
     "cannot fit is refused. [default: what the device has]"
 )
-@click.option(
+@options.file(
     "--output",
     "output_file",
     metavar="FILE.jsonl",
-    help="Write one JSON object per prompt, as each finishes. An existing file is "
+    text="Write one JSON object per prompt, as each finishes. An existing file is "
     "replaced.",
 )
 @options.quiet("No progress and no summary.")
@@ -132,12 +132,6 @@ def run(
       specdec run --draft self:4bit --prompts questions.jsonl --output out.jsonl
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
-    for option, value, what in (
-        ("--prompts", file, "a file"),
-        ("--output", output_file, "a file"),
-    ):
-        if value is not None and not value.strip():
-            raise click.UsageError(f"{option} is empty: name {what}")
     drafts = options.check_pair(target, draft) is not None
     _check_together(drafts, num_draft_tokens, kv_bits)
     config = EngineConfig(

@@ -78,11 +78,10 @@ TOKENS_BEHIND_DRAFT = 3
 @options.kv_group_size()
 @options.dtype()
 @options.ignore_chat_template()
-@click.option(
+@options.file(
     "--json",
     "json_file",
-    metavar="FILE",
-    help="Write everything that was measured, with machine, versions and options.",
+    text="Write everything that was measured, with machine, versions and options.",
 )
 @options.quiet()
 def verify(
@@ -134,8 +133,6 @@ def verify(
     records = read_records(file)[:num_prompts]
     output = None
     if json_file is not None:
-        if not json_file.strip():
-            raise click.UsageError("--json is empty: name a file")
         output = open_output("--json", json_file, file)
         click.get_current_context().call_on_close(output.close)
 

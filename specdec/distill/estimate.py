@@ -14,6 +14,7 @@ from ..models.outline import outline
 from ..models.precision import DTYPES
 from ..models.trunk import layers_of
 from ..names import DEFAULT_TARGET
+from .material import Given
 from .options import Options
 from .plan import Sizes, computing_dtype, sizes_of
 from .schedule import Budget
@@ -54,7 +55,9 @@ def describe(options: Options) -> list[str]:
         UnsupportedModelError: the target is not supported.
         ConfigError: it has no such layers.
         ModelError: it cannot be found or read.
+        PromptError: a file of the user's cannot be read.
     """
+    Given.read(options)  # as the run would
     target = _outline(options)
     dtype = computing_dtype(options)
     if target is None:  # on the hub, perhaps

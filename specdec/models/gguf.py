@@ -27,7 +27,8 @@ def load_gguf(
             packed and everything else is in floats.
 
     Raises:
-        ModelNotFoundError: there is no such file.
+        ModelNotFoundError: there is no such file (ModelNameError), or it cannot be
+            opened.
         UnsupportedModelError: something in it is not supported; it is named.
         ModelError: the file is cut short, corrupt or incomplete.
     """

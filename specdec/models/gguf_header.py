@@ -16,7 +16,12 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..errors import ModelError, ModelNotFoundError, UnsupportedModelError
+from ..errors import (
+    ModelError,
+    ModelNameError,
+    ModelNotFoundError,
+    UnsupportedModelError,
+)
 from .messages import shorten
 
 # Type number -> (name, elements in a block, bytes of a block).
@@ -185,7 +190,8 @@ def read_header(path: str | Path) -> GGUFFile:
     """Open a GGUF file and read its metadata and tensor table.
 
     Raises:
-        ModelNotFoundError: there is no such file.
+        ModelNameError: there is no such file.
+        ModelNotFoundError: it cannot be opened.
         UnsupportedModelError: a part of a sharded file, an old version, or a
             tensor type that is not known.
         ModelError: the file is not GGUF, or it is cut short.
@@ -201,9 +207,9 @@ def read_header(path: str | Path) -> GGUFFile:
             data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:  # the latter: not a path at all
         reason = getattr(error, "strerror", None) or error
-        raise ModelNotFoundError(
-            f"cannot open {path}: {reason}; check the path"
-        ) from error
+        misnamed = isinstance(error, FileNotFoundError | IsADirectoryError)
+        kind = ModelNameError if misnamed else ModelNotFoundError
+        raise kind(f"cannot open {path}: {reason}; check the path") from error
     try:
         return _parse(path, data)
     except (struct.error, *_CORRUPT) as error:

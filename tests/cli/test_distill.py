@@ -149,9 +149,13 @@ def test_wrong_usage(
 def test_what_cannot_be(target: Path, tmp_path: Path) -> None:
     out = tmp_path / "out"
     common = ("--target", str(target), "--out", str(out), "--layers", "2")
-    missing = invoke(*common, "--text", "nowhere")
-    assert missing.exit_code == 1
-    assert "nowhere: no such file" in missing.stderr
+    for file in ("--text", "--prompts", "--holdout"):
+        for run in (common, ("--dry-run", "--target", str(target))):
+            missing = invoke(*run, file, "nowhere")
+            assert missing.exit_code == 2
+            assert missing.stderr == (
+                "specdec: error: nowhere: no such file: check the path\n"
+            )
     out.write_text("a file")
     result = invoke(*common)
     assert result.exit_code == 2
