@@ -9,6 +9,7 @@ import click
 from ..config import (
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
+    KvBits,
     NumDraftTokens,
 )
 from ..errors import UnsupportedModelError
@@ -41,7 +42,10 @@ from .quiet import silence_third_parties
 @options.max_kv_size(
     "Full-attention layers keep this many tokens of a row. [default: all]"
 )
-@options.kv_bits("Keep keys and values quantized. [default: as they are]")
+@options.kv_bits(
+    "Keep keys and values quantized; auto: only where a row does not fit otherwise. "
+    "[default: as they are]"
+)
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
@@ -58,7 +62,7 @@ def estimate(
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
-    kv_bits: str | None,
+    kv_bits: KvBits,
     kv_group_size: str,
     dtype: str | None,
     temp: float,
@@ -77,7 +81,7 @@ def estimate(
     if spec is None and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if kv_bits is None and is_given("kv_group_size"):
-        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
+        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4, 8 or auto")
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
@@ -87,17 +91,19 @@ def estimate(
     from ..models import context_length
     from ..models.outline import outline, outline_draft
     from ..models.planning import plan_memory
+    from ..models.tokens import check_tokenizers
     from ..names import target_name
+    from ..preflight import FALLBACK_BITS
 
     target_outline = outline(target_name(target), dtype=dtype)
     own_context = context_length(target_outline.config)
     draft_outline = None
     if spec is not None and spec.model is not None:
         draft_outline = outline_draft(spec.model, target_outline, dtype=dtype)
-
+        check_tokenizers(target_outline, draft_outline)
     ngram = None if spec is None else ngram_of(spec)
 
-    def plan_with(bits: int | None) -> MemoryPlan:
+    def plan_with(bits: KvBits) -> MemoryPlan:
         config = EngineConfig(
             batch_size=batch_size,
             num_draft_tokens=num_draft_tokens,
@@ -121,8 +127,12 @@ def estimate(
         except UnsupportedModelError:
             return None
 
+    auto = kv_bits == "auto"
+    packed = [(n, plan_if_supported(n)) for n in (FALLBACK_BITS if auto else ())]
     found = Estimate(
-        plan=plan_with(None if kv_bits is None else int(kv_bits)),
+        plan=plan_with(kv_bits),
+        kv_bits=None if kv_bits == "auto" else kv_bits,
+        packed=tuple((bits, plan) for bits, plan in packed if plan is not None),
         context=context,
         batch=batch_size,
         limit=backend.memory_size() if limit is None else limit,

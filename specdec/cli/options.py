@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..config import DEFAULT_NUM_DRAFT_TOKENS, NumDraftTokens
+from ..config import DEFAULT_NUM_DRAFT_TOKENS, KvBits, NumDraftTokens
 from ..draft_spec import DraftSpec, draft_for
 from ..names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
 
@@ -155,9 +155,16 @@ def max_kv_size(text: str) -> Option[Any]:
     return positive("--max-kv-size", low=5, text=text)
 
 
-def kv_bits(text: str, *, choices: tuple[str, ...] = ("4", "8")) -> Option[Any]:
-    """``--kv-bits``."""
-    return click.option("--kv-bits", type=click.Choice(choices), help=text)
+def kv_bits(text: str, *, auto: bool = True) -> Option[Any]:
+    """``--kv-bits``: 4, 8 or, where that is ``auto``'s to choose, ``auto``."""
+
+    def parsed(_: click.Context, __: click.Parameter, value: str | None) -> KvBits:
+        return int(value) if value in ("4", "8") else "auto" if value else None
+
+    choices = ["4", "8", *(["auto"] if auto else [])]
+    return click.option(
+        "--kv-bits", type=click.Choice(choices), callback=parsed, help=text
+    )
 
 
 def kv_group_size() -> Option[Any]:

@@ -72,8 +72,7 @@ if TYPE_CHECKING:
 )
 @options.kv_bits(
     "Keep keys and values of target and draft quantized; auto: only those of "
-    "prompts that do not fit in memory otherwise. [default: as they are]",
-    choices=("4", "8", "auto"),
+    "prompts that do not fit in memory otherwise. [default: as they are]"
 )
 @options.kv_group_size()
 @click.option(
@@ -110,7 +109,7 @@ def run(
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
-    kv_bits: str | None,
+    kv_bits: KvBits,
     kv_group_size: str,
     quantized_kv_start: int,
     prefix_cache: str | None,
@@ -139,7 +138,7 @@ def run(
         num_draft_tokens=num_draft_tokens,
         prefill_step_size=prefill_step_size,
         max_kv_size=max_kv_size,
-        kv_bits=_kv_bits(kv_bits),
+        kv_bits=kv_bits,
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
@@ -222,12 +221,6 @@ def run(
         sys.exit(FAILURE)
 
 
-def _kv_bits(text: str | None) -> KvBits:
-    if text == "auto":
-        return "auto"
-    return None if text is None else int(text)
-
-
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
     """What a fixed draft length does where verification is not nearly free."""
     from ..backend import defaults
@@ -241,7 +234,7 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _check_together(
-    drafts: bool, num_draft_tokens: NumDraftTokens, kv_bits: str | None
+    drafts: bool, num_draft_tokens: NumDraftTokens, kv_bits: KvBits
 ) -> None:
     """Refuse an option that another one, or its absence, leaves without effect."""
     if not drafts and is_given("num_draft_tokens"):

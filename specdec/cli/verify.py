@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import DEFAULT_BATCH_SIZE, EngineConfig
+from ..config import DEFAULT_BATCH_SIZE, EngineConfig, KvBits
 from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_records
 from . import options
@@ -73,7 +73,8 @@ TOKENS_BEHIND_DRAFT = 3
     low=0,
 )
 @options.kv_bits(
-    "Keep keys and values quantized, in plain decoding too. [default: as they are]"
+    "Keep keys and values quantized, in plain decoding too. [default: as they are]",
+    auto=False,
 )
 @options.kv_group_size()
 @options.dtype()
@@ -98,7 +99,7 @@ def verify(
     verification: Any,
     draws: int,
     max_restarts: int,
-    kv_bits: str | None,
+    kv_bits: KvBits,
     kv_group_size: str,
     dtype: str | None,
     ignore_chat_template: bool,
@@ -124,7 +125,7 @@ def verify(
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
-        kv_bits=None if kv_bits is None else int(kv_bits),
+        kv_bits=kv_bits,
         kv_group_size=int(kv_group_size),
     )
     params = SamplingParams(
@@ -181,7 +182,7 @@ def verify(
 
 
 def _check_together(
-    drafts: bool, temp: float, kv_bits: str | None, *, sampled: bool
+    drafts: bool, temp: float, kv_bits: KvBits, *, sampled: bool
 ) -> None:
     """Refuse what is without effect; before a model is loaded."""
     if not drafts and is_given("num_draft_tokens"):

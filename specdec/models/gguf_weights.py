@@ -24,6 +24,7 @@ from .gguf_tensors import (
     PACKED_BITS,
     is_packed,
     read_float,
+    read_float_rows,
     read_packed,
 )
 from .messages import shorten
@@ -180,13 +181,17 @@ def describe_weights(
     Only for a form without ``bits``.
 
     Raises:
-        UnsupportedModelError: no layer of the architecture has such a tensor.
+        UnsupportedModelError: a tensor or its quantization is not supported.
     """
     dtype = form.dtype or stored_dtype(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
+    readable: set[str] = set()
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
         if form.dtype is not None or not is_packed(info):
+            if info.type_name not in readable:  # a row tells
+                read_float_rows(file, info, 0, min(1, info.rows))
+                readable.add(info.type_name)
             weights[name] = mx.zeros(info.shape, dtype)
             continue
         layer, bits = name.removesuffix(".weight"), PACKED_BITS[info.type_name]

@@ -43,12 +43,15 @@ class ModelOutline:
         config: its configuration, as in ``config.json``.
         name: what the user gave.
         loading_bytes: most that loading it will hold, its weights included.
+        tokens: where its tokenizer is: a folder, a GGUF file, or a configuration
+            that has none beside it.
     """
 
     model: nn.Module
     config: dict[str, Any]
     name: str
     loading_bytes: int
+    tokens: Path
 
 
 def outline(
@@ -81,7 +84,8 @@ def outline(
             conversions.reading(file, config, form)
             model, config = build_model(file, config, form, lazy=True)
         else:
-            model, config = _from_folder(_folder(located, path))
+            path = _folder(located, path)
+            model, config = _from_folder(path)
             if wanted is not None:
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
@@ -91,7 +95,7 @@ def outline(
     except Exception as error:  # a folder's files can be wrong in any way
         raise explain(name, error) from error
     _fit(model, conversions)
-    return ModelOutline(model, config, name, conversions.peak(model))
+    return ModelOutline(model, config, name, conversions.peak(model), path)
 
 
 def outline_draft(
@@ -109,7 +113,7 @@ def outline_draft(
     draft = ModelDraft.of(source)
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
-        return ModelOutline(skipping, target.config, draft.name, loading_bytes=0)
+        return ModelOutline(skipping, target.config, draft.name, 0, target.tokens)
     if draft.bits is None and has_layers_only(read_card(draft.source)):
         return _outline_layers(draft, target, parse_dtype(dtype))
     if draft.bits is None:
@@ -118,7 +122,8 @@ def outline_draft(
     conversions = Conversions()
     conversions.quantizing(weights_of(target.model), weights_of(model))
     _fit(model, conversions)
-    return ModelOutline(model, target.config, draft.name, conversions.peak(model))
+    size = conversions.peak(model)
+    return ModelOutline(model, target.config, draft.name, size, target.tokens)
 
 
 def _outline_layers(
@@ -134,7 +139,7 @@ def _outline_layers(
     _fit(model, conversions)
     loading_bytes = conversions.peak(model)
     lend(model, draft.name, target)
-    return ModelOutline(model, config, draft.name, loading_bytes)
+    return ModelOutline(model, config, draft.name, loading_bytes, target.tokens)
 
 
 def _fit(model: nn.Module, conversions: Conversions) -> None:

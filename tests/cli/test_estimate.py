@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
+
+from ..models.folders import write_folder
+from ..models.gguf_files import byte_level, random_model, write_model
 
 LLAMA_8B = {
     "model_type": "llama",
@@ -108,6 +113,82 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     # Where less fits, that is told.
     tight = as_json("--target", str(path), "--context", "99", "--memory-limit", "17GB")
     assert 0 < tight["largest_context"] < 8192
+
+
+def test_auto_bits_are_told(config: str) -> None:
+    """An option of a run that its estimate does not know."""
+    base = ("--target", config, "--kv-bits", "auto", "--context")
+    short = as_json(*base, "8192", "--memory-limit", "24GB")
+    assert short["kv_bits"] is None
+    long = as_json(*base, "120000", "--memory-limit", "36GB")
+    assert long["fits"]
+    assert long["kv_bits"] == 8
+    fixed = as_json(*base[:2], "--kv-bits", "8", "--context", "120000")
+    assert long["moments"] == fixed["moments"]
+    result = estimate(*base, "120000", "--memory-limit", "36GB")
+    assert "keys and values: in 8 bits, as a row does not fit" in result.stdout
+
+
+def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
+    """Told as a pair that fits, which no run takes."""
+    target = tmp_path / "target"
+    write_folder(target)
+    (tmp_path / "same").symlink_to(target)
+    one = write_model(tmp_path / "one.gguf", "llama", random_model("llama"))
+    swapped = byte_level()
+    tokens = swapped.tokens
+    tokens[256], tokens[257] = tokens[257], tokens[256]
+    other = write_model(
+        tmp_path / "other.gguf", "llama", random_model("llama"), vocabulary=swapped
+    )
+    common = ("--context", "99", "--memory-limit", "8GB")
+    for draft in ("self:4bit", "layers:0", str(tmp_path / "same")):
+        assert as_json("--target", str(target), "--draft", draft, *common)["fits"]
+    for a, b in ((one, other), (target, other)):
+        run = CliRunner().invoke(
+            main, ["run", "-p", "Hi", "--target", str(a), "--draft", str(b)]
+        )
+        found = estimate("--target", str(a), "--draft", str(b), *common)
+        assert run.exit_code == found.exit_code == 1
+        assert found.stderr == run.stderr.splitlines(keepends=True)[-1]
+        assert "cannot draft for" in found.stderr
+        assert found.stdout == ""
+    # A configuration alone has no vocabulary to compare.
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    (alone / "config.json").write_bytes((target / "config.json").read_bytes())
+    assert as_json("--target", str(alone), "--draft", str(other), *common)["fits"]
+
+
+def test_a_draft_without_a_tokenizer(tmp_path: Path) -> None:
+    for name in ("a", "b"):
+        write_folder(tmp_path / name)
+    for file in (tmp_path / "b").glob("tokenizer*"):
+        file.unlink()
+    pair = ("--target", str(tmp_path / "a"), "--draft", str(tmp_path / "b"))
+    result = estimate(*pair, "--context", "99")
+    assert result.exit_code == 1
+    assert f"{tmp_path / 'b'} cannot be loaded" in result.stderr
+
+
+def test_a_gguf_file_that_needs_the_gguf_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Told as one that fits, which no run can read here."""
+    q5 = gguf.GGMLQuantizationType.Q5_0
+    path = write_model(
+        tmp_path / "m.gguf", "llama", random_model("llama"), kinds=lambda name: q5
+    )
+    arguments = ("--target", str(path), "--context", "99", "--memory-limit", "8GB")
+    assert as_json(*arguments)["fits"]
+    for name in ("gguf", "gguf.quants"):
+        monkeypatch.setitem(sys.modules, name, None)
+    for extra in ((), ("--dtype", "float32")):
+        found = estimate(*arguments, *extra)
+        run = CliRunner().invoke(main, ["run", "-p", "Hi", *arguments[:2], *extra])
+        assert run.exit_code == found.exit_code == 1
+        assert found.stderr == run.stderr.splitlines(keepends=True)[-1]
+        assert "Q5_0 weights, which need the gguf package" in found.stderr
 
 
 def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
