@@ -12,6 +12,7 @@ from ..checks import require, require_int, require_one_of, require_range
 from ..config import DEFAULT_PREFILL_STEP_SIZE
 from ..draft_spec import NO_DRAFT, DraftSpec, draft_for
 from ..errors import ConfigError
+from ..names import nearest
 from ..params import MAX_TEMPERATURE
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
@@ -261,7 +262,20 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
         if key not in known:
             raise ConfigError(
                 f"{prefix}{key} is no key: there are {', '.join(sorted(known))}"
+                f"{_meant(prefix + key)}"
             )
+
+
+def _meant(key: str) -> str:
+    """A suggestion: the key, of any section, whose name is spelt most like that."""
+    full = {
+        f.name: f"{section}.{f.name}"
+        for section, kind in _SECTIONS.items()
+        for f in fields(kind)
+    }
+    own = {f.name for f in fields(Recipe)} - {"name", "folder"}
+    found = nearest(key.rpartition(".")[2], [*full, *own])
+    return "" if found is None else f"; did you mean {full.get(found, found)}?"
 
 
 def find_recipe(name: str | Path) -> Path:
@@ -318,6 +332,7 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
                 known = ", ".join(_SECTIONS)
                 raise ConfigError(
                     f"--set {key}: no section {section!r}: there are {known}"
+                    f"{_meant(key)}"
                 )
             at = table.setdefault(section, {})
             require_table(section, at)

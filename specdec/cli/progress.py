@@ -36,6 +36,7 @@ class Progress:
 
         on_terminal = sys.stderr.isatty()
         self._unit, self._total, self._done = unit, total, 0
+        self._what = ""
         self._clock, self._told = clock, clock()
         self._in_lines = not quiet and not on_terminal
         self._bar: Any = tqdm(
@@ -89,6 +90,9 @@ class Progress:
         if anew or done < self._bar.n:
             self._bar.reset(self._total)
         self._bar.update(done - self._bar.n)
+        if what != self._what:  # it may be long before there is more to show
+            self._what = what
+            self._bar.refresh()
 
     def _tell(self, what: str, note: str) -> None:
         now = self._clock()

@@ -28,6 +28,7 @@ from .sampling_options import params_of, sampling_options
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
+    from ..stats import RunStats
 
 
 @click.command(short_help="Decode prompts with a target model and a draft.")
@@ -201,14 +202,11 @@ def run(
     interrupted = False
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
+            progress.add(0, what="prefill")
             for event in events:
                 sink.take(event)
-                stats = decoder.stats
-                progress.add(
-                    event.result is not None,
-                    note=f"{_some(stats.generated_tokens, 'token')}, "
-                    f"{stats.tokens_per_second:.1f} tokens/s",
-                )
+                done = event.result is not None
+                progress.add(done, **_under_way(decoder.stats))
         except KeyboardInterrupt:
             interrupted = True
         except BaseException:
@@ -219,6 +217,14 @@ def run(
         sys.exit(INTERRUPTED)
     if sink.errors:
         sys.exit(FAILURE)
+
+
+def _under_way(stats: RunStats) -> dict[str, str]:
+    """What progress says: a rate once there is one."""
+    if not stats.rounds:
+        return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
+    tokens = _some(stats.generated_tokens, "token")
+    return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
 
 
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:

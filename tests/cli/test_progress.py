@@ -40,6 +40,18 @@ def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr() == ("", "")
 
 
+def test_what_begins_is_shown_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bar that says nothing for as long as the first part takes."""
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with Progress("prompt", 8) as progress:
+        progress.add(0, what="prefill")
+        assert "prefill:   0%" in capsys.readouterr().err
+        progress.add(0, note="1.0 tokens/s")
+        assert "1.0 tokens/s" in capsys.readouterr().err
+
+
 def test_a_bar_on_a_terminal(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

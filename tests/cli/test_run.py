@@ -21,6 +21,7 @@ from specdec.config import EngineConfig
 from specdec.memory import Fallback
 from specdec.params import SamplingParams
 from specdec.prompts import PromptRecord
+from specdec.stats import RunStats
 
 from .conftest import FakeDecoder
 
@@ -212,6 +213,19 @@ def test_summary_on_stderr(specdec: Specdec, arguments: list[str], length: str) 
         "acceptance:  rate 0.500, length 2.50 tokens a round",
         "peak memory: 1.50 GB",
     ]
+
+
+def test_progress_until_there_is_a_rate(
+    specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A rate of 0.0 tokens/s while prompts are read."""
+    monkeypatch.setattr("specdec.cli.progress.LINE_SECONDS", 0)
+    lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
+    assert lines[0] == "specdec: prefill, 0 of 2 prompts"
+    assert lines[1] == "specdec: 0 of 2 prompts, 8 tokens, 3.0 tokens/s"
+    decoder.stats = RunStats(prefilled=1, generated_tokens=1, prefill_seconds=9.0)
+    lines = specdec("run", "-p", "Hi", "-p", "Ho").stderr.splitlines()
+    assert lines[1] == "specdec: prefill, 0 of 2 prompts, 1 prefilled"
 
 
 def test_summary_of_plain_decoding_has_no_acceptance(
@@ -420,6 +434,7 @@ import sys
 import click
 from specdec.cli.output import Sink
 from specdec.prompts import PromptRecord
+from specdec.stats import RunStats
 sink = Sink([PromptRecord("a")], None)
 try:
     sink._write("Bonjour")
