@@ -29,6 +29,10 @@ logger = logging.getLogger(__name__)
 # By the names that mlx-lm's models give them.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
+# A product is given up once so many in a row were not used whole: one can be cut off by
+# Ctrl-C, or by another thread's. What a model never uses whole wastes no more than these.
+_PATIENCE = 3
+
 
 class _Ready(NamedTuple):
     """What one product brought, parts that were taken left out."""
@@ -70,7 +74,12 @@ class _Product:
             dict.update(layer, views)
             self._views.append(views)
         self._whole, self._slot = stacked, slot
-        self._useless = False
+        self._wasted = 0  # in a row
+
+    @property
+    def _useless(self) -> bool:
+        """Whether its layers are not joined any more; that is for good."""
+        return self._wasted >= _PATIENCE
 
     def _compute(self, x: mx.array) -> mx.array:
         whole = self._whole
@@ -97,14 +106,15 @@ class _Product:
         if ready is None or ready.by is not self or ready.x is not x:
             if ready is not None:
                 # Others of its layers were not asked, or with something else.
-                ready.by._useless = True
-                logger.debug("a joined product was not used whole: no longer joined")
+                ready.by._wasted += 1
+                if ready.by._useless:
+                    logger.debug("a joined product is not used whole: joined no more")
             parts = mx.split(self._compute(x), self._ends[:-1], axis=-1)
             # Another thread's input is another array: it computes its own parts.
             ready = slot.ready = _Ready(self, x, dict(enumerate(parts)))
         taken = ready.parts.pop(i, None)
         if not ready.parts:
-            slot.ready = None
+            slot.ready, self._wasted = None, 0
         return taken
 
 

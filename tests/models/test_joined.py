@@ -238,18 +238,33 @@ def test_layers_asked_with_other_arrays(tiny_model: TinyModel) -> None:
 
 
 def test_a_layer_that_is_never_asked(tiny_model: TinyModel) -> None:
-    """Its part is not kept beyond the next product."""
+    """Its part is not kept beyond the next product; soon it is computed no more."""
     model = llama(tiny_model)
     attention, mlp = model.layers[0].self_attn, model.layers[0].mlp
     join_products(model)
     x = mx.random.normal((2, 3, 32))
     slot = attention.q_proj._product._slot
-    attention.q_proj(x)
-    assert slot.ready is not None
-    mlp.gate_proj(x), mlp.up_proj(x)
-    assert slot.ready is None
+    for _ in range(3):
+        assert not attention.q_proj._product._useless
+        attention.q_proj(x)
+        assert slot.ready is not None
+        mlp.gate_proj(x), mlp.up_proj(x)
+        assert slot.ready is None
     assert attention.q_proj._product._useless
     assert not mlp.gate_proj._product._useless
+
+
+def test_forwards_that_were_cut_off(tiny_model: TinyModel) -> None:
+    """Ctrl-C between two layers: never joined again, however long the process runs."""
+    model = llama(tiny_model)
+    expected = model(TOKENS)
+    join_products(model)
+    attention = model.layers[0].self_attn
+    for _ in range(5):
+        attention.q_proj(mx.random.normal((2, 3, 32)))
+        close(model(TOKENS), expected)
+        assert attention.q_proj._product._wasted == 0
+    assert not attention.q_proj._product._useless
 
 
 def test_asked_twice_for_the_same(tiny_model: TinyModel) -> None:
