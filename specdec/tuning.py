@@ -123,7 +123,6 @@ def search_layers(
         The best candidate of each number of layers that was looked at, the best of
         all first; with ``keep`` that of so many layers is first.
     """
-    best: dict[int, Candidate] = {}
     known: dict[tuple[int, ...], Candidate] = {}
 
     def evaluate(layers: Iterable[int]) -> Candidate:
@@ -131,14 +130,7 @@ def search_layers(
         if key not in known:
             known[key] = Candidate(key, agreement(key), num_layers)
             progress(known[key])
-        found = known[key]
-        size = len(key)
-        if size not in best or found.agreement > best[size].agreement:
-            best[size] = found
-        return found
-
-    def worth(candidate: Candidate) -> float:
-        return candidate.best_speed_up if keep is None else candidate.agreement
+        return known[key]
 
     current = frozenset(range(num_layers))
     #: Agreement when the layer was last left out.
@@ -156,19 +148,35 @@ def search_layers(
     if keep is not None and len(current) > keep:  # out of evaluations
         order = sorted(current, key=lambda i: -without.get(i, -1.0))
         evaluate(current - set(order[: len(current) - keep]))
-    sizes = [keep] if keep is not None else sorted(best)
-    first = max((best[size] for size in sizes if size in best), key=worth)
-    first = _exchanged(first, evaluate, lambda: len(known) < max_evaluations)
-    others = sorted(best.values(), key=lambda c: -len(c.layers))
-    return [first, *(c for c in others if c != first)]
+    first = ranked(known.values(), keep)[0]
+    _exchanged(first, evaluate, lambda: len(known) < max_evaluations)
+    return ranked(known.values(), keep)
+
+
+def ranked(candidates: Iterable[Candidate], keep: int | None = None) -> list[Candidate]:
+    """The best candidate of each number of layers, the best of all first.
+
+    Args:
+        candidates: one or more.
+        keep: layers that the first is to have, if one of them has so many; ``None``:
+            as many as the best predicted speed-up has.
+    """
+    best: dict[int, Candidate] = {}
+    for each in candidates:
+        size = len(each.layers)
+        if size not in best or each.agreement > best[size].agreement:
+            best[size] = each
+    found = sorted(best.values(), key=lambda c: len(c.layers))
+    first = best.get(keep or 0) or max(found, key=lambda c: c.best_speed_up)
+    return [first, *(c for c in reversed(found) if c is not first)]
 
 
 def _exchanged(
     candidate: Candidate,
     evaluate: Callable[[Iterable[int]], Candidate],
     may_go_on: Callable[[], bool],
-) -> Candidate:
-    """The candidate, with layers exchanged while that makes it better."""
+) -> None:
+    """Exchange layers of the candidate, one by one, while that makes it better."""
     improved = True
     while improved:
         improved = False
@@ -178,9 +186,8 @@ def _exchanged(
         swaps = sorted((abs(a - b), a, b) for a in kept for b in spare)
         for _, out, into in swaps:
             if not may_go_on():
-                return candidate
+                return
             other = evaluate(kept - {out} | {into})
             if other.agreement > candidate.agreement:
                 candidate, improved = other, True
                 break
-    return candidate

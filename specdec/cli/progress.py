@@ -21,6 +21,7 @@ class Progress:
         unit: what is counted, in the singular.
         total: how many there are; :meth:`show` may tell another number.
         quiet: show nothing.
+        time_left: lines tell it too, from the mean of what is done, as a bar does.
         clock: seconds.
     """
 
@@ -30,6 +31,7 @@ class Progress:
         total: int | None = None,
         *,
         quiet: bool = False,
+        time_left: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from tqdm import tqdm
@@ -38,6 +40,7 @@ class Progress:
         self._unit, self._total, self._done = unit, total, 0
         self._what = ""
         self._clock, self._told = clock, clock()
+        self._began, self._time_left = self._told, time_left
         self._in_lines = not quiet and not on_terminal
         self._bar: Any = tqdm(
             total=total,
@@ -101,5 +104,14 @@ class Progress:
         self._told = now
         total = f" of {self._total}" if self._total is not None else ""
         units = self._unit + "s" * (self._total != 1)
-        told = [what, f"{self._done}{total} {units}", note]
+        told = [what, f"{self._done}{total} {units}", note, self._left(now)]
         click.echo(f"specdec: {', '.join(filter(None, told))}", err=True)
+
+    def _left(self, now: float) -> str:
+        if not self._time_left or not self._total or not 0 < self._done < self._total:
+            return ""
+        seconds = (now - self._began) / self._done * (self._total - self._done)
+        minutes = round(seconds / 60)
+        if minutes < 2:
+            return f"about {round(seconds)} seconds left"
+        return f"about {minutes} minutes left"

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import sys
 from typing import TYPE_CHECKING
 
 import click
 
 from ..prompts import read_records
 from . import options
+from .interrupts import last_words
 from .progress import Progress
 from .prompts import places_named
 from .quiet import silence_third_parties
+from .report import INTERRUPTED
 
 if TYPE_CHECKING:
     from ..tuning import Candidate
@@ -65,6 +68,7 @@ def tune_layers(
     records = read_records(file)[:num_prompts]
     prompts = [record.prompt for record in records]
     silence_third_parties()
+    from ..backend import defaults
     from ..decoder import SpecDecoder
     from ..errors import ConfigError
     from ..models import load
@@ -72,7 +76,7 @@ def tune_layers(
     from ..names import target_name
     from ..params import SamplingParams
     from ..prompts import encode_all
-    from ..tuning import Agreement, search_layers
+    from ..tuning import Agreement, ranked, search_layers
 
     loaded = load(target_name(target), dtype=dtype)
     check_trunk(loaded.model, loaded.name, "skipping layers")
@@ -84,17 +88,24 @@ def tune_layers(
     budget = max_evaluations or _EVALUATIONS_PER_LAYER * num_layers
     decoder = SpecDecoder(loaded)
     with places_named(records):
-        results = decoder.generate(
+        events = decoder.stream(
             prompts,
             SamplingParams(max_tokens=max_tokens),
             ignore_chat_template=ignore_chat_template,
         )
+    answers: dict[int, list[int]] = {}
+    with Progress("prompt", len(prompts), quiet=quiet) as progress:
+        progress.add(0, what="answering")
+        for event in events:
+            if event.result is not None:
+                answers[event.index] = event.result.token_ids
+            progress.add(event.result is not None, what="answering")
     encoded = encode_all(
         loaded.tokenizer, prompts, ignore_chat_template=ignore_chat_template
     )
     agreement = Agreement(
         loaded,
-        [(e.token_ids, r.token_ids) for e, r in zip(encoded, results, strict=True)],
+        [(e.token_ids, answers[i]) for i, e in enumerate(encoded)],
     )
     if not agreement.num_tokens:
         raise ConfigError("the target ends every prompt at once: give it other prompts")
@@ -104,16 +115,37 @@ def tune_layers(
             f"{len(prompts)} prompts",
             err=True,
         )
-    with Progress("set", budget, quiet=quiet) as progress:
-        found = search_layers(
-            agreement,
-            num_layers,
-            keep=keep,
-            max_evaluations=budget,
-            progress=lambda _: progress.add(1),
+    tried: list[Candidate] = []
+
+    def conclude(*, interrupted: bool) -> None:
+        """Tell what was found so far."""
+        if interrupted:
+            kept = ": the best of them" if tried else ""
+            sets = f"{len(tried)} sets were tried{kept}"
+            click.echo(f"specdec: interrupted: {sets}", err=True)
+        if tried:
+            click.echo("\n".join(_table(ranked(tried, keep), agreement.num_tokens)))
+
+    def note(candidate: Candidate) -> None:
+        tried.append(candidate)
+        progress.add(1)
+
+    progress = Progress("set", budget, quiet=quiet, time_left=True)
+    try:
+        with progress, last_words(lambda: conclude(interrupted=True)):
+            search_layers(
+                agreement, num_layers, keep=keep, max_evaluations=budget, progress=note
+            )
+    except KeyboardInterrupt:
+        conclude(interrupted=True)
+        sys.exit(INTERRUPTED)
+    conclude(interrupted=False)
+    if defaults().name == "cpu" and not quiet:
+        click.echo(
+            "specdec: note: on a CPU verifying costs nearly as much as decoding, so "
+            "these speed-ups are not to be had: specdec advise tells",
+            err=True,
         )
-    for line in _table(found, agreement.num_tokens):
-        click.echo(line)
 
 
 def _table(found: list[Candidate], num_tokens: int) -> list[str]:

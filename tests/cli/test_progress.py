@@ -32,6 +32,25 @@ def test_a_line_every_so_often_where_there_is_no_terminal(
     )
 
 
+def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
+    """From the mean of what is done, not from what was done last."""
+    clock = Clock()
+    with Progress("set", 61, time_left=True, clock=clock) as progress:
+        clock.now += LINE_SECONDS
+        progress.add(0)
+        clock.now += 2 * LINE_SECONDS
+        progress.add(1)
+        clock.now += 3 * LINE_SECONDS
+        progress.add(30)
+        clock.now += LINE_SECONDS
+        progress.add(30)
+    assert capsys.readouterr().err == (
+        "specdec: 0 of 61 sets\nspecdec: 1 of 61 sets, about 30 minutes left\n"
+        "specdec: 31 of 61 sets, about 58 seconds left\n"
+        "specdec: 61 of 61 sets\n"
+    )
+
+
 def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:
     clock = Clock()
     with Progress("prompt", 3, quiet=True, clock=clock) as progress:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import pytest
 from click.testing import CliRunner, Result
 
+from specdec import backend
 from specdec.cli import main
+from specdec.tuning import Agreement
 from tests.models.folders import write_folder
 
 PROMPTS = "Name a river in France.\nWhat is 6 times 7?\n"
@@ -48,6 +51,38 @@ def test_what_is_found_serves_as_a_draft(folder: str) -> None:
     assert drafted.exit_code == 0, drafted.output
     assert drafted.stdout == plain.stdout
     assert f"ngram+{draft}, 3 tokens a round" in drafted.stderr
+
+
+@pytest.mark.parametrize("sets", [0, 5])
+def test_ctrl_c_keeps_what_was_found(
+    folder: str, sets: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Half an hour of searching, lost."""
+    calls = itertools.count()
+
+    def agreement(self: Agreement, layers: tuple[int, ...]) -> float:
+        if next(calls) == sets:
+            raise KeyboardInterrupt
+        return 1 - 0.1 * (4 - len(layers)) - 0.01 * (0 not in layers)
+
+    monkeypatch.setattr(Agreement, "__call__", agreement)
+    result = invoke("tune-layers", folder, "-m", "4", "--max-evaluations", "20")
+    assert result.exit_code == 130
+    told = f"specdec: interrupted: {sets} sets were tried"
+    assert result.stderr.splitlines()[-1] == told + ": the best of them" * (sets > 0)
+    assert ("layers:0," in result.stdout) == (sets > 0)
+
+
+def test_progress_tells_what_is_done_and_the_time_left(
+    folder: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("specdec.cli.progress.LINE_SECONDS", 0)
+    result = invoke("tune-layers", folder, "-m", "4", "--max-evaluations", "6")
+    lines = result.stderr.splitlines()
+    assert lines[0] == "specdec: answering, 0 of 2 prompts"
+    assert "specdec: 1 of 6 sets, about " in result.stderr
+    on_cpu = backend.defaults().name == "cpu"
+    assert ("specdec advise tells" in lines[-1]) == on_cpu
 
 
 def test_what_cannot_be(folder: str) -> None:
