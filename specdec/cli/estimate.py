@@ -81,7 +81,9 @@ def estimate(
     if spec is None and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if kv_bits is None and is_given("kv_group_size"):
-        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4, 8 or auto")
+        raise click.UsageError(
+            "--kv-group-size needs --kv-bits: add --kv-bits 4, 8 or auto"
+        )
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend

@@ -59,9 +59,7 @@ def prompts(text: str, *, required: bool = True) -> Option[Any]:
     return file("--prompts", "file", text=text, required=required)
 
 
-def file(
-    *names: str, text: str, metavar: str = "FILE", **more: Any
-) -> Option[Any]:
+def file(*names: str, text: str, metavar: str = "FILE", **more: Any) -> Option[Any]:
     """An option that names a file, or with ``multiple`` some."""
 
     def named(_: click.Context, option: click.Parameter, value: Any) -> Any:

@@ -29,8 +29,8 @@ logger = logging.getLogger(__name__)
 # By the names that mlx-lm's models give them.
 SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
-# A product is given up once so many in a row were not used whole: one can be cut off by
-# Ctrl-C, or by another thread's. What a model never uses whole wastes no more than these.
+# A product is given up once so many in a row were not used whole: Ctrl-C, or another
+# thread, can cut one off.
 _PATIENCE = 3
 
 

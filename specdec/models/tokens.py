@@ -34,7 +34,7 @@ def check_tokenizers(target: ModelOutline, draft: ModelOutline) -> None:
 
 
 def _loaded(outline: ModelOutline) -> LoadedModel | None:
-    """The outline with its tokenizer; ``None`` where a configuration is all there is."""
+    """The outline with its tokenizer; ``None`` for a configuration alone."""
     path = outline.tokens
     tokenizer: TokenizerWrapper | None = None
     try:

@@ -221,7 +221,8 @@ def test_auto_packs_where_a_row_does_not_fit_otherwise() -> None:
     assert several.as_dict()["kv_bits"] is None
     assert not several.fits
     assert "keys and values: as they are, with which a row fits" in several.table()
-    assert "keys and values: in 8 bits, as a row does not" in auto(limit, 60_000).table()
+    packed = auto(limit, 60_000).table()
+    assert "keys and values: in 8 bits, as a row does not fit otherwise" in packed
     assert "keys and values" not in estimate(limit, 60_000).table()
     # What does not fit at all is told with the fewest bits.
     assert auto(limit, 4_000_000).as_dict()["kv_bits"] == 4
