@@ -24,9 +24,10 @@ class _Pending:
 class Pacer:
     """Tells a draft length what rounds took and what became of them.
 
-    A round's time runs from when it was begun, or from when the round before it
-    was read if that was later, until it is read: where the host reads one round
-    behind, the time between two reads.
+    A round's time runs from when it was begun until it is read, if nothing else ran
+    in between. Where the host reads one round behind, it is the time between two
+    reads; in that time the next round is built, which may take longest. So it is
+    told only of a round between two others, the next one of the same k.
 
     Args:
         length: chooses k.
@@ -68,7 +69,12 @@ class Pacer:
         """The oldest round was read: what each row kept; ``None``: it had ended."""
         round_, now = self._pending.popleft(), self._clock()
         began = max(round_.begun, self._last_read)
+        behind_another = began > round_.begun
         self._last_read = now
+        alike = all(
+            p.num_draft_tokens == round_.num_draft_tokens for p in self._pending
+        )
+        timed = alike and behind_another == bool(self._pending)
         self._length.observe(
             RoundOutcome(
                 len(round_.limits),
@@ -78,7 +84,7 @@ class Pacer:
                     for limit, n in zip(round_.limits, kept, strict=True)
                     if n and limit > 0
                 ],
-                now - began if began > self._interrupted else None,
+                now - began if timed and began > self._interrupted else None,
                 round_.undrafted,
             )
         )

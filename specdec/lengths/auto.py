@@ -13,13 +13,16 @@ from .costs import Forwards, RoundCosts
 LADDER = (0, 1, 2, 3, 4, 6, 8)
 # Share of the time that may be lost to trying what is thought to be worse.
 EXPLORE = 0.01
-# What may be lost so in plain rounds: to begin with, and saved up.
-FIRST_CREDIT, MOST_CREDIT = 1.0, 8.0
+# What may be lost so, in plain rounds: to begin with, saved up, and by one try that
+# goes beyond what is there.
+FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.2, 8.0, 4.0
 # What is tried must promise this much more, in case it is this many standard
 # deviations better than thought; what is chosen anew, that much more.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
 FIRST_PLAIN = 1
-BURST = 4
+# Rounds of one k before another: where rounds overlap, those are timed that lie
+# between others of their kind.
+BURST = 3
 
 
 class AutoLength:
@@ -56,7 +59,10 @@ class AutoLength:
         self._save_at = 64
         self._credit = FIRST_CREDIT
         self._last = 0
-        self._idle = False
+        # The best k when a round was last asked for; k of the last rounds that were
+        # read, and how many in a row had it.
+        self._best_known = 0
+        self._run = (0, BURST)
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
@@ -75,11 +81,19 @@ class AutoLength:
         if len(ks) == 1 or self.costs.rounds < FIRST_PLAIN:
             return 0
         rates = self._rates(state, ks)
-        best = self._best(state, rates)
-        # What is being tried is awaited before anything else is.
-        if any(k != best for k in state.in_flight):
-            return best
-        return self._worth_a_try(state, rates, best)
+        self._best_known = best = self._best(state, rates)
+        k, run = self._newest(state)
+        if run < BURST and k in rates:
+            return k
+        # What was tried is awaited before anything else is.
+        return self._worth_a_try(state, rates, best) if k == best else best
+
+    def _newest(self, state: BatchState) -> tuple[int, int]:
+        """k of the round that was handed out last, and how many in a row had it."""
+        k, run = self._run
+        for handed_out in state.in_flight:
+            k, run = (k, run + 1) if handed_out == k else (handed_out, 1)
+        return k, run
 
     def _candidates(self, state: BatchState) -> list[int]:
         """What there is room for; of positions never measured, a few at a time."""
@@ -129,7 +143,7 @@ class AutoLength:
         if self._credit <= 0:
             return best
         hopes = self._expected(state, max(rates), DOUBT)
-        chosen, least = best, self._credit
+        chosen, least = best, max(self._credit, MOST_DEBT)
         for k in rates:
             # Of one plain round after another, nothing new is learnt.
             if k == best or (k == 0 and state.undrafted):
@@ -140,8 +154,7 @@ class AutoLength:
                 continue
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
             loss = self._loss(cost, cost * rates[k], rates[best])
-            # Catching up for a single round would teach little for its price.
-            price = loss * (BURST if extra > loss else 1) + extra
+            price = BURST * loss + extra
             if price < least:
                 chosen, least = k, price
         return chosen
@@ -168,12 +181,11 @@ class AutoLength:
         cost = self.costs.relative(num_rows, k)[0]
         best = max(rates, key=lambda k: rates[k])
         self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
-        # Rounds that do not draft follow each other where resuming would not pay.
-        if k != best and (k or not self._idle):
+        if k != self._best_known:
             self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
         if rates[k] * SWITCH >= rates[best]:
             self._last = k
-        self._idle = not k
+        self._run = (k, self._run[1] + 1 if self._run[0] == k else 1)
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)

@@ -6,10 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, log, log2, sqrt
 
-# Variances of natural logarithms: of a cost that was worked out from forwards, of
-# one round's time, of what a cost may change by in a round, and at most.
-PRIOR_VARIANCE = 0.2**2
-NOISE_VARIANCE = 0.08**2
+from .pace import PRIOR_VARIANCE, Correction, Key, Paced
+
+# Variances of natural logarithms: of what a cost may change by in a round, and at most.
 DRIFT_VARIANCE = 0.01**2
 MOST_VARIANCE = 0.7**2
 LEAST_SECONDS = 1e-7
@@ -117,22 +116,12 @@ def _interpolated(points: Mapping[int, float], x: int) -> float:
 
 
 @dataclass
-class Correction:
-    """What real rounds say of one (rows, k): a factor, as its logarithm."""
-
-    log_factor: float = 0.0
-    variance: float = PRIOR_VARIANCE
-    seen: int = 0
-
-
-@dataclass
 class RoundCosts:
     """Relative costs of rounds, corrected while running.
 
     Only ratios decide which k is best. The machine's pace (other load, a growing
-    context) changes all rounds alike, so it is followed apart, as ``pace``, and
-    costs relative to each other are learnt where k or the rows change: from the
-    first rounds behind a change, before the pace can have changed too.
+    context) changes all rounds alike, so it is followed apart (:class:`Paced`), and
+    costs relative to each other are learnt where k or the rows change.
 
     Args:
         forwards: measured forwards, which say what was never run.
@@ -141,12 +130,10 @@ class RoundCosts:
     """
 
     forwards: ForwardCosts
-    corrections: dict[tuple[int, int], Correction] = field(default_factory=dict)
+    corrections: dict[Key, Correction] = field(default_factory=dict)
     new_shape: float = 0.0
     rounds: int = 0
-    _pace: float | None = None
-    _last: tuple[int, int] | None = None
-    _run: int = 0
+    _paced: Paced = field(default_factory=Paced)
     _met: set[tuple[int, int]] = field(default_factory=set)
     # relative() since the last round: asked several times for every choice.
     _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
@@ -222,58 +209,28 @@ class RoundCosts:
         if is_new and k and self.new_shape:
             return
         own = self.correction(num_rows, k)
-        expected = log(self.forwards.round(num_rows, k)) + own.log_factor
-        caught = self._catch_up(num_rows, undrafted) if k else 0.0
-        if self._pace is not None and caught > 0.02 * self.forwards.round(num_rows, 0):
-            self._observe_catch_up(num_rows, undrafted, seconds, expected)
-            return
-        error = log(max(seconds, LEAST_SECONDS)) - expected
-        if self._pace is None:
-            # Of the first nothing but the pace can be told: what follows is
-            # relative to it.
-            self._pace = error
-            own.variance = 0.0
-        error -= self._pace
-        self._run = self._run + 1 if key == self._last else 1
-        last, self._last = self._last, key
-        if self._run <= 2 and last is not None:
-            self._correct(key, own, last, error)
-        else:
-            self._pace += 0.25 * max(-1.0, min(1.0, error))
-            self.corrections.setdefault(key, own).seen = self.rounds
-
-    def _correct(
-        self, key: tuple[int, int], own: Correction, last: tuple[int, int], error: float
-    ) -> None:
-        """Share what was unexpected between this cost and that of the round before.
-
-        By their variances, as a Kalman filter would that takes the two to be
-        independent.
-        """
-        other = self.correction(*last) if last != key else Correction(variance=0.0)
-        total = own.variance + other.variance + NOISE_VARIANCE
-        bound = 3 * sqrt(total)
-        error = max(-bound, min(bound, error))
-        gain, other_gain = own.variance / total, other.variance / total
-        self.corrections[key] = Correction(
-            own.log_factor + gain * error, own.variance * (1 - gain), self.rounds
-        )
-        if last != key:
-            self.corrections[last] = Correction(
-                other.log_factor - other_gain * error,
-                other.variance * (1 - other_gain),
-                self.rounds,
-            )
-            assert self._pace is not None
-            self._pace += other_gain * error
+        if k:
+            plain = self.forwards.round(num_rows, 0)
+            if self._catch_up(num_rows, undrafted) > 0.02 * plain:
+                self._observe_catch_up(num_rows, k, undrafted, seconds)
+                return
+        worked_out = log(self.forwards.round(num_rows, k))
+        self._paced.observe(key, own, log(max(seconds, LEAST_SECONDS)) - worked_out)
+        for found, correction in self._paced.corrections():
+            # Doubt about the other one goes on growing.
+            before = None if found == key else self.corrections.get(found)
+            correction.seen = self.rounds if before is None else before.seen
+            self.corrections[found] = correction
 
     def _observe_catch_up(
-        self, num_rows: int, undrafted: int, seconds: float, expected: float
+        self, num_rows: int, k: int, undrafted: int, seconds: float
     ) -> None:
-        assert self._pace is not None
-        caught = seconds / exp(self._pace) - exp(expected)
+        if self._paced.pace is None:
+            return
+        expected = exp(self._log_cost(num_rows, k))
+        caught = seconds / exp(self._paced.pace) - expected
         worked_out = self.forwards.catch_up(num_rows, undrafted)
         # Only where it is much of the round does the round tell.
-        if worked_out > exp(expected):
+        if worked_out > expected:
             found = max(0.1, min(10.0, caught / worked_out))
             self._catch_up_factor = sqrt(self._catch_up_factor * found)

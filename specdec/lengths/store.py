@@ -9,7 +9,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from .costs import Correction, ForwardCosts, Forwards, RoundCosts
+from .costs import ForwardCosts, Forwards, RoundCosts
+from .pace import Correction
 
 VERSION = 1
 # Pairs of models that are remembered; beyond, the oldest are forgotten.

@@ -15,6 +15,7 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
+from specdec.lengths.auto import BURST
 from tests.lengths.simulation import Costs, Simulation
 
 
@@ -181,7 +182,7 @@ def test_asking_changes_nothing() -> None:
     assert len({length.choose(state) for _ in range(50)}) == 1
 
 
-def test_a_try_is_awaited_before_the_next() -> None:
+def test_a_try_takes_some_rounds_and_is_awaited_before_the_next() -> None:
     cost = gpu(0.5)
     length = length_of(cost)
     observe(length, cost, 0, 0, 2)
@@ -189,7 +190,10 @@ def test_a_try_is_awaited_before_the_next() -> None:
     state = BatchState(1, [8], 100)
     tried = length.choose(state)
     assert tried > 0
-    assert length.choose(replace(state, in_flight=[tried])) == 0
+    # Another round of it was read already.
+    for rounds in range(BURST - 1):
+        assert length.choose(replace(state, in_flight=[tried] * rounds)) == tried
+    assert length.choose(replace(state, in_flight=[tried] * (BURST - 1))) == 0
 
 
 def test_costs_are_measured_once_per_batch_size() -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from specdec.lengths import ForwardCosts, Forwards, RoundCosts
-from specdec.lengths.costs import Correction
+from specdec.lengths.pace import Correction
 from specdec.lengths.store import MOST_ENTRIES, CostStore, default_path
 
 FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02)
