@@ -35,9 +35,9 @@ class BackendDefaults:
         compile_after: a decode forward is compiled once its shapes were met so many
             times; ``None``: never. It takes shapes that repeat, and pays where
             launching and Python take longer than computing.
-        pairs: steps of one token per row are computed with a spare second one, but
-            for a single row, which needs no mask: CUDA's fused attention takes a
-            mask only for several queries.
+        pairs: steps of one token per row are computed with a spare second one:
+            CUDA's fused attention takes a mask only for several queries. A single row
+            would need none, but its shapes would never repeat.
         packed_views: products with packed keys and values take views of them;
             where not, the columns that are read are copied, still packed.
         flattens: products with packed weights take rows and positions at once.

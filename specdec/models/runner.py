@@ -256,7 +256,7 @@ class ModelRows:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
         rows, width = tokens.shape
         spare = self.runner.backend.most_spare
-        if not spare or width > 1 or self._caches[0].is_alone(width):
+        if not spare or width > 1:
             return self._decode(tokens)
         logits = self._decode(mx.concatenate([tokens, tokens[:, -1:]], axis=1))
         self.trim_per_sequence([spare] * rows, spare)
