@@ -129,12 +129,17 @@ def estimate(
         except UnsupportedModelError:
             return None
 
-    auto = kv_bits == "auto"
-    packed = [(n, plan_if_supported(n)) for n in (FALLBACK_BITS if auto else ())]
+    packed: list[tuple[int, MemoryPlan]] = []
+    if kv_bits == "auto":
+        try:
+            packed = [(n, plan_with(n)) for n in FALLBACK_BITS]
+        except UnsupportedModelError as error:
+            stay = f"keys and values stay as they are: {error}"
+            click.echo(f"specdec: note: {stay}", err=True)
     found = Estimate(
         plan=plan_with(kv_bits),
         kv_bits=None if kv_bits == "auto" else kv_bits,
-        packed=tuple((bits, plan) for bits, plan in packed if plan is not None),
+        packed=tuple(packed),
         context=context,
         batch=batch_size,
         limit=backend.memory_size() if limit is None else limit,

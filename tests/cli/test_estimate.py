@@ -127,6 +127,14 @@ def test_auto_bits_are_told(config: str) -> None:
     assert long["moments"] == fixed["moments"]
     result = estimate(*base, "120000", "--memory-limit", "36GB")
     assert "keys and values: in 8 bits, as a row does not fit" in result.stdout
+    assert result.stderr == ""
+    odd = Path(config).with_name("odd.json")  # heads of 16: no group divides them
+    odd.write_text(json.dumps({**LLAMA_8B, "head_dim": 16}))
+    result = estimate("--target", str(odd), *base[2:], "8192")
+    assert result.exit_code == 0
+    assert result.stderr.startswith("specdec: note: keys and values stay as they are: ")
+    assert result.stderr.count("\n") == 1
+    assert "keys and values" not in result.stdout
 
 
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
