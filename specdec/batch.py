@@ -96,6 +96,11 @@ class RowBatch:
         return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
     @property
+    def drafts(self) -> bool:
+        """Whether its rows have a drafter."""
+        return self._draft is not None
+
+    @property
     def unfinished(self) -> list[Sequence]:
         """Rows that are still being decoded."""
         return [s for s in self.rows if s.finish_reason is None]

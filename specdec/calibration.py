@@ -34,6 +34,8 @@ VERIFIED = (1, 2, 5, 3, 9)
 BUDGET_SECONDS = 1.5
 # What takes less than this share of the budget is timed as rounds run, so often.
 QUICK, MANY = 1 / 16, 8
+# Where a plain step takes longer, it all may take so many plain steps.
+MOST_STEPS = 10
 # Tokens proposed by the round that tells what a draft step costs.
 PROPOSED = 3
 
@@ -44,12 +46,19 @@ class _Stopwatch:
     """Times work that is built and handed to the device, within a budget.
 
     Args:
-        repeats: how often what is slow is timed, of which the fastest counts.
+        repeats: how often it is timed, of which the fastest counts; what is slow is
+            timed once.
     """
 
     def __init__(self, clock: Callable[[], float], repeats: int, budget: float):
         self._clock, self._repeats, self._budget = clock, repeats, budget
+        self._quick = QUICK * budget
         self._begun = clock()
+
+    def limit(self, plain: float) -> None:
+        """Where a plain step is slow, spend no more than some of them."""
+        if plain > self._quick:
+            self._budget = min(self._budget, MOST_STEPS * plain)
 
     def late(self, seconds: float) -> bool:
         """Whether so many more would be beyond the budget."""
@@ -66,11 +75,11 @@ class _Stopwatch:
         # would.
         times = [first] if self._budget / 8 < first < likely else []
         for _ in range(self._repeats):
-            if times and self.late(first):
+            if times and (self.late(first) or min(times) > self._quick):
                 break
             times.append(self._time(run))
         fastest = min(times)
-        if fastest > QUICK * self._budget or self.late(MANY * fastest):
+        if fastest > self._quick or self.late(MANY * fastest):
             return fastest
         return self._in_turn(run)
 
@@ -112,9 +121,9 @@ def measure_forwards(
     """Time a plain step, a draft step, and verify forwards while time is left.
 
     Each is run once before it is timed, and then as rounds are: compiled where they
-    will be, built while the one before runs. What takes long is waited for,
-    ``repeats`` times. A plain step, a draft step and one verify forward are always
-    measured; of the latter no more than the budget allows.
+    will be, built while the one before runs. What takes long is waited for, once, and
+    the budget is some plain steps then. A plain step, a draft step and one verify
+    forward are always measured; of the latter no more than the budget allows.
 
     Raises:
         DrafterError: the drafter raised something.
@@ -135,6 +144,7 @@ def measure_forwards(
         return [chosen, rows.offset]
 
     plain = typical(lambda: verify(1), 0.0)
+    typical.limit(plain)
     hidden, proposed = None, min(PROPOSED, max_draft_tokens)
     if drafter.hidden_layers:
         verify(proposed + 1)
@@ -240,6 +250,8 @@ def draft_length(
         measure=lambda num_rows: measure_forwards(
             target, drafter, num_rows, max_draft_tokens=config.max_draft_tokens
         ),
+        # Where tokens cost time, those of one row tell what any number costs.
+        measured_rows=None if defaults.repeat_shapes else 1,
         save=lambda costs: kept.save(key, costs),
     )
 

@@ -16,7 +16,7 @@ from .batch import RowBatch
 from .config import EngineConfig
 from .drafters import Drafter, DraftGuard
 from .inflight import RowOutput
-from .lengths import DraftLength, FixedLength
+from .lengths import BatchState, DraftLength, FixedLength
 from .models.runner import ModelRunner
 from .observer import RoundObserver
 from .preflight import Preflight
@@ -212,14 +212,31 @@ class Engine:
             models = self._guarded(self._packed(kv_bits))
         for sequence in sequences:
             sequence.kv_bits = models[0].options.kv_bits
+        target, drafter = models
         self._joining = RowBatch(
-            *models,
+            target,
+            drafter if self._drafting(running, sequences) else None,
             sequences,
             self._length,
             self._backend,
             self._observer,
         )
         self._chunks = self._joining.prefill()
+
+    def _drafting(self, running: list[Sequence], sequences: list[Sequence]) -> bool:
+        """Whether rows that begin get a drafter: those that they join decide.
+
+        Where tokens cost time, so do the drafter's prompts.
+        """
+        if running and self._running is not None:
+            return self._running.drafts
+        if self._backend.repeat_shapes:
+            return True
+        n = len(sequences)
+        k = self._length.max_draft_tokens
+        tokens = sum(s.remaining for s in sequences) / n
+        known = sum(len(s.request.prompt_tokens) for s in sequences) // n
+        return self._length.may_pay(BatchState(n, [k] * n, tokens, known))
 
     def _round(self) -> list[RowOutput]:
         if self._running is None:

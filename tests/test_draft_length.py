@@ -59,6 +59,9 @@ class Script:
     def prepare(self, num_rows: int) -> None:
         pass
 
+    def may_pay(self, state: BatchState) -> bool:
+        return True
+
     def choose(self, state: BatchState) -> int:
         self.states.append(state)
         return self._choose(len(self.outcomes) + len(state.in_flight))
@@ -337,6 +340,51 @@ def test_rows_that_join_have_missed_nothing() -> None:
     assert script.states[-1].undrafted == 10
 
 
+# -- rows without a drafter ------------------------------------------------
+
+
+class Hopeless(Script):
+    """Of the rows that begin, only as many as are told to may pay."""
+
+    def __init__(self, answers: list[bool]):
+        super().__init__(lambda number: 2)
+        self.answers = answers
+        self.asked: list[BatchState] = []
+
+    def may_pay(self, state: BatchState) -> bool:
+        self.asked.append(state)
+        return self.answers.pop(0)
+
+
+def test_a_drafter_gets_prompts_where_it_may_pay(
+    target: Any, other: Any, prompts: list[list[int]]
+) -> None:
+    """Rows that join do as those that they join; the tokens are the same."""
+    params = [SamplingParams(max_tokens=6 + 7 * i) for i in range(4)]
+    length = Hopeless([False, True])
+    rows = run_rows(target, other, prompts[:4], params, batch_size=2, length=length)
+    for row, prompt, p in zip(rows, prompts, params, strict=False):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+        assert row.drafted == 0
+    (state,) = length.asked
+    assert (state.num_rows, state.remaining) == (2, 9.5)
+    assert state.undrafted == (len(prompts[0]) + len(prompts[1])) // 2
+    # The next batch is asked for anew.
+    length = Hopeless([False, True])
+    rows = run_rows(target, other, prompts[:2], params[:2], batch_size=1, length=length)
+    assert [r.drafted > 0 for r in rows] == [False, True]
+    assert rows[1].tokens == greedy(target, prompts[1], 13)
+
+
+def test_where_prompts_cost_little_all_get_a_drafter(
+    target: Any, other: Any, prompts: list[list[int]]
+) -> None:
+    length = Hopeless([])
+    params = [SamplingParams(max_tokens=6)]
+    (row,) = run_rows(target, other, prompts[:1], params, backend=BEHIND, length=length)
+    assert row.drafted > 0
+
+
 # -- measuring -------------------------------------------------------------
 
 
@@ -432,6 +480,26 @@ def test_work_is_timed_as_rounds_run_it(
     assert typical(device.run, 0.0) == expected
 
 
+def test_what_is_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the run that builds it, or that one if it took no longer."""
+    device = Device(0.0, 1.0)
+    monkeypatch.setattr(mx, "eval", device.wait)
+    typical = _Stopwatch(lambda: device.now, 5, 1000.0)
+    typical(device.run, 0.0)
+    assert device.now > 5
+    typical = _Stopwatch(lambda: device.now, 5, 5.0)
+    begun = device.now
+    assert typical(device.run, 0.0) == 1.0
+    assert device.now == begun + 2
+    assert typical(device.run, 1.5) == 1.0
+    assert device.now == begun + 3
+    # All of it takes some plain steps, not the budget.
+    typical = _Stopwatch(lambda: device.now, 5, 10.0)
+    typical.limit(0.8)
+    assert not typical.late(7.9)
+    assert typical.late(8.1)
+
+
 def test_what_took_longer_than_more_tokens_is_noise() -> None:
     measured = {1: 5.0, 2: 7.0, 3: 4.0, 5: 4.5, 9: 4.25}
     assert without_noise(measured) == {1: 5.0, 2: 4.0, 3: 4.0, 5: 4.25, 9: 4.25}
@@ -445,7 +513,7 @@ def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None
     written = store.path.read_text("utf-8")
     again = draft_length(config, runner, drafter, AT_ONCE, store=store)
     assert isinstance(again, AutoLength)
-    assert again.costs.forwards.covers(2)
+    assert again.costs.forwards.covers(1)
     again.prepare(2)
     assert store.path.read_text("utf-8") == written
     # Other models, and other caches, are other costs.

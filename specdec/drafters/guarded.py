@@ -156,6 +156,9 @@ class _GuardedLength:
         except DrafterError as error:  # its steps are timed there
             self._guard.fail(error, self._length)
 
+    def may_pay(self, state: BatchState) -> bool:
+        return self._guard.error is None and self._length.may_pay(state)
+
     def choose(self, state: BatchState) -> int:
         return 0 if self._guard.error is not None else self._length.choose(state)
 

@@ -40,6 +40,8 @@ class AutoLength:
         costs: of rounds.
         max_draft_tokens: the largest k.
         measure: measures forwards at a batch size, before the first round.
+        measured_rows: at how many rows forwards are measured; ``None``: as many as a
+            batch has.
         save: keeps what was learnt; called now and then.
     """
 
@@ -49,6 +51,7 @@ class AutoLength:
         *,
         max_draft_tokens: int = LADDER[-1],
         measure: Callable[[int], Forwards] | None = None,
+        measured_rows: int | None = None,
         save: Callable[[RoundCosts], None] | None = None,
     ):
         self.costs = costs
@@ -56,6 +59,7 @@ class AutoLength:
         self.acceptance = Acceptance()
         self._ladder = tuple(k for k in LADDER if k <= max_draft_tokens)
         self._measure, self._save = measure, save
+        self._measured_rows = measured_rows
         self._save_at = 64
         self._credit = FIRST_CREDIT
         self._last = 0
@@ -66,13 +70,30 @@ class AutoLength:
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
-        if self._measure is None or self.costs.forwards.covers(num_rows):
+        rows = self._measured_rows or num_rows
+        if self._measure is None or self.costs.forwards.covers(rows):
             return
-        self.costs.add(self._measure(num_rows))
+        self.costs.add(self._measure(rows))
         if self._save is not None:
             self._save(self.costs)
 
     # -- choosing ----------------------------------------------------------
+
+    def may_pay(self, state: BatchState) -> bool:
+        """Whether drafting may pay for rows that begin.
+
+        That is, whether half of what they may emit would bring back what the drafter
+        takes for their prompts, were acceptance and costs better than thought.
+        """
+        ks = self._candidates(state)
+        hopes = self._expected(state, ks[-1], DOUBT)
+        for k in ks[1:]:
+            hope = hopes[k] / self._least_cost(state.num_rows, k)
+            rounds = state.remaining / 2 / max(1.0, hope)
+            extra = self.costs.extra(state.num_rows, k, state.undrafted)
+            if rounds * (hope - 1) > extra:
+                return True
+        return False
 
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
@@ -148,16 +169,21 @@ class AutoLength:
             # Of one plain round after another, nothing new is learnt.
             if k == best or (k == 0 and state.undrafted):
                 continue
-            cost, deviation = self.costs.relative(state.num_rows, k)
-            hope = hopes[k] / cost * exp(DOUBT * deviation)
+            hope = hopes[k] / self._least_cost(state.num_rows, k)
             if hope < rates[best] * PROMISE:
                 continue
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
+            cost = self.costs.relative(state.num_rows, k)[0]
             loss = self._loss(cost, cost * rates[k], rates[best])
             price = BURST * loss + extra
             if price < least:
                 chosen, least = k, price
         return chosen
+
+    def _least_cost(self, num_rows: int, k: int) -> float:
+        """What a round may cost if it is cheaper than thought, in plain rounds."""
+        cost, deviation = self.costs.relative(num_rows, k)
+        return cost * exp(-DOUBT * deviation)
 
     @staticmethod
     def _loss(cost: float, tokens: float, rate: float) -> float:

@@ -59,6 +59,13 @@ class DraftLength(Protocol):
     def prepare(self, num_rows: int) -> None:
         """Get ready for batches of ``num_rows``, before the first of them begins."""
 
+    def may_pay(self, state: BatchState) -> bool:
+        """Whether drafting may pay for rows that begin.
+
+        Args:
+            state: of those rows; the drafter missed their prompts.
+        """
+
     def choose(self, state: BatchState) -> int:
         """k of the next round; asking changes nothing."""
 
@@ -78,6 +85,10 @@ class FixedLength:
 
     def prepare(self, num_rows: int) -> None:
         """Nothing."""
+
+    def may_pay(self, state: BatchState) -> bool:
+        """It is what was asked for."""
+        return True
 
     def choose(self, state: BatchState) -> int:
         """k."""

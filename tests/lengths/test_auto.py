@@ -218,8 +218,54 @@ def test_costs_are_measured_once_per_batch_size() -> None:
     assert saved == [0, 0, 64, 128, 256]
 
 
+def test_costs_of_one_row_may_stand_for_all() -> None:
+    measured: list[int] = []
+
+    def measure(num_rows: int):  # type: ignore[no-untyped-def]
+        measured.append(num_rows)
+        return cpu(0.2).measured(num_rows)
+
+    length = AutoLength(RoundCosts(ForwardCosts()), measure=measure, measured_rows=1)
+    for num_rows in (8, 1, 32):
+        length.prepare(num_rows)
+    assert measured == [1]
+    found, _ = length.costs.relative(8, 2)
+    assert found == pytest.approx(cpu(0.2)(8, 2) / cpu(0.2)(8, 0), rel=0.05)
+
+
+@pytest.mark.parametrize(
+    ("draft", "remaining", "prompt", "expected"),
+    [
+        (0.5, 128, 100, False),  # a verified token costs nearly a step
+        (0.5, 128, 0, True),
+        (0.5, 5000, 100, True),
+        (0.02, 128, 100, True),
+        (0.0, 128, 100_000, True),
+        (5.0, 100_000, 0, False),  # not if it were always right
+    ],
+)
+def test_prompts_are_a_drafters_where_it_may_pay_for_them(
+    draft: float, remaining: float, prompt: int, expected: bool
+) -> None:
+    length = length_of(cpu(draft), 8)
+    assert length.may_pay(BatchState(8, [8] * 8, remaining, prompt)) is expected
+
+
+def test_a_draft_that_was_wrong_may_pay_when_that_is_long_ago() -> None:
+    cost = cpu(0.05)
+    length = length_of(cost)
+    state = BatchState(1, [8], 128, 20)
+    assert length.may_pay(state)
+    for k in (0, 1, 0, 1, 0, 1, 0):
+        observe(length, cost, k, 0, 8)
+    assert not length.may_pay(state)
+    observe(length, cost, 0, 0, 400)
+    assert length.may_pay(state)
+
+
 def test_a_fixed_length_is_fixed() -> None:
     length = FixedLength(3)
     length.prepare(8)
+    assert length.may_pay(BatchState(8, [3] * 8, 1, 1000))
     length.observe(RoundOutcome(1, 3, [(3, 0)], 1.0))
     assert length.choose(BatchState(1, [0], 1)) == length.max_draft_tokens == 3

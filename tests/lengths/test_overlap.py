@@ -145,6 +145,9 @@ class Script:
 
     def prepare(self, num_rows: int) -> None: ...
 
+    def may_pay(self, state: BatchState) -> bool:
+        return True
+
     def choose(self, state: BatchState) -> int:
         self.number += 1
         return self.k_of(self.number)
