@@ -83,12 +83,13 @@ class AutoLength:
         """Whether drafting may pay for rows that begin.
 
         That is, whether half of what they may emit would bring back what the drafter
-        takes for their prompts, were acceptance and costs better than thought.
+        takes for their prompts, were acceptance and costs better than thought by a
+        standard deviation: what is wrongly begun costs more than a wrong try.
         """
         ks = self._candidates(state)
-        hopes = self._expected(state, ks[-1], DOUBT)
+        hopes = self._expected(state, ks[-1], 1.0)
         for k in ks[1:]:
-            hope = hopes[k] / self._least_cost(state.num_rows, k)
+            hope = hopes[k] / self._least_cost(state.num_rows, k, 1.0)
             rounds = state.remaining / 2 / max(1.0, hope)
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
             if rounds * (hope - 1) > extra:
@@ -169,7 +170,7 @@ class AutoLength:
             # Of one plain round after another, nothing new is learnt.
             if k == best or (k == 0 and state.undrafted):
                 continue
-            hope = hopes[k] / self._least_cost(state.num_rows, k)
+            hope = hopes[k] / self._least_cost(state.num_rows, k, DOUBT)
             if hope < rates[best] * PROMISE:
                 continue
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
@@ -180,10 +181,10 @@ class AutoLength:
                 chosen, least = k, price
         return chosen
 
-    def _least_cost(self, num_rows: int, k: int) -> float:
-        """What a round may cost if it is cheaper than thought, in plain rounds."""
+    def _least_cost(self, num_rows: int, k: int, doubt: float) -> float:
+        """Plain rounds that a round costs if it is so many deviations cheaper."""
         cost, deviation = self.costs.relative(num_rows, k)
-        return cost * exp(-DOUBT * deviation)
+        return cost * exp(-doubt * deviation)
 
     @staticmethod
     def _loss(cost: float, tokens: float, rate: float) -> float:
