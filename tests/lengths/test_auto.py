@@ -196,6 +196,22 @@ def test_a_try_takes_some_rounds_and_is_awaited_before_the_next() -> None:
     assert length.choose(replace(state, in_flight=[tried] * (BURST - 1))) == 0
 
 
+def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:
+    """Though a longer k seems better, whose new shape short requests do not repay."""
+    cost = gpu(0.2)
+    costs = RoundCosts(ForwardCosts([cost.measured(10)]), new_shape=30.0)
+    length = AutoLength(costs)
+    state = BatchState(10, [8] * 10, 30)
+    chosen: list[int] = []
+    for number in range(1600):
+        k = length.choose(state) if number > 10 else int(number > 2)
+        rows = [(k, k * (row < 8)) for row in range(10)] if k else []
+        length.observe(RoundOutcome(10, k, rows, cost(10, k)))
+        chosen.append(k)
+    assert set(chosen[20:400]) == {1}
+    assert max(chosen) > 1
+
+
 def test_costs_are_measured_once_per_batch_size() -> None:
     measured: list[int] = []
     saved: list[int] = []

@@ -79,6 +79,14 @@ def test_a_stall_does_not_spoil_a_cost() -> None:
     assert costs.relative(1, 2)[0] < 1.5 * CPU(1, 2) / CPU(1, 0)
 
 
+def test_a_stall_behind_a_change_does_not_spoil_a_cost() -> None:
+    costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
+    run(costs, CPU, [0] * 6)
+    costs.observe(1, 2, 30 * CPU(1, 2))
+    run(costs, CPU, [2, 2, 0, 0, 0, 2, 2, 2])
+    assert costs.relative(1, 2)[0] < 1.5 * CPU(1, 2) / CPU(1, 0)
+
+
 def test_a_new_shape_costs_once_and_is_not_timed() -> None:
     costs = RoundCosts(ForwardCosts([CPU.measured(1)]), new_shape=1.0)
     # A fifth of it: later requests use the shape too.
