@@ -35,7 +35,7 @@ BUDGET_SECONDS = 1.5
 # What takes less than this share of the budget is timed as rounds run, so often.
 QUICK, MANY = 1 / 16, 8
 # Where a plain step takes longer, it all may take so many plain steps.
-MOST_STEPS = 10
+MOST_STEPS = 8
 # Tokens proposed by the round that tells what a draft step costs.
 PROPOSED = 3
 
@@ -163,9 +163,10 @@ def measure_forwards(
     verified = {1: plain}
     for s in VERIFIED[1:]:
         # At worst, tokens cost as much together as one by one.
-        likely = s * plain
-        if s <= widest and (s == 2 or not typical.late(likely)):
-            verified[s] = typical(lambda s=s: verify(s), 1.5 * likely)  # type: ignore[misc]
+        worst = s * plain
+        likely = plain + (s - 1) * (verified.get(2, worst) - plain)
+        if s <= widest and (s == 2 or not typical.late(min(worst, likely))):
+            verified[s] = typical(lambda s=s: verify(s), 1.5 * worst)  # type: ignore[misc]
     return Forwards(num_rows, without_noise(verified), draft_step)
 
 
