@@ -42,7 +42,7 @@ class BackendDefaults:
             where not, the columns that are read are copied, still packed.
         flattens: products with packed weights take rows and positions at once.
         joins: products of one input by several layers are computed as one.
-        skinny: products of few rows are computed by a kernel of ours.
+        kernels: products of few rows, and prompt lookup, are kernels of ours.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -55,7 +55,7 @@ class BackendDefaults:
     packed_views: bool = True
     flattens: bool = False
     joins: bool = False
-    skinny: bool = False
+    kernels: bool = False
 
     def rows_to_keep(self, rows: int, running: int) -> int:
         """Rows of a batch of ``rows`` to go on with when just ``running`` still run.
@@ -85,12 +85,12 @@ _DEFAULTS = {
             repeat_shapes=True,
             lookahead=1,
             new_shape_seconds=0.04,
-            compile_after=32,
+            compile_after=8,
             pairs=True,
             packed_views=False,
             flattens=True,
             joins=True,
-            skinny=True,
+            kernels=True,
         ),
         BackendDefaults("metal", read_bucket=256, repeat_shapes=True, lookahead=1),
     )

@@ -248,8 +248,13 @@ class CacheCore:
         self._count(num_tokens, longest)
         offset = self.offset
         if self._lengths is None:
+            # As an array: a number would become part of a compiled kernel, and every
+            # other number one to compile.
             self.offset = self._memo.get(
-                "advance", (offset,), num_tokens, lambda: offset + num_tokens
+                "advance",
+                (offset,),
+                num_tokens,
+                lambda: offset + mx.arange(num_tokens, num_tokens + 1),
             )
             return
         # A row whose announced length is reached takes no more: what was

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Protocol
 
 import mlx.core as mx
 
@@ -109,3 +110,74 @@ def continuation(ring: mx.array, lengths: mx.array, match: Match, k: int) -> mx.
     """
     period = mx.maximum(lengths - 1 - match.last, 1)[:, None]
     return read(ring, match.last[:, None] + 1 + mx.arange(k) % period)
+
+
+def search(
+    ring: mx.array,
+    lengths: mx.array,
+    recent: mx.array,
+    k: int,
+    *,
+    max_ngram: int,
+    min_ngram: int,
+) -> tuple[mx.array, mx.array]:
+    """What followed each row's longest match, the newest one of those.
+
+    Args:
+        ring: of the rows, shape (B, capacity); the newest token may be missing there.
+        lengths: tokens of each row, shape (B,).
+        recent: the newest tokens of each row, shape (B, R).
+        k: how many tokens.
+        max_ngram, min_ngram: most and fewest tokens of a match.
+
+    Returns:
+        Tokens, shape (B, k), and sizes of the matches, shape (B,): 0 where there is
+        none, and the tokens mean nothing.
+    """
+    ring = write(ring, lengths - 1, recent[:, -1:], 1)
+    match = longest_match(ring, lengths, max_ngram=max_ngram, min_ngram=min_ngram)
+    return continuation(ring, lengths, match, k), match.size
+
+
+def keep(
+    ring: mx.array,
+    lengths: mx.array,
+    recent: mx.array,
+    chosen: mx.array,
+    kept: mx.array,
+) -> mx.array:
+    """``ring`` with the newest token, and those kept behind it, in it.
+
+    Args:
+        ring, lengths, recent: as for :func:`search`, before the round.
+        chosen: tokens of the round, shape (B, S).
+        kept: how many of them, shape (B,).
+    """
+    tokens = mx.concatenate([recent[:, -1:], chosen], axis=1)
+    return write(ring, lengths - 1, tokens, kept + 1)
+
+
+class Lookup(Protocol):
+    """A module that has both, by operations or by kernels."""
+
+    def search(
+        self,
+        ring: mx.array,
+        lengths: mx.array,
+        recent: mx.array,
+        k: int,
+        *,
+        max_ngram: int,
+        min_ngram: int,
+    ) -> tuple[mx.array, mx.array]:
+        """See :func:`search`."""
+
+    def keep(
+        self,
+        ring: mx.array,
+        lengths: mx.array,
+        recent: mx.array,
+        chosen: mx.array,
+        kept: mx.array,
+    ) -> mx.array:
+        """See :func:`keep`."""

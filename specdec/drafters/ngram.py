@@ -11,11 +11,13 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..backend import defaults
 from ..checks import require, require_int
 from ..errors import ConfigError
 from ..verification import Verdict
+from . import lookup, lookup_kernel
 from .base import Proposals, Round
-from .lookup import EMPTY, continuation, longest_match, read, ring_of, write
+from .lookup import EMPTY, Lookup, read, ring_of, write
 from .shared import NgramTable
 
 _MIN_CAPACITY = 256
@@ -88,6 +90,8 @@ class NgramDrafter:
             )
         self.options = options or NgramOptions()
         self.table = NgramTable() if self.options.shared else None
+        kernels = defaults().kernels and lookup_kernel.proven()
+        self.lookup: Lookup = lookup_kernel if kernels else lookup
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
         """Begin rows for ``prompts``."""
@@ -108,6 +112,7 @@ class NgramRows:
     ):
         self._options = drafter.options
         self._table = drafter.table
+        self._lookup = drafter.lookup
         self._prompts: Sequence[Sequence[int]] = prompts
         # Most tokens that a row can hold, its first one included.
         self._longest = max(map(len, prompts)) + 1
@@ -126,19 +131,20 @@ class NgramRows:
         """Continue the longest, then newest match of every row."""
         options, k = self._options, round_.num_draft_tokens
         self._reserve(self._longest)
-        # The prompts' first token comes with the first round; later it is there.
-        newest = round_.recent[:, -1:]
-        self._ring = write(self._ring, round_.lengths - 1, newest, 1)
-        match = longest_match(
+        tokens, size = self._lookup.search(
             self._ring,
             round_.lengths,
+            round_.recent,
+            k,
             max_ngram=options.max_ngram,
             min_ngram=options.min_ngram,
         )
-        tokens = continuation(self._ring, round_.lengths, match, k)
-        found = match.size > 0
+        found = size > 0
         length = mx.where(found, k, 0)
         if self._table is not None:
+            # The prompts' first token comes with the first round; later it is there.
+            newest = round_.recent[:, -1:]
+            self._ring = write(self._ring, round_.lengths - 1, newest, 1)
             context = self._newest(round_.lengths, self._table.context_size)
             followed, count = self._table.follow(context, k)
             tokens = mx.where(found[:, None], tokens, followed)
@@ -152,9 +158,9 @@ class NgramRows:
         width = verdict.chosen.shape[1]
         self._reserve(self._longest + width)
         self._longest += width
-        newest = round_.recent[:, -1:]
-        tokens = mx.concatenate([newest, verdict.chosen], axis=1)
-        self._ring = write(self._ring, round_.lengths - 1, tokens, verdict.kept + 1)
+        self._ring = self._lookup.keep(
+            self._ring, round_.lengths, round_.recent, verdict.chosen, verdict.kept
+        )
         if self._table is not None:
             before = self._newest(round_.lengths, self._table.context_size)
             new = mx.concatenate([before, verdict.chosen], axis=1)

@@ -88,7 +88,7 @@ def fit(model: Any) -> None:
         widen_packed(model)
     if backend.flattens:
         flatten_products(model)
-    if backend.skinny:
+    if backend.kernels:
         take_few_rows(model)
     if backend.joins:
         join_products(model)

@@ -11,7 +11,7 @@ import pytest
 
 from specdec import ConfigError
 from specdec.backend import BackendDefaults
-from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round, ngram
+from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round, lookup
 from specdec.drafters.lookup import longest_match, write
 from specdec.drafters.ngram import NgramRows
 from specdec.params import SamplingParams
@@ -156,7 +156,7 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         shapes.append(ring.shape)
         return longest_match(ring, lengths, **options)
 
-    monkeypatch.setattr(ngram, "longest_match", checked)
+    monkeypatch.setattr(lookup, "longest_match", checked)
     return shapes
 
 
@@ -232,9 +232,10 @@ def test_the_lookup_sees_every_committed_token(
 
     def watching(self: NgramRows, round_: Round) -> Proposals:
         proposals = propose(self, round_)
-        arrays: list[Any] = [round_.lengths, round_.active, self._ring]
-        for n, active, ring in zip(*(a.tolist() for a in arrays), strict=True):
-            seen.append(ring[:n] if active else [])
+        newest = round_.recent[:, -1]  # comes with the round
+        arrays: list[Any] = [round_.lengths, round_.active, self._ring, newest]
+        for n, active, ring, token in zip(*(a.tolist() for a in arrays), strict=True):
+            seen.append([*ring[: n - 1], token] if active else [])
         return proposals
 
     monkeypatch.setattr(NgramRows, "propose", watching)
@@ -269,7 +270,7 @@ def test_a_fault_in_the_history_is_noticed(
             return write(ring, first, tokens, 1)
         return write(ring, first + 1, tokens, n)
 
-    monkeypatch.setattr(ngram, "write", faulty)
+    monkeypatch.setattr(lookup, "write", faulty)
     assert accepted() < sound
 
 

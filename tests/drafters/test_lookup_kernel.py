@@ -1,0 +1,85 @@
+"""Prompt lookup by kernels: when they are used; on a GPU, that they find the same."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import backend
+from specdec.drafters import NgramDrafter, lookup, lookup_kernel, ngram
+
+on_cuda = backend.defaults().name == "cuda"
+needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_kernels_are_used_where_they_are_meant_to_and_proven(
+    monkeypatch: pytest.MonkeyPatch, kernels: bool, proven: bool
+) -> None:
+    defaults = replace(backend.defaults(), kernels=kernels)
+    monkeypatch.setattr(ngram, "defaults", lambda: defaults)
+    monkeypatch.setattr(lookup_kernel, "proven", lambda: proven)
+    used: Any = NgramDrafter().lookup
+    assert used is (lookup_kernel if kernels and proven else lookup)
+
+
+def wrong_search(*arguments: Any, **options: Any) -> tuple[mx.array, mx.array]:
+    tokens, sizes = lookup.search(*arguments, **options)
+    return tokens + 1, sizes
+
+
+def wrong_keep(*arguments: Any) -> mx.array:
+    return lookup.keep(*arguments) + 1
+
+
+@pytest.mark.parametrize(
+    ("search", "keep", "proven"),
+    [
+        (lookup.search, lookup.keep, True),
+        (wrong_search, lookup.keep, False),
+        (lookup.search, wrong_keep, False),
+    ],
+)
+def test_what_finds_something_else_is_not_proven(
+    monkeypatch: pytest.MonkeyPatch, search: Any, keep: Any, proven: bool
+) -> None:
+    monkeypatch.setattr(lookup_kernel, "search", search)
+    monkeypatch.setattr(lookup_kernel, "keep", keep)
+    assert lookup_kernel.proven.__wrapped__() is proven
+
+
+@pytest.mark.skipif(on_cuda, reason="there it is")
+def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
+    assert not lookup_kernel.proven.__wrapped__()
+
+
+@needs_cuda
+def test_the_same_is_found_and_kept() -> None:
+    """Rows of few different tokens, shorter than the ring, as long, and longer."""
+    choices = random.Random(0)
+    assert lookup_kernel.proven()
+    for _ in range(60):
+        capacity, rows = choices.choice([256, 512]), choices.randint(1, 9)
+        prompts = [
+            [choices.randrange(3) for _ in range(choices.randint(1, 700))]
+            for _ in range(rows)
+        ]
+        ring = lookup.ring_of(prompts, capacity)
+        lengths = mx.array([len(p) + 1 for p in prompts])
+        recent = mx.array([[p[-1], choices.randrange(3)] for p in prompts])
+        k, most = choices.randint(1, 8), choices.randint(2, 6)
+        options = {"max_ngram": most, "min_ngram": choices.randint(1, most)}
+        found = lookup_kernel.search(ring, lengths, recent, k, **options)
+        wanted = lookup.search(ring, lengths, recent, k, **options)
+        some = (wanted[1] > 0)[:, None]
+        assert mx.array_equal(found[1], wanted[1])
+        assert mx.array_equal(found[0] * some, wanted[0] * some)
+        chosen = mx.array([[choices.randrange(9) for _ in range(k + 1)]] * rows)
+        kept = mx.array([choices.randint(0, k + 1) for _ in range(rows)])
+        state = ring, lengths, recent, chosen, kept
+        assert mx.array_equal(lookup_kernel.keep(*state), lookup.keep(*state))
