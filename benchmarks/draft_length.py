@@ -28,7 +28,7 @@ from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.tables import markdown_table, show_spread
-from specdec.bench.waves import Options, Record, rate, total
+from specdec.bench.waves import Options, Record, full_rate, rate, total
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
 from specdec.draft_spec import NGRAM_DRAFTS
@@ -119,11 +119,15 @@ def table(
             ):
                 best, against = 0, plain
 
-            def ratios(a: list[Record], b: list[Record]) -> str:
-                return show_spread(
-                    [rate(x) / rate(y) for x, y in zip(a, b, strict=True)], 3
-                )
+            def ratios(
+                a: list[Record],
+                b: list[Record],
+                of: Callable[[Record], float] = rate,
+            ) -> str:
+                pairs = [(of(x), of(y)) for x, y in zip(a, b, strict=True)]
+                return show_spread([x / y for x, y in pairs if y], 3)
 
+            steady = max(ks, key=lambda k: statistics.median(map(full_rate, fixed[k])))
             chosen: Counter[int] = Counter()
             for record in auto:
                 for wave in record["waves"]:
@@ -141,6 +145,8 @@ def table(
                     show_spread([rate(r) for r in auto]),
                     ratios(auto, plain),
                     f"{ratios(auto, against)} (k={best})",
+                    f"{ratios(fixed[steady], plain, full_rate)} (k={steady})",
+                    ratios(auto, plain, full_rate),
                     f"{accepted / drafted:.3f}" if drafted else "-",
                     " ".join(f"{k}:{n}" for k, n in sorted(chosen.items())),
                 ]
@@ -153,6 +159,8 @@ def table(
         "auto",
         "auto / plain",
         "auto / best fixed",
+        "all running: best fixed / plain",
+        "all running: auto / plain",
         "acceptance rate",
         "auto's rounds by k",
     ]
@@ -262,7 +270,9 @@ def main(
         f"tokens, greedy, no end of sequence. Median (smallest to largest) of "
         f"{repeat} interleaved passes after the first, in which costs are measured "
         "where they are not on disk; ratios are taken pass by pass. *auto / best "
-        "fixed*: against the best of all k by its median, 0 included.\n\n"
+        "fixed*: against the best of all k by its median, 0 included. *all running*: "
+        "while every row of the batch was, as where others take the places of those "
+        "that end; batches here end with the rows that accept least.\n\n"
     )
     write_report(out, raw, explained + table(drafts, batches, ks, records))
 

@@ -10,6 +10,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import Any
 
 Prompts = Sequence[Sequence[int]]
@@ -157,6 +158,22 @@ def full_steps(record: Record) -> list[float]:
         for ms, rows in zip(wave["step_ms"], wave["step_rows"], strict=True)
         if rows == wave["rows"]
     ]
+
+
+def full_rate(record: Record) -> float:
+    """Decode tokens per second while every row was running; 0 if none ever was.
+
+    As a batch is whose rows are replaced when they end. A wave's first round, which
+    begins its caches, is left out.
+    """
+    tokens, milliseconds = 0, 0.0
+    for wave in record["waves"]:
+        steps = zip(wave["step_ms"], wave["step_rows"], wave["rounds"], strict=False)
+        for ms, running, (_, rows) in islice(steps, 1, None):
+            if running == wave["rows"]:
+                tokens += running + sum(accepted for _, accepted in rows)
+                milliseconds += ms
+    return tokens / milliseconds * 1e3 if milliseconds else 0.0
 
 
 def step_ms(record: Record) -> float:
