@@ -54,6 +54,8 @@ class RowBatch:
         observer: RoundObserver,
     ):
         self.rows = tuple(sequences)
+        # Whether others wait to take the places of rows that end.
+        self.replaced = False
         self._pacer = Pacer(length)
         # The largest k of any round.
         self.num_draft_tokens = length.max_draft_tokens if drafter else 0
@@ -176,8 +178,10 @@ class RowBatch:
         if not most:
             return 0
         room = [n for n in self._limits(most) if n >= 0]
-        remaining = sum(s.remaining for s in self.unfinished) / len(room)
-        return min(most, self._pacer.choose(len(self.rows), room, remaining))
+        left = {s.request.index: s.remaining for s in self.unfinished}
+        remaining = sum(left.values()) / len(room)
+        known = {} if self.replaced else left
+        return min(most, self._pacer.choose(len(self.rows), room, remaining, known))
 
     def _lookahead(self, k: int) -> int:
         """Rounds that may be on their way when one of k is handed out.
@@ -226,7 +230,7 @@ class RowBatch:
         graphs = CompiledForwards.built
         self._observer.begun(k)
         if not first:
-            self._pacer.begin(k, limits)
+            self._pacer.begin(k, limits, [s.request.index for s in self.rows])
         # 1. propose
         draws = self._rules.draws(self._target.offset + 1, k + 1)
         round_ = Round(

@@ -241,6 +241,8 @@ class Engine:
     def _round(self) -> list[RowOutput]:
         if self._running is None:
             return []
+        waiting = self._scheduler.waiting or self._joining is not None
+        self._running.replaced = bool(waiting)
         outputs = self._running.step()
         self._drop_idle()
         return outputs

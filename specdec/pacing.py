@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
@@ -13,12 +13,13 @@ from .lengths import BatchState, DraftLength, RoundOutcome
 
 @dataclass(frozen=True)
 class _Pending:
-    """A round that was handed out: k, the rows' limits, when, behind what."""
+    """A round that was handed out: k, the rows' limits, when, behind what, of whom."""
 
     num_draft_tokens: int
     limits: tuple[int, ...]
     begun: float
     undrafted: int
+    rows: AbstractSequence[int]
 
 
 class Pacer:
@@ -50,20 +51,30 @@ class Pacer:
         return round(self._undrafted)
 
     def choose(
-        self, num_rows: int, room: AbstractSequence[int], remaining: float
+        self,
+        num_rows: int,
+        room: AbstractSequence[int],
+        remaining: float,
+        left: Mapping[int, int] | None = None,
     ) -> int:
         """k of the next round; see :class:`~specdec.lengths.BatchState`."""
         in_flight = [p.num_draft_tokens for p in self._pending]
+        undrafted = self.undrafted
         return self._length.choose(
-            BatchState(num_rows, room, remaining, self.undrafted, in_flight)
+            BatchState(num_rows, room, remaining, undrafted, in_flight, left or {})
         )
 
-    def begin(self, num_draft_tokens: int, limits: tuple[int, ...]) -> None:
+    def begin(
+        self,
+        num_draft_tokens: int,
+        limits: tuple[int, ...],
+        rows: AbstractSequence[int] = (),
+    ) -> None:
         """A round is about to be built; ``limits`` are -1 for rows that have ended."""
         k, undrafted = num_draft_tokens, self.undrafted
         self._undrafted = 0.0 if k else self._undrafted + 1
         now = self._clock()
-        self._pending.append(_Pending(k, limits, now, undrafted if k else 0))
+        self._pending.append(_Pending(k, limits, now, undrafted if k else 0, rows))
 
     def read(self, kept: AbstractSequence[int | None]) -> None:
         """The oldest round was read: what each row kept; ``None``: it had ended."""
@@ -75,17 +86,19 @@ class Pacer:
             p.num_draft_tokens == round_.num_draft_tokens for p in self._pending
         )
         timed = alike and behind_another == bool(self._pending)
+        told = [
+            (i, limit, min(n - 1, limit))
+            for i, (limit, n) in enumerate(zip(round_.limits, kept, strict=True))
+            if n and limit > 0
+        ]
         self._length.observe(
             RoundOutcome(
                 len(round_.limits),
                 round_.num_draft_tokens,
-                [
-                    (limit, min(n - 1, limit))
-                    for limit, n in zip(round_.limits, kept, strict=True)
-                    if n and limit > 0
-                ],
+                [(limit, accepted) for _, limit, accepted in told],
                 now - began if timed and began > self._interrupted else None,
                 round_.undrafted,
+                [round_.rows[i] for i, *_ in told] if round_.rows else (),
             )
         )
 

@@ -8,6 +8,7 @@ from math import exp
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
+from .rows import RowAcceptance
 
 # Few values, since each is a shape to plan for on GPUs.
 LADDER = (0, 1, 2, 3, 4, 6, 8)
@@ -20,6 +21,8 @@ FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.2, 8.0, 4.0
 # deviations better than thought; what is chosen anew, that much more.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
 FIRST_PLAIN = 1
+# How much later than without a draft a batch may end, as far as is known of its rows.
+LATE = 1.02
 # Rounds of one k before another: where rounds overlap, those are timed that lie
 # between others of their kind.
 BURST = 3
@@ -35,6 +38,10 @@ class AutoLength:
     have become better, and only as far as a credit reaches that grows by
     ``EXPLORE`` of the time: a draft that never pays costs about that much, and so
     does catching up its cache.
+
+    A batch that nobody joins takes as long as its last row. There, no k is chosen
+    with which the last row would end later than without a draft: rows that accept
+    little would pay for those that accept much.
 
     Args:
         costs: of rounds.
@@ -57,6 +64,7 @@ class AutoLength:
         self.costs = costs
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = Acceptance()
+        self._rows = RowAcceptance()
         self._ladder = tuple(k for k in LADDER if k <= max_draft_tokens)
         self._measure, self._save = measure, save
         self._measured_rows = measured_rows
@@ -103,12 +111,36 @@ class AutoLength:
         if len(ks) == 1 or self.costs.rounds < FIRST_PLAIN:
             return 0
         rates = self._rates(state, ks)
-        self._best_known = best = self._best(state, rates)
+        self._best_known = best = self._best(state, self._in_time(state, rates))
         k, run = self._newest(state)
         if run < BURST and k in rates:
             return k
         # What was tried is awaited before anything else is.
         return self._worth_a_try(state, rates, best) if k == best else best
+
+    def _in_time(self, state: BatchState, rates: dict[int, float]) -> dict[int, float]:
+        """Those of the k with which a batch that nobody joins ends in time."""
+        if not state.left:
+            return rates
+        tokens = tokens_per_round(self.acceptance.survival(max(rates)))
+        plain = self._until_the_end(state, 0, 1.0)
+        return {
+            k: rate
+            for k, rate in rates.items()
+            if not k or self._until_the_end(state, k, tokens[k]) <= plain * LATE
+        }
+
+    def _until_the_end(self, state: BatchState, k: int, tokens: float) -> float:
+        """Plain rounds until every row has ended, were k kept to.
+
+        A round's cost grows with the rows that still run, from that of one.
+        """
+        rounds = self._rows.rounds(state.left, k, tokens)
+        num_rows, forwards = state.num_rows, self.costs.forwards
+        cost = self.costs.relative(num_rows, k)[0]
+        one = min(1.0, forwards.round(1, k) / forwards.round(num_rows, k))
+        each = cost * (1 - one) / max(1, num_rows - 1)
+        return (cost - each * num_rows) * max(rounds) + each * sum(rounds)
 
     def _newest(self, state: BatchState) -> tuple[int, int]:
         """k of the round that was handed out last, and how many in a row had it."""
@@ -197,6 +229,9 @@ class AutoLength:
         """Learn what a round cost and what its rows accepted."""
         k, num_rows = outcome.num_draft_tokens, outcome.num_rows
         extra = self.costs.extra(num_rows, k, outcome.undrafted)
+        if outcome.rows:
+            survival = self.acceptance.survival(k)
+            self._rows.observe(outcome.rows, outcome.accepted, survival)
         self.acceptance.observe(outcome.accepted if k else ())
         if outcome.seconds is not None:
             self.costs.observe(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Protocol
 
 
@@ -19,6 +19,8 @@ class BatchState:
         undrafted: rounds since the last one that drafted; what they committed the
             drafter has to catch up with first.
         in_flight: k of the rounds that were handed out and not read yet.
+        left: tokens that each running row may still emit, by its number, where no
+            others take the places of rows that end; else empty.
     """
 
     num_rows: int
@@ -26,6 +28,7 @@ class BatchState:
     remaining: float
     undrafted: int = 0
     in_flight: Sequence[int] = ()
+    left: Mapping[int, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -40,6 +43,7 @@ class RoundOutcome:
         seconds: how long the round took; ``None`` where that is not known, as
             other work came between.
         undrafted: rounds without a draft that the drafter caught up with first.
+        rows: the numbers of the rows of ``accepted``, where they are known.
     """
 
     num_rows: int
@@ -47,6 +51,7 @@ class RoundOutcome:
     accepted: Sequence[tuple[int, int]]
     seconds: float | None = None
     undrafted: int = 0
+    rows: Sequence[int] = ()
 
 
 class DraftLength(Protocol):

@@ -1,0 +1,118 @@
+"""Rows that differ: a batch that nobody joins ends no later than without a draft."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+
+from specdec.lengths import (
+    AutoLength,
+    BatchState,
+    ForwardCosts,
+    RoundCosts,
+    RoundOutcome,
+)
+from specdec.lengths.rows import RowAcceptance
+
+from .simulation import Costs
+
+# Launches alone cost; every token does.
+LAUNCHED = Costs(step=1.0, draft=0.2, token=0.0)
+COMPUTED = Costs(step=1.0, draft=0.1, token=0.15)
+
+
+def wave(
+    cost: Costs, accept: Callable[[int], float], *, told: bool, seed: int = 0
+) -> tuple[float, float]:
+    """Time of a wave of 8 rows with ``auto``, and the mean time until a row's end.
+
+    Both over those of plain decoding.
+    """
+    rng = random.Random(seed)
+    num_rows, tokens = 8, 160
+    length = AutoLength(RoundCosts(ForwardCosts([cost.measured(num_rows)])))
+    left = dict.fromkeys(range(num_rows), tokens)
+    ends: dict[int, float] = {}
+    seconds, undrafted = 0.0, 0
+    for _ in range(10_000):
+        running = [row for row, n in left.items() if n]
+        if not running:
+            break
+        n = len(running)
+        remaining = sum(left.values()) / n
+        known = {row: left[row] for row in running} if told else {}
+        room = [100] * n
+        k = length.choose(BatchState(n, room, remaining, undrafted, (), known))
+        took = cost(n, k) * rng.gauss(1, 0.03) + (
+            cost.catch_up(n, undrafted) if k else 0
+        )
+        accepted = []
+        for row in running:
+            count = 0
+            while count < k and rng.random() < accept(row):
+                count += 1
+            accepted.append((k, count))
+            left[row] = max(0, left[row] - count - 1)
+        seconds += took
+        ends.update({row: seconds for row in running if not left[row]})
+        done = undrafted if k else 0
+        length.observe(RoundOutcome(n, k, accepted, took, done, running if k else ()))
+        undrafted = 0 if k else undrafted + 1
+    whole = tokens * cost(num_rows, 0)
+    return seconds / whole, sum(ends.values()) / num_rows / whole
+
+
+def mean(found: list[tuple[float, float]]) -> tuple[float, float]:
+    return tuple(sum(x) / len(found) for x in zip(*found, strict=True))
+
+
+def of_seeds(
+    cost: Costs, accept: Callable[[int], float], *, told: bool
+) -> tuple[float, float]:
+    return mean([wave(cost, accept, told=told, seed=s) for s in range(12)])
+
+
+def stubborn(row: int) -> float:
+    return 0.02 if row < 2 else 0.9
+
+
+def test_rows_that_accept_nothing_do_not_pay_for_the_others() -> None:
+    untold, _ = of_seeds(LAUNCHED, stubborn, told=False)
+    told, _ = of_seeds(LAUNCHED, stubborn, told=True)
+    assert untold > 1.25
+    assert told < 1.09
+
+
+@pytest.mark.parametrize("cost", [LAUNCHED, COMPUTED])
+@pytest.mark.parametrize("chance", [0.6, 0.85])
+def test_where_rows_are_alike_nothing_is_lost(cost: Costs, chance: float) -> None:
+    untold, _ = of_seeds(cost, lambda row: chance, told=False)
+    told, _ = of_seeds(cost, lambda row: chance, told=True)
+    assert told < untold * 1.02
+
+
+def test_a_row_that_accepts_less_still_may_gain() -> None:
+    told, ended = of_seeds(LAUNCHED, lambda row: 0.5 if row < 4 else 0.9, told=True)
+    assert told < 0.97
+    assert ended < 0.75
+
+
+def test_factors_are_drawn_to_one_and_forgotten() -> None:
+    rows = RowAcceptance()
+    assert rows.factor(3) == 1.0
+    for _ in range(40):
+        rows.observe([3, 4], [(2, 2), (2, 0)], [0.5, 0.25])
+    assert rows.factor(3) > 1.8
+    assert rows.factor(4) < 0.3
+    for first in range(10, 4000, 10):
+        rows.observe(range(first, first + 10), [(1, 1)] * 10, [0.5])
+    assert rows.factor(3) == 1.0
+    assert len(rows._seen) <= 1024 + 10
+
+
+def test_rounds_until_the_end() -> None:
+    rows = RowAcceptance()
+    assert rows.rounds({7: 12, 8: 6}, 3, 3.0) == [4.0, 2.0]
+    assert rows.rounds({7: 12}, 0, 1.0) == [12.0]
