@@ -25,7 +25,13 @@ from specdec.bench.figures import Figures  # noqa: E402 - from this tree
 from specdec.bench.machine import place, short  # noqa: E402
 from specdec.bench.raw import Results  # noqa: E402
 from specdec.bench.tables import markdown_table, show_spread  # noqa: E402
-from specdec.bench.waves import Record, rate, step_ms, total  # noqa: E402
+from specdec.bench.waves import (  # noqa: E402
+    Record,
+    full_rate,
+    rate,
+    step_ms,
+    total,
+)
 from specdec.errors import SpecdecError  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
@@ -61,7 +67,11 @@ TABLES = {
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "ms", "peak"), ("specdec",)),
     "h200-batches": Table("decode-qwen-batches-h200", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
     "h200-single": Table("decode-qwen-b1-h200", "one row", ("k", "tokens/s", "first pass", "tokens per round")),
-    "h200-lengths": Table("draft-length-qwen-b32-h200", "32 rows", ("k", "tokens/s", "/ no draft", "/ best fixed k", "rate")),
+    "h200-lengths": Table("draft-length-qwen-b8-h200", "8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
+    "h200-gsm8k-1": Table("draft-length-smollm2-gsm8k-b1-h200", "GSM8K, one row", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
+    "h200-gsm8k-32": Table("draft-length-smollm2-gsm8k-b32-h200", "GSM8K, 32 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
+    "h200-humaneval-8": Table("draft-length-smollm2-humaneval-b8-h200", "HumanEval, 8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
+    "h200-1b": Table("decode-1b-h200", "Llama 1B shape, no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
     "h200-readme": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate")),
     "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two shared CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
 }
@@ -101,11 +111,13 @@ class Row:
         """Decode tokens per second, pass by pass."""
         return [rate(each) for each in self.passes]
 
-    def over(self, others: Sequence[Record]) -> str:
+    def over(
+        self, others: Sequence[Record], of: Callable[[Record], float] = rate
+    ) -> str:
         """The median of its rates over those of others, pass by pass."""
         if not others:
             return ""
-        pairs = zip(self.rates, map(rate, others), strict=True)
+        pairs = zip(map(of, self.passes), map(of, others), strict=True)
         return f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
 
     def accepted_over(self, name: str) -> float | None:
@@ -136,6 +148,10 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "ms": ("ms per round", lambda r: f"{r.ms:.1f}"),
     "/ batch_generate": ("/ `batch_generate`", lambda r: r.over(r.mlx_lm)),
     "/ no draft": ("/ no draft", lambda r: r.over(r.plain)),
+    "/ no draft, all running": (
+        "/ no draft, all rows running",
+        lambda r: r.over(r.plain, full_rate),
+    ),
     "/ best fixed k": ("/ best fixed k", lambda r: r.over(r.best)),
     "rate": ("acceptance rate", lambda r: number(r.accepted_over("drafted"))),
     "tokens per round": (
