@@ -187,17 +187,14 @@ class CacheCore:
             return self.capacity
         return grown_capacity(needed, self._limit())
 
-    def is_alone(self, num_tokens: int) -> bool:
-        """Whether the next query is the only one, of a row whose length is known.
-
-        Such a query needs no mask, and attention without one has fast kernels for
-        any length.
-        """
-        return num_tokens == 1 and self.batch_size == 1 and self._uniform
-
     def _exact(self, num_tokens: int) -> bool:
-        """Whether attention reads just what a row holds."""
-        return self.read_bucket == 1 or self.is_alone(num_tokens)
+        """Whether attention reads just what a row holds.
+
+        So does the only query of a row whose length is known: it needs no mask, and
+        attention without one has fast kernels for any length.
+        """
+        alone = num_tokens == 1 and self.batch_size == 1 and self._uniform
+        return self.read_bucket == 1 or alone
 
     def _extent(self, longest: int, capacity: int, num_tokens: int) -> int:
         """Columns that attention reads when rows are up to ``longest`` long."""

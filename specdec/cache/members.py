@@ -29,10 +29,6 @@ class BatchCacheList:
         """Tokens kept by every row, shape (B,); equal in all members."""
         return self.caches[0].offset
 
-    def is_alone(self, num_tokens: int) -> bool:
-        """Whether the next query is the only one, of a row whose length is known."""
-        return self.caches[0].is_alone(num_tokens)
-
     @property
     def batch_size(self) -> int:
         """Number of rows."""
