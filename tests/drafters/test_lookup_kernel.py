@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from specdec import backend
-from specdec.drafters import NgramDrafter, lookup, lookup_kernel, ngram
+from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
+from specdec.bench.models import token_level
+from specdec.drafters import (
+    NgramDrafter,
+    NgramOptions,
+    lookup,
+    lookup_kernel,
+    ngram,
+)
 
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
@@ -56,6 +64,47 @@ def test_what_finds_something_else_is_not_proven(
 @pytest.mark.skipif(on_cuda, reason="there it is")
 def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
     assert not lookup_kernel.proven.__wrapped__()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_what_the_kernels_are_given(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    verification: Any,
+) -> None:
+    """What they were compiled for first, and counts that they do not check."""
+    calls = []
+
+    def search(*arrays: Any, **options: Any) -> Any:
+        *inputs, k = arrays
+        assert k > 0
+        assert inputs[0].size > 0
+        calls.append({a.dtype for a in inputs})
+        return found(*arrays, **options)
+
+    def keep(*arrays: mx.array) -> mx.array:
+        *_, chosen, kept = arrays
+        assert mx.all((kept >= 0) & (kept <= chosen.shape[1])).item()
+        calls.append({a.dtype for a in arrays})
+        return kept_in(*arrays)
+
+    found, kept_in = lookup.search, lookup.keep
+    monkeypatch.setattr(lookup, "search", search)
+    monkeypatch.setattr(lookup, "keep", keep)
+    model = token_level(tiny_model("llama", seed=0))
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, verification=verification)
+        for n in (12, 1, 5)
+    ]
+    config = EngineConfig(batch_size=2, num_draft_tokens=3)
+    drafter = NgramDrafter(NgramOptions(min_ngram=1))
+    drafter.lookup = lookup
+    decoder = SpecDecoder(model, drafter=lambda _: drafter, config=config)
+    decoder.generate([[1, 2, 1, 2, 1], [5], [3, 3, 3]], params)
+    assert len(calls) > 4
+    assert all(dtypes == {mx.int32} for dtypes in calls)
 
 
 @needs_cuda
