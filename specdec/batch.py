@@ -175,8 +175,6 @@ class RowBatch:
 
     def _choose_k(self) -> int:
         most = max(self._of_use(s) for s in self.unfinished)
-        if not most:
-            return 0
         room = [n for n in self._limits(most) if n >= 0]
         left = {s.request.index: s.remaining for s in self.unfinished}
         remaining = sum(left.values()) / len(room)

@@ -13,13 +13,17 @@ from .lengths import BatchState, DraftLength, RoundOutcome
 
 @dataclass(frozen=True)
 class _Pending:
-    """A round that was handed out: k, the rows' limits, when, behind what, of whom."""
+    """A round that was handed out: k, the rows' limits, when, behind what, of whom.
+
+    ``forced``: k was not chosen, as there was no room.
+    """
 
     num_draft_tokens: int
     limits: tuple[int, ...]
     begun: float
     undrafted: int
     rows: AbstractSequence[int]
+    forced: bool
 
 
 class Pacer:
@@ -44,6 +48,7 @@ class Pacer:
         self._last_read = self._interrupted = float("-inf")
         # Rounds that the drafter has to catch up with, per row on average.
         self._undrafted = 0.0
+        self._forced = False
 
     @property
     def undrafted(self) -> int:
@@ -57,7 +62,13 @@ class Pacer:
         remaining: float,
         left: Mapping[int, int] | None = None,
     ) -> int:
-        """k of the next round; see :class:`~specdec.lengths.BatchState`."""
+        """k of the next round; see :class:`~specdec.lengths.BatchState`.
+
+        0 without asking where no row has room.
+        """
+        self._forced = not any(room)
+        if self._forced:
+            return 0
         in_flight = [p.num_draft_tokens for p in self._pending]
         undrafted = self.undrafted
         return self._length.choose(
@@ -74,7 +85,9 @@ class Pacer:
         k, undrafted = num_draft_tokens, self.undrafted
         self._undrafted = 0.0 if k else self._undrafted + 1
         now = self._clock()
-        self._pending.append(_Pending(k, limits, now, undrafted if k else 0, rows))
+        self._pending.append(
+            _Pending(k, limits, now, undrafted if k else 0, rows, self._forced)
+        )
 
     def read(self, kept: AbstractSequence[int | None]) -> None:
         """The oldest round was read: what each row kept; ``None``: it had ended."""
@@ -99,6 +112,7 @@ class Pacer:
                 now - began if timed and began > self._interrupted else None,
                 round_.undrafted,
                 [round_.rows[i] for i, *_ in told] if round_.rows else (),
+                round_.forced,
             )
         )
 

@@ -314,6 +314,36 @@ def test_a_rounds_time_begins_with_the_read_before_it() -> None:
     assert [o.undrafted for o in script.outcomes] == [0, 0, 0, 3, 0]
 
 
+def test_where_there_is_no_room_nothing_is_asked() -> None:
+    script = Script(lambda number: 2)
+    pacer = Pacer(script, count().__next__)
+    for room in ([0, 0], [0, 1], [0, 0]):
+        pacer.begin(pacer.choose(2, room, 9.0), (0, room[1]))
+        pacer.read([1, 1])
+    assert [state.room for state in script.states] == [[0, 1]]
+    assert [o.forced for o in script.outcomes] == [True, False, True]
+    assert [o.num_draft_tokens for o in script.outcomes] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_last_tokens_and_rows_without_a_drafter_leave_no_choice(
+    target: Any, prompts: list[list[int]], drafts: bool
+) -> None:
+    script = Script(lambda number: 2)
+    run_rows(
+        target,
+        target if drafts else None,
+        prompts[1:2],
+        [SamplingParams(max_tokens=8)],
+        num_draft_tokens=4,
+        backend=AT_ONCE,
+        length=script,
+    )
+    # The prompt's forward brings one token, 3 + 3 tokens, and the last.
+    expected = [False, False, True] if drafts else [True] * 7
+    assert [o.forced for o in script.outcomes] == expected
+
+
 def test_a_round_that_is_waited_for_is_timed_alone() -> None:
     script = Script(lambda number: 0)
     pacer = Pacer(script, count(0, 3).__next__)

@@ -72,7 +72,7 @@ class AutoLength:
         self._credit = FIRST_CREDIT
         self._last = 0
         # The best k when a round was last asked for; k of the last rounds that were
-        # read, and how many in a row had it.
+        # chosen and read, and how many in a row had it.
         self._best_known = 0
         self._run = (0, BURST)
 
@@ -243,11 +243,12 @@ class AutoLength:
         cost = self.costs.relative(num_rows, k)[0]
         best = max(rates, key=lambda k: rates[k])
         self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
-        if k != self._best_known:
-            self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
-        if rates[k] * SWITCH >= rates[best]:
-            self._last = k
-        self._run = (k, self._run[1] + 1 if self._run[0] == k else 1)
+        if not outcome.forced:
+            if k != self._best_known:
+                self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
+            if rates[k] * SWITCH >= rates[best]:
+                self._last = k
+            self._run = (k, self._run[1] + 1 if self._run[0] == k else 1)
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)

@@ -44,6 +44,7 @@ class RoundOutcome:
             other work came between.
         undrafted: rounds without a draft that the drafter caught up with first.
         rows: the numbers of the rows of ``accepted``, where they are known.
+        forced: nothing could be drafted, so k was not chosen.
     """
 
     num_rows: int
@@ -52,6 +53,7 @@ class RoundOutcome:
     seconds: float | None = None
     undrafted: int = 0
     rows: Sequence[int] = ()
+    forced: bool = False
 
 
 class DraftLength(Protocol):

@@ -212,6 +212,31 @@ def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:
     assert max(chosen) > 1
 
 
+def test_rounds_that_could_not_draft_are_no_tries() -> None:
+    """They are not charged for, nor followed by others of their kind."""
+    cost = gpu(0.2)
+    length = length_of(cost)
+    for k in (0, 1, 2, 4):
+        observe(length, cost, k, k, 8)
+    state = BatchState(1, [8], 1000)
+    assert length.choose(state) > 0
+
+    def last_tokens(n: int) -> None:
+        for _ in range(n):
+            length.observe(RoundOutcome(1, 0, [], cost(1, 0), forced=True))
+
+    last_tokens(1)
+    assert length.choose(state) > 0
+    last_tokens(300)
+    while (k := length.choose(state)) > 0:  # it has become wrong
+        observe(length, cost, k, 0, 1)
+    chosen = []
+    for _ in range(400):
+        chosen.append(length.choose(state))
+        observe(length, cost, chosen[-1], 0, 1)
+    assert any(chosen)
+
+
 def test_costs_are_measured_once_per_batch_size() -> None:
     measured: list[int] = []
     saved: list[int] = []
