@@ -15,7 +15,7 @@ from specdec.text import OutputText
 from tests.soak import KINDS, soak
 
 WORLDS = 2 * len(KINDS)
-REQUESTS = 18  # in each
+REQUESTS = 20  # in each
 
 
 def test_random_requests_come_and_go() -> None:
