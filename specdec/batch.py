@@ -176,7 +176,7 @@ class RowBatch:
     def _choose_k(self) -> int:
         most = max(self._of_use(s) for s in self.unfinished)
         room = [n for n in self._limits(most) if n >= 0]
-        left = {s.request.index: s.remaining for s in self.unfinished}
+        left = {s.number: s.remaining for s in self.unfinished}
         remaining = sum(left.values()) / len(room)
         known = {} if self.replaced else left
         return min(most, self._pacer.choose(len(self.rows), room, remaining, known))
@@ -228,7 +228,7 @@ class RowBatch:
         graphs = CompiledForwards.built
         self._observer.begun(k)
         if not first:
-            self._pacer.begin(k, limits, [s.request.index for s in self.rows])
+            self._pacer.begin(k, limits, [s.number for s in self.rows])
         # 1. propose
         draws = self._rules.draws(self._target.offset + 1, k + 1)
         round_ = Round(

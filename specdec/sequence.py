@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as AbstractSequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from itertools import count
 from typing import Literal
 
 from .params import SamplingParams
@@ -47,6 +48,9 @@ class TokenLogprobs:
     top: list[tuple[int, float]] = field(default_factory=list)
 
 
+_numbers = count()
+
+
 @dataclass
 class Sequence:
     """A request and the tokens generated for it so far.
@@ -78,6 +82,8 @@ class Sequence:
     queued: float = 0.0
     began: float | None = None
     ended: float | None = None
+    #: No other sequence has it; an index of a request is that of another session's too.
+    number: int = field(default_factory=_numbers.__next__, compare=False)
     _shown: int = 0
 
     @property

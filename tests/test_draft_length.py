@@ -344,6 +344,23 @@ def test_last_tokens_and_rows_without_a_drafter_leave_no_choice(
     assert [o.forced for o in script.outcomes] == expected
 
 
+def test_rows_of_another_session_have_other_numbers(
+    target: Any, prompts: list[list[int]]
+) -> None:
+    """A length outlives sessions, and remembers what each row accepted."""
+    told: list[set[int]] = []
+    for _ in range(2):
+        script = Script(lambda number: 2)
+        params = [SamplingParams(max_tokens=8)] * 2
+        run_rows(
+            target, target, prompts[1:3], params, num_draft_tokens=4, length=script
+        )
+        told.append({row for o in script.outcomes for row in o.rows})
+        assert {row for state in script.states for row in state.left} == told[-1]
+    assert [len(rows) for rows in told] == [2, 2]
+    assert not told[0] & told[1]
+
+
 def test_a_round_that_is_waited_for_is_timed_alone() -> None:
     script = Script(lambda number: 0)
     pacer = Pacer(script, count(0, 3).__next__)
