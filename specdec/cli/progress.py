@@ -113,5 +113,5 @@ class Progress:
         seconds = (now - self._began) / self._done * (self._total - self._done)
         minutes = round(seconds / 60)
         if minutes < 2:
-            return f"about {round(seconds)} seconds left"
+            return f"about {max(2, round(seconds))} seconds left"
         return f"about {minutes} minutes left"

@@ -73,7 +73,8 @@ _KEEP = """
   const int behind = ((slot - first) % capacity + capacity) % capacity;
   int token = ring[at];
   if (behind == 0) token = recent[row * recent_shape[1] + recent_shape[1] - 1];
-  else if (behind <= kept[row]) token = chosen[row * chosen_shape[1] + behind - 1];
+  else if (behind <= kept[row] && behind <= chosen_shape[1])
+    token = chosen[row * chosen_shape[1] + behind - 1];
   out[at] = token;
 """
 
