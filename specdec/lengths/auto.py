@@ -8,7 +8,7 @@ from math import exp
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
-from .rows import RowAcceptance
+from .rows import RowAcceptance, rounds_left
 
 # Few values, since each is a shape to plan for on GPUs.
 LADDER = (0, 1, 2, 3, 4, 6, 8)
@@ -123,20 +123,20 @@ class AutoLength:
         if not state.left:
             return rates
         tokens = tokens_per_round(self.acceptance.survival(max(rates)))
-        plain = self._until_the_end(state, 0, 1.0)
-        return {
-            k: rate
-            for k, rate in rates.items()
-            if not k or self._until_the_end(state, k, tokens[k]) <= plain * LATE
-        }
+        rows = [(n, self._rows.factor(row)) for row, n in state.left.items()]
 
-    def _until_the_end(self, state: BatchState, k: int, tokens: float) -> float:
-        """Plain rounds until every row has ended, were k kept to.
+        def until_the_end(k: int) -> float:
+            return self._cost_of(state.num_rows, k, rounds_left(rows, k, tokens[k]))
+
+        latest = until_the_end(0) * LATE
+        return {k: r for k, r in rates.items() if not k or until_the_end(k) <= latest}
+
+    def _cost_of(self, num_rows: int, k: int, rounds: list[float]) -> float:
+        """Plain rounds that rounds of k cost until every row has had its number.
 
         A round's cost grows with the rows that still run, from that of one.
         """
-        rounds = self._rows.rounds(state.left, k, tokens)
-        num_rows, forwards = state.num_rows, self.costs.forwards
+        forwards = self.costs.forwards
         cost = self.costs.relative(num_rows, k)[0]
         one = min(1.0, forwards.round(1, k) / forwards.round(num_rows, k))
         each = cost * (1 - one) / max(1, num_rows - 1)

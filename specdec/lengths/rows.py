@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 
 # Expected tokens of drafts that what is known of all rows is worth for one of them;
 # observations after which one weighs 1/e; rows that are remembered, those that have
@@ -46,14 +46,15 @@ class RowAcceptance:
         kept, expected = self._seen.get(row, (0.0, 0.0))
         return (kept + PRIOR_TOKENS) / (expected + PRIOR_TOKENS)
 
-    def rounds(self, left: Mapping[int, int], k: int, tokens: float) -> list[float]:
-        """Rounds of k until each row has ended.
 
-        Args:
-            left: tokens that each row may still emit.
-            tokens: expected of a round, of all rows.
-        """
-        more = tokens - 1
-        return [
-            n / (1 + min(float(k), self.factor(row) * more)) for row, n in left.items()
-        ]
+def rounds_left(
+    rows: Iterable[tuple[int, float]], k: int, tokens: float
+) -> list[float]:
+    """Rounds of k until each row has ended.
+
+    Args:
+        rows: of each, tokens that it may still emit, and its factor.
+        tokens: expected of a round, of all rows.
+    """
+    more = tokens - 1
+    return [n / (1 + min(k, factor * more)) for n, factor in rows]

@@ -14,7 +14,7 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.lengths.rows import RowAcceptance
+from specdec.lengths.rows import RowAcceptance, rounds_left
 
 from .simulation import Costs
 
@@ -113,6 +113,6 @@ def test_factors_are_drawn_to_one_and_forgotten() -> None:
 
 
 def test_rounds_until_the_end() -> None:
-    rows = RowAcceptance()
-    assert rows.rounds({7: 12, 8: 6}, 3, 3.0) == [4.0, 2.0]
-    assert rows.rounds({7: 12}, 0, 1.0) == [12.0]
+    assert rounds_left([(12, 1.0), (6, 1.0)], 3, 3.0) == [4.0, 2.0]
+    assert rounds_left([(12, 1.0)], 0, 1.0) == [12.0]
+    assert rounds_left([(12, 9.0), (12, 0.5)], 2, 2.0) == [4.0, 8.0]
