@@ -28,7 +28,14 @@ from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.tables import markdown_table, show_spread
-from specdec.bench.waves import Options, Record, full_rate, rate, total
+from specdec.bench.waves import (
+    Options,
+    Record,
+    full_rate,
+    total,
+    usual_rate,
+)
+from specdec.bench.waves import rate as whole_rate
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
 from specdec.draft_spec import NGRAM_DRAFTS
@@ -45,6 +52,14 @@ from specdec.errors import ConfigError
 from specdec.models import LoadedModel
 
 WRONG = "wrong:"
+WAVES = (
+    "*all running*: while every row of the batch was, as where others take the places "
+    "of those that end; batches here end with the rows that accept least. "
+)
+OTHERS_WAIT = (
+    "Others wait to take the places of rows that end: all rates are of the time in "
+    "which every row of a batch was running, until its first one ended. "
+)
 
 
 class WrongRows:
@@ -104,9 +119,12 @@ def table(
     batches: Sequence[int],
     ks: Sequence[int],
     records: dict[str, list[Record]],
+    *,
+    others_wait: bool = False,
 ) -> str:
     """A row per draft and batch; ratios are taken pass by pass."""
     rows = []
+    rate = full_rate if others_wait else whole_rate
     for draft in drafts:
         for b in batches:
             plain = records[key_of("plain", b, 0)][1:]
@@ -122,12 +140,14 @@ def table(
             def ratios(
                 a: list[Record],
                 b: list[Record],
-                of: Callable[[Record], float] = rate,
+                of: Callable[[Record], float],
             ) -> str:
                 pairs = [(of(x), of(y)) for x, y in zip(a, b, strict=True)]
                 return show_spread([x / y for x, y in pairs if y], 3)
 
             steady = max(ks, key=lambda k: statistics.median(map(full_rate, fixed[k])))
+            usual = {k: usual_rate(fixed[k]) / usual_rate(plain) for k in ks}
+            limit = max(ks, key=lambda k: usual[k])
             chosen: Counter[int] = Counter()
             for record in auto:
                 for wave in record["waves"]:
@@ -143,10 +163,18 @@ def table(
                     show_spread([rate(r) for r in plain]),
                     *(show_spread([rate(r) for r in fixed[k]]) for k in ks),
                     show_spread([rate(r) for r in auto]),
-                    ratios(auto, plain),
-                    f"{ratios(auto, against)} (k={best})",
-                    f"{ratios(fixed[steady], plain, full_rate)} (k={steady})",
-                    ratios(auto, plain, full_rate),
+                    ratios(auto, plain, rate),
+                    f"{ratios(auto, against, rate)} (k={best})",
+                    *(
+                        ()
+                        if others_wait
+                        else (
+                            f"{ratios(fixed[steady], plain, full_rate)} (k={steady})",
+                            ratios(auto, plain, full_rate),
+                        )
+                    ),
+                    f"{usual[limit]:.3f} (k={limit})",
+                    f"{usual_rate(auto) / usual_rate(plain):.3f}",
                     f"{accepted / drafted:.3f}" if drafted else "-",
                     " ".join(f"{k}:{n}" for k, n in sorted(chosen.items())),
                 ]
@@ -159,8 +187,13 @@ def table(
         "auto",
         "auto / plain",
         "auto / best fixed",
-        "all running: best fixed / plain",
-        "all running: auto / plain",
+        *(
+            ()
+            if others_wait
+            else ("all running: best fixed / plain", "all running: auto / plain")
+        ),
+        "median rounds: best fixed",
+        "median rounds: auto",
         "acceptance rate",
         "auto's rounds by k",
     ]
@@ -184,6 +217,12 @@ def table(
 @click.option("--num-draft-tokens", "ks", multiple=True, type=int, default=(1, 2, 4))
 @click.option("--max-tokens", default=64)
 @click.option("--repeat", default=3, help="Passes after the first.")
+@click.option(
+    "--others-wait",
+    is_flag=True,
+    help="Others wait to take the places of rows that end; what is counted ends with "
+    "the first row of a wave.",
+)
 @minutes_option
 @click.option("--dtype", default="bfloat16")
 @click.option("--ignore-chat-template", is_flag=True)
@@ -198,6 +237,7 @@ def main(
     ks: tuple[int, ...],
     max_tokens: int,
     repeat: int,
+    others_wait: bool,
     minutes: float | None,
     dtype: str,
     ignore_chat_template: bool,
@@ -233,7 +273,8 @@ def main(
             return SpecDecoder(bare, drafter=made, config=config)
 
         def run() -> Record:
-            return measure(engine(make, options), prompts, b)
+            run = engine(make, options, others_wait=others_wait)
+            return measure(run, prompts, b)
 
         runs[key_of(name, b, k)] = run
 
@@ -246,9 +287,10 @@ def main(
     records: dict[str, list[Record]] = {key: [] for key in runs}
     with wired_limit(loaded.model):
         for number, key, record in in_time(runs, repeat + 1, minutes):
-            print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
+            found = full_rate(record) if others_wait else whole_rate(record)
+            print(f"pass {number}: {key}: {found:.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
-            record["decode_tokens_per_second"] = rate(record)
+            record["decode_tokens_per_second"] = found
             records[key].append(record)
 
     repeat = len(next(iter(records.values()))) - 1
@@ -261,6 +303,7 @@ def main(
         "num_draft_tokens": list(ks),
         "max_tokens": max_tokens,
         "repeat": repeat,
+        "others_wait": others_wait,
         "minutes": minutes,
         "dtype": dtype,
     }
@@ -270,11 +313,13 @@ def main(
         f"tokens, greedy, no end of sequence. Median (smallest to largest) of "
         f"{repeat} interleaved passes after the first, in which costs are measured "
         "where they are not on disk; ratios are taken pass by pass. *auto / best "
-        "fixed*: against the best of all k by its median, 0 included. *all running*: "
-        "while every row of the batch was, as where others take the places of those "
-        "that end; batches here end with the rows that accept least.\n\n"
+        "fixed*: against the best of all k by its median, 0 included. "
+        + (OTHERS_WAIT if others_wait else WAVES)
+        + "*median rounds*: over plain decoding, all rows running, were every round "
+        "as long as the median of its k.\n\n"
     )
-    write_report(out, raw, explained + table(drafts, batches, ks, records))
+    shown = table(drafts, batches, ks, records, others_wait=others_wait)
+    write_report(out, raw, explained + shown)
 
 
 if __name__ == "__main__":

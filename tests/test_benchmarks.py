@@ -75,6 +75,27 @@ def test_draft_length(tmp_path: Path) -> None:
     assert wrong[0]["accepted"] == 0
 
 
+def test_draft_length_of_a_batch_that_others_wait_for(tmp_path: Path) -> None:
+    """A wave is over when its first row is, and the others' tokens still count."""
+    raw = run(
+        "draft_length",
+        tmp_path / "lengths",
+        *("--target", "random:tiny", "--draft", "random:tiny:1", "--others-wait"),
+        *("--num-prompts", "4", "--batch", "4", "--num-draft-tokens", "2"),
+        *("--max-tokens", "40", "--repeat", "1", "--dtype", "float32"),
+    )
+    for record in (r for passes in raw["passes"].values() for r in passes):
+        (wave,) = record["waves"]
+        tokens = [request[-1] for request in wave["requests"]]
+        assert len(tokens) == 4
+        assert max(tokens) == 40
+        assert set(wave["step_rows"]) == {4}
+        assert record["decode_tokens_per_second"] > 0
+    (wave,) = raw["passes"]["random:tiny:1 B=4 k=2"][1]["waves"]
+    assert min(request[-1] for request in wave["requests"]) < 40
+    assert wave["drafted"] > 0
+
+
 def test_simulated(tmp_path: Path) -> None:
     """The accepted share is what was asked for; auto has a limit to be held to."""
     out = tmp_path / "simulated"

@@ -36,7 +36,11 @@ class Trace(RoundObserver):
 
 
 def engine(
-    make: Callable[[], SpecDecoder], options: Options, *, warm_prefixes: bool = False
+    make: Callable[[], SpecDecoder],
+    options: Options,
+    *,
+    warm_prefixes: bool = False,
+    others_wait: bool = False,
 ) -> Run:
     """This engine, by its Python API; text is left out.
 
@@ -44,6 +48,8 @@ def engine(
         make: gives the decoder for a wave.
         warm_prefixes: decode the wave's prompts once before, so that a prefix cache
             has them.
+        others_wait: as many requests again wait to take the places of rows that end;
+            a wave is over when its first row is.
     """
     params = SamplingParams(
         max_tokens=options.max_tokens, temperature=options.temperature
@@ -58,9 +64,12 @@ def engine(
         wave = Wave(len(prompts), options.clock)
         for i, prompt in enumerate(prompts):
             session.add(prompt, replace(params, seed=options.seed + first + i))
+        for prompt in prompts if others_wait else ():
+            session.add(prompt, params)
         with wired_memory():
             while session.busy:
                 events = session.step()
+                events = [e for e in events if e.index < len(prompts)]
                 if events:
                     wave.begin_step()
                 for event in events:
@@ -74,6 +83,9 @@ def engine(
                             drafted=event.result.drafted,
                             accepted=event.result.accepted,
                         )
+                if others_wait and any(event.result for event in events):
+                    for index in range(2 * len(prompts)):
+                        session.cancel(index)
         mx.synchronize()
         session.stats.check_draft()
         wave.finish()

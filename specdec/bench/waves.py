@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import statistics
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
@@ -160,20 +161,41 @@ def full_steps(record: Record) -> list[float]:
     ]
 
 
-def full_rate(record: Record) -> float:
-    """Decode tokens per second while every row was running; 0 if none ever was.
+def full_rounds(record: Record) -> list[tuple[int, float, int, int]]:
+    """Of rounds in which every row was running: k, milliseconds, rows, tokens.
 
-    As a batch is whose rows are replaced when they end. A wave's first round, which
+    As in a batch whose rows are replaced when they end. A wave's first round, which
     begins its caches, is left out.
     """
-    tokens, milliseconds = 0, 0.0
+    found = []
     for wave in record["waves"]:
         steps = zip(wave["step_ms"], wave["step_rows"], wave["rounds"], strict=False)
-        for ms, running, (_, rows) in islice(steps, 1, None):
+        for ms, running, (k, rows) in islice(steps, 1, None):
             if running == wave["rows"]:
-                tokens += running + sum(accepted for _, accepted in rows)
-                milliseconds += ms
-    return tokens / milliseconds * 1e3 if milliseconds else 0.0
+                tokens = running + sum(accepted for _, accepted in rows)
+                found.append((k, ms, running, tokens))
+    return found
+
+
+def full_rate(record: Record) -> float:
+    """Decode tokens per second while every row was running; 0 if none ever was."""
+    rounds = full_rounds(record)
+    seconds = sum(ms for _, ms, _, _ in rounds) / 1e3
+    return sum(tokens for _, _, _, tokens in rounds) / seconds if seconds else 0.0
+
+
+def usual_rate(records: Sequence[Record]) -> float:
+    """The same over several passes, were each round as long as its k's median.
+
+    Stalls of the machine, which hit some passes and spare others, do not count.
+    """
+    tokens, by_k = 0, defaultdict[int, list[float]](list)
+    for record in records:
+        for k, ms, _, n in full_rounds(record):
+            tokens += n
+            by_k[k].append(ms)
+    seconds = sum(len(ms) * statistics.median(ms) for ms in by_k.values()) / 1e3
+    return tokens / seconds if seconds else 0.0
 
 
 def step_ms(record: Record) -> float:
