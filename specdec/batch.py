@@ -225,7 +225,7 @@ class RowBatch:
         limits = self._limits(k)
         k = max(0, *limits)
         limit = self._limit_array(limits)
-        graphs = CompiledForwards.built
+        unsettled = CompiledForwards.unsettled
         self._observer.begun(k)
         if not first:
             self._pacer.begin(k, limits, [s.number for s in self.rows])
@@ -261,7 +261,7 @@ class RowBatch:
         else:  # those of a row that has ended are never read
             recent = [self._recent[:, 1:], verdict.chosen]
             self._recent = mx.concatenate(recent, axis=1)
-        if CompiledForwards.built > graphs:
+        if CompiledForwards.unsettled > unsettled:
             self._pacer.interrupt()  # rounds that waited for it are not timed
         state = (self._recent, self._target.offset)
         return InFlight.of(self.rows, decision, first=first, others=state)

@@ -32,8 +32,9 @@ from .verification import Verdict
 # Numbers of tokens of verify forwards, in the order of their use, and when to stop.
 VERIFIED = (1, 2, 5, 3, 9)
 BUDGET_SECONDS = 1.5
-# What takes less than this share of the budget is timed as rounds run, so often.
-QUICK, MANY = 1 / 16, 8
+# What takes less than this share of the budget is timed as rounds run, so often; all of
+# that is gone through so many times, as far as the budget reaches.
+QUICK, MANY, SWEEPS = 1 / 16, 8, 4
 # Where a plain step takes longer, it all may take so many plain steps.
 MOST_STEPS = 8
 # Tokens proposed by the round that tells what a draft step costs.
@@ -78,9 +79,12 @@ class _Stopwatch:
             if times and (self.late(first) or min(times) > self._quick):
                 break
             times.append(self._time(run))
-        fastest = min(times)
-        if fastest > self._quick or self.late(MANY * fastest):
-            return fastest
+        return self.again(run, min(times))
+
+    def again(self, run: Run, known: float) -> float:
+        """As rounds run, where that is quick; else what was ``known``."""
+        if known > self._quick or self.late((MANY + 1) * known):
+            return known
         return self._in_turn(run)
 
     def _time(self, run: Run) -> float:
@@ -123,7 +127,9 @@ def measure_forwards(
     Each is run once before it is timed, and then as rounds are: compiled where they
     will be, built while the one before runs. What takes long is waited for, once, and
     the budget is some plain steps then. A plain step, a draft step and one verify
-    forward are always measured; of the latter no more than the budget allows.
+    forward are always measured; of the latter no more than the budget allows. What is
+    quick is measured in several sweeps, of which the fastest counts: other load may
+    last for as long as one of them.
 
     Raises:
         DrafterError: the drafter raised something.
@@ -143,31 +149,36 @@ def measure_forwards(
         rows.trim_per_sequence(counts, num_tokens)
         return [chosen, rows.offset]
 
-    plain = typical(lambda: verify(1), 0.0)
+    # By what they measure: 0 is drafting, else the tokens of a verify forward.
+    runs: dict[int, Run] = {}
+    seconds: dict[int, float] = {}
+
+    def measure(what: int, run: Run, likely: float) -> float:
+        runs[what], seconds[what] = run, typical(run, likely)
+        return seconds[what]
+
+    plain = measure(1, lambda: verify(1), 0.0)
     typical.limit(plain)
     hidden, proposed = None, min(PROPOSED, max_draft_tokens)
     if drafter.hidden_layers:
         verify(proposed + 1)
         hidden = rows.hidden
     try:
-        draft_step = _draft_step(
-            target,
-            drafter,
-            num_rows,
-            hidden,
-            proposed,
-            lambda f: typical(f, 2 * plain),
-        )
+        drafting = _drafting(target, drafter, num_rows, hidden, proposed)
+        measure(0, drafting, 2 * plain)
+        for s in VERIFIED[1:]:
+            # At worst, tokens cost as much together as one by one.
+            worst = s * plain
+            likely = plain + (s - 1) * (seconds.get(2, worst) - plain)
+            if s <= widest and (s == 2 or not typical.late(min(worst, likely))):
+                measure(s, lambda s=s: verify(s), 1.5 * worst)  # type: ignore[misc]
+        for _ in range(SWEEPS - 1):
+            for what, run in runs.items():
+                seconds[what] = min(seconds[what], typical.again(run, seconds[what]))
     except Exception as error:  # a drafter of the user's may raise anything
         raise described(error, drafter) from error
-    verified = {1: plain}
-    for s in VERIFIED[1:]:
-        # At worst, tokens cost as much together as one by one.
-        worst = s * plain
-        likely = plain + (s - 1) * (verified.get(2, worst) - plain)
-        if s <= widest and (s == 2 or not typical.late(min(worst, likely))):
-            verified[s] = typical(lambda s=s: verify(s), 1.5 * worst)  # type: ignore[misc]
-    return Forwards(num_rows, without_noise(verified), draft_step)
+    draft_step = seconds.pop(0) / proposed
+    return Forwards(num_rows, without_noise(seconds), draft_step)
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -184,15 +195,14 @@ def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
     return cleared
 
 
-def _draft_step(
+def _drafting(
     target: ModelRunner,
     drafter: Drafter,
     num_rows: int,
     hidden: mx.array | None,
     num_tokens: int,
-    timed: Callable[[Run], float],
-) -> float:
-    """Seconds of a proposed token of each row: of a round that proposes several.
+) -> Run:
+    """Proposes several tokens of each row, each time it is called.
 
     Its first forward takes two tokens, and what begins and ends it is shared.
     """
@@ -225,7 +235,7 @@ def _draft_step(
         state["length"] = length + 1
         return [state["recent"], state["length"]]
 
-    return timed(propose) / num_tokens
+    return propose
 
 
 def draft_length(

@@ -14,6 +14,8 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.calibration import (
+    PROPOSED,
+    VERIFIED,
     _Stopwatch,
     draft_length,
     measure_forwards,
@@ -293,6 +295,26 @@ def test_outcomes_are_told_in_order(
     assert all(0 <= n <= limit for o in told for limit, n in o.accepted)
 
 
+def test_rounds_are_not_timed_until_their_shapes_have_settled(
+    target: Any, prompts: list[list[int]]
+) -> None:
+    """The first run as usual, the next builds a graph: neither tells the cost."""
+    backend = replace(BEHIND, compile_after=2, read_bucket=512)
+    script = Script(lambda number: 2)
+    run_rows(
+        target,
+        target,
+        prompts[1:3],
+        [SamplingParams(max_tokens=40)] * 2,
+        num_draft_tokens=2,
+        backend=backend,
+        length=script,
+    )
+    timed = [o.seconds is not None for o in script.outcomes[:8]]
+    # While the first was on its way the second was built, and so on.
+    assert timed == [False, False, *[True] * 6]
+
+
 def test_a_rounds_time_begins_with_the_read_before_it() -> None:
     """And is known where the next one was built meanwhile, of the same k."""
     script = Script(lambda number: 0)
@@ -476,16 +498,17 @@ def test_what_is_measured_is_compiled(target: Any, other: Any) -> None:
         vocab_size=runner.vocab_size,
         max_draft_tokens=8,
     )
-    before = CompiledForwards.built
+    before = CompiledForwards.unsettled
     forwards = measure_forwards(runner, drafter, 3, max_draft_tokens=8)
     # A graph for each forward of the target at least, and the draft's.
-    assert CompiledForwards.built - before > len(forwards.verify)
+    assert CompiledForwards.unsettled - before > len(forwards.verify)
     rows = runner.rows([[1, 2], [3, 4]], max_round=3, max_length=40)
     for _ in rows.prefill():
         pass
-    before = CompiledForwards.built
+    assert runner.compiled is not None
+    graphs = len(runner.compiled._functions)
     rows.forward(mx.ones((2, 3), mx.int32))
-    assert CompiledForwards.built == before
+    assert len(runner.compiled._functions) == graphs
 
 
 class Device:
@@ -525,6 +548,27 @@ def test_work_is_timed_as_rounds_run_it(
     monkeypatch.setattr(mx, "async_eval", lambda *_: None)
     typical = _Stopwatch(lambda: device.now, 2, 1000.0)
     assert typical(device.run, 0.0) == expected
+
+
+@pytest.mark.parametrize("slow", range(9))
+def test_a_slow_spell_is_no_cost(
+    monkeypatch: pytest.MonkeyPatch, target: Any, other: Any, slow: int
+) -> None:
+    """Whatever is being measured while other load lasts is measured again."""
+    found: dict[int, int] = {}
+
+    def again(self: _Stopwatch, run: Any, known: float) -> float:
+        number = found[0] = found.get(0, -1) + 1
+        return 2.0 if number == slow else 1.0
+
+    monkeypatch.setattr(_Stopwatch, "again", again)
+    _, runner, drafter = runners(target, other)
+    forwards = measure_forwards(
+        runner, drafter, 2, max_draft_tokens=4, budget_seconds=1000
+    )
+    assert found[0] + 1 == 4 * (2 + len(VERIFIED[1:-1]))
+    assert set(forwards.verify.values()) == {1.0}
+    assert forwards.draft_step == pytest.approx(1 / PROPOSED)
 
 
 def test_what_is_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -184,18 +184,23 @@ def full_rate(record: Record) -> float:
     return sum(tokens for _, _, _, tokens in rounds) / seconds if seconds else 0.0
 
 
-def usual_rate(records: Sequence[Record]) -> float:
-    """The same over several passes, were each round as long as its k's median.
+def quiet_rate(records: Sequence[Record]) -> float:
+    """The same over several passes, in the machine's quiet moments.
 
-    Stalls of the machine, which hit some passes and spare others, do not count.
+    Each round counts as long as the quickest quarter of its k's take at most: other
+    load, which hits some passes and spares others, does not count.
     """
     tokens, by_k = 0, defaultdict[int, list[float]](list)
     for record in records:
         for k, ms, _, n in full_rounds(record):
             tokens += n
             by_k[k].append(ms)
-    seconds = sum(len(ms) * statistics.median(ms) for ms in by_k.values()) / 1e3
+    seconds = sum(len(ms) * _quartile(ms) for ms in by_k.values()) / 1e3
     return tokens / seconds if seconds else 0.0
+
+
+def _quartile(numbers: Sequence[float]) -> float:
+    return sorted(numbers)[(len(numbers) - 1) // 4]
 
 
 def step_ms(record: Record) -> float:

@@ -23,9 +23,10 @@ PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
 FIRST_PLAIN = 1
 # How much later than without a draft a batch may end, as far as is known of its rows.
 LATE = 1.02
-# Rounds of one k before another: where rounds overlap, those are timed that lie
-# between others of their kind.
-BURST = 3
+# Timed rounds of one k before another, and how many to wait for them at most: where
+# rounds overlap, those are timed that lie between others of their kind, and none while
+# new shapes are got ready for.
+TIMED, BURST = 2, 6
 
 
 class AutoLength:
@@ -72,9 +73,9 @@ class AutoLength:
         self._credit = FIRST_CREDIT
         self._last = 0
         # The best k when a round was last asked for; k of the last rounds that were
-        # chosen and read, and how many in a row had it.
+        # chosen and read, how many in a row had it, and how many of these were timed.
         self._best_known = 0
-        self._run = (0, BURST)
+        self._run = (0, BURST, TIMED)
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
@@ -112,8 +113,8 @@ class AutoLength:
             return 0
         rates = self._rates(state, ks)
         self._best_known = best = self._best(state, self._in_time(state, rates))
-        k, run = self._newest(state)
-        if run < BURST and k in rates:
+        k, run, timed = self._newest(state)
+        if run < BURST and timed < TIMED and k in rates:
             return k
         # What was tried is awaited before anything else is.
         return self._worth_a_try(state, rates, best) if k == best else best
@@ -142,12 +143,17 @@ class AutoLength:
         each = cost * (1 - one) / max(1, num_rows - 1)
         return (cost - each * num_rows) * max(rounds) + each * sum(rounds)
 
-    def _newest(self, state: BatchState) -> tuple[int, int]:
-        """k of the round that was handed out last, and how many in a row had it."""
-        k, run = self._run
+    def _newest(self, state: BatchState) -> tuple[int, int, int]:
+        """k of the round that was handed out last, rounds in a row with it, timed ones.
+
+        Of those that are not read yet, it is not known whether they will be timed.
+        """
+        k, run, timed = self._run
         for handed_out in state.in_flight:
-            k, run = (k, run + 1) if handed_out == k else (handed_out, 1)
-        return k, run
+            if handed_out != k:
+                k, run, timed = handed_out, 0, 0
+            run += 1
+        return k, run, timed
 
     def _candidates(self, state: BatchState) -> list[int]:
         """What there is room for; of positions never measured, a few at a time."""
@@ -248,7 +254,8 @@ class AutoLength:
                 self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
             if rates[k] * SWITCH >= rates[best]:
                 self._last = k
-            self._run = (k, self._run[1] + 1 if self._run[0] == k else 1)
+            _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
+            self._run = (k, run + 1, timed + (outcome.seconds is not None))
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)

@@ -26,7 +26,7 @@ from .messages import shorten
 log = logging.getLogger("specdec.models")
 
 # Graphs kept for a model, the last used ones: a few thousand small objects each.
-MAX_GRAPHS = 128
+MAX_GRAPHS = 256
 # Combinations whose uses are counted; beyond, all begin anew.
 MAX_COUNTED = 4096
 
@@ -47,13 +47,13 @@ class CompiledForwards:
     Args:
         model: an mlx-lm model.
         recorder: listens to its layers.
-        after: times that a combination of shapes is met before its graph is built.
-            Building takes as long as some hundred forwards save: what is met only
-            while a batch ends never pays.
+        after: times that a combination of shapes is met before its graph is built,
+            which takes longer than a forward does.
     """
 
-    #: Graphs built by all of them so far: a round that built one took longer for it.
-    built = 0
+    #: Forwards of all of them, so far, that the same shapes will not take as long for
+    #: again: they built a graph, or ran as usual where one is to come.
+    unsettled = 0
     _at_once = 0
 
     def __init__(
@@ -95,14 +95,13 @@ class CompiledForwards:
             if len(self._met) > MAX_COUNTED:
                 self._met.clear()
             self._met[key] += 1
+            CompiledForwards.unsettled += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
             function = self._make(caches, members, groups)
         held = [cache.arrays for cache in members]
         try:
             logits, hidden, offsets, held = function(tokens, offsets, held)
-            if key not in self._functions:
-                CompiledForwards.built += 1
         except _CannotCompileError:
             self._refused = True
             log.debug("%s leaves a cache out: it is not compiled", self._called)

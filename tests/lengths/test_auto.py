@@ -15,7 +15,7 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.lengths.auto import BURST
+from specdec.lengths.auto import BURST, TIMED
 from tests.lengths.simulation import Costs, Simulation
 
 
@@ -194,6 +194,27 @@ def test_a_try_takes_some_rounds_and_is_awaited_before_the_next() -> None:
     for rounds in range(BURST - 1):
         assert length.choose(replace(state, in_flight=[tried] * rounds)) == tried
     assert length.choose(replace(state, in_flight=[tried] * (BURST - 1))) == 0
+
+
+def test_a_try_goes_on_until_rounds_of_it_were_timed() -> None:
+    """Those that got new shapes ready tell nothing of the cost."""
+    cost = gpu(0.5)
+
+    def rounds_of_a_try(untimed: int) -> int:
+        length = length_of(cost)
+        observe(length, cost, 0, 0, 2)
+        state = BatchState(1, [8], 100)
+        tried = length.choose(state)
+        assert tried > 0
+        for number in range(20):
+            if length.choose(state) != tried:
+                return number
+            seconds = cost(1, tried) if number >= untimed else None
+            length.observe(RoundOutcome(1, tried, [(tried, 0)], seconds))
+        return 20
+
+    assert [rounds_of_a_try(n) for n in (0, 1, 3)] == [TIMED, TIMED + 1, TIMED + 3]
+    assert rounds_of_a_try(20) == BURST
 
 
 def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:

@@ -118,6 +118,22 @@ def test_a_graph_is_built_once_for_each_shape(tiny_model: TinyModel) -> None:
     assert calls == [(2, 1), (2, 3)]
 
 
+def test_forwards_before_shapes_have_settled_are_counted(
+    tiny_model: TinyModel,
+) -> None:
+    """Those that run as usual, and the one that builds the graph; none that replays."""
+    model = built(tiny_model, "full")
+    caches = caches_of(model, 2, read_bucket=64)
+    forwards = CompiledForwards(model, after=1)
+    tokens, counts = mx.zeros((2, 1), mx.int32), []
+    for _ in range(4):
+        before = CompiledForwards.unsettled
+        if forwards(tokens, caches) is None:
+            model(tokens, cache=caches)
+        counts.append(CompiledForwards.unsettled - before)
+    assert counts == [1, 1, 0, 0]
+
+
 def test_few_graphs_are_kept(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -145,12 +161,12 @@ def test_graphs_for_other_capacities_count_too(
             return result
 
     forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
-    before = CompiledForwards.built
+    before = CompiledForwards.unsettled
     for max_length in (70, 80, 90, 70):
         caches = caches_of(model, 2, read_bucket=64, max_length=max_length)
         assert forwards(mx.zeros((2, 2), mx.int32), caches) is not None
     assert calls == [70, 80, 90, 70]  # the first was let go
-    assert CompiledForwards.built - before == 4
+    assert CompiledForwards.unsettled - before == 4
     assert len(forwards._functions) == 2
 
 
