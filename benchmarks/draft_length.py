@@ -200,6 +200,32 @@ def table(
     return markdown_table(header, rows)
 
 
+def body(raw: dict[str, Any]) -> str:
+    """What a raw result comes to, as Markdown."""
+    options, records = raw["options"], raw["passes"]
+    names = {
+        short(key.rpartition(" B=")[0]): key.rpartition(" B=")[0] for key in records
+    }
+    explained = (
+        f"Target {options['target']}, {options['dtype']}; {options['num_prompts']} "
+        f"prompts, {options['max_tokens']} new tokens, greedy, no end of sequence. "
+        f"Median (smallest to largest) of {options['repeat']} interleaved passes after "
+        "the first, in which costs are measured where they are not on disk; ratios are "
+        "taken pass by pass. *auto / best fixed*: against the best of all k by its "
+        "median, 0 included. "
+        + (OTHERS_WAIT if options["others_wait"] else WAVES)
+        + "*quiet rounds*: over plain decoding, all rows running, were every round as "
+        "long as the quickest quarter of its k take at most, over all passes.\n\n"
+    )
+    return explained + table(
+        [names[draft] for draft in options["drafts"]],
+        options["batch"],
+        options["num_draft_tokens"],
+        records,
+        others_wait=options["others_wait"],
+    )
+
+
 @click.command(cls=Script, context_settings={"show_default": True})
 @click.option("--target", required=True, help="Folder, hub id, .gguf, random:SHAPE.")
 @click.option(
@@ -299,6 +325,7 @@ def main(
         "target": short(target),
         "drafts": [short(d) for d in drafts],
         "prompts": path and short(path),
+        "num_prompts": len(prompts),
         "batch": list(batches),
         "num_draft_tokens": list(ks),
         "max_tokens": max_tokens,
@@ -308,18 +335,7 @@ def main(
         "dtype": dtype,
     }
     raw["passes"] = records
-    explained = (
-        f"Target {short(target)}, {dtype}; {len(prompts)} prompts, {max_tokens} new "
-        f"tokens, greedy, no end of sequence. Median (smallest to largest) of "
-        f"{repeat} interleaved passes after the first, in which costs are measured "
-        "where they are not on disk; ratios are taken pass by pass. *auto / best "
-        "fixed*: against the best of all k by its median, 0 included. "
-        + (OTHERS_WAIT if others_wait else WAVES)
-        + "*quiet rounds*: over plain decoding, all rows running, were every round as "
-        "long as the quickest quarter of its k take at most, over all passes.\n\n"
-    )
-    shown = table(drafts, batches, ks, records, others_wait=others_wait)
-    write_report(out, raw, explained + shown)
+    write_report(out, raw, body(raw))
 
 
 if __name__ == "__main__":
