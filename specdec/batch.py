@@ -26,7 +26,7 @@ from .observer import RoundObserver
 from .pacing import Pacer
 from .rounds import RowRules
 from .sequence import Sequence
-from .verification import next_recent
+from .verification import next_recent, right_aligned, widened
 
 
 class RowBatch:
@@ -84,7 +84,7 @@ class RowBatch:
             ]
             self._draft = drafter.rows(drafted, max_length=max_length)
         self._note_rows()
-        self._recent = _right_aligned(prompts, self._rules.sampling.context_size)
+        self._recent = right_aligned(prompts, self._rules.sampling.context_size)
         # Tokens in the target's cache per row, as far as the host has read.
         self._cached = [len(p) - 1 for p in prompts]
         self._in_flight: deque[InFlight] = deque()
@@ -203,19 +203,31 @@ class RowBatch:
 
         Too many, perhaps, where a row's length in flight is not known.
         """
+        bounds = self._bounds()
+        if self._backend.repeat_shapes and not self._may_outgrow(bounds):
+            return tuple(
+                -1 if s.finish_reason is not None else min(k, most)
+                for s, most in zip(self.rows, self._most_drafted, strict=True)
+            )
         return tuple(
             -1
             if s.finish_reason is not None
             else min(k, self._of_use(s), self._draft_limit(s, least + 1))
-            for s, (least, _) in zip(self.rows, self._bounds(), strict=True)
+            for s, (least, _) in zip(self.rows, bounds, strict=True)
         )
+
+    def _may_outgrow(self, bounds: AbstractSequence[tuple[int, int]]) -> bool:
+        """Whether a row may be longer than what is drafted for."""
+        if self._longest_drafted == inf:
+            return False
+        return max(most for _, most in bounds) + 1 > self._longest_drafted
 
     def _limit_array(self, limits: tuple[int, ...]) -> mx.array:
         """The limits on the device, exact; most rounds have those of the one before."""
         if self._last_limit is None or self._last_limit[0] != limits:
             self._last_limit = limits, mx.array(limits, mx.int32)
         limit = self._last_limit[1]
-        if any(most + 1 > self._longest_drafted for _, most in self._bounds()):
+        if self._may_outgrow(self._bounds()):
             fits = self._target.offset + 1 <= self._longest_drafted
             limit = mx.where(fits, limit, mx.minimum(limit, 0))
         return limit
@@ -283,18 +295,22 @@ class RowBatch:
             self.retire()
         return [RowOutput.of(s) for s in running]
 
-    def _bounds(self) -> Iterator[tuple[int, int]]:
+    def _bounds(self) -> list[tuple[int, int]]:
         """Least and most tokens of each row in the target's cache.
 
         As many as were read, plus what the rounds in flight may add.
         """
-        for sequence, cached in zip(self.rows, self._cached, strict=True):
-            widths = [
-                f.num_draft_tokens + 1 for f in self._in_flight if f.has(sequence)
-            ]
+        bounds = list(zip(self._cached, self._cached, strict=True))
+        for flying in self._in_flight:
+            width = flying.num_draft_tokens + 1
             # Every round adds a token to a running row, none to one that has ended.
-            least = len(widths) if sequence.finish_reason is None else 0
-            yield cached + least, cached + sum(widths)
+            bounds = [
+                (least + (s.finish_reason is None), most + width)
+                if flying.has(s)
+                else (least, most)
+                for s, (least, most) in zip(self.rows, bounds, strict=True)
+            ]
+        return bounds
 
     def _note_lengths(self) -> None:
         """Tell the caches what the host knows of their rows."""
@@ -329,7 +345,7 @@ class RowBatch:
         self._note_rows()
         both = (self._recent, other._recent)
         width = max(recent.shape[1] for recent in both)
-        self._recent = mx.concatenate([_widened(recent, width) for recent in both])
+        self._recent = mx.concatenate([widened(recent, width) for recent in both])
         self._note_lengths()
 
     def _running_rows(self) -> tuple[bool, ...]:
@@ -340,6 +356,8 @@ class RowBatch:
         self._noted = self._running_rows()
         self._active = mx.array(self._noted, mx.bool_)
         self._rules = RowRules.of(self.rows, self._vocab_size)
+        #: Most draft tokens that each row may accept while it is short enough.
+        self._most_drafted = [self._draft_limit(s, 0) for s in self.rows]
         self._all_drafted = all(
             self._draft_limit(s, len(s.request.prompt_tokens)) for s in self.rows
         )
@@ -378,19 +396,3 @@ class RowBatch:
         self._target.filter(rows)
         if self._draft is not None:
             self._draft.filter(rows)
-
-
-def _right_aligned(
-    prompts: AbstractSequence[AbstractSequence[int]], width: int
-) -> mx.array:
-    """The newest tokens of each prompt, shape (B, width), -1 where there is none."""
-    newest = [list(p[-width:]) for p in prompts]
-    return mx.array([[-1] * (width - len(p)) + p for p in newest], mx.int32)
-
-
-def _widened(recent: mx.array, width: int) -> mx.array:
-    """``recent`` with columns of -1 put in front."""
-    missing = width - recent.shape[1]
-    if not missing:
-        return recent
-    return mx.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)

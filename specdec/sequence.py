@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence as AbstractSequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import count
 from typing import Literal
 
@@ -86,7 +87,7 @@ class Sequence:
     number: int = field(default_factory=_numbers.__next__, compare=False)
     _shown: int = 0
 
-    @property
+    @cached_property
     def end_tokens(self) -> AbstractSet[int]:
         """Tokens that end it."""
         return self.eos_token_ids | frozenset(self.request.params.stop_token_ids)

@@ -27,6 +27,10 @@ LATE = 1.02
 # rounds overlap, those are timed that lie between others of their kind, and none while
 # new shapes are got ready for.
 TIMED, BURST = 2, 6
+# Behind so many plain rounds in a row the next ones are taken in so many at a time, as
+# long as there is no credit, or so much that nothing is worth it: to think about each
+# takes longer than there is to gain.
+CALM, REST, SPARE = 16, 8, 1.0
 
 
 class AutoLength:
@@ -76,6 +80,12 @@ class AutoLength:
         # chosen and read, how many in a row had it, and how many of these were timed.
         self._best_known = 0
         self._run = (0, BURST, TIMED)
+        # Rounds that are to be plain without a thought, of so many rows; those of them
+        # that were read.
+        self._rest = (0, 0)
+        self._rested: list[RoundOutcome] = []
+        # Whether the last thought came to a plain round.
+        self._plain_thought = False
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
@@ -107,6 +117,17 @@ class AutoLength:
 
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
+        if (
+            self._rest[0]
+            and state.num_rows == self._rest[1]
+            and not any(state.in_flight)
+        ):
+            return 0
+        k = self._think(state)
+        self._plain_thought = k == 0
+        return k
+
+    def _think(self, state: BatchState) -> int:
         ks = self._candidates(state)
         # Plain rounds come first: costs are learnt in comparison with theirs.
         if len(ks) == 1 or self.costs.rounds < FIRST_PLAIN:
@@ -233,29 +254,59 @@ class AutoLength:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn what a round cost and what its rows accepted."""
-        k, num_rows = outcome.num_draft_tokens, outcome.num_rows
-        extra = self.costs.extra(num_rows, k, outcome.undrafted)
+        if self._rest[0]:
+            rounds, num_rows = self._rest
+            plain = not outcome.num_draft_tokens and outcome.num_rows == num_rows
+            self._rest = (rounds - 1 if plain else 0, num_rows)
+            self._rested.append(outcome)
+            if self._rest[0]:
+                return
+            *rested, outcome = self._rested
+            self._rested = []
+            for each in rested:
+                self._learn(each)
+                self._credit += EXPLORE
+        extra = self.costs.extra(
+            outcome.num_rows, outcome.num_draft_tokens, outcome.undrafted
+        )
+        self._learn(outcome)
+        self._settle(outcome, extra)
+        k, run, _ = self._run
+        # Nothing can be tried, or nothing was with credit to spare.
+        calm = run >= CALM and not 0 < self._credit < SPARE
+        if calm and self._plain_thought and k == self._best_known == 0:
+            self._plain_thought = False
+            self._rest = (REST, outcome.num_rows)
+        if self._save is not None and self.costs.rounds >= self._save_at:
+            self._save_at = 2 * self.costs.rounds
+            self._save(self.costs)
+
+    def _learn(self, outcome: RoundOutcome) -> None:
+        """What its rows accepted, and what it cost."""
+        k = outcome.num_draft_tokens
         if outcome.rows:
             survival = self.acceptance.survival(k)
             self._rows.observe(outcome.rows, outcome.accepted, survival)
         self.acceptance.observe(outcome.accepted if k else ())
         if outcome.seconds is not None:
             self.costs.observe(
-                num_rows, k, outcome.seconds, undrafted=outcome.undrafted
+                outcome.num_rows, k, outcome.seconds, undrafted=outcome.undrafted
             )
+
+    def _settle(self, outcome: RoundOutcome, extra: float) -> None:
+        """Take what it was estimated to lose off the credit; note the run of its k."""
+        k, num_rows = outcome.num_draft_tokens, outcome.num_rows
         state = BatchState(num_rows, [max(k, self.max_draft_tokens)], 1e9)
         ks = self._candidates(state)
         rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
         cost = self.costs.relative(num_rows, k)[0]
         best = max(rates, key=lambda k: rates[k])
         self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
-        if not outcome.forced:
-            if k != self._best_known:
-                self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
-            if rates[k] * SWITCH >= rates[best]:
-                self._last = k
-            _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
-            self._run = (k, run + 1, timed + (outcome.seconds is not None))
-        if self._save is not None and self.costs.rounds >= self._save_at:
-            self._save_at = 2 * self.costs.rounds
-            self._save(self.costs)
+        if outcome.forced:
+            return
+        if k != self._best_known:
+            self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
+        if rates[k] * SWITCH >= rates[best]:
+            self._last = k
+        _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
+        self._run = (k, run + 1, timed + (outcome.seconds is not None))

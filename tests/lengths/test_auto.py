@@ -15,7 +15,7 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.lengths.auto import BURST, TIMED
+from specdec.lengths.auto import BURST, EXPLORE, REST, TIMED
 from tests.lengths.simulation import Costs, Simulation
 
 
@@ -215,6 +215,39 @@ def test_a_try_goes_on_until_rounds_of_it_were_timed() -> None:
 
     assert [rounds_of_a_try(n) for n in (0, 1, 3)] == [TIMED, TIMED + 1, TIMED + 3]
     assert rounds_of_a_try(20) == BURST
+
+
+def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried() -> (
+    None
+):
+    """What was read meanwhile is not lost; rows that leave are looked at at once."""
+    cost = gpu(0.5)
+    length = length_of(cost)
+    state = BatchState(1, [8], 1000)
+    while not length._rest[0]:
+        observe(length, cost, length.choose(state), 0, 1)
+    assert length._credit < -3 * REST * EXPLORE
+    thoughts = 0
+    think = length._think
+
+    def counted(state: BatchState) -> int:
+        nonlocal thoughts
+        thoughts += 1
+        return think(state)
+
+    length._think = counted  # type: ignore[method-assign]
+    before, rounds = length._credit, length.costs.rounds
+    for _ in range(3 * REST):
+        assert length.choose(state) == 0
+        observe(length, cost, 0, 0, 1)
+    assert 2 <= thoughts <= 3
+    taken_in = 3 * REST - len(length._rested)
+    assert taken_in >= 2 * REST
+    assert length.costs.rounds == rounds + taken_in
+    assert length._credit == pytest.approx(before + EXPLORE * taken_in)
+    thoughts = 0
+    length.choose(replace(state, num_rows=2, room=[8, 8]))
+    assert thoughts == 1
 
 
 def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:
