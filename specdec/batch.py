@@ -12,14 +12,15 @@ from collections import deque
 from collections.abc import Iterator
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import replace
-from math import inf
 
 import mlx.core as mx
 
 from .backend import BackendDefaults
-from .drafters import Drafter, DraftRows, Round
+from .drafters import Drafter, Round
+from .drafting import Drafting
 from .inflight import InFlight, RowOutput
 from .lengths import DraftLength
+from .limits import DraftLimits
 from .models.compiled import CompiledForwards
 from .models.runner import ModelRunner
 from .observer import RoundObserver
@@ -42,6 +43,7 @@ class RowBatch:
         length: chooses k, how many tokens are proposed in a round.
         backend: how to shape rounds.
         observer: is told of every round.
+        late: let the drafter wait with the prompts until it is to propose.
     """
 
     def __init__(
@@ -52,22 +54,22 @@ class RowBatch:
         length: DraftLength,
         backend: BackendDefaults,
         observer: RoundObserver,
+        *,
+        late: bool = False,
     ):
         self.rows = tuple(sequences)
         # Whether others wait to take the places of rows that end.
         self.replaced = False
-        self._pacer = Pacer(length)
+        self._limits = DraftLimits(
+            drafter, length.max_draft_tokens, every_use=backend.repeat_shapes
+        )
         # The largest k of any round.
-        self.num_draft_tokens = length.max_draft_tokens if drafter else 0
+        self.num_draft_tokens = self._limits.most
         self._backend = backend
         self._observer = observer
         self._vocab_size = target.vocab_size
-        context = drafter.context_length if drafter else None
-        # The draft writes all but the last of what it proposes.
-        self._longest_drafted = (
-            inf if context is None else context - self.num_draft_tokens + 1
-        )
         prompts = [s.request.prompt_tokens for s in self.rows]
+        self._pacer = Pacer(length, undrafted=_mean_length(prompts) if late else 0.0)
         max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
@@ -75,20 +77,14 @@ class RowBatch:
             max_round=self.num_draft_tokens + 1,
             max_length=max_length,
         )
-        self._draft: DraftRows | None = None
-        if drafter is not None:
-            # Of a row that is never drafted for, the drafter needs no prompt.
-            drafted = [
-                p if self._draft_limit(s, len(p)) else p[-1:]
-                for s, p in zip(self.rows, prompts, strict=True)
-            ]
-            self._draft = drafter.rows(drafted, max_length=max_length)
+        self._draft = Drafting(drafter)
+        if not late:
+            self._draft.begin(self._drafted(), max_length=max_length)
         self._note_rows()
         self._recent = right_aligned(prompts, self._rules.sampling.context_size)
         # Tokens in the target's cache per row, as far as the host has read.
         self._cached = [len(p) - 1 for p in prompts]
         self._in_flight: deque[InFlight] = deque()
-        self._last_limit: tuple[tuple[int, ...], mx.array] | None = None
 
     def _max_length(self) -> int:
         """Tokens that the longest row can ever hold, rejected ones included."""
@@ -97,10 +93,24 @@ class RowBatch:
         # not read; while it stays, every round writes behind it, then trims.
         return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
+    def _drafted(self) -> list[AbstractSequence[int]]:
+        """What is committed of each row but for the newest token, for the drafter.
+
+        As when prompts are prefilled: the first token comes behind them. Of a row that
+        is never drafted for any more, it needs nothing but a last token.
+        """
+        texts = ((s, (*s.request.prompt_tokens, *s.tokens[:-1])) for s in self.rows)
+        return [
+            text
+            if s.finish_reason is None and self._limits.at(s, len(text))
+            else text[-1:]
+            for s, text in texts
+        ]
+
     @property
     def drafts(self) -> bool:
-        """Whether its rows have a drafter."""
-        return self._draft is not None
+        """Whether the drafter has its rows."""
+        return self._draft.ready
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -119,16 +129,15 @@ class RowBatch:
         in_flight = self._dispatch(0, first=True)
         self._observe([1] * len(self.rows))
         yield self._read(in_flight)  # they do not wait for the drafter
-        if self._draft is not None:
-            for _ in self._draft.prefill():
-                yield []
+        for _ in self._draft.prefill():
+            yield []
         self.retire()
 
     def _observe(self, lengths: AbstractSequence[int]) -> None:
         """Show the drafter the hidden states that it asked for."""
-        if self._draft is not None and self._target.hidden is not None:
+        if self._target.hidden is not None:
             drafted = [
-                n if self._draft_limit(s, len(s.request.prompt_tokens)) else 0
+                n if self._limits.at(s, len(s.request.prompt_tokens)) else 0
                 for s, n in zip(self.rows, lengths, strict=True)
             ]
             self._draft.observe(self._target.hidden, drafted)
@@ -140,9 +149,15 @@ class RowBatch:
 
         Returns nothing while the first rounds are on their way.
         """
+        self._take_in()
         ahead = len(self._in_flight)
         if ahead <= self._backend.lookahead and self._worth_a_round():
             k = self._choose_k()
+            if k and self._draft.waits:
+                if ahead:  # what it begins with has to be known
+                    return self._read(self._in_flight.popleft())
+                self._draft.begin_late(self._drafted(), max_length=self._max_length())
+                k = self._pacer.defer()
             lookahead = self._lookahead(k)
             if ahead <= lookahead:
                 if k and self._pacer.undrafted > self.num_draft_tokens:
@@ -161,22 +176,23 @@ class RowBatch:
         """Rounds in flight that the row takes part in: each brings a token or more."""
         return sum(f.has(sequence) for f in self._in_flight)
 
-    def _of_use(self, sequence: Sequence) -> int:
-        """Most draft tokens that a running row can use in the next round.
-
-        Nothing behind the last token that it may emit is of use; where shapes are
-        to repeat, that is not looked at. It depends on the row alone: with the
-        ratio rules, what it emits depends on how many tokens it may accept.
-        """
-        if self._backend.repeat_shapes:
-            return self.num_draft_tokens
-        left = sequence.remaining - self._pending(sequence)
-        return min(self.num_draft_tokens, max(left - 1, 0))
+    def _take_in(self, *, wholly: bool = False) -> None:
+        """Let a drafter that begins late take in a chunk, or all."""
+        if not self._draft.coming:
+            return
+        self._draft.finish() if wholly else self._draft.advance()
+        self._pacer.interrupt()
+        if self._draft.ready:
+            self._pacer.note_taken_in()
+            self._note_lengths()
 
     def _choose_k(self) -> int:
-        most = max(self._of_use(s) for s in self.unfinished)
-        room = [n for n in self._limits(most) if n >= 0]
-        left = {s.number: s.remaining for s in self.unfinished}
+        if self._draft.coming:
+            return self._pacer.defer()
+        unfinished = self.unfinished
+        most = max(self._limits.of_use(s, self._pending) for s in unfinished)
+        room = [n for n in self._row_limits(most) if n >= 0]
+        left = {s.number: s.remaining for s in unfinished}
         remaining = sum(left.values()) / len(room)
         known = {} if self.replaced else left
         return min(most, self._pacer.choose(len(self.rows), room, remaining, known))
@@ -191,52 +207,15 @@ class RowBatch:
         patient = self._backend.repeat_shapes or not k
         return self._backend.lookahead if patient and not self._rules.stepwise else 0
 
-    def _draft_limit(self, sequence: Sequence, length: int) -> int:
-        """Draft tokens that a row of ``length`` committed tokens may accept."""
-        if length > self._longest_drafted:
-            return 0
-        own = sequence.request.params.num_draft_tokens
-        return self.num_draft_tokens if own is None else min(own, self.num_draft_tokens)
-
-    def _limits(self, k: int) -> tuple[int, ...]:
-        """Draft tokens that each row may accept in a round of k; -1: it has ended.
-
-        Too many, perhaps, where a row's length in flight is not known.
-        """
-        bounds = self._bounds()
-        if self._backend.repeat_shapes and not self._may_outgrow(bounds):
-            return tuple(
-                -1 if s.finish_reason is not None else min(k, most)
-                for s, most in zip(self.rows, self._most_drafted, strict=True)
-            )
-        return tuple(
-            -1
-            if s.finish_reason is not None
-            else min(k, self._of_use(s), self._draft_limit(s, least + 1))
-            for s, (least, _) in zip(self.rows, bounds, strict=True)
-        )
-
-    def _may_outgrow(self, bounds: AbstractSequence[tuple[int, int]]) -> bool:
-        """Whether a row may be longer than what is drafted for."""
-        if self._longest_drafted == inf:
-            return False
-        return max(most for _, most in bounds) + 1 > self._longest_drafted
-
-    def _limit_array(self, limits: tuple[int, ...]) -> mx.array:
-        """The limits on the device, exact; most rounds have those of the one before."""
-        if self._last_limit is None or self._last_limit[0] != limits:
-            self._last_limit = limits, mx.array(limits, mx.int32)
-        limit = self._last_limit[1]
-        if self._may_outgrow(self._bounds()):
-            fits = self._target.offset + 1 <= self._longest_drafted
-            limit = mx.where(fits, limit, mx.minimum(limit, 0))
-        return limit
+    def _row_limits(self, k: int) -> tuple[int, ...]:
+        """Draft tokens that each row may accept in a round of k; -1: it has ended."""
+        return self._limits.of(k, self.rows, self._bounds(), self._pending)
 
     def _dispatch(self, k: int, *, first: bool = False) -> InFlight:
         """Build one round and hand it to the device; nothing here waits for it."""
-        limits = self._limits(k)
+        limits = self._row_limits(k)
         k = max(0, *limits)
-        limit = self._limit_array(limits)
+        limit = self._limits.array(limits, self._bounds(), self._target.offset)
         unsettled = CompiledForwards.unsettled
         self._observer.begun(k)
         if not first:
@@ -252,8 +231,7 @@ class RowBatch:
             self._rules.needs_probabilities,
         )
         inputs, proposals = self._recent[:, -1:], None
-        if k and self._draft is not None:
-            proposals = self._draft.propose(round_)
+        if k and (proposals := self._draft.propose(round_)) is not None:
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
             self._observer.built("draft", inputs)
         # 2. verify, 3. accept
@@ -266,7 +244,7 @@ class RowBatch:
         if k or min(limits) < 0 or decision.errors:
             self._target.trim_per_sequence(k + 1 - verdict.kept, k + 1)
         # 5. commit
-        if self._draft is not None and not first:
+        if not first:
             self._draft.commit(round_, replace(verdict, hidden=self._target.hidden))
         if k:
             self._recent = next_recent(self._recent, verdict.chosen, verdict.kept)
@@ -318,10 +296,9 @@ class RowBatch:
             return
         least, most = zip(*self._bounds(), strict=True)
         self._target.note_lengths(max(most), min(least))
-        if self._draft is not None:
-            # A row that is not drafted for may be shorter there.
-            shortest = min(least) + 1 if self._all_drafted else 0
-            self._draft.note_lengths(max(most) + 1, shortest)
+        # A row that is not drafted for may be shorter with the drafter.
+        shortest = min(least) + 1 if self._all_drafted else 0
+        self._draft.note_lengths(max(most) + 1, shortest)
 
     # -- rows --------------------------------------------------------------
 
@@ -334,12 +311,16 @@ class RowBatch:
 
         Rows that have ended are dropped; one of each batch must be running.
         """
+        self._take_in(wholly=True)
         self.drop_ended()
         other.drop_ended()
         self._target.extend(other._target)
-        if self._draft is not None and other._draft is not None:
-            self._draft.extend(other._draft)
-        self._pacer.join(len(self.rows), len(other.rows))
+        if self._draft.ready and other._draft.waits:
+            other._draft.begin_late(other._drafted(), max_length=other._max_length())
+            other._draft.finish()
+        self._draft.extend(other._draft)
+        missed = 0.0 if self._draft.ready else _mean_length(other._drafted())
+        self._pacer.join(len(self.rows), len(other.rows), missed)
         self.rows += other.rows
         self._cached += other._cached
         self._note_rows()
@@ -356,10 +337,8 @@ class RowBatch:
         self._noted = self._running_rows()
         self._active = mx.array(self._noted, mx.bool_)
         self._rules = RowRules.of(self.rows, self._vocab_size)
-        #: Most draft tokens that each row may accept while it is short enough.
-        self._most_drafted = [self._draft_limit(s, 0) for s in self.rows]
         self._all_drafted = all(
-            self._draft_limit(s, len(s.request.prompt_tokens)) for s in self.rows
+            self._limits.at(s, len(s.request.prompt_tokens)) for s in self.rows
         )
 
     def retire(self) -> None:
@@ -386,6 +365,7 @@ class RowBatch:
         rows = sorted(running + ended[: max(0, size - len(running))])
         if len(rows) == len(self.rows):
             return
+        self._take_in(wholly=True)
         self.rows = tuple(self.rows[i] for i in rows)
         self._cached = [self._cached[i] for i in rows]
         self._note_rows()
@@ -394,5 +374,8 @@ class RowBatch:
         recent = self._recent[:, -self._rules.sampling.context_size :]
         self._recent = recent[mx.array(rows, mx.int32)]
         self._target.filter(rows)
-        if self._draft is not None:
-            self._draft.filter(rows)
+        self._draft.filter(rows)
+
+
+def _mean_length(texts: AbstractSequence[AbstractSequence[int]]) -> float:
+    return sum(map(len, texts)) / len(texts)

@@ -20,7 +20,7 @@ from .backend import BackendDefaults
 from .config import EngineConfig
 from .drafters import Drafter, Round, check_proposals
 from .drafters.guarded import described
-from .lengths import AutoLength, DraftLength, FixedLength, Forwards
+from .lengths import TAKEN_IN, AutoLength, DraftLength, FixedLength, Forwards
 from .lengths.store import CostStore, default_path
 from .models.compiled import CompiledForwards
 from .models.runner import ModelRunner
@@ -37,6 +37,8 @@ BUDGET_SECONDS = 1.5
 QUICK, MANY, SWEEPS = 1 / 16, 8, 4
 # Where a plain step takes longer, it all may take so many plain steps.
 MOST_STEPS = 8
+# How often it is measured what a drafter takes for tokens that it missed.
+MISSES = 2
 # Tokens proposed by the round that tells what a draft step costs.
 PROPOSED = 3
 
@@ -65,29 +67,34 @@ class _Stopwatch:
         """Whether so many more would be beyond the budget."""
         return self._clock() - self._begun + seconds > self._budget
 
+    def is_quick(self, seconds: float) -> bool:
+        """Whether what takes so long may be timed again and again."""
+        return seconds <= self._quick
+
     def __call__(self, run: Run, likely: float) -> float:
         """Seconds of one ``run``, which builds and compiles when it is first called.
 
         Args:
             likely: what it would take if nothing had to be built.
         """
-        first = self._time(run)
+        first = self.once(run)
         # The first counts where it did not take long for building, and repeating it
         # would.
         times = [first] if self._budget / 8 < first < likely else []
         for _ in range(self._repeats):
-            if times and (self.late(first) or min(times) > self._quick):
+            if times and (self.late(first) or not self.is_quick(min(times))):
                 break
-            times.append(self._time(run))
+            times.append(self.once(run))
         return self.again(run, min(times))
 
     def again(self, run: Run, known: float) -> float:
         """As rounds run, where that is quick; else what was ``known``."""
-        if known > self._quick or self.late((MANY + 1) * known):
+        if not self.is_quick(known) or self.late((MANY + 1) * known):
             return known
         return self._in_turn(run)
 
-    def _time(self, run: Run) -> float:
+    def once(self, run: Run) -> float:
+        """Seconds of one run, waited for."""
         start = self._clock()
         mx.eval(*run())
         return self._clock() - start
@@ -164,8 +171,8 @@ def measure_forwards(
         verify(proposed + 1)
         hidden = rows.hidden
     try:
-        drafting = _drafting(target, drafter, num_rows, hidden, proposed)
-        measure(0, drafting, 2 * plain)
+        drafting = _Drafting(target, drafter, num_rows, hidden, proposed)
+        measure(0, drafting.propose, 2 * plain)
         for s in VERIFIED[1:]:
             # At worst, tokens cost as much together as one by one.
             worst = s * plain
@@ -175,10 +182,17 @@ def measure_forwards(
         for _ in range(SWEEPS - 1):
             for what, run in runs.items():
                 seconds[what] = min(seconds[what], typical.again(run, seconds[what]))
+        taking_in = None
+        if typical.is_quick(plain) and hidden is None:
+            times = []
+            for _ in range(MISSES):
+                drafting.miss()
+                times.append(typical.once(drafting.propose))
+            taking_in = max(0.0, min(times) - seconds[0])
     except Exception as error:  # a drafter of the user's may raise anything
         raise described(error, drafter) from error
     draft_step = seconds.pop(0) / proposed
-    return Forwards(num_rows, without_noise(seconds), draft_step)
+    return Forwards(num_rows, without_noise(seconds), draft_step, taking_in)
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -195,47 +209,61 @@ def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
     return cleared
 
 
-def _drafting(
-    target: ModelRunner,
-    drafter: Drafter,
-    num_rows: int,
-    hidden: mx.array | None,
-    num_tokens: int,
-) -> Run:
-    """Proposes several tokens of each row, each time it is called.
+class _Drafting:
+    """Some rows of a drafter that go through rounds without a target.
 
-    Its first forward takes two tokens, and what begins and ends it is shared.
+    Args:
+        hidden: what the target's layers say of a round, where that is asked for.
+        num_tokens: proposed in a round.
     """
-    prompt, params = (1,), SamplingParams()
-    sequences = [
-        Sequence(Request(i, "", prompt, params), frozenset()) for i in range(num_rows)
-    ]
-    rules = RowRules.of(sequences, target.vocab_size)
-    request_length = sequences[0].request.max_length
-    rows = drafter.rows([prompt] * num_rows, max_length=request_length)
-    for _ in rows.prefill():
-        pass
-    active = mx.ones((num_rows,), mx.bool_)
-    state = {
-        "recent": mx.ones((num_rows, 2), mx.int32),
-        "length": mx.full((num_rows,), 2, mx.int32),
-    }
 
-    def propose() -> list[mx.array]:
-        recent, length = state["recent"], state["length"]
-        draws = rules.draws(length, num_tokens + 1)
-        round_ = Round(num_tokens, recent, active, rules.sampling, draws)
-        proposals = rows.propose(round_)
-        check_proposals(rows, round_, proposals)
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter,
+        num_rows: int,
+        hidden: mx.array | None,
+        num_tokens: int,
+    ):
+        prompt, params = (1,), SamplingParams()
+        sequences = [
+            Sequence(Request(i, "", prompt, params), frozenset())
+            for i in range(num_rows)
+        ]
+        self._rules = RowRules.of(sequences, target.vocab_size)
+        length = sequences[0].request.max_length + MISSES * TAKEN_IN
+        self._rows = drafter.rows([prompt] * num_rows, max_length=length)
+        for _ in self._rows.prefill():
+            pass
+        self._hidden, self._num_tokens = hidden, num_tokens
+        self._active = mx.ones((num_rows,), mx.bool_)
+        self._kept = mx.ones((num_rows,), mx.int32)
+        self._recent = mx.ones((num_rows, 2), mx.int32)
+        self._length = mx.full((num_rows,), 2, mx.int32)
+
+    def propose(self) -> list[mx.array]:
+        """A round. Its first forward takes two tokens, and what ends it is shared."""
+        round_ = self._round(self._num_tokens)
+        proposals = self._rows.propose(round_)
+        check_proposals(self._rows, round_, proposals)
         proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
-        kept = mx.ones((num_rows,), mx.int32)
-        rows.commit(round_, Verdict(chosen, kept, hidden))
-        state["recent"] = mx.concatenate([recent[:, 1:], proposed[:, :1]], axis=1)
-        state["length"] = length + 1
-        return [state["recent"], state["length"]]
+        return self._commit(round_, chosen)
 
-    return propose
+    def miss(self) -> None:
+        """Rounds without proposals, of which the next one has to take in the tokens."""
+        for _ in range(TAKEN_IN):
+            mx.eval(self._commit(self._round(0), self._recent[:, -1:]))
+
+    def _round(self, k: int) -> Round:
+        draws = self._rules.draws(self._length, k + 1)
+        return Round(k, self._recent, self._active, self._rules.sampling, draws)
+
+    def _commit(self, round_: Round, chosen: mx.array) -> list[mx.array]:
+        self._rows.commit(round_, Verdict(chosen, self._kept, self._hidden))
+        self._recent = mx.concatenate([self._recent[:, 1:], chosen[:, :1]], axis=1)
+        self._length = self._length + 1
+        return [self._recent, self._length]
 
 
 def draft_length(

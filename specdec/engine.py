@@ -215,28 +215,31 @@ class Engine:
         target, drafter = models
         self._joining = RowBatch(
             target,
-            drafter if self._drafting(running, sequences) else None,
+            drafter,
             sequences,
             self._length,
             self._backend,
             self._observer,
+            late=drafter is not None and self._may_wait(drafter, running, sequences),
         )
         self._chunks = self._joining.prefill()
 
-    def _drafting(self, running: list[Sequence], sequences: list[Sequence]) -> bool:
-        """Whether rows that begin get a drafter: those that they join decide.
+    def _may_wait(
+        self, drafter: Drafter, running: list[Sequence], sequences: list[Sequence]
+    ) -> bool:
+        """Whether a drafter's share of prefill may wait until it is to propose.
 
-        Where tokens cost time, so do the drafter's prompts.
+        Rows that join do as those that they join. Hidden states are there but once.
         """
+        if drafter.hidden_layers:
+            return False
         if running and self._running is not None:
-            return self._running.drafts
-        if self._backend.repeat_shapes:
-            return True
+            return not self._running.drafts
         n = len(sequences)
         k = self._length.max_draft_tokens
         tokens = sum(s.remaining for s in sequences) / n
         known = sum(len(s.request.prompt_tokens) for s in sequences) // n
-        return self._length.may_pay(BatchState(n, [k] * n, tokens, known))
+        return not self._length.may_pay(BatchState(n, [k] * n, tokens, known))
 
     def _round(self) -> list[RowOutput]:
         if self._running is None:

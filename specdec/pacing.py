@@ -15,7 +15,8 @@ from .lengths import BatchState, DraftLength, RoundOutcome
 class _Pending:
     """A round that was handed out: k, the rows' limits, when, behind what, of whom.
 
-    ``forced``: k was not chosen, as there was no room.
+    ``forced``: k was not chosen, as nothing could be drafted. ``timed``: whether its
+    time says what such a round costs.
     """
 
     num_draft_tokens: int
@@ -24,6 +25,7 @@ class _Pending:
     undrafted: int
     rows: AbstractSequence[int]
     forced: bool
+    timed: bool
 
 
 class Pacer:
@@ -37,22 +39,29 @@ class Pacer:
     Args:
         length: chooses k.
         clock: seconds.
+        undrafted: tokens that the drafter has to catch up with from the beginning.
     """
 
     def __init__(
-        self, length: DraftLength, clock: Callable[[], float] = time.perf_counter
+        self,
+        length: DraftLength,
+        clock: Callable[[], float] = time.perf_counter,
+        *,
+        undrafted: float = 0.0,
     ):
         self._length = length
         self._clock = clock
         self._pending: deque[_Pending] = deque()
         self._last_read = self._interrupted = float("-inf")
-        # Rounds that the drafter has to catch up with, per row on average.
-        self._undrafted = 0.0
+        # Tokens that the drafter has to catch up with, per row on average, and whether
+        # it did that between rounds: then a round pays for it, but has not done it.
+        self._undrafted = undrafted
+        self._taken_in = False
         self._forced = False
 
     @property
     def undrafted(self) -> int:
-        """Rounds that the drafter has to catch up with."""
+        """Tokens of a row that the drafter has to catch up with."""
         return round(self._undrafted)
 
     def choose(
@@ -75,6 +84,15 @@ class Pacer:
             BatchState(num_rows, room, remaining, undrafted, in_flight, left or {})
         )
 
+    def defer(self) -> int:
+        """k of a round in which nothing can be drafted yet: 0."""
+        self._forced = True
+        return 0
+
+    def note_taken_in(self) -> None:
+        """The drafter has caught up, between rounds."""
+        self._taken_in = True
+
     def begin(
         self,
         num_draft_tokens: int,
@@ -84,9 +102,11 @@ class Pacer:
         """A round is about to be built; ``limits`` are -1 for rows that have ended."""
         k, undrafted = num_draft_tokens, self.undrafted
         self._undrafted = 0.0 if k else self._undrafted + 1
+        timed = not (k and self._taken_in)
+        self._taken_in = self._taken_in and not k
         now = self._clock()
         self._pending.append(
-            _Pending(k, limits, now, undrafted if k else 0, rows, self._forced)
+            _Pending(k, limits, now, undrafted if k else 0, rows, self._forced, timed)
         )
 
     def read(self, kept: AbstractSequence[int | None]) -> None:
@@ -98,7 +118,7 @@ class Pacer:
         alike = all(
             p.num_draft_tokens == round_.num_draft_tokens for p in self._pending
         )
-        timed = alike and behind_another == bool(self._pending)
+        timed = round_.timed and alike and behind_another == bool(self._pending)
         told = [
             (i, limit, min(n - 1, limit))
             for i, (limit, n) in enumerate(zip(round_.limits, kept, strict=True))
@@ -120,6 +140,7 @@ class Pacer:
         """Other work came between rounds: those in flight are not timed."""
         self._interrupted = self._clock()
 
-    def join(self, before: int, joined: int) -> None:
-        """Rows have joined, of which the drafter missed nothing yet."""
-        self._undrafted *= before / (before + joined)
+    def join(self, before: int, joined: int, missed: float = 0.0) -> None:
+        """Rows have joined, of each of which the drafter missed so much."""
+        all_missed = self._undrafted * before + missed * joined
+        self._undrafted = all_missed / (before + joined)

@@ -74,9 +74,7 @@ def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
     return mx.take_along_axis(row, index, axis=1)
 
 
-def right_aligned(
-    prompts: Sequence[Sequence[int]], width: int
-) -> mx.array:
+def right_aligned(prompts: Sequence[Sequence[int]], width: int) -> mx.array:
     """The newest tokens of each prompt, shape (B, width), -1 where there is none."""
     newest = [list(p[-width:]) for p in prompts]
     return mx.array([[-1] * (width - len(p)) + p for p in newest], mx.int32)

@@ -409,51 +409,6 @@ def test_rows_that_join_have_missed_nothing() -> None:
     assert script.states[-1].undrafted == 10
 
 
-# -- rows without a drafter ------------------------------------------------
-
-
-class Hopeless(Script):
-    """Of the rows that begin, only as many as are told to may pay."""
-
-    def __init__(self, answers: list[bool]):
-        super().__init__(lambda number: 2)
-        self.answers = answers
-        self.asked: list[BatchState] = []
-
-    def may_pay(self, state: BatchState) -> bool:
-        self.asked.append(state)
-        return self.answers.pop(0)
-
-
-def test_a_drafter_gets_prompts_where_it_may_pay(
-    target: Any, other: Any, prompts: list[list[int]]
-) -> None:
-    """Rows that join do as those that they join; the tokens are the same."""
-    params = [SamplingParams(max_tokens=6 + 7 * i) for i in range(4)]
-    length = Hopeless([False, True])
-    rows = run_rows(target, other, prompts[:4], params, batch_size=2, length=length)
-    for row, prompt, p in zip(rows, prompts, params, strict=False):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
-        assert row.drafted == 0
-    (state,) = length.asked
-    assert (state.num_rows, state.remaining) == (2, 9.5)
-    assert state.undrafted == (len(prompts[0]) + len(prompts[1])) // 2
-    # The next batch is asked for anew.
-    length = Hopeless([False, True])
-    rows = run_rows(target, other, prompts[:2], params[:2], batch_size=1, length=length)
-    assert [r.drafted > 0 for r in rows] == [False, True]
-    assert rows[1].tokens == greedy(target, prompts[1], 13)
-
-
-def test_where_prompts_cost_little_all_get_a_drafter(
-    target: Any, other: Any, prompts: list[list[int]]
-) -> None:
-    length = Hopeless([])
-    params = [SamplingParams(max_tokens=6)]
-    (row,) = run_rows(target, other, prompts[:1], params, backend=BEHIND, length=length)
-    assert row.drafted > 0
-
-
 # -- measuring -------------------------------------------------------------
 
 

@@ -28,7 +28,7 @@ LAYERS = (
     {"assembly", "session"},
     {"engine"},
     {"batch", "calibration"},
-    {"inflight", "pacing"},
+    {"drafting", "inflight", "limits", "pacing"},
     {"rounds"},
     {"drafters", "stepwise"},
     {"models", "verification"},

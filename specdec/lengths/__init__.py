@@ -3,11 +3,12 @@
 from .acceptance import Acceptance, tokens_per_round
 from .auto import LADDER, AutoLength
 from .base import BatchState, DraftLength, FixedLength, RoundOutcome
-from .costs import ForwardCosts, Forwards, RoundCosts
+from .costs import TAKEN_IN, ForwardCosts, Forwards, RoundCosts
 from .predict import Advice, Prediction, advise, survival_of
 
 __all__ = [
     "LADDER",
+    "TAKEN_IN",
     "Acceptance",
     "Advice",
     "AutoLength",

@@ -12,6 +12,9 @@ from .pace import PRIOR_VARIANCE, Correction, Key, Paced
 DRIFT_VARIANCE = 0.01**2
 MOST_VARIANCE = 0.7**2
 LEAST_SECONDS = 1e-7
+# Tokens of a row that a drafter is measured with while it takes in a prompt; so few are
+# taken in by the way.
+TAKEN_IN, FEW = 128, 8
 # Of what a new shape costs once, the share that the rounds to come have to bring back:
 # it serves later requests too.
 NEW_SHAPE_SHARE = 0.2
@@ -25,11 +28,14 @@ class Forwards:
         num_rows: the batch size, B.
         verify: by S, a forward of the target of shape (B, S), S = 1 among them.
         draft_step: what one proposed token of each row costs.
+        taking_in: what :data:`TAKEN_IN` tokens of each row cost the drafter that it
+            has to catch up with; ``None`` where that follows from the others.
     """
 
     num_rows: int
     verify: Mapping[int, float]
     draft_step: float
+    taking_in: float | None = None
 
 
 class ForwardCosts:
@@ -75,11 +81,15 @@ class ForwardCosts:
 
     def draft_step(self, num_rows: int) -> float:
         """Seconds for one more proposed token of each row."""
-        near = min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))
-        step = self._by_rows[near].draft_step
-        if near != num_rows:
-            step *= self.verify(num_rows, 1) / self.verify(near, 1)
+        near = self._near(num_rows)
+        step = near.draft_step
+        if near.num_rows != num_rows:
+            step *= self.verify(num_rows, 1) / self.verify(near.num_rows, 1)
         return step
+
+    def _near(self, num_rows: int) -> Forwards:
+        """What was measured at the nearest batch size."""
+        return self._by_rows[min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))]
 
     def round(self, num_rows: int, k: int) -> float:
         """Seconds of a round: k draft steps and a verify forward of k + 1 tokens."""
@@ -93,10 +103,15 @@ class ForwardCosts:
     def catch_up(self, num_rows: int, num_tokens: int) -> float:
         """Seconds for a drafter to take in ``num_tokens`` more of each row at once.
 
-        As the target's forward grows with its tokens, so does the draft's.
+        Where it was not measured: as the target's forward grows with its tokens, so
+        does the draft's. Few tokens are taken in with the first ones of a round.
         """
         if not num_tokens:
             return 0.0
+        near = self._near(num_rows)
+        if near.taking_in is not None and num_tokens > FEW:
+            share = num_tokens / TAKEN_IN * num_rows / near.num_rows
+            return max(self.draft_step(num_rows), near.taking_in * share)
         plain = self.verify(num_rows, 1)
         more = self.verify(num_rows, num_tokens + 1) / plain - 1
         return self.draft_step(num_rows) * max(0.0, more)

@@ -12,7 +12,7 @@ from typing import Any
 from .costs import ForwardCosts, Forwards, RoundCosts
 from .pace import Correction
 
-VERSION = 1
+VERSION = 2
 # Pairs of models that are remembered; beyond, the oldest are forgotten.
 MOST_ENTRIES = 64
 
@@ -72,6 +72,7 @@ def _entry_of(costs: RoundCosts) -> dict[str, Any]:
                 "rows": f.num_rows,
                 "verify": [[s, f.verify[s]] for s in sorted(f.verify)],
                 "draft_step": f.draft_step,
+                "taking_in": f.taking_in,
             }
             for f in costs.forwards.measured
         ],
@@ -87,6 +88,7 @@ def _costs_of(entry: dict[str, Any], new_shape: float) -> RoundCosts:
             int(f["rows"]),
             {int(s): _positive(seconds) for s, seconds in f["verify"]},
             _positive(f["draft_step"], or_zero=True),
+            None if f["taking_in"] is None else _positive(f["taking_in"], or_zero=True),
         )
         for f in entry["forwards"]
     ]

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from specdec.lengths import ForwardCosts, Forwards, RoundCosts
+from specdec.lengths import TAKEN_IN, ForwardCosts, Forwards, RoundCosts
+from specdec.lengths.costs import FEW
 from tests.lengths.simulation import Costs
 
 CPU = Costs(0.1, 0.3, 0.036)
@@ -108,6 +109,19 @@ def test_catching_up_costs_by_tokens_and_is_not_taken_for_the_round() -> None:
         costs.observe(1, 2, CPU(1, 2) + CPU.catch_up(1, 100) / 3, undrafted=100)
     assert costs.relative(1, 2)[0] == before
     assert costs.extra(1, 2, 100) == pytest.approx(expected / 3, rel=0.3)
+
+
+def test_what_a_drafter_takes_in_costs_what_was_measured() -> None:
+    """At other batch sizes in proportion; little is taken in by the way."""
+    verify = {1: 1.0, 2: 1.0, 5: 1.0}
+    costs = ForwardCosts([Forwards(8, verify, 0.2, taking_in=4.0)])
+    assert costs.catch_up(8, 0) == 0
+    assert costs.catch_up(8, FEW) == 0
+    assert costs.catch_up(8, TAKEN_IN) == 4.0
+    assert costs.catch_up(8, 3 * TAKEN_IN) == 12.0
+    assert costs.catch_up(16, TAKEN_IN) == 8.0
+    # A forward of the draft, at least.
+    assert costs.catch_up(1, FEW + 1) == pytest.approx(0.2)
 
 
 def test_a_free_drafter_has_nothing_to_catch_up_with() -> None:

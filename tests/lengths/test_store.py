@@ -11,7 +11,7 @@ from specdec.lengths import ForwardCosts, Forwards, RoundCosts
 from specdec.lengths.pace import Correction
 from specdec.lengths.store import MOST_ENTRIES, CostStore, default_path
 
-FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02)
+FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02, 0.3)
 
 
 def costs() -> RoundCosts:
@@ -38,7 +38,9 @@ def test_a_file_keeps_the_newest_pairs(tmp_path: Path) -> None:
 
 
 ENTRY = {
-    "forwards": [{"rows": 8, "verify": [[1, 0.1]], "draft_step": 0.1}],
+    "forwards": [
+        {"rows": 8, "verify": [[1, 0.1]], "draft_step": 0.1, "taking_in": None}
+    ],
     "corrections": [],
 }
 
@@ -51,17 +53,17 @@ ENTRY = {
         "[]",
         "null",
         '"costs"',
-        '{"version": 1}',
-        '{"version": 1, "costs": []}',
-        '{"version": 1, "costs": {"a": null}}',
-        json.dumps({"version": 99, "costs": {"a": ENTRY}}),
-        json.dumps({"version": 1, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
-        json.dumps({"version": 1, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
+        '{"version": 2}',
+        '{"version": 2, "costs": []}',
+        '{"version": 2, "costs": {"a": null}}',
+        json.dumps({"version": 1, "costs": {"a": ENTRY}}),
+        json.dumps({"version": 2, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
+        json.dumps({"version": 2, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
         json.dumps(
-            {"version": 1, "costs": {"a": ENTRY}}, separators=(",", ":")
+            {"version": 2, "costs": {"a": ENTRY}}, separators=(",", ":")
         ).replace("0.1]", "-1]"),
-        json.dumps({"version": 1, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
-        json.dumps({"version": 1, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
+        json.dumps({"version": 2, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
+        json.dumps({"version": 2, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
     ],
 )
 def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
