@@ -215,7 +215,7 @@ def body(raw: dict[str, Any]) -> str:
         "median, 0 included. "
         + (OTHERS_WAIT if options["others_wait"] else WAVES)
         + "*quiet rounds*: over plain decoding, all rows running, were every round as "
-        "long as the quickest quarter of its k take at most, over all passes.\n\n"
+        "long as the quickest twentieth of its k take at most, over all passes.\n\n"
     )
     return explained + table(
         [names[draft] for draft in options["drafts"]],

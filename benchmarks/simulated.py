@@ -199,7 +199,7 @@ def main(
         f"{dtype}; prompts of {prompt_tokens} tokens, {max_tokens} new ones, greedy. "
         f"Median (smallest to largest) of {repeat} interleaved passes after the first. "
         "*quiet rounds*: while all rows run, were every round as long as the quickest "
-        "quarter of its k take at most. *allowed*: (1 - a^(k+1)) / (1 - a) tokens a "
+        "twentieth of its k take at most. *allowed*: (1 - a^(k+1)) / (1 - a) tokens a "
         "round over (k c + v), c and v the "
         "costs of a draft step and a verify forward in plain steps, timed one by one "
         "(milliseconds by tokens of a row: "

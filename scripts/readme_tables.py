@@ -28,6 +28,7 @@ from specdec.bench.tables import markdown_table, show_spread  # noqa: E402
 from specdec.bench.waves import (  # noqa: E402
     Record,
     full_rate,
+    quiet_rate,
     rate,
     step_ms,
     total,
@@ -68,9 +69,11 @@ TABLES = {
     "h200-batches": Table("decode-qwen-batches-h200", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
     "h200-single": Table("decode-qwen-b1-h200", "one row", ("k", "tokens/s", "first pass", "tokens per round")),
     "h200-lengths": Table("draft-length-qwen-b8-h200", "8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
-    "h200-gsm8k-1": Table("draft-length-smollm2-gsm8k-b1-h200", "GSM8K, one row", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
-    "h200-gsm8k-32": Table("draft-length-smollm2-gsm8k-b32-h200", "GSM8K, 32 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
-    "h200-humaneval-8": Table("draft-length-smollm2-humaneval-b8-h200", "HumanEval, 8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
+    "h200-gsm8k-1": Table("draft-length-smollm2-gsm8k-b1-h200", "GSM8K, one row", ("k", "tokens/s", "/ no draft", "quiet", "rate")),
+    "h200-gsm8k-8": Table("draft-length-smollm2-gsm8k-b8-waiting-h200", "GSM8K, 8 rows", ("k", "/ no draft, all running", "quiet", "rate")),
+    "h200-humaneval-8": Table("draft-length-smollm2-humaneval-b8-waiting-h200", "HumanEval, 8 rows", ("k", "/ no draft, all running", "quiet", "rate")),
+    "h200-gsm8k-32": Table("draft-length-smollm2-gsm8k-b32-waiting-h200", "GSM8K, 32 rows", ("k", "/ no draft, all running", "quiet", "rate")),
+    "h200-humaneval-32": Table("draft-length-smollm2-humaneval-b32-waiting-h200", "HumanEval, 32 rows", ("k", "/ no draft, all running", "quiet", "rate")),
     "h200-1b": Table("decode-1b-h200", "Llama 1B shape, no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
     "h200-readme": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate")),
     "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two shared CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
@@ -120,6 +123,13 @@ class Row:
         pairs = zip(map(of, self.passes), map(of, others), strict=True)
         return f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
 
+    @property
+    def quiet_over_plain(self) -> str:
+        """Its rate over plain decoding's, all rows running, without other load."""
+        if not self.plain:
+            return ""
+        return f"{quiet_rate(self.passes) / quiet_rate(self.plain):.2f}"
+
     def accepted_over(self, name: str) -> float | None:
         """Accepted draft tokens of the first pass over another count of it."""
         if not total(self.first, "drafted"):
@@ -152,6 +162,7 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
         "/ no draft, all rows running",
         lambda r: r.over(r.plain, full_rate),
     ),
+    "quiet": ("/ no draft, quiet rounds", lambda r: r.quiet_over_plain),
     "/ best fixed k": ("/ best fixed k", lambda r: r.over(r.best)),
     "rate": ("acceptance rate", lambda r: number(r.accepted_over("drafted"))),
     "tokens per round": (

@@ -187,7 +187,7 @@ def full_rate(record: Record) -> float:
 def quiet_rate(records: Sequence[Record]) -> float:
     """The same over several passes, in the machine's quiet moments.
 
-    Each round counts as long as the quickest quarter of its k's take at most: other
+    Each round counts as long as the quickest twentieth of its k's take at most: other
     load, which hits some passes and spares others, does not count.
     """
     tokens, by_k = 0, defaultdict[int, list[float]](list)
@@ -195,12 +195,12 @@ def quiet_rate(records: Sequence[Record]) -> float:
         for k, ms, _, n in full_rounds(record):
             tokens += n
             by_k[k].append(ms)
-    seconds = sum(len(ms) * _quartile(ms) for ms in by_k.values()) / 1e3
+    seconds = sum(len(ms) * _quickest(ms) for ms in by_k.values()) / 1e3
     return tokens / seconds if seconds else 0.0
 
 
-def _quartile(numbers: Sequence[float]) -> float:
-    return sorted(numbers)[(len(numbers) - 1) // 4]
+def _quickest(milliseconds: Sequence[float]) -> float:
+    return sorted(milliseconds)[(len(milliseconds) - 1) // 20]
 
 
 def step_ms(record: Record) -> float:

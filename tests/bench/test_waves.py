@@ -28,7 +28,7 @@ def test_first_rounds_and_those_of_fewer_rows_are_left_out() -> None:
 
 
 def test_other_load_does_not_count_in_the_quiet_rate() -> None:
-    """Each round counts with its k's lower quartile, so that a mix of k stays one."""
+    """Each round counts with its k's quickest ones, so that a mix of k stays one."""
     calm = record((0, 1.0, 2, 0), (0, 5.0, 2, 0), (2, 10.0, 2, 2), (2, 10.0, 2, 1))
     stalled = record((0, 1.0, 2, 0), (0, 9.0, 2, 0), (2, 80.0, 2, 2), (0, 9.0, 2, 0))
     tokens = 2 + 6 + 4 + 2 + 6 + 2
