@@ -29,6 +29,7 @@ from specdec.drafters import Drafter, DraftModel
 from specdec.engine import Engine
 from specdec.lengths import (
     AutoLength,
+    BatchState,
     DraftLength,
     ForwardCosts,
     Forwards,
@@ -203,7 +204,8 @@ class ByTheBook(AutoLength):
     """Chooses k as ``auto`` does, by what rounds are said to take.
 
     By the clock, no failure could be had again. What is said comes near to where a
-    draft pays, so that rounds with and without one follow each other.
+    draft pays, so that rounds with and without one follow each other. Half of the
+    batches begin without a draft, which comes when it is wanted.
 
     Args:
         rng: draws how costs go with rows and tokens.
@@ -220,7 +222,10 @@ class ByTheBook(AutoLength):
     def measured(self, num_rows: int) -> Forwards:
         plain = 1 + 0.1 * num_rows
         verify = {s: plain * (1 + self.per_token * (s - 1)) for s in (1, 2, 5, 9)}
-        return Forwards(num_rows, verify, self.per_step * plain)
+        return Forwards(num_rows, verify, self.per_step * plain, 0.1 * plain)
+
+    def may_pay(self, state: BatchState) -> bool:
+        return self.noise.random() < 0.5 and super().may_pay(state)
 
     def observe(self, outcome: RoundOutcome) -> None:
         k = outcome.num_draft_tokens

@@ -32,10 +32,12 @@ def rows_stay(self: Engine) -> None:
     pass
 
 
-def limits_of_the_batch(self: RowBatch, sequence: Any) -> int:
-    return min(
-        self.num_draft_tokens, max(s.remaining - 1 for s in self.rows if s.remaining)
-    )
+_row_limits = RowBatch._row_limits
+
+
+def limits_of_the_batch(self: RowBatch, k: int) -> tuple[int, ...]:
+    limits = _row_limits(self, k)
+    return tuple(-1 if n < 0 else max(limits) for n in limits)
 
 
 _trim = ModelRows.trim_per_sequence
@@ -61,7 +63,7 @@ def holds_nothing_back(self: OutputText, text: str) -> int:
     ("owner", "name", "fault"),
     [
         (Engine, "_drop_idle", rows_stay),
-        (RowBatch, "_of_use", limits_of_the_batch),
+        (RowBatch, "_row_limits", limits_of_the_batch),
         (ModelRows, "trim_per_sequence", trims_too_little),
         (OutputText, "_held_back", holds_nothing_back),
     ],
