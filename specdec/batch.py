@@ -187,7 +187,7 @@ class RowBatch:
             self._note_lengths()
 
     def _choose_k(self) -> int:
-        if self._draft.coming:
+        if self._draft.coming or not self.num_draft_tokens:
             return self._pacer.defer()
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
@@ -209,13 +209,13 @@ class RowBatch:
 
     def _row_limits(self, k: int) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended."""
-        return self._limits.of(k, self.rows, self._bounds(), self._pending)
+        return self._limits.of(k, self.rows, self._bounds, self._pending)
 
     def _dispatch(self, k: int, *, first: bool = False) -> InFlight:
         """Build one round and hand it to the device; nothing here waits for it."""
         limits = self._row_limits(k)
         k = max(0, *limits)
-        limit = self._limits.array(limits, self._bounds(), self._target.offset)
+        limit = self._limits.array(limits, self._bounds, self._target.offset)
         unsettled = CompiledForwards.unsettled
         self._observer.begun(k)
         if not first:

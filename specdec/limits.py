@@ -59,7 +59,7 @@ class DraftLimits:
         self,
         k: int,
         rows: AbstractSequence[Sequence],
-        bounds: AbstractSequence[Bounds],
+        bounds: Callable[[], AbstractSequence[Bounds]],
         pending: Pending,
     ) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended.
@@ -68,17 +68,20 @@ class DraftLimits:
         """
         if not k:
             return tuple([0 if s.finish_reason is None else -1 for s in rows])
+        lengths = [0] * len(rows)
+        if self._longest < inf:
+            lengths = [least + 1 for least, _ in bounds()]
         return tuple(
             -1
             if s.finish_reason is not None
-            else min(k, self.of_use(s, pending), self.at(s, least + 1))
-            for s, (least, _) in zip(rows, bounds, strict=True)
+            else min(k, self.of_use(s, pending), self.at(s, length))
+            for s, length in zip(rows, lengths, strict=True)
         )
 
     def array(
         self,
         limits: tuple[int, ...],
-        bounds: AbstractSequence[Bounds],
+        bounds: Callable[[], AbstractSequence[Bounds]],
         offset: mx.array,
     ) -> mx.array:
         """The limits on the device, exact; most rounds have those of the one before.
@@ -89,7 +92,7 @@ class DraftLimits:
         if self._last is None or self._last[0] != limits:
             self._last = limits, mx.array(limits, mx.int32)
         limit = self._last[1]
-        if self._longest < inf and max(m for _, m in bounds) + 1 > self._longest:
+        if self._longest < inf and max(m for _, m in bounds()) + 1 > self._longest:
             fits = offset + 1 <= self._longest
             limit = mx.where(fits, limit, mx.minimum(limit, 0))
         return limit
