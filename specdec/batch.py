@@ -69,7 +69,8 @@ class RowBatch:
         self._observer = observer
         self._vocab_size = target.vocab_size
         prompts = [s.request.prompt_tokens for s in self.rows]
-        self._pacer = Pacer(length, undrafted=_mean_length(prompts) if late else 0.0)
+        self._pacer = Pacer(length)
+        self._cut: set[int] = set()  # of these rows the drafter has a last token only
         max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
@@ -89,23 +90,34 @@ class RowBatch:
     def _max_length(self) -> int:
         """Tokens that the longest row can ever hold, rejected ones included."""
         longest = max(s.request.max_length for s in self.rows)
-        # A row that has ended may be past its end by the rounds that the host had
-        # not read; while it stays, every round writes behind it, then trims.
+        # A row that has ended may be past its end by rounds that were not read; while
+        # it stays, every round writes behind it, then trims.
         return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
     def _drafted(self) -> list[AbstractSequence[int]]:
         """What is committed of each row but for the newest token, for the drafter.
 
-        As when prompts are prefilled: the first token comes behind them. Of a row that
-        is never drafted for any more, it needs nothing but a last token.
+        Of a row that is never drafted for any more, it needs nothing but a last token.
         """
+        self._cut = {s.number for s in self.rows if not self._drafted_for(s)}
         texts = ((s, (*s.request.prompt_tokens, *s.tokens[:-1])) for s in self.rows)
-        return [
-            text
-            if s.finish_reason is None and self._limits.at(s, len(text))
-            else text[-1:]
-            for s, text in texts
+        return [text[-1:] if s.number in self._cut else text for s, text in texts]
+
+    def _drafted_for(self, sequence: Sequence) -> bool:
+        """Whether a row is drafted for, as long as it is now."""
+        length = len(sequence.request.prompt_tokens) + len(sequence.tokens)
+        return sequence.finish_reason is None and self._limits.at(sequence, length) > 0
+
+    def _missing(self) -> int | None:
+        """Tokens of a row, on average, that a drafter lacks that has not begun."""
+        if not self._draft.waits:
+            return None
+        lengths = [
+            len(s.request.prompt_tokens) + len(s.tokens)
+            for s in self.rows
+            if self._drafted_for(s)
         ]
+        return sum(lengths) // len(lengths) if lengths else 0
 
     @property
     def drafts(self) -> bool:
@@ -149,15 +161,16 @@ class RowBatch:
 
         Returns nothing while the first rounds are on their way.
         """
-        self._take_in()
+        if self._draft.coming:
+            self.begin_drafting()
         ahead = len(self._in_flight)
         if ahead <= self._backend.lookahead and self._worth_a_round():
             k = self._choose_k()
             if k and self._draft.waits:
                 if ahead:  # what it begins with has to be known
                     return self._read(self._in_flight.popleft())
-                self._draft.begin_late(self._drafted(), max_length=self._max_length())
-                k = self._pacer.defer()
+                k = self._pacer.begin_late(self._missing() or 0)
+                self.begin_drafting()
             lookahead = self._lookahead(k)
             if ahead <= lookahead:
                 if k and self._pacer.undrafted > self.num_draft_tokens:
@@ -176,15 +189,30 @@ class RowBatch:
         """Rounds in flight that the row takes part in: each brings a token or more."""
         return sum(f.has(sequence) for f in self._in_flight)
 
-    def _take_in(self, *, wholly: bool = False) -> None:
-        """Let a drafter that begins late take in a chunk, or all."""
-        if not self._draft.coming:
-            return
-        self._draft.finish() if wholly else self._draft.advance()
-        self._pacer.interrupt()
-        if self._draft.ready:
-            self._pacer.note_taken_in()
-            self._note_lengths()
+    @property
+    def idle(self) -> int:
+        """Rounds since the last one that drafted."""
+        return self._pacer.idle
+
+    def begin_drafting(self) -> bool:
+        """Take in a chunk of what is committed, beginning without a round in flight.
+
+        Returns:
+            Whether the drafter is ready.
+        """
+        if self._draft.waits:
+            self._draft.begin_late(self._drafted(), max_length=self._max_length())
+            self._note_rows()
+        elif self._draft.coming:
+            self._draft.advance()
+            self._pacer.interrupt()
+            if self._draft.ready:
+                self._note_lengths()
+        return self._draft.ready
+
+    def let_go_of_draft(self) -> None:
+        """Let the drafter begin anew when it is wanted."""
+        self._draft.let_go()
 
     def _choose_k(self) -> int:
         if self._draft.coming or not self.num_draft_tokens:
@@ -195,7 +223,9 @@ class RowBatch:
         left = {s.number: s.remaining for s in unfinished}
         remaining = sum(left.values()) / len(room)
         known = {} if self.replaced else left
-        return min(most, self._pacer.choose(len(self.rows), room, remaining, known))
+        missing = self._missing()
+        k = self._pacer.choose(len(self.rows), room, remaining, known, missing=missing)
+        return min(most, k)
 
     def _lookahead(self, k: int) -> int:
         """Rounds that may be on their way when one of k is handed out.
@@ -213,7 +243,7 @@ class RowBatch:
 
     def _dispatch(self, k: int, *, first: bool = False) -> InFlight:
         """Build one round and hand it to the device; nothing here waits for it."""
-        limits = self._row_limits(k)
+        limits = self._row_limits(k if self._draft.ready else 0)
         k = max(0, *limits)
         limit = self._limits.array(limits, self._bounds, self._target.offset)
         unsettled = CompiledForwards.unsettled
@@ -231,7 +261,7 @@ class RowBatch:
             self._rules.needs_probabilities,
         )
         inputs, proposals = self._recent[:, -1:], None
-        if k and (proposals := self._draft.propose(round_)) is not None:
+        if (proposals := self._draft.propose(round_)) is not None:
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
             self._observer.built("draft", inputs)
         # 2. verify, 3. accept
@@ -311,16 +341,12 @@ class RowBatch:
 
         Rows that have ended are dropped; one of each batch must be running.
         """
-        self._take_in(wholly=True)
         self.drop_ended()
         other.drop_ended()
         self._target.extend(other._target)
-        if self._draft.ready and other._draft.waits:
-            other._draft.begin_late(other._drafted(), max_length=other._max_length())
-            other._draft.finish()
         self._draft.extend(other._draft)
-        missed = 0.0 if self._draft.ready else _mean_length(other._drafted())
-        self._pacer.join(len(self.rows), len(other.rows), missed)
+        self._pacer.join(len(self.rows), len(other.rows))
+        self._cut |= other._cut
         self.rows += other.rows
         self._cached += other._cached
         self._note_rows()
@@ -337,9 +363,7 @@ class RowBatch:
         self._noted = self._running_rows()
         self._active = mx.array(self._noted, mx.bool_)
         self._rules = RowRules.of(self.rows, self._vocab_size)
-        self._all_drafted = all(
-            self._limits.at(s, len(s.request.prompt_tokens)) for s in self.rows
-        )
+        self._all_drafted = self._cut.isdisjoint(s.number for s in self.rows)
 
     def retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""
@@ -365,7 +389,6 @@ class RowBatch:
         rows = sorted(running + ended[: max(0, size - len(running))])
         if len(rows) == len(self.rows):
             return
-        self._take_in(wholly=True)
         self.rows = tuple(self.rows[i] for i in rows)
         self._cached = [self._cached[i] for i in rows]
         self._note_rows()
@@ -375,7 +398,3 @@ class RowBatch:
         self._recent = recent[mx.array(rows, mx.int32)]
         self._target.filter(rows)
         self._draft.filter(rows)
-
-
-def _mean_length(texts: AbstractSequence[AbstractSequence[int]]) -> float:
-    return sum(map(len, texts)) / len(texts)

@@ -20,7 +20,7 @@ from .backend import BackendDefaults
 from .config import EngineConfig
 from .drafters import Drafter, Round, check_proposals
 from .drafters.guarded import described
-from .lengths import TAKEN_IN, AutoLength, DraftLength, FixedLength, Forwards
+from .lengths import FEW, TAKEN_IN, AutoLength, DraftLength, FixedLength, Forwards
 from .lengths.store import CostStore, default_path
 from .models.compiled import CompiledForwards
 from .models.runner import ModelRunner
@@ -136,7 +136,8 @@ def measure_forwards(
     the budget is some plain steps then. A plain step, a draft step and one verify
     forward are always measured; of the latter no more than the budget allows. What is
     quick is measured in several sweeps, of which the fastest counts: other load may
-    last for as long as one of them.
+    last for as long as one of them; then, where there is time left, what the drafter
+    takes for tokens that it missed.
 
     Raises:
         DrafterError: the drafter raised something.
@@ -183,10 +184,10 @@ def measure_forwards(
             for what, run in runs.items():
                 seconds[what] = min(seconds[what], typical.again(run, seconds[what]))
         taking_in = None
-        if typical.is_quick(plain) and hidden is None:
+        if typical.is_quick(plain) and drafting.may_miss(typical):
             times = []
             for _ in range(MISSES):
-                drafting.miss()
+                drafting.miss(TAKEN_IN)
                 times.append(typical.once(drafting.propose))
             taking_in = max(0.0, min(times) - seconds[0])
     except Exception as error:  # a drafter of the user's may raise anything
@@ -231,8 +232,11 @@ class _Drafting:
             for i in range(num_rows)
         ]
         self._rules = RowRules.of(sequences, target.vocab_size)
-        length = sequences[0].request.max_length + MISSES * TAKEN_IN
-        self._rows = drafter.rows([prompt] * num_rows, max_length=length)
+        self._most = sequences[0].request.max_length + MISSES * TAKEN_IN
+        self._context = math.inf
+        if drafter.context_length is not None:
+            self._context = drafter.context_length
+        self._rows = drafter.rows([prompt] * num_rows, max_length=self._most)
         for _ in self._rows.prefill():
             pass
         self._hidden, self._num_tokens = hidden, num_tokens
@@ -250,10 +254,19 @@ class _Drafting:
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
         return self._commit(round_, chosen)
 
-    def miss(self) -> None:
+    def may_miss(self, typical: _Stopwatch) -> bool:
+        """Whether there is time, and room, to measure what tokens cost it missed."""
+        if self._hidden is not None or self._context < self._most:
+            return False
+        few = typical.once(lambda: self.miss(FEW))
+        # What it takes them in with may take as long again.
+        return not typical.late(2 * MISSES * few * TAKEN_IN / FEW)
+
+    def miss(self, num_rounds: int) -> AbstractSequence[mx.array]:
         """Rounds without proposals, of which the next one has to take in the tokens."""
-        for _ in range(TAKEN_IN):
+        for _ in range(num_rounds):
             mx.eval(self._commit(self._round(0), self._recent[:, -1:]))
+        return ()
 
     def _round(self, k: int) -> Round:
         draws = self._rules.draws(self._length, k + 1)

@@ -65,7 +65,7 @@ class Drafting:
         No round is in flight.
         """
         if self._drafter is not None:
-            self._coming = self._drafter.rows(texts, max_length=max_length)
+            self._coming = self._drafter.late().rows(texts, max_length=max_length)
             self._chunks = iter(self._coming.prefill())
 
     def advance(self) -> None:
@@ -74,12 +74,14 @@ class Drafting:
             return
         for round_, verdict in self._untold:
             self._coming.commit(round_, verdict)
-        self._rows, self._coming, self._untold = self._coming, None, []
+        rows = self._coming
+        self.let_go()
+        self._rows = rows
 
-    def finish(self) -> None:
-        """Take in all that is left."""
-        while self.coming:
-            self.advance()
+    def let_go(self) -> None:
+        """Wait again: with rows that are coming, or of no use."""
+        self._rows, self._coming = None, None
+        self._chunks, self._untold = iter(()), []
 
     # -- rounds ------------------------------------------------------------
 
@@ -89,8 +91,10 @@ class Drafting:
             self._rows.observe(hidden, lengths)
 
     def propose(self, round_: Round) -> Proposals | None:
-        """Tokens for every row; ``None`` where it cannot propose."""
-        return None if self._rows is None else self._rows.propose(round_)
+        """Tokens for every row; ``None`` where it is not ready, or none are wanted."""
+        if self._rows is None or not round_.num_draft_tokens:
+            return None
+        return self._rows.propose(round_)
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Learn what a round kept."""
@@ -105,15 +109,18 @@ class Drafting:
             self._rows.note_lengths(longest, shortest)
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
-        self.finish()
-        if self._rows is not None:
+        """Keep just the given rows; those that are coming have to be begun anew."""
+        if self._rows is None:
+            self.let_go()
+        else:
             self._rows.filter(rows)
 
     def extend(self, other: Drafting) -> None:
-        """Append the rows of ``other``, which are ready where these are."""
+        """Append the rows of ``other``; where one of them is not ready, none is."""
         if self._rows is not None and other._rows is not None:
             self._rows.extend(other._rows)
+        else:
+            self.let_go()
 
 
 _THROUGH = object()

@@ -27,6 +27,9 @@ from .text import Detokenizer, OutputText
 
 Models = tuple[ModelRunner, Drafter | None]
 
+# Rounds without a draft after which rows that join ask whether it is to be let go.
+IDLE = 64
+
 
 class Engine:
     """Decodes requests as rows become free, ``config.batch_size`` at a time.
@@ -190,6 +193,10 @@ class Engine:
             self._running.note_interruption()
         if outputs is not None and self._joining.unfinished:
             return outputs
+        # Rows that join others get a drafter where these have one, chunk by chunk too.
+        drafts = self._running is not None and self._running.drafts
+        if drafts and self._joining.unfinished and not self._joining.begin_drafting():
+            return outputs or []
         # Prefill is over. The generator holds caches that are about to be copied.
         self._chunks = iter(())
         joining, self._joining = self._joining, None
@@ -229,17 +236,25 @@ class Engine:
     ) -> bool:
         """Whether a drafter's share of prefill may wait until it is to propose.
 
-        Rows that join do as those that they join. Hidden states are there but once.
+        Rows that join do as those that they join, whose drafter is let go where it has
+        proposed nothing for long and may not pay. Hidden states are there but once.
         """
         if drafter.hidden_layers:
             return False
-        if running and self._running is not None:
-            return not self._running.drafts
+        drafts = running and self._running is not None and self._running.drafts
+        if running and not drafts:
+            return True
+        if drafts and self._running is not None and self._running.idle < IDLE:
+            return False
         n = len(sequences)
         k = self._length.max_draft_tokens
         tokens = sum(s.remaining for s in sequences) / n
         known = sum(len(s.request.prompt_tokens) for s in sequences) // n
-        return not self._length.may_pay(BatchState(n, [k] * n, tokens, known))
+        if self._length.may_pay(BatchState(n, [k] * n, tokens, known)):
+            return False
+        if self._running is not None:
+            self._running.let_go_of_draft()
+        return True
 
     def _round(self) -> list[RowOutput]:
         if self._running is None:

@@ -15,8 +15,7 @@ from .lengths import BatchState, DraftLength, RoundOutcome
 class _Pending:
     """A round that was handed out: k, the rows' limits, when, behind what, of whom.
 
-    ``forced``: k was not chosen, as nothing could be drafted. ``timed``: whether its
-    time says what such a round costs.
+    ``forced``: k was not chosen, as nothing could be drafted.
     """
 
     num_draft_tokens: int
@@ -25,7 +24,6 @@ class _Pending:
     undrafted: int
     rows: AbstractSequence[int]
     forced: bool
-    timed: bool
 
 
 class Pacer:
@@ -39,29 +37,28 @@ class Pacer:
     Args:
         length: chooses k.
         clock: seconds.
-        undrafted: tokens that the drafter has to catch up with from the beginning.
     """
 
     def __init__(
         self,
         length: DraftLength,
         clock: Callable[[], float] = time.perf_counter,
-        *,
-        undrafted: float = 0.0,
     ):
         self._length = length
         self._clock = clock
         self._pending: deque[_Pending] = deque()
         self._last_read = self._interrupted = float("-inf")
-        # Tokens that the drafter has to catch up with, per row on average, and whether
-        # it did that between rounds: then a round pays for it, but has not done it.
-        self._undrafted = undrafted
-        self._taken_in = False
+        # Rounds that the drafter has to catch up with, per row on average, and tokens
+        # that it has begun to take in between rounds, which the next round tells.
+        self._undrafted = 0.0
+        self._begun = 0
         self._forced = False
+        #: Rounds since the last one that drafted.
+        self.idle = 0
 
     @property
     def undrafted(self) -> int:
-        """Tokens of a row that the drafter has to catch up with."""
+        """Rounds that the drafter has to catch up with."""
         return round(self._undrafted)
 
     def choose(
@@ -70,18 +67,30 @@ class Pacer:
         room: AbstractSequence[int],
         remaining: float,
         left: Mapping[int, int] | None = None,
+        *,
+        missing: int | None = None,
     ) -> int:
         """k of the next round; see :class:`~specdec.lengths.BatchState`.
 
         0 without asking where no row has room.
+
+        Args:
+            missing: tokens of a row that the drafter lacks, where it has not begun.
         """
         self._forced = not any(room)
         if self._forced:
             return 0
         in_flight = [p.num_draft_tokens for p in self._pending]
-        undrafted = self.undrafted
         return self._length.choose(
-            BatchState(num_rows, room, remaining, undrafted, in_flight, left or {})
+            BatchState(
+                num_rows,
+                room,
+                remaining,
+                self.undrafted if missing is None else missing,
+                in_flight,
+                left or {},
+                missing is None,
+            )
         )
 
     def defer(self) -> int:
@@ -89,9 +98,10 @@ class Pacer:
         self._forced = True
         return 0
 
-    def note_taken_in(self) -> None:
-        """The drafter has caught up, between rounds."""
-        self._taken_in = True
+    def begin_late(self, missing: int) -> int:
+        """The drafter begins to take in ``missing`` tokens; k of the round: 0."""
+        self._begun, self._undrafted = missing, 0.0
+        return self.defer()
 
     def begin(
         self,
@@ -101,13 +111,12 @@ class Pacer:
     ) -> None:
         """A round is about to be built; ``limits`` are -1 for rows that have ended."""
         k, undrafted = num_draft_tokens, self.undrafted
+        if not k:
+            undrafted, self._begun = self._begun, 0
         self._undrafted = 0.0 if k else self._undrafted + 1
-        timed = not (k and self._taken_in)
-        self._taken_in = self._taken_in and not k
+        self.idle = 0 if k else self.idle + 1
         now = self._clock()
-        self._pending.append(
-            _Pending(k, limits, now, undrafted if k else 0, rows, self._forced, timed)
-        )
+        self._pending.append(_Pending(k, limits, now, undrafted, rows, self._forced))
 
     def read(self, kept: AbstractSequence[int | None]) -> None:
         """The oldest round was read: what each row kept; ``None``: it had ended."""
@@ -118,7 +127,7 @@ class Pacer:
         alike = all(
             p.num_draft_tokens == round_.num_draft_tokens for p in self._pending
         )
-        timed = round_.timed and alike and behind_another == bool(self._pending)
+        timed = alike and behind_another == bool(self._pending)
         told = [
             (i, limit, min(n - 1, limit))
             for i, (limit, n) in enumerate(zip(round_.limits, kept, strict=True))
@@ -140,7 +149,6 @@ class Pacer:
         """Other work came between rounds: those in flight are not timed."""
         self._interrupted = self._clock()
 
-    def join(self, before: int, joined: int, missed: float = 0.0) -> None:
-        """Rows have joined, of each of which the drafter missed so much."""
-        all_missed = self._undrafted * before + missed * joined
-        self._undrafted = all_missed / (before + joined)
+    def join(self, before: int, joined: int) -> None:
+        """Rows have joined, of which the drafter missed nothing yet."""
+        self._undrafted *= before / (before + joined)

@@ -204,7 +204,7 @@ class ByTheBook(AutoLength):
     """Chooses k as ``auto`` does, by what rounds are said to take.
 
     By the clock, no failure could be had again. What is said comes near to where a
-    draft pays, so that rounds with and without one follow each other. Half of the
+    draft pays, so that rounds with and without one follow each other. Some
     batches begin without a draft, which comes when it is wanted.
 
     Args:
@@ -225,7 +225,7 @@ class ByTheBook(AutoLength):
         return Forwards(num_rows, verify, self.per_step * plain, 0.1 * plain)
 
     def may_pay(self, state: BatchState) -> bool:
-        return self.noise.random() < 0.5 and super().may_pay(state)
+        return self.noise.random() < 0.7 and super().may_pay(state)
 
     def observe(self, outcome: RoundOutcome) -> None:
         k = outcome.num_draft_tokens

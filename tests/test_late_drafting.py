@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import pytest
 
 from specdec.backend import BackendDefaults
+from specdec.batch import RowBatch
+from specdec.config import EngineConfig
 from specdec.drafters import ChainDrafter, Drafter, DraftModel, NgramDrafter
 from specdec.drafting import Drafting
-from specdec.lengths import BatchState, RoundOutcome
+from specdec.engine import Engine
+from specdec.lengths import (
+    AutoLength,
+    BatchState,
+    ForwardCosts,
+    Forwards,
+    RoundCosts,
+    RoundOutcome,
+)
 from specdec.models.runner import ModelRunner
 from specdec.pacing import Pacer
 from specdec.params import SamplingParams
+from specdec.prefix.store import PrefixStore
+from specdec.sequence import Request
 from tests.plain import AT_ONCE, BEHIND, greedy, plainly, run_rows
 
 VOCAB = 97
@@ -85,11 +98,14 @@ def test_a_perfect_draft_that_begins_late_is_accepted(
     late = after.index(2)
     assert 1 <= late <= 10
     assert all(o.forced for o in length.outcomes[wanted:][:late])
-    # What it took in is paid for by its first round, whose time does not hold it.
-    first = length.outcomes[wanted + late]
-    assert first.undrafted >= wanted + 88 // 4
-    assert first.seconds is None
+    # What it takes in is told when it begins; then it has rounds to catch up with.
+    begun, *_ = [o for o in length.outcomes if o.forced]
+    assert begun.undrafted >= wanted + 88 // 4
+    assert 0 < length.outcomes[wanted + late].undrafted <= late
     assert all(o.undrafted == 0 for o in length.outcomes[wanted + late + 1 :])
+    begun_by = [s.begun for s in length.states]
+    assert begun_by == sorted(begun_by)
+    assert wanted < begun_by.count(False) <= wanted + 3
 
 
 @BACKENDS
@@ -138,8 +154,6 @@ def test_any_drafter_may_begin_late(
     drafter: Drafter = NgramDrafter()
     if kind != "ngram":
         other = tiny_model("llama", seed=5, num_hidden_layers=1)
-        from specdec.config import EngineConfig
-
         drafter = DraftModel(
             ModelRunner(other, "draft", EngineConfig(), backend),
             vocab_size=VOCAB,
@@ -213,15 +227,264 @@ def test_a_drafter_begins_at_once_where_it_may_pay(target: Any) -> None:
     assert (state.num_rows, state.remaining, state.undrafted) == (2, 20, 7)
 
 
-def test_what_is_missing_of_rows_is_known() -> None:
-    """Prompts at first; then a token a round; rows that join bring theirs."""
+def test_what_is_missing_of_rows_is_known(target: Any) -> None:
+    """All of the running rows that are drafted for, as long as nothing has begun."""
     length = Late(lambda number: 0)
-    pacer = Pacer(length, count().__next__, undrafted=30.0)
-    for _ in range(10):
-        pacer.choose(2, [4, 4], 100)
-        pacer.begin(0, (0, 0))
-        pacer.read([1, 1])
-    assert length.states[-1].undrafted == 39
-    pacer.join(2, 2, 20.0)
-    pacer.choose(4, [4] * 4, 100)
-    assert length.states[-1].undrafted == 30
+    params = [SamplingParams(max_tokens=n) for n in (10, 5, 10)]
+    params[2] = SamplingParams(max_tokens=10, num_draft_tokens=0)
+    run_rows(target, target, make_prompts(20, 50, 90), params, length=length)
+    missing = [s.undrafted for s in length.states]
+    assert missing[0] == 36
+    assert max(missing) <= 36 + 5
+    # The longer one has left; the longest one never counts.
+    assert 20 + 7 <= missing[-1] <= 20 + 9
+
+
+def test_a_late_start_is_charged_for_and_kept() -> None:
+    """The try that it was begun for follows, though credit is spent by it."""
+    pacer = Pacer(length := charged(), count().__next__)
+    while not (k := pacer.choose(1, [8], 1000, missing=200)):
+        pacer.begin(0, (0,))
+        pacer.read([1])
+    before = length._credit
+    assert before > 0
+    pacer.begin(pacer.begin_late(200), (0,))
+    pacer.read([1])
+    assert length._credit < before - 1
+    for _ in range(5):  # it is coming
+        pacer.begin(pacer.defer(), (0,))
+        pacer.read([1])
+    assert pacer.choose(1, [8], 1000) == k
+    # One that was let go before it was ready is weighed anew.
+    pacer.begin(pacer.begin_late(200), (0,))
+    pacer.read([1])
+    assert pacer.choose(1, [8], 1000, missing=205) == 0
+
+
+def charged() -> AutoLength:
+    """Taking in 200 tokens costs three plain rounds; nothing was accepted so far."""
+    forwards = Forwards(1, {1: 1.0, 2: 1.05, 5: 1.1, 9: 1.2}, 0.3, taking_in=2.0)
+    length = AutoLength(RoundCosts(ForwardCosts([forwards])))
+    for _ in range(4):
+        length.observe(RoundOutcome(1, 1, [(1, 0)], 1.3))
+        length.observe(RoundOutcome(1, 0, [], 1.0))
+    return length
+
+
+@BACKENDS
+def test_late_starts_stay_within_the_credit(
+    tiny_model: Callable[..., Any],
+    target: Any,
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Of a draft that is never right few are begun, and each of them drafts."""
+    begun = []
+    begin = Drafting.begin_late
+
+    def counted(self: Drafting, texts: Any, **options: Any) -> None:
+        begun.append(sum(map(len, texts)))
+        begin(self, texts, **options)
+
+    monkeypatch.setattr(Drafting, "begin_late", counted)
+    wrong = tiny_model("llama", seed=77, num_hidden_layers=1)
+    prompts = make_prompts(*[60] * 16)
+    length = Steady()
+    rows = run_rows(
+        target,
+        wrong,
+        prompts,
+        [SamplingParams(max_tokens=60)] * 16,
+        batch_size=2,
+        num_draft_tokens=4,
+        backend=backend,
+        length=length,
+    )
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.tokens == greedy(target, prompt, 60)
+    assert len(begun) <= 4
+    assert length.drafted >= len(begun)
+
+
+class Steady(AutoLength):
+    """``auto`` on a machine whose rounds take what forwards do."""
+
+    def __init__(self) -> None:
+        self.drafted = 0
+        super().__init__(RoundCosts(ForwardCosts()), measure=self.measured)
+
+    def measured(self, num_rows: int) -> Forwards:
+        return Forwards(num_rows, {1: 1.0, 2: 1.05, 5: 1.1}, 0.3, taking_in=3.0)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        k = outcome.num_draft_tokens
+        self.drafted += k > 0
+        if outcome.seconds is not None:
+            outcome = replace(outcome, seconds=1 + 0.35 * k)
+        super().observe(outcome)
+
+
+@BACKENDS
+def test_rows_that_leave_do_not_wait_for_a_draft_that_is_coming(
+    target: Any, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At most a chunk in a step, whoever leaves or joins meanwhile."""
+    chunks = [0]
+    advance = Drafting.advance
+
+    def counted(self: Drafting) -> None:
+        chunks[-1] += self.coming
+        advance(self)
+
+    monkeypatch.setattr(Drafting, "advance", counted)
+    step = Engine.step
+
+    def stepped(self: Engine) -> Any:
+        chunks.append(0)
+        return step(self)
+
+    monkeypatch.setattr(Engine, "step", stepped)
+    prompts = make_prompts(400, 300, 5, 200, 100)
+    lengths = (40, 8, 60, 30, 50)
+    length = Late(lambda number: 2 if number >= 3 else 0)
+    rows = run_rows(
+        target,
+        target,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in lengths],
+        batch_size=2,
+        num_draft_tokens=4,
+        backend=backend,
+        length=length,
+    )
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        assert row.tokens == greedy(target, prompt, n)
+    assert max(chunks) == 1
+    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 0
+
+
+def test_a_draft_of_no_use_is_let_go_when_rows_join(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows that join then cost nothing, until it is wanted again."""
+    let_go = []
+    letting = RowBatch.let_go_of_draft
+
+    def noted(self: RowBatch) -> None:
+        let_go.append(self.idle)
+        letting(self)
+
+    monkeypatch.setattr(RowBatch, "let_go_of_draft", noted)
+    length = Late(lambda number: 2 if number < 10 or number > 150 else 0)
+    rows = run_rows(
+        target,
+        target,
+        make_prompts(9, 9, 9, 9),
+        [SamplingParams(max_tokens=n) for n in (250, 110, 90, 90)],
+        batch_size=2,
+        num_draft_tokens=4,
+        length=length,
+    )
+    assert len(let_go) == 1
+    assert let_go[0] >= 64
+    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows)
+    assert rows[0].drafted > 40
+
+
+class Failing(NgramDrafter):
+    """Raises when rows are begun late, in one way or another."""
+
+    def __init__(self, where: str):
+        super().__init__()
+        self.where = where
+
+    def late(self) -> Any:
+        if self.where == "late":
+            raise RuntimeError("no")
+        return self
+
+    def rows(self, prompts: Any, *, max_length: int) -> Any:
+        rows = super().rows(prompts, max_length=max_length)
+
+        def fails(*_: Any) -> Any:
+            raise RuntimeError("no")
+
+        if self.where != "late":
+            setattr(rows, self.where, fails)
+        return rows
+
+
+@pytest.mark.parametrize("where", ["late", "prefill", "commit", "propose"])
+def test_a_drafter_that_fails_while_it_begins_costs_its_drafts_alone(
+    target: Any, where: str, draft_failures: list[str]
+) -> None:
+    prompts = make_prompts(20, 33)
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=30)] * 2,
+        num_draft_tokens=4,
+        drafter=Failing(where),
+        length=Late(lambda number: 2 if number >= 3 else 0),
+    )
+    for row, prompt in zip(rows, prompts, strict=True):
+        assert row.tokens == greedy(target, prompt, 30)
+        assert row.drafted == 0
+    assert "(RuntimeError: no)" in draft_failures.pop()
+
+
+class OfOldCode:
+    """A drafter that was written before drafters could begin late."""
+
+    context_length = None
+    hidden_layers = ()
+
+    def __init__(self) -> None:
+        self.rows = NgramDrafter().rows
+
+
+def test_a_drafter_need_not_know_of_it(target: Any) -> None:
+    prompt = [5, 6, 7] * 8
+    (row,) = run_rows(
+        target,
+        None,
+        [prompt],
+        [SamplingParams(max_tokens=30)],
+        num_draft_tokens=4,
+        drafter=OfOldCode(),  # type: ignore[arg-type]
+        length=(length := Late(lambda number: 2 if number >= 3 else 0)),
+    )
+    assert row.tokens == greedy(target, prompt, 30)
+    assert any(o.num_draft_tokens for o in length.outcomes)
+
+
+def test_what_was_generated_is_not_kept_with_prefixes(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Late rows take in prompt and answer; the store has prompts alone."""
+    placed = []
+    insert = PrefixStore.insert
+
+    def noted(self: PrefixStore, place: Any, kind: Any, cut: Any) -> None:
+        placed.append(len(place.path) - 1)
+        insert(self, place, kind, cut)
+
+    monkeypatch.setattr(PrefixStore, "insert", noted)
+    store = PrefixStore(memory=1 << 30, block_size=8)
+    config = EngineConfig(num_draft_tokens=4, prefill_step_size=16)
+    runner, draft = (
+        ModelRunner(target, name, config, BEHIND, store) for name in ("target", "draft")
+    )
+    drafter = DraftModel(draft, vocab_size=VOCAB, max_draft_tokens=4)
+    length = Late(lambda number: 2 if number >= 40 else 0)
+    engine = Engine(runner, drafter, config, BEHIND, frozenset(), length=length)
+    prompt = tuple(make_prompts(60)[0])
+    engine.add(Request(0, "", prompt, SamplingParams(max_tokens=90)))
+    tokens: list[int] = []
+    while engine.busy:
+        for output in engine.step():
+            tokens += output.token_ids
+    assert tokens == greedy(target, prompt, 90)
+    assert any(o.num_draft_tokens for o in length.outcomes)
+    assert 0 < max(placed) < 60

@@ -174,6 +174,13 @@ class Drafter(Protocol):
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
 
+    def late(self) -> Drafter:
+        """The same drafter, for rows that have been decoded for a while without it.
+
+        What was generated counts as part of their prompts then.
+        """
+        return self
+
 
 def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
     """See that proposals have the shapes and types of their protocol.

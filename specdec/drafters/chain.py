@@ -35,6 +35,10 @@ class ChainDrafter:
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
 
+    def late(self) -> ChainDrafter:
+        """Both, for rows that have been decoded for a while."""
+        return ChainDrafter(self.first.late(), self.second.late())
+
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
         first, second = (

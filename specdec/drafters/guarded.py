@@ -75,6 +75,15 @@ class _Guarded(Drafter):
                 self._guard.fail(error, self._drafter)
         return _GuardedRows(rows, self._guard)
 
+    def late(self) -> Drafter:
+        # One that only looks like a drafter may lack it.
+        late = getattr(self._drafter, "late", lambda: self._drafter)
+        try:
+            return _Guarded(late(), self._guard)
+        except Exception as error:
+            self._guard.fail(error, self._drafter)
+            return self
+
 
 class _GuardedRows(DraftRows):
     """Rows of a drafter that may fail; behind that they are ``None``."""

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
 
+from ..memory.capacity import CATCH_UP_STEP
 from ..models.runner import ModelRows, ModelRunner
 from ..verification import Verdict
 from .base import Proposals, Round
 from .missed import Missed
-
-# Tokens per row and forward while a cache catches up.
-CATCH_UP_STEP = 128
 
 
 class DraftModel:
@@ -42,6 +41,18 @@ class DraftModel:
         self.clips = runner.vocab_size < vocab_size
         # The first forward of a round writes two tokens.
         self.max_round = max(2, max_draft_tokens + 1)
+
+    def late(self) -> DraftModel:
+        """Rows of it take what is committed in pieces as small as in catching up.
+
+        Nothing of that is kept in a prefix store: it holds what was generated.
+        """
+        draft = copy.copy(self)
+        draft.runner = copy.copy(self.runner)
+        draft.runner.prefixes = None
+        step = min(self.runner.prefill_step_size, CATCH_UP_STEP)
+        draft.runner.prefill_step_size = step
+        return draft
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int

@@ -3,10 +3,11 @@
 from .acceptance import Acceptance, tokens_per_round
 from .auto import LADDER, AutoLength
 from .base import BatchState, DraftLength, FixedLength, RoundOutcome
-from .costs import TAKEN_IN, ForwardCosts, Forwards, RoundCosts
+from .costs import FEW, TAKEN_IN, ForwardCosts, Forwards, RoundCosts
 from .predict import Advice, Prediction, advise, survival_of
 
 __all__ = [
+    "FEW",
     "LADDER",
     "TAKEN_IN",
     "Acceptance",

@@ -86,6 +86,10 @@ class AutoLength:
         self._rested: list[RoundOutcome] = []
         # Whether the last thought came to a plain round.
         self._plain_thought = False
+        # The k that a drafter may begin late for, and whether that is a try; what is to
+        # follow when it is there.
+        self._wanted = (0, False)
+        self._promised = 0
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
@@ -125,6 +129,8 @@ class AutoLength:
             return 0
         k = self._think(state)
         self._plain_thought = k == 0
+        if not state.begun:
+            self._wanted = (k, k != self._best_known)
         return k
 
     def _think(self, state: BatchState) -> int:
@@ -134,6 +140,10 @@ class AutoLength:
             return 0
         rates = self._rates(state, ks)
         self._best_known = best = self._best(state, self._in_time(state, rates))
+        if not state.begun:
+            self._promised = 0
+        elif self._promised and self._promised in rates:
+            return self._promised
         k, run, timed = self._newest(state)
         if run < BURST and timed < TIMED and k in rates:
             return k
@@ -303,10 +313,22 @@ class AutoLength:
         best = max(rates, key=lambda k: rates[k])
         self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
         if outcome.forced:
+            if outcome.undrafted:
+                self._begin_late(outcome)
             return
+        if k:
+            self._promised = 0
         if k != self._best_known:
             self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
         if rates[k] * SWITCH >= rates[best]:
             self._last = k
         _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
         self._run = (k, run + 1, timed + (outcome.seconds is not None))
+
+    def _begin_late(self, outcome: RoundOutcome) -> None:
+        """Charge for what a drafter takes in for a try; the try is to follow."""
+        self._promised, tried = self._wanted
+        if tried:
+            self._credit -= self.costs.extra(
+                outcome.num_rows, self._promised, outcome.undrafted
+            )

@@ -16,11 +16,12 @@ class BatchState:
             dropped yet included.
         room: for each running row the most draft tokens that could be of use to it.
         remaining: tokens that the running rows may still emit, on average.
-        undrafted: rounds since the last one that drafted; what they committed the
-            drafter has to catch up with first.
+        undrafted: tokens of a row that the drafter has to catch up with first: those of
+            the rounds since the last one that drafted, or all.
         in_flight: k of the rounds that were handed out and not read yet.
         left: tokens that each running row may still emit, by its number, where no
             others take the places of rows that end; else empty.
+        begun: whether the drafter has the rows; if not, all of them count as undrafted.
     """
 
     num_rows: int
@@ -29,6 +30,7 @@ class BatchState:
     undrafted: int = 0
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
+    begun: bool = True
 
 
 @dataclass(frozen=True)
@@ -42,7 +44,9 @@ class RoundOutcome:
             how many it accepted).
         seconds: how long the round took; ``None`` where that is not known, as
             other work came between.
-        undrafted: rounds without a draft that the drafter caught up with first.
+        undrafted: tokens of a row that the drafter caught up with first; of a round
+            without a draft, those that it has begun to take in, for the k that was
+            chosen last.
         rows: the numbers of the rows of ``accepted``, where they are known.
         forced: nothing could be drafted, so k was not chosen.
     """

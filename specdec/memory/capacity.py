@@ -5,6 +5,8 @@ from __future__ import annotations
 from ..errors import CacheError
 
 FIRST_CAPACITY = 256
+# Tokens of a row that a draft takes in with one forward, of those that it missed.
+CATCH_UP_STEP = 128
 
 
 def round_up(n: int, multiple: int) -> int:

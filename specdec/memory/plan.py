@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .capacity import chunk_width, padded_length, round_up
+from .capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
 from .choosing import GREEDY, Choosing, choosing_bytes
 from .formulas import logits_bytes
 from .geometry import ModelGeometry
@@ -73,7 +73,8 @@ class MemoryPlan:
 
     Args:
         target, draft: the models; without a draft ``num_draft_tokens`` is 0.
-        num_draft_tokens: k, tokens proposed in a round.
+        num_draft_tokens: k, tokens proposed in a round, at most.
+        pauses: whether rounds may draft nothing, which the draft has to catch up with.
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host read behind the device.
@@ -88,6 +89,7 @@ class MemoryPlan:
     target: ModelGeometry
     draft: ModelGeometry | None = None
     num_draft_tokens: int = 0
+    pauses: bool = False
     prefill_step_size: int
     read_bucket: int = 1
     lookahead: int = 1
@@ -152,10 +154,14 @@ class MemoryPlan:
         for name, model in self._models():
             parts[f"{name} KV cache"] = self._kv_bytes(model, rows, length, self._wide)
             layers.append(self._largest_layer(model, rows, length))
+            # A draft takes in what it missed, or all that is committed, in pieces.
+            wide = self._wide
+            if name == "draft" and self.pauses:
+                wide = max(wide, min(CATCH_UP_STEP, length))
             columns = model.columns(
-                length, max_write=self._wide, read_bucket=self.read_bucket
+                length, max_write=wide, read_bucket=self.read_bucket
             )
-            workspace.append(model.workspace_bytes(len(rows), self._wide, columns))
+            workspace.append(model.workspace_bytes(len(rows), wide, columns))
         # Caches grow a layer at a time, beside its old arrays. Rows that leave and
         # rows that join copy it twice more, in one go.
         parts["growth and joins"] = max(layers) * (3 if len(rows) > 1 else 1)

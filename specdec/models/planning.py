@@ -53,6 +53,7 @@ def plan_memory(
         target=described[0],
         draft=planned,
         num_draft_tokens=k,
+        pauses=config.num_draft_tokens == "auto",
         prefill_step_size=config.prefill_step_size,
         read_bucket=options.read_bucket,
         lookahead=backend.lookahead,

@@ -15,6 +15,7 @@ from specdec import backend
 from specdec.config import EngineConfig, NumDraftTokens
 from specdec.drafters import Drafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.engine import Engine
+from specdec.lengths import DraftLength
 from specdec.memory import MemoryPlan, RowNeeds
 from specdec.models import LoadedModel, load_draft
 from specdec.models.planning import plan_memory
@@ -25,6 +26,7 @@ from specdec.sequence import Request
 
 from ..cache.small_models import MODELS
 from ..plain import BEHIND
+from ..test_late_drafting import Late
 
 WIDER: dict[str, Any] = {
     "hidden_size": 128,
@@ -56,6 +58,7 @@ def measure(
     config: EngineConfig,
     requests: Sequence[Request],
     drafter: Drafter | None = None,
+    length: DraftLength | None = None,
 ) -> tuple[int, MemoryPlan]:
     """Bytes at the fullest moment of a run, and the plan of it."""
     defaults = backend.defaults()
@@ -80,7 +83,7 @@ def measure(
     mx.synchronize()
     others = mx.get_active_memory() - plan.weight_bytes
     mx.reset_peak_memory()
-    engine = Engine(runner, drafter, config, defaults, frozenset())
+    engine = Engine(runner, drafter, config, defaults, frozenset(), length=length)
     for request in requests:
         engine.add(request)
     while engine.busy:
@@ -233,6 +236,31 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
 
     # Not just anything large.
     check_plan(run, lambda told, peak: told - weights <= 2 * (peak - weights))
+
+
+@pytest.mark.parametrize("may_pay", [True, False], ids=["catches-up", "begins-late"])
+@pytest.mark.parametrize(
+    ("batch", "prompt", "generated", "step"),
+    [(8, 30, 270, 512), (4, 200, 90, 512), (4, 30, 600, 2048)],
+)
+def test_a_draft_that_takes_in_much_stays_within_the_plan(
+    tiny_model: Callable[..., nn.Module],
+    batch: int,
+    prompt: int,
+    generated: int,
+    step: int,
+    may_pay: bool,
+) -> None:
+    """Near the rows' end, beside caches that are as long as they become."""
+    config = EngineConfig(batch_size=batch, prefill_step_size=step)
+    target, draft = (loaded(tiny_model, "full", seed=i) for i in (0, 1))
+    requests = requests_of(batch, prompt, generated)
+    rounds = generated - 30
+    length = Late(lambda number: 8 if number >= rounds else 0, may_pay=may_pay)
+    length.max_draft_tokens = 8
+    peak, plan = measure(target, draft, config, requests, length=length)
+    assert any(o.num_draft_tokens for o in length.outcomes)
+    assert peak <= plan.peak(fullest(requests, batch))
 
 
 def test_the_plan_counts_what_spare_tokens_take(
