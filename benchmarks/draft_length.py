@@ -33,9 +33,9 @@ from specdec.bench.waves import (
     Record,
     full_rate,
     quiet_rate,
+    rate,
     total,
 )
-from specdec.bench.waves import rate as whole_rate
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
 from specdec.draft_spec import NGRAM_DRAFTS
@@ -124,16 +124,16 @@ def table(
 ) -> str:
     """A row per draft and batch; ratios are taken pass by pass."""
     rows = []
-    rate = full_rate if others_wait else whole_rate
+    counted = full_rate if others_wait else rate
     for draft in drafts:
         for b in batches:
             plain = records[key_of("plain", b, 0)][1:]
             fixed = {k: records[key_of(draft, b, k)][1:] for k in ks}
             auto = records[key_of(draft, b, "auto")][1:]
-            best = max(ks, key=lambda k: statistics.median(map(rate, fixed[k])))
+            best = max(ks, key=lambda k: statistics.median(map(counted, fixed[k])))
             against = fixed[best]
-            if statistics.median(map(rate, plain)) > statistics.median(
-                map(rate, against)
+            if statistics.median(map(counted, plain)) > statistics.median(
+                map(counted, against)
             ):
                 best, against = 0, plain
 
@@ -146,7 +146,8 @@ def table(
                 return show_spread([x / y for x, y in pairs if y], 3)
 
             steady = max(ks, key=lambda k: statistics.median(map(full_rate, fixed[k])))
-            quiet = {k: quiet_rate(fixed[k]) / quiet_rate(plain) for k in ks}
+            quietly = quiet_rate(plain) or float("inf")
+            quiet = {k: quiet_rate(fixed[k]) / quietly for k in ks}
             limit = max(ks, key=lambda k: quiet[k])
             chosen: Counter[int] = Counter()
             for record in auto:
@@ -160,11 +161,11 @@ def table(
                     if not draft.startswith(WRONG)
                     else "wrong",
                     b,
-                    show_spread([rate(r) for r in plain]),
-                    *(show_spread([rate(r) for r in fixed[k]]) for k in ks),
-                    show_spread([rate(r) for r in auto]),
-                    ratios(auto, plain, rate),
-                    f"{ratios(auto, against, rate)} (k={best})",
+                    show_spread([counted(r) for r in plain]),
+                    *(show_spread([counted(r) for r in fixed[k]]) for k in ks),
+                    show_spread([counted(r) for r in auto]),
+                    ratios(auto, plain, counted),
+                    f"{ratios(auto, against, counted)} (k={best})",
                     *(
                         ()
                         if others_wait
@@ -174,7 +175,7 @@ def table(
                         )
                     ),
                     f"{quiet[limit]:.3f} (k={limit})",
-                    f"{quiet_rate(auto) / quiet_rate(plain):.3f}",
+                    f"{quiet_rate(auto) / quietly:.3f}",
                     f"{accepted / drafted:.3f}" if drafted else "-",
                     " ".join(f"{k}:{n}" for k, n in sorted(chosen.items())),
                 ]
@@ -313,7 +314,7 @@ def main(
     records: dict[str, list[Record]] = {key: [] for key in runs}
     with wired_limit(loaded.model):
         for number, key, record in in_time(runs, repeat + 1, minutes):
-            found = full_rate(record) if others_wait else whole_rate(record)
+            found = full_rate(record) if others_wait else rate(record)
             print(f"pass {number}: {key}: {found:.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
             record["decode_tokens_per_second"] = found

@@ -75,7 +75,7 @@ def table(
         for k in (0, *ks, "auto"):
             found = records[key_of(b, k)][1:]  # type: ignore[arg-type]
             ups = [rate(x) / rate(y) for x, y in zip(found, plain, strict=True)]
-            quiet = quiet_rate(found) / quiet_rate(plain)
+            quiet = quiet_rate(found) / (quiet_rate(plain) or float("inf"))
             limit = best if k == "auto" else allowed(costs[b], chance, int(k))
             drafted = sum(total(r, "drafted") for r in found)
             accepted = sum(total(r, "accepted") for r in found)
