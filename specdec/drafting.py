@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 
 from .drafters import Drafter, DraftRows, Proposals, Round
+from .drafters.base import late
 from .verification import Verdict
 
 Texts = Sequence[Sequence[int]]
@@ -65,7 +66,7 @@ class Drafting:
         No round is in flight.
         """
         if self._drafter is not None:
-            self._coming = self._drafter.late().rows(texts, max_length=max_length)
+            self._coming = late(self._drafter).rows(texts, max_length=max_length)
             self._chunks = iter(self._coming.prefill())
 
     def advance(self) -> None:

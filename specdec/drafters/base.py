@@ -174,12 +174,16 @@ class Drafter(Protocol):
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
 
-    def late(self) -> Drafter:
-        """The same drafter, for rows that have been decoded for a while without it.
 
-        What was generated counts as part of their prompts then.
-        """
-        return self
+def late(drafter: Drafter) -> Drafter:
+    """The same drafter, for rows that have been decoded for a while without it.
+
+    What was generated counts as part of their prompts then. It is what the drafter's
+    method ``late`` gives, where it has one.
+    """
+    own = getattr(drafter, "late", None)
+    found: Drafter = drafter if own is None else own()
+    return found
 
 
 def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..verification import Verdict
-from .base import Drafter, DraftRows, Proposals, Round
+from .base import Drafter, DraftRows, Proposals, Round, late
 
 
 class ChainDrafter:
@@ -37,7 +37,7 @@ class ChainDrafter:
 
     def late(self) -> ChainDrafter:
         """Both, for rows that have been decoded for a while."""
-        return ChainDrafter(self.first.late(), self.second.late())
+        return ChainDrafter(late(self.first), late(self.second))
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import DrafterError
 from ..lengths import BatchState, DraftLength, RoundOutcome
 from ..verification import Verdict
-from .base import Drafter, DraftRows, Proposals, Round, check_proposals
+from .base import Drafter, DraftRows, Proposals, Round, check_proposals, late
 
 log = logging.getLogger("specdec.drafters")
 
@@ -76,10 +76,8 @@ class _Guarded(Drafter):
         return _GuardedRows(rows, self._guard)
 
     def late(self) -> Drafter:
-        # One that only looks like a drafter may lack it.
-        late = getattr(self._drafter, "late", lambda: self._drafter)
         try:
-            return _Guarded(late(), self._guard)
+            return _Guarded(late(self._drafter), self._guard)
         except Exception as error:
             self._guard.fail(error, self._drafter)
             return self

@@ -93,10 +93,6 @@ class NgramDrafter:
         kernels = defaults().kernels and lookup_kernel.proven()
         self.lookup: Lookup = lookup_kernel if kernels else lookup
 
-    def late(self) -> NgramDrafter:
-        """This one: what was generated is looked up like prompts."""
-        return self
-
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
         """Begin rows for ``prompts``."""
         return NgramRows(self, prompts, max_length)
