@@ -241,19 +241,17 @@ class Engine:
         """
         if drafter.hidden_layers:
             return False
-        drafts = running and self._running is not None and self._running.drafts
-        if running and not drafts:
-            return True
-        if drafts and self._running is not None and self._running.idle < IDLE:
-            return False
+        joined = self._running if running else None
+        if joined is not None and (not joined.drafts or joined.idle < IDLE):
+            return not joined.drafts
         n = len(sequences)
         k = self._length.max_draft_tokens
         tokens = sum(s.remaining for s in sequences) / n
         known = sum(len(s.request.prompt_tokens) for s in sequences) // n
         if self._length.may_pay(BatchState(n, [k] * n, tokens, known)):
             return False
-        if self._running is not None:
-            self._running.let_go_of_draft()
+        if joined is not None:
+            joined.let_go_of_draft()
         return True
 
     def _round(self) -> list[RowOutput]:

@@ -28,7 +28,6 @@ from specdec.drafters import model as draft_model
 from specdec.drafters.missed import Missed
 from specdec.lengths import (
     AutoLength,
-    BatchState,
     FixedLength,
     ForwardCosts,
     Forwards,
@@ -41,35 +40,12 @@ from specdec.models.runner import ModelRunner
 from specdec.pacing import Pacer
 from specdec.params import SamplingParams
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows, sampled
+from tests.scripted import Script
 
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
 # Fewer columns than a catch-up chunk, so that rings have to be re-laid for it.
 WINDOWED = {"sliding_window": 24, "sliding_window_pattern": 2}
-
-
-class Script:
-    """Chooses by a function of the round's number; notes what it is told."""
-
-    max_draft_tokens = 4
-
-    def __init__(self, choose: Callable[[int], int]):
-        self._choose = choose
-        self.outcomes: list[RoundOutcome] = []
-        self.states: list[BatchState] = []
-
-    def prepare(self, num_rows: int) -> None:
-        pass
-
-    def may_pay(self, state: BatchState) -> bool:
-        return True
-
-    def choose(self, state: BatchState) -> int:
-        self.states.append(state)
-        return self._choose(len(self.outcomes) + len(state.in_flight))
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.outcomes.append(outcome)
 
 
 @pytest.fixture(scope="module")

@@ -18,7 +18,6 @@ from specdec.drafting import Drafting
 from specdec.engine import Engine
 from specdec.lengths import (
     AutoLength,
-    BatchState,
     ForwardCosts,
     Forwards,
     RoundCosts,
@@ -29,37 +28,19 @@ from specdec.pacing import Pacer
 from specdec.params import SamplingParams
 from specdec.prefix.store import PrefixStore
 from specdec.sequence import Request
-from tests.plain import AT_ONCE, BEHIND, greedy, plainly, run_rows
+from tests.drafters.repetitive import BACKENDS
+from tests.plain import BEHIND, greedy, plainly, run_rows
+from tests.scripted import Script
 
 VOCAB = 97
-BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
 WINDOWED = {"sliding_window": 24, "sliding_window_pattern": 2}
 
 
-class Late:
+class Late(Script):
     """Says that drafting may not pay, and wants k by the round's number."""
 
-    max_draft_tokens = 4
-
     def __init__(self, choose: Callable[[int], int], *, may_pay: bool = False):
-        self._choose, self._may_pay = choose, may_pay
-        self.outcomes: list[RoundOutcome] = []
-        self.states: list[BatchState] = []
-        self.asked: list[BatchState] = []
-
-    def prepare(self, num_rows: int) -> None:
-        pass
-
-    def may_pay(self, state: BatchState) -> bool:
-        self.asked.append(state)
-        return self._may_pay
-
-    def choose(self, state: BatchState) -> int:
-        self.states.append(state)
-        return self._choose(len(self.outcomes) + len(state.in_flight))
-
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.outcomes.append(outcome)
+        super().__init__(choose, may_pay=may_pay)
 
 
 def make_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:

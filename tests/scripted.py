@@ -1,0 +1,33 @@
+"""A draft length that does what a test says, and notes what it is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from specdec.lengths import BatchState, RoundOutcome
+
+
+class Script:
+    """Chooses by a function of the round's number; notes what it is told."""
+
+    max_draft_tokens = 4
+
+    def __init__(self, choose: Callable[[int], int], *, may_pay: bool = True):
+        self._choose, self._may_pay = choose, may_pay
+        self.outcomes: list[RoundOutcome] = []
+        self.states: list[BatchState] = []
+        self.asked: list[BatchState] = []
+
+    def prepare(self, num_rows: int) -> None:
+        pass
+
+    def may_pay(self, state: BatchState) -> bool:
+        self.asked.append(state)
+        return self._may_pay
+
+    def choose(self, state: BatchState) -> int:
+        self.states.append(state)
+        return self._choose(len(self.outcomes) + len(state.in_flight))
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self.outcomes.append(outcome)
