@@ -59,8 +59,8 @@ class InFlight:
         All at once: every hand-over costs time of its own.
         """
         verdict = decision.verdict
-        counts = mx.stack([verdict.kept, decision.limit], axis=1)
-        packed = mx.concatenate([counts, verdict.chosen], axis=1)
+        counts = (verdict.kept[:, None], decision.limit[:, None])
+        packed = mx.concatenate([*counts, verdict.chosen], axis=1)
         mx.async_eval(packed, decision.peaks, *others)
         return cls(rows, first, packed, decision)
 

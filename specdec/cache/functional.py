@@ -18,6 +18,7 @@ from typing import Self
 
 import mlx.core as mx
 
+from ..memory.capacity import round_up
 from .core import CacheCore
 from .memo import Memo
 from .storage import Arrays, Storage
@@ -40,11 +41,15 @@ class FunctionalCache(CacheCore):
         """
         if self.empty() or self._lengths is not None or self._exact(num_tokens):
             return None
-        longest = self._longest_after(num_tokens)
+        capacity, longest = self.capacity, self._longest + num_tokens
+        fits = self._slots_needed(longest) <= capacity
+        if not fits:
+            longest = self._longest_after(num_tokens)
         self._check_write(num_tokens, longest)
-        capacity = self._capacity_for(longest)
-        self._storage.grow(capacity)
-        extent = self._extent(longest, capacity, num_tokens)
+        if not fits:
+            capacity = self._capacity_for(longest)
+            self._storage.grow(capacity)
+        extent = min(capacity, round_up(longest, self.read_bucket))
         # Only where attention reads no more than the rows hold may a mask, or one
         # of its rules, be left out.
         bound = longest if extent == longest else None
@@ -80,13 +85,21 @@ class FunctionalCache(CacheCore):
         twin.offset = offset
         return twin
 
-    def take(self, arrays: Arrays, offset: mx.array, num_tokens: int) -> None:
+    def take(
+        self, arrays: Arrays, offset: mx.array, num_tokens: int, spare: int = 0
+    ) -> None:
         """Hold what a write of ``num_tokens`` tokens made, room for which was reserved.
 
         Args:
             offset: tokens kept by every row now, shape (B,).
+            spare: how many of those written were taken back of every row.
+
+        Raises:
+            CacheError: that is more than a ring can take back.
         """
-        longest = self._longest_after(num_tokens)
         self._storage.arrays = arrays
         self.offset = offset
-        self._count(num_tokens, longest)
+        self._count(num_tokens, self._longest + num_tokens)
+        if spare:
+            self._note_trim(spare)
+            self._longest -= spare

@@ -98,10 +98,9 @@ class Round:
         """
         j = len(proposed)
         draws = self.draws.at(j)
-        recent = self.recent
-        if j:
-            recent = mx.concatenate([recent, *proposed], axis=1)[:, j:]
-        logits = self.sampling.adjusted(logits, recent, recent[:, :0], draws)
+        if self.sampling.adjustments is not None:
+            recent = mx.concatenate([self.recent, *proposed], axis=1)[:, j:]
+            logits = self.sampling.adjusted(logits, recent, recent[:, :0], draws)
         probabilities = None
         if self.needs_probabilities:
             probabilities = self.sampling.probabilities(logits, draws)

@@ -67,9 +67,12 @@ class CompiledForwards:
         self._refused = False
 
     def __call__(
-        self, tokens: mx.array, caches: Sequence[Any]
+        self, tokens: mx.array, caches: Sequence[Any], spare: int = 0
     ) -> tuple[mx.array, mx.array | None] | None:
         """Write ``tokens`` of shape (B, S) behind every row of ``caches``.
+
+        Args:
+            spare: times that a single token (S = 1) is computed again and taken back.
 
         Returns:
             Logits (B, S, V), and hidden states where layers are listened to; ``None``
@@ -81,7 +84,7 @@ class CompiledForwards:
         if self._refused:
             return None
         members = _members(caches)
-        width = tokens.shape[1]
+        width = tokens.shape[1] + spare
         keys = [cache.reserve(width) for cache in members]
         if None in keys:
             return None
@@ -89,7 +92,8 @@ class CompiledForwards:
         groups = [_place(offsets, cache.offset) for cache in members]
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
-        key = (tokens.shape, tokens.dtype, tuple(groups), tuple(keys), str(stream))
+        shape = (*tokens.shape, spare)
+        key = (shape, tokens.dtype, tuple(groups), tuple(keys), str(stream))
         function = self._functions.get(key)
         if function is None:
             if len(self._met) > MAX_COUNTED:
@@ -98,7 +102,7 @@ class CompiledForwards:
             CompiledForwards.unsettled += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
-            function = self._make(caches, members, groups)
+            function = self._make(caches, members, groups, spare)
         held = [cache.arrays for cache in members]
         try:
             logits, hidden, offsets, held = function(tokens, offsets, held)
@@ -119,7 +123,7 @@ class CompiledForwards:
             )
             return None
         for cache, group, arrays in zip(members, groups, held, strict=True):
-            cache.take(arrays, offsets[group], width)
+            cache.take(arrays, offsets[group], width, spare)
         self._functions[key] = function
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
@@ -146,7 +150,11 @@ class CompiledForwards:
         return type(self._model).__module__
 
     def _make(
-        self, caches: Sequence[Any], members: list[BatchCache], groups: list[int]
+        self,
+        caches: Sequence[Any],
+        members: list[BatchCache],
+        groups: list[int],
+        spare: int,
     ) -> Function:
         model, recorder = self._model, self._recorder
         bare = [cache.without_arrays() for cache in members]
@@ -163,6 +171,9 @@ class CompiledForwards:
                 for cache, group, arrays in zip(bare, groups, held, strict=True)
             ]
             rest = iter(twins)
+            num_tokens = tokens.shape[1]
+            if spare:
+                tokens = mx.broadcast_to(tokens, (tokens.shape[0], 1 + spare))
             logits = model(
                 tokens,
                 cache=[
@@ -177,6 +188,10 @@ class CompiledForwards:
                     after[group] = twin.offset
                 if twin.offset is offsets[group] or twin.offset is not after[group]:
                     raise _CannotCompileError
+            if spare:
+                after = [offset - spare for offset in after]
+                logits = logits[:, :num_tokens]
+                hidden = None if hidden is None else hidden[:, :num_tokens]
             return logits, hidden, after, [twin.arrays for twin in twins]
 
         return mx.compile(forward)

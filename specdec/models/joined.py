@@ -15,6 +15,7 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -61,7 +62,7 @@ class _Product:
         vars(stacked).update(vars(layers[0]))
         stacked.eval()  # layers that train are not asked here
         sizes = [layer["weight"].shape[0] for layer in layers]
-        self._ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+        self._ends = tuple(accumulate(sizes))
         for name in layers[0]:
             dict.__setitem__(
                 stacked, name, mx.concatenate([layer[name] for layer in layers])
@@ -81,14 +82,16 @@ class _Product:
         """Whether its layers are not joined any more; that is for good."""
         return self._wasted >= _PATIENCE
 
-    def _compute(self, x: mx.array) -> mx.array:
-        whole = self._whole
+    def _compute(self, x: mx.array) -> list[mx.array]:
+        whole, ends = self._whole, self._ends
+        if isinstance(whole, SkinnyLinear):
+            return whole.split(x, ends)
         if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
             # MLX has a fast kernel for one row, which adds no bias.
-            alone: mx.array = x @ whole["weight"].T + whole["bias"]
-            return alone
-        computed: mx.array = whole(x)
-        return computed
+            computed = x @ whole["weight"].T + whole["bias"]
+        else:
+            computed = whole(x)
+        return mx.split(computed, list(ends[:-1]), axis=-1)
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
         """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""
@@ -109,7 +112,7 @@ class _Product:
                 ready.by._wasted += 1
                 if ready.by._useless:
                     logger.debug("a joined product is not used whole: joined no more")
-            parts = mx.split(self._compute(x), self._ends[:-1], axis=-1)
+            parts = self._compute(x)
             # Another thread's input is another array: it computes its own parts.
             ready = slot.ready = _Ready(self, x, dict(enumerate(parts)))
         taken = ready.parts.pop(i, None)

@@ -255,22 +255,19 @@ class ModelRows:
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
         rows, width = tokens.shape
-        spare = self.runner.backend.most_spare
-        if not spare or width > 1:
-            return self._decode(tokens)
-        logits = self._decode(mx.concatenate([tokens, tokens[:, -1:]], axis=1))
+        spare = self.runner.backend.most_spare if width == 1 else 0
+        if self.runner.compiled is not None:
+            done = self.runner.compiled(tokens, self._caches, spare)
+            if done is not None:
+                logits, self.hidden = done
+                return logits
+        if not spare:
+            return self._forward(tokens)
+        logits = self._forward(mx.broadcast_to(tokens, (rows, 1 + spare)))
         self.trim_per_sequence([spare] * rows, spare)
         if self.hidden is not None:
             self.hidden = self.hidden[:, :width]
         return logits[:, :width]
-
-    def _decode(self, tokens: mx.array) -> mx.array:
-        if self.runner.compiled is not None:
-            done = self.runner.compiled(tokens, self._caches)
-            if done is not None:
-                logits, self.hidden = done
-                return logits
-        return self._forward(tokens)
 
     def _forward(self, tokens: mx.array) -> mx.array:
         logits: mx.array = self.runner.model(tokens, cache=self._caches)

@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Sequence
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -36,7 +38,8 @@ MOST_TOKENS = 16
 # WIDEST times as many.
 WARPS, COLUMNS, ROWS, TILE, WIDEST = 16, 32, 16, 8, 8
 
-# out = x weight^T + bias; x is (M, K), weight (N, K).
+# out = x weight^T + bias; x is (..., K), M rows of it, weight (N, K). Where matrices
+# are joined, each one's product is an array of its own.
 #
 # A block computes 16 columns of the result for 8 * WIDE rows of x. Its warps
 # share K among themselves, 32 columns in turn, UNROLL of them in flight, and add up
@@ -44,7 +47,9 @@ WARPS, COLUMNS, ROWS, TILE, WIDEST = 16, 32, 16, 8, 8
 # and those of x the 8. Which k is which does not matter as long as both agree: a
 # thread reads 8 neighbours at once and hands 4 of them to each of two products.
 _SOURCE = """
-  const int M = x_shape[0], K = x_shape[1], N = weight_shape[0];
+  const int K = weight_shape[1], N = weight_shape[0];
+  int M = 1;
+  for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, part = lane % 4;
   const int first = blockIdx.x * 16, top = blockIdx.y * 8 * WIDE;
@@ -100,7 +105,9 @@ _SOURCE = """
       #pragma unroll
       for (int w = 0; w < WARPS; ++w) sum += found[w][in_tile][n];
       if (bias_ndim == 1) sum += static_cast<float>(bias[first + n]);
-      out[static_cast<size_t>(m) * N + first + n] = static_cast<T>(sum);
+      const int at = first + n;
+      const size_t row = m;
+      @WRITE@ = static_cast<T>(sum);
     }
     __syncthreads();
   }
@@ -114,36 +121,81 @@ _MMA = """
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 """
 _TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
+# Where a result goes: to the one array, or to that of up to MOST_PARTS that has its
+# column; the i-th ends before ends[i].
+MOST_PARTS = 3
+_WHOLE = "out[row * N + at]"
+_PARTS = """*(at < ends[0] ? out0 + row * ends[0] + at
+        : at < ends[1] ? out1 + row * (ends[1] - ends[0]) + (at - ends[0])
+                       : out2 + row * (N - ends[1]) + (at - ends[1]))"""
 
 
 @cache
-def _kernel(dtype: mx.Dtype) -> Any:
+def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
     header = _MMA.format(_TYPES[dtype])
+    source = _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE)
     # MLX keeps what it compiled on disk by name.
-    version = hashlib.sha256((header + _SOURCE).encode()).hexdigest()[:12]
+    version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.cuda_kernel(
         name=f"specdec_skinny_{_TYPES[dtype]}_{version}",
-        input_names=["x", "weight", "bias"],
-        output_names=["out"],
-        source=_SOURCE,
+        input_names=["x", "weight", "bias", *(["ends"] if parted else [])],
+        output_names=[f"out{i}" for i in range(MOST_PARTS)] if parted else ["out"],
+        source=source,
         header=header,
     )
 
 
 def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-    """x (M, K) times weight (N, K) transposed, plus bias (N,): (M, N).
+    """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N).
 
     Summed in float32 and rounded once, the bias included. What it can compute, and
     sooner than MLX, :func:`takes` says.
     """
-    rows, columns = x.shape[0], weight.shape[0]
+    return _launch(x, weight, bias, [weight.shape[0]])[0]
+
+
+def parts(
+    x: mx.array, weight: mx.array, bias: mx.array | None, ends: tuple[int, ...]
+) -> list[mx.array]:
+    """The same for stacked matrices, each one's product an array of its own.
+
+    Parts of one array have rows with gaps between them, and some of what reads those
+    copies them first.
+
+    Args:
+        ends: the row of ``weight`` behind which each matrix ends, two or three.
+    """
+    sizes = [b - a for a, b in pairwise((0, *ends))]
+    return _launch(x, weight, bias, sizes, _two_ends(ends))
+
+
+@cache
+def _two_ends(ends: tuple[int, ...]) -> mx.array:
+    """Where the first matrix ends, and the second, for the kernel."""
+    return mx.array(ends[:2], mx.int32)
+
+
+def _launch(
+    x: mx.array,
+    weight: mx.array,
+    bias: mx.array | None,
+    sizes: Sequence[int],
+    ends: mx.array | None = None,
+) -> list[mx.array]:
+    """Run the kernel; its results have so many columns."""
+    rows, columns = x.size // x.shape[-1], weight.shape[0]
     wide = 1
     while wide < WIDEST and wide * TILE < rows:
         wide *= 2
     threads = 32 * WARPS
-    result: mx.array = _kernel(x.dtype)(
-        # An array that is no vector stands for no bias: a kernel less to compile.
-        inputs=[x, weight, weight if bias is None else bias],
+    # An array that is no vector stands for no bias: a kernel less to compile.
+    inputs = [x, weight, weight if bias is None else bias]
+    shapes = [(*x.shape[:-1], size) for size in sizes]
+    if ends is not None:
+        inputs.append(ends)
+        shapes += [(1,)] * (MOST_PARTS - len(sizes))
+    results: list[mx.array] = _kernel(x.dtype, ends is not None)(
+        inputs=inputs,
         template=[
             ("T", x.dtype),
             ("WARPS", WARPS),
@@ -152,10 +204,10 @@ def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
         ],
         grid=(-(-columns // ROWS) * threads, -(-rows // (TILE * wide)), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=[(rows, columns)],
-        output_dtypes=[x.dtype],
-    )[0]
-    return result
+        output_shapes=shapes,
+        output_dtypes=[x.dtype] * len(shapes),
+    )
+    return results[: len(sizes)]
 
 
 def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
@@ -173,12 +225,6 @@ def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
     )
 
 
-def _flat(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-    """The product of x of any shape (..., K)."""
-    found = product(x.reshape(-1, x.shape[-1]), weight, bias)
-    return found.reshape(*x.shape[:-1], weight.shape[0])
-
-
 class SkinnyLinear(nn.Linear):
     """A linear layer that computes few rows by the kernel.
 
@@ -190,7 +236,14 @@ class SkinnyLinear(nn.Linear):
         if self.training or not takes(x, weight, bias):
             usual: mx.array = super().__call__(x)
             return usual
-        return _flat(x, weight, bias)
+        return product(x, weight, bias)
+
+    def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
+        """Its product in parts, for stacked matrices, see :func:`parts`."""
+        weight, bias = self["weight"], self.get("bias")
+        if len(ends) > MOST_PARTS or not takes(x, weight, bias):
+            return mx.split(self(x), list(ends[:-1]), axis=-1)
+        return parts(x, weight, bias, ends)
 
 
 class SkinnyEmbedding(nn.Embedding):
@@ -203,7 +256,7 @@ class SkinnyEmbedding(nn.Embedding):
             usual: Any = super().as_linear
             logits: mx.array = usual(x)
             return logits
-        return _flat(x, weight, None)
+        return product(x, weight, None)
 
 
 _SKINNY: dict[type, Any] = {nn.Linear: SkinnyLinear, nn.Embedding: SkinnyEmbedding}
@@ -227,15 +280,20 @@ def proven() -> bool:
         w = mx.random.normal((40, 96), key=mx.random.key(1)).astype(mx.bfloat16)
         bias = w[:, 0]
         # The narrowest and the widest of the kernels, which needs the most registers.
-        for rows, added in ((5, None), (TILE * WIDEST, bias)):
-            x = mx.random.normal((rows, 96), key=mx.random.key(0)).astype(mx.bfloat16)
+        for rows, added in ((5, None), (TILE * WIDEST // 2, bias)):
+            shape = (2, rows, 96)
+            x = mx.random.normal(shape, key=mx.random.key(0)).astype(mx.bfloat16)
             exact = x.astype(mx.float32) @ w.astype(mx.float32).T
             if added is not None:
                 exact = exact + added.astype(mx.float32)
-            off = mx.abs(product(x, w, added).astype(mx.float32) - exact)
-            # Not the other way round: NaN is no agreement.
-            if not (off.max() <= 0.01 * mx.abs(exact).max()).item():
-                return False
+            found = [product(x, w, added)]
+            for ends in ((24, 40), (8, 11, 40)):
+                found.append(mx.concatenate(parts(x, w, added, ends), axis=-1))
+            for one in found:
+                off = mx.abs(one.astype(mx.float32) - exact)
+                # Not the other way round: NaN is no agreement.
+                if not (off.max() <= 0.01 * mx.abs(exact).max()).item():
+                    return False
         return True
     except (RuntimeError, ValueError) as error:
         logger.debug("no kernel for products of few rows: %s", error)

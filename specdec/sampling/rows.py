@@ -137,7 +137,8 @@ class RowSampling:
             noise = draws.gumbel[..., : logits.shape[-1]]
             scaled = self.temperature[:, None, None] * noise
             logits = self.filtered(logits, draws) + scaled
-        return mx.argmax(logits, axis=-1).astype(mx.int32)
+        # The same bytes: no kernel, as converting them would be.
+        return mx.argmax(logits, axis=-1).view(mx.int32)
 
     def filtered(self, logits: mx.array, draws: Draws) -> mx.array:
         """``logits`` in float32, minus infinity at what a row refuses to draw."""

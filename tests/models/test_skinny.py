@@ -37,17 +37,26 @@ def reference(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     return exact.astype(x.dtype)
 
 
+def parted(whole: Any) -> Any:
+    """The same in parts, by ``whole``."""
+
+    def parts(x: mx.array, weight: mx.array, bias: Any, ends: Any) -> list[mx.array]:
+        return mx.split(whole(x, weight, bias), list(ends[:-1]), axis=-1)
+
+    return parts
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
     """A stand-in for the kernel: rows, columns and bias of each of its products."""
     calls: list[tuple[int, int, bool]] = []
 
     def stand_in(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
-        assert x.ndim == 2
-        calls.append((x.shape[0], weight.shape[0], bias is not None))
+        calls.append((x.size // x.shape[-1], weight.shape[0], bias is not None))
         return reference(x, weight, bias)
 
     monkeypatch.setattr(skinny, "product", stand_in)
+    monkeypatch.setattr(skinny, "parts", parted(stand_in))
     monkeypatch.setattr(skinny, "proven", lambda: True)
     return calls
 
@@ -186,10 +195,14 @@ def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
 def test_a_kernel_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:
-    monkeypatch.setattr(skinny, "product", wrong)
-    assert not skinny.proven.__wrapped__()
-    monkeypatch.setattr(skinny, "product", reference)
-    assert skinny.proven.__wrapped__()
+    def tried(whole: Any, part: Any) -> bool:
+        monkeypatch.setattr(skinny, "product", whole)
+        monkeypatch.setattr(skinny, "parts", parted(part))
+        return bool(skinny.proven.__wrapped__())
+
+    assert not tried(wrong, reference)
+    assert not tried(reference, wrong)
+    assert tried(reference, reference)
 
 
 def test_a_model_speculates_with_itself(
@@ -228,6 +241,14 @@ def test_the_kernel_computes_the_product(dtype: mx.Dtype) -> None:
             unit = 2**-7 if dtype == mx.bfloat16 else 2**-9
             near = mx.abs(found - wanted) <= unit * mx.abs(wanted) + 1e-2
             assert mx.all(near).item(), (size, rows)
+            # In parts, and of more dimensions: the same sums, elsewhere.
+            whole = skinny.product(x, weight, bias)
+            third = size[0] // 3
+            for ends in ((third, size[0]), (third, third + 1, size[0])):
+                found_parts = skinny.parts(x.reshape(1, *x.shape), weight, bias, ends)
+                assert len(found_parts) == len(ends)
+                joined = mx.concatenate(found_parts, axis=-1)[0]
+                assert mx.array_equal(joined, whole), (size, rows, ends)
 
 
 @needs_cuda
