@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import common
+from benchmarks import common, quiet_cores
 from benchmarks.cache import main as cache
 from benchmarks.decode import main as decode
 from benchmarks.profile_round import main as profile_round
@@ -254,6 +255,26 @@ def test_passes_end_in_time_and_whole(monkeypatch: pytest.MonkeyPatch) -> None:
         now[0] = 0.0
         numbers = [n for n, _, _ in common.in_time(systems, 5, minutes)]
         assert numbers == [n for n in range(passes) for _ in systems]
+
+
+@pytest.mark.skipif(
+    not hasattr(os, "sched_getaffinity"), reason="processors cannot be chosen here"
+)
+def test_quiet_cores(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So many of the allowed processors, the quickest, and all are allowed again."""
+    allowed = os.sched_getaffinity(0)
+    most = max(allowed)
+
+    def spin() -> float:
+        (here,) = os.sched_getaffinity(0)
+        return float(most - here)
+
+    monkeypatch.setattr(quiet_cores, "spin", spin)
+    for count in (1, len(allowed), len(allowed) + 1):
+        assert quiet_cores.quickest(count) == sorted(allowed)[-count:]
+        assert os.sched_getaffinity(0) == allowed
+    assert quiet_cores.quickest(4, range(most, most + 9)) == [most]
+    assert quiet_cores.quickest(4, range(most + 1, most + 9)) == []
 
 
 SHAPES = "shapes are 8b, 1b, 10m, tiny"
