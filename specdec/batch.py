@@ -205,7 +205,7 @@ class RowBatch:
             self._note_rows()
         elif self._draft.coming:
             self._draft.advance()
-            self._pacer.interrupt()
+            self._pacer.interrupt(drafting=True)
             if self._draft.ready:
                 self._note_lengths()
         return self._draft.ready
@@ -282,7 +282,7 @@ class RowBatch:
             recent = [self._recent[:, 1:], verdict.chosen]
             self._recent = mx.concatenate(recent, axis=1)
         if CompiledForwards.unsettled > unsettled:
-            self._pacer.interrupt()  # rounds that waited for it are not timed
+            self._pacer.interrupt(drafting=k > 0)  # rounds that waited are not timed
         state = (self._recent, self._target.offset)
         return InFlight.of(self.rows, decision, first=first, others=state)
 

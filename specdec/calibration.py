@@ -35,6 +35,9 @@ BUDGET_SECONDS = 1.5
 # What takes less than this share of the budget is timed as rounds run, so often; all of
 # that is gone through so many times, as far as the budget reaches.
 QUICK, MANY, SWEEPS = 1 / 16, 8, 4
+# What takes less than this share of the run before it may still be building; it is run
+# again, so often at most, unless it is quick.
+SETTLED, MOST_SETTLING = 0.7, 4
 # Where a plain step takes longer, it all may take so many plain steps.
 MOST_STEPS = 8
 # How often it is measured what a drafter takes for tokens that it missed.
@@ -80,12 +83,29 @@ class _Stopwatch:
         first = self.once(run)
         # The first counts where it did not take long for building, and repeating it
         # would.
-        times = [first] if self._budget / 8 < first < likely else []
-        for _ in range(self._repeats):
-            if times and (self.late(first) or not self.is_quick(min(times))):
+        if self._budget / 8 < first < likely:
+            times = [first]
+        else:
+            times = self._until_settled(run, first)
+        while len(times) < self._repeats:
+            if self.late(first) or not self.is_quick(min(times)):
                 break
             times.append(self.once(run))
         return self.again(run, min(times))
+
+    def _until_settled(self, run: Run, first: float) -> list[float]:
+        """Seconds of runs behind the ``first``, on until one is hardly quicker.
+
+        The second may still compile kernels, for seconds on a machine that has never
+        run them. What that took is not taken off the budget: rounds would compile them.
+        """
+        times = [first, self.once(run)]
+        while times[-1] < SETTLED * times[-2] and len(times) <= MOST_SETTLING:
+            if self.is_quick(times[-1]):
+                break
+            times.append(self.once(run))
+        self._begun += sum(max(0.0, t - times[-1]) for t in times)
+        return times[1:]
 
     def again(self, run: Run, known: float) -> float:
         """As rounds run, where that is quick; else what was ``known``."""

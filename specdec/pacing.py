@@ -47,7 +47,9 @@ class Pacer:
         self._length = length
         self._clock = clock
         self._pending: deque[_Pending] = deque()
-        self._last_read = self._interrupted = float("-inf")
+        self._last_read = float("-inf")
+        # When work came between rounds: any, and other than drafting.
+        self._interrupted = self._foreign = float("-inf")
         # Rounds that the drafter has to catch up with, per row on average, and tokens
         # that it has begun to take in between rounds, which the next round tells.
         self._undrafted = 0.0
@@ -133,21 +135,30 @@ class Pacer:
             for i, (limit, n) in enumerate(zip(round_.limits, kept, strict=True))
             if n and limit > 0
         ]
+        took = now - began
+        held_up = self._foreign < began <= self._interrupted
         self._length.observe(
             RoundOutcome(
                 len(round_.limits),
                 round_.num_draft_tokens,
                 [(limit, accepted) for _, limit, accepted in told],
-                now - began if timed and began > self._interrupted else None,
+                took if timed and began > self._interrupted else None,
                 round_.undrafted,
                 [round_.rows[i] for i, *_ in told] if round_.rows else (),
                 round_.forced,
+                took if held_up else None,
             )
         )
 
-    def interrupt(self) -> None:
-        """Other work came between rounds: those in flight are not timed."""
+    def interrupt(self, *, drafting: bool = False) -> None:
+        """Work came between rounds: those in flight are not timed.
+
+        Args:
+            drafting: a drafter took tokens in, or a round that drafts had new shapes.
+        """
         self._interrupted = self._clock()
+        if not drafting:
+            self._foreign = self._interrupted
 
     def join(self, before: int, joined: int) -> None:
         """Rows have joined, of which the drafter missed nothing yet."""

@@ -8,21 +8,26 @@ from math import exp
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
+from .deadline import Deadline
 from .rows import RowAcceptance, rounds_left
 
-# Few values, since each is a shape to plan for on GPUs.
+# Few values, and fewer where each is a shape to get ready for: 3 and 6 are within a few
+# per cent of their neighbours.
 LADDER = (0, 1, 2, 3, 4, 6, 8)
+DEAR_LADDER = (0, 1, 2, 4, 8)
 # Share of the time that may be lost to trying what is thought to be worse.
 EXPLORE = 0.01
 # What may be lost so, in plain rounds: to begin with, saved up, and by one try that
-# goes beyond what is there.
+# goes beyond what is there. What a round of a try is charged with at most where it took
+# longer than was thought, and the debt beyond which nothing is.
 FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.2, 8.0, 4.0
+MOST_CHARGE, DEEPEST_DEBT = 20.0, 30.0
 # What is tried must promise this much more, in case it is this many standard
 # deviations better than thought; what is chosen anew, that much more.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
+# Standard deviations by which a cost is taken to be higher where an end must be kept.
+CAUTION = 1.0
 FIRST_PLAIN = 1
-# How much later than without a draft a batch may end, as far as is known of its rows.
-LATE = 1.02
 # Timed rounds of one k before another, and how many to wait for them at most: where
 # rounds overlap, those are timed that lie between others of their kind, and none while
 # new shapes are got ready for.
@@ -70,7 +75,9 @@ class AutoLength:
         self.max_draft_tokens = max_draft_tokens
         self.acceptance = Acceptance()
         self._rows = RowAcceptance()
-        self._ladder = tuple(k for k in LADDER if k <= max_draft_tokens)
+        self._deadline = Deadline()
+        ladder = DEAR_LADDER if costs.new_shape else LADDER
+        self._ladder = tuple(k for k in ladder if k <= max_draft_tokens)
         self._measure, self._save = measure, save
         self._measured_rows = measured_rows
         self._save_at = 64
@@ -155,24 +162,39 @@ class AutoLength:
         if not state.left:
             return rates
         tokens = tokens_per_round(self.acceptance.survival(max(rates)))
-        rows = [(n, self._rows.factor(row)) for row, n in state.left.items()]
+        known, left = self._rows, state.left
+        rows = [(n, known.factor(row)) for row, n in left.items()]
+        # One of them is the slowest, and it is not known which.
+        slow = [(n, known.least(row, len(left))) for row, n in left.items()]
 
         def until_the_end(k: int) -> float:
-            return self._cost_of(state.num_rows, k, rounds_left(rows, k, tokens[k]))
+            rounds = rounds_left(rows, k, tokens[k])
+            longest = max(rounds_left(slow, k, tokens[k]))
+            return self._cost_of(state.num_rows, k, rounds, longest)
 
-        latest = until_the_end(0) * LATE
-        return {k: r for k, r in rates.items() if not k or until_the_end(k) <= latest}
+        plain = self.costs.forwards.round(state.num_rows, 0)
+        self._deadline.begin(left, plain * until_the_end(0))
+        return {
+            k: rate
+            for k, rate in rates.items()
+            if not k or self._deadline.is_met(plain * until_the_end(k))
+        }
 
-    def _cost_of(self, num_rows: int, k: int, rounds: list[float]) -> float:
+    def _cost_of(
+        self, num_rows: int, k: int, rounds: list[float], longest: float
+    ) -> float:
         """Plain rounds that rounds of k cost until every row has had its number.
+
+        The last one has the ``longest``.
 
         A round's cost grows with the rows that still run, from that of one.
         """
         forwards = self.costs.forwards
-        cost = self.costs.relative(num_rows, k)[0]
+        # One that is thought cheap by mistake is chosen, and stays as it is known.
+        cost = self._least_cost(num_rows, k, -CAUTION) if k else 1.0
         one = min(1.0, forwards.round(1, k) / forwards.round(num_rows, k))
         each = cost * (1 - one) / max(1, num_rows - 1)
-        return (cost - each * num_rows) * max(rounds) + each * sum(rounds)
+        return (cost - each * num_rows) * longest + each * sum(rounds)
 
     def _newest(self, state: BatchState) -> tuple[int, int, int]:
         """k of the round that was handed out last, rounds in a row with it, timed ones.
@@ -281,6 +303,7 @@ class AutoLength:
         )
         self._learn(outcome)
         self._settle(outcome, extra)
+        self._charge(outcome)
         k, run, _ = self._run
         # Nothing can be tried, or nothing was with credit to spare.
         calm = run >= CALM and not 0 < self._credit < SPARE
@@ -298,6 +321,9 @@ class AutoLength:
             survival = self.acceptance.survival(k)
             self._rows.observe(outcome.rows, outcome.accepted, survival)
         self.acceptance.observe(outcome.accepted if k else ())
+        num_rows = outcome.num_rows
+        cost = self.costs.relative(num_rows, k)[0]
+        self._deadline.spend(cost * self.costs.forwards.round(num_rows, 0))
         if outcome.seconds is not None:
             self.costs.observe(
                 outcome.num_rows, k, outcome.seconds, undrafted=outcome.undrafted
@@ -324,6 +350,19 @@ class AutoLength:
             self._last = k
         _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
         self._run = (k, run + 1, timed + (outcome.seconds is not None))
+
+    def _charge(self, outcome: RoundOutcome) -> None:
+        """Take what a try really took off the credit, where that was not foreseen."""
+        k, best = outcome.num_draft_tokens, self._best_known
+        num_rows = outcome.num_rows
+        # A plain round that drafting held up is a try's where plain ones are best.
+        tried = k != best if k else best == 0
+        plain = self.costs.plain_seconds(num_rows)
+        if outcome.spent is None or plain is None or not tried:
+            return
+        more = outcome.spent / plain - self.costs.relative(num_rows, k)[0]
+        charge = min(MOST_CHARGE, more, self._credit + DEEPEST_DEBT)
+        self._credit -= max(0.0, charge)
 
     def _begin_late(self, outcome: RoundOutcome) -> None:
         """Charge for what a drafter takes in for a try; the try is to follow."""

@@ -49,6 +49,9 @@ class RoundOutcome:
             chosen last.
         rows: the numbers of the rows of ``accepted``, where they are known.
         forced: nothing could be drafted, so k was not chosen.
+        spent: seconds until it was read, where drafting held it up: a drafter took
+            tokens in, or shapes of a round that drafts were got ready for; such rounds
+            have no ``seconds``.
     """
 
     num_rows: int
@@ -58,6 +61,7 @@ class RoundOutcome:
     undrafted: int = 0
     rows: Sequence[int] = ()
     forced: bool = False
+    spent: float | None = None
 
 
 class DraftLength(Protocol):

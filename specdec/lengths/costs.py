@@ -199,6 +199,11 @@ class RoundCosts:
             self._known[num_rows, k] = known
         return known
 
+    def plain_seconds(self, num_rows: int) -> float | None:
+        """A plain round's time at the pace of the last rounds; ``None`` before any."""
+        pace = self._paced.pace
+        return None if pace is None else exp(pace + self._log_cost(num_rows, 0))
+
     def extra(self, num_rows: int, k: int, undrafted: int) -> float:
         """What a round of k costs once: catching up, a new shape; in plain rounds."""
         if not k:

@@ -268,6 +268,49 @@ def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:
     assert max(chosen) > 1
 
 
+@pytest.mark.parametrize("held_up", ["the round before", "its own"])
+def test_what_a_try_really_took_is_charged(held_up: str) -> None:
+    """To the round that was read while it was built, or to its own."""
+    cost = gpu(0.7)
+
+    def tries(longer: float) -> int:
+        length, before, begun = length_of(cost), 0, 0
+        for _ in range(1000):
+            k = length.choose(BatchState(1, [8], 1000))
+            rows = [(k, 0)] if k else []
+            if before or not k:
+                length.observe(RoundOutcome(1, k, rows, cost(1, k)))
+            elif held_up == "its own":
+                spent = cost(1, k) + longer
+                length.observe(RoundOutcome(1, k, rows, spent=spent))
+            else:
+                spent = cost(1, 0) + longer
+                length.observe(RoundOutcome(1, 0, [], spent=spent))
+                length.observe(RoundOutcome(1, k, rows, cost(1, k)))
+            begun += before == 0 < k
+            before = k
+        return begun
+
+    assert tries(0.0) > 3
+    assert tries(15.0) == 1
+
+
+def test_what_the_best_took_is_not_charged() -> None:
+    """It is no try: what getting it ready takes, later rounds bring back."""
+    cost = gpu(0.2)
+    left = []
+    for spent in (None, 50.0):
+        length = length_of(cost)
+        for k in (0, 1, 2, 4):
+            observe(length, cost, k, k, 8)
+        best = length.choose(BatchState(1, [8], 1000))
+        assert best > 0
+        length.observe(RoundOutcome(1, best, [(best, best)], spent=spent))
+        length.observe(RoundOutcome(1, 0, [], spent=spent))
+        left.append(length._credit)
+    assert left[0] == left[1]
+
+
 def test_rounds_that_could_not_draft_are_no_tries() -> None:
     """They are not charged for, nor followed by others of their kind."""
     cost = gpu(0.2)

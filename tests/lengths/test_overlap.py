@@ -180,6 +180,31 @@ def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
     assert [o.seconds is not None for o in fixed.outcomes] == [False] + [True] * 59
 
 
+@pytest.mark.parametrize(
+    ("interruptions", "timed", "spent"),
+    [([], True, False), ([True], False, True), ([True, False], False, False)],
+)
+def test_what_held_a_round_up_is_told(
+    interruptions: list[bool], timed: bool, spent: bool
+) -> None:
+    """Drafting's own work is part of what it costs; that of others is nobody's."""
+    now = 0.0
+    script = Script(lambda number: 0)
+    pacer = Pacer(script, lambda: now)
+    for _ in range(3):
+        pacer.begin(0, (0,))
+        now += 1.0
+    pacer.read([1])
+    now += 1.0
+    for drafting in interruptions:
+        pacer.interrupt(drafting=drafting)
+    now += 1.0
+    pacer.read([1])
+    outcome = script.outcomes[-1]
+    assert outcome.seconds == (2.0 if timed else None)
+    assert outcome.spent == (2.0 if spent else None)
+
+
 def test_a_fixed_length_needs_no_times() -> None:
     simulation = Overlapped(LAUNCHES, 0.5, True, rounds=10)
     assert simulation.run(FixedLength(2), 0) == [2] * 10
