@@ -340,7 +340,9 @@ class CacheCore:
             self.trim_per_sequence([lost] * self.batch_size)
         return lost
 
-    def trim_per_sequence(self, n: RowCounts, at_most: int | None = None) -> None:
+    def trim_per_sequence(
+        self, n: RowCounts, at_most: int | None = None, fewest: int = 0
+    ) -> None:
         """Take the last ``n[i]`` tokens of row ``i`` back: no copy, no synchronisation.
 
         Args:
@@ -348,6 +350,7 @@ class CacheCore:
                 than it has. An array is not read: less than 0 in it counts as 0.
             at_most: the largest value that ``n`` can hold, when the host knows
                 it. A ring that may have wrapped reads ``n`` without it.
+            fewest: the smallest value that an array ``n`` can hold, likewise.
 
         Raises:
             CacheError: ``n`` has another length than the batch, is negative or not
@@ -356,7 +359,6 @@ class CacheCore:
         if isinstance(n, mx.array):
             # An unsigned count would make the offsets 64 bits wide.
             counts = n if n.dtype == mx.int32 else n.astype(mx.int32)
-            fewest = 0
             if at_most is None and self._trim_budget() is not None:
                 at_most = int(n.max()) if n.size else 0
         else:

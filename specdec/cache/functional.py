@@ -27,6 +27,16 @@ from .storage import Arrays, Storage
 class FunctionalCache(CacheCore):
     """A cache whose next write can be told beforehand, and done elsewhere."""
 
+    def fits(self, num_tokens: int) -> bool:
+        """Whether ``max_length`` has room for so many tokens behind every row.
+
+        Waits for the device only where what the host knows of lengths is not enough.
+        """
+        limit = self.max_length
+        if limit is None or self._longest + num_tokens <= limit:
+            return True
+        return self._measure_longest() + num_tokens <= limit
+
     def reserve(self, num_tokens: int) -> Hashable:
         """Make room for a write of ``num_tokens`` tokens per row.
 

@@ -65,10 +65,17 @@ class BatchCacheList:
         """Take the last ``n`` tokens of every row back."""
         return max(c.trim(n) for c in self.caches)
 
-    def trim_per_sequence(self, n: RowCounts, at_most: int | None = None) -> None:
+    def trim_per_sequence(
+        self, n: RowCounts, at_most: int | None = None, fewest: int = 0
+    ) -> None:
         """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:
-            c.trim_per_sequence(n, at_most=at_most)
+            c.trim_per_sequence(n, at_most, fewest)
+
+    def fits(self, num_tokens: int) -> bool:
+        """Whether so many tokens have room behind every row, in every member."""
+        found = [c.fits(num_tokens) for c in self.caches]
+        return all(found)
 
     def resize(self, max_write: int) -> None:
         """As for :class:`~specdec.cache.core.CacheCore`."""

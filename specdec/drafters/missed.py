@@ -2,13 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 
 import mlx.core as mx
 
 # Rounds whose tokens are kept as they came, before they become one array.
 _COMPACT = 64
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What is written with one forward.
+
+    Args:
+        tokens: of every row, shape (B, S).
+        valid: how many of them are a row's own, the first ones; behind them is
+            padding, which has to be taken back.
+    """
+
+    tokens: mx.array
+    valid: Sequence[int]
+
+    @property
+    def width(self) -> int:
+        """S, tokens of every row, padding included."""
+        return int(self.tokens.shape[1])
 
 
 class Missed:
@@ -53,19 +73,13 @@ class Missed:
         self._compacted = tokens
         return tokens
 
-    def take(self) -> mx.array:
-        """All tokens, shape (B, W), a row's own at the right; none are left."""
-        tokens = self._compact()
-        self.clear()
-        return tokens
-
     def clear(self) -> None:
         """Forget all."""
         self._tokens, self._compacted = [], None
         self.counts = [0] * len(self.counts)
 
     def pieces(self, narrow: int, wide: int) -> Iterator[tuple[int, int]]:
-        """Columns (first, last + 1) to write at a time.
+        """Columns (first, last + 1) to write at a time, where each one costs.
 
         No row's tokens begin within a piece. As long as there are rows whose own
         have not begun, pieces are ``narrow``: what is written for those rows is
@@ -77,6 +91,40 @@ class Missed:
             step = wide if begin == width - min(self.counts) else narrow
             for first in range(begin, end, step):
                 yield first, min(first + step, end)
+
+    def exact(self, narrow: int, wide: int) -> Iterator[Piece]:
+        """All of it, as :meth:`pieces` says: rows have all of a piece, or nothing."""
+        tokens, width = self._compact(), self.width
+        for first, end in self.pieces(narrow, wide):
+            came = [first >= width - n for n in self.counts]
+            yield Piece(tokens[:, first:end], [(end - first) * c for c in came])
+
+    def padded(
+        self, narrow: int, wide: int, fits: Callable[[int], bool]
+    ) -> Iterator[Piece]:
+        """All of it in two widths, where new ones cost: ``narrow`` for a short rest.
+
+        All rows begin with the first piece, and have padding behind what they missed.
+
+        Args:
+            fits: whether so many tokens have room behind what every row has now.
+                Where wide padding has none, pieces are narrow; where narrow padding
+                has none, there is none.
+        """
+        tokens, width = self._compact(), self.width
+        begins = mx.array([[width - n] for n in self.counts])
+        first = 0
+        while first < width:
+            rest = width - first
+            step = wide if rest > 2 * narrow and fits(first + wide) else narrow
+            if not fits(first + step):
+                step = min(step, rest)
+            columns = mx.minimum(begins + mx.arange(first, first + step), width - 1)
+            yield Piece(
+                mx.take_along_axis(tokens, columns, axis=1),
+                [min(max(n - first, 0), step) for n in self.counts],
+            )
+            first += step
 
     def filter(self, rows: Sequence[int]) -> None:
         """Keep just the given rows."""

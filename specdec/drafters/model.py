@@ -11,7 +11,7 @@ from ..memory.capacity import CATCH_UP_STEP
 from ..models.runner import ModelRows, ModelRunner
 from ..verification import Verdict
 from .base import Proposals, Round
-from .missed import Missed
+from .missed import Missed, Piece
 
 
 class DraftModel:
@@ -107,40 +107,46 @@ class DraftModelRows:
         return self._rows.forward(tokens)
 
     def _catch_up(self, round_: Round) -> mx.array:
-        """Write what rounds without proposals committed, but for the last few.
+        """Write what rounds without proposals committed.
 
         Returns:
-            The first input of the round: those, and the last two tokens.
+            The first input of the round: the last two tokens. Where shapes need not
+            repeat, a short rest of what was missed comes before them.
         """
+        tokens = round_.tail
         if not self._missed.width:
-            return round_.tail
+            return tokens
         narrow = self._draft.max_round
-        counts = self._missed.counts
-        *pieces, last = self._missed.pieces(narrow, CATCH_UP_STEP)
-        missed = self._missed.take()
-        # A short rest needs no forward of its own.
-        width = last[1] - last[0]
-        begun = last[0] >= missed.shape[1] - min(counts)
-        if begun and width + round_.num_draft_tokens + 1 <= narrow:
-            self._ahead = width
+        if self._draft.runner.backend.repeat_shapes:
+            pieces = list(self._missed.padded(narrow, CATCH_UP_STEP, self._rows.fits))
         else:
-            pieces.append(last)
-        widest = max((end - first for first, end in pieces), default=0)
+            *pieces, rest = self._missed.exact(narrow, CATCH_UP_STEP)
+            begun = min(rest.valid) > 0
+            if begun and rest.width + round_.num_draft_tokens + 1 <= narrow:
+                self._ahead = rest.width
+                tokens = mx.concatenate([rest.tokens, tokens], axis=1)
+            else:
+                pieces.append(rest)
+        self._missed.clear()
+        self._write(pieces, round_.active)
+        return tokens
+
+    def _write(self, pieces: Sequence[Piece], active: mx.array) -> None:
+        """Write pieces, and take their padding back; rows that ended keep nothing."""
+        narrow = self._draft.max_round
+        widest = max((piece.width for piece in pieces), default=0)
         if widest > narrow:
             self._rows.resize(widest)
-        for first, end in pieces:
-            self._forward(missed[:, first:end])
-            # Rows that have ended missed nothing, nor those that came later.
-            came = [first >= missed.shape[1] - n for n in counts]
-            valid = mx.logical_and(round_.active, mx.array(came))
-            padding = mx.where(valid, 0, end - first)
-            self._rows.trim_per_sequence(padding, end - first)
+        for piece in pieces:
+            self._forward(piece.tokens)
+            width = piece.width
+            padding = [width - n for n in piece.valid]
+            self._rows.trim_per_sequence(
+                mx.where(active, mx.array(padding), width), width, min(padding)
+            )
             self._rows.evaluate()
         if widest > narrow:
             self._rows.resize(narrow)
-        return mx.concatenate(
-            [missed[:, last[1] - self._ahead : last[1]], round_.tail], axis=1
-        )
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Keep what was accepted; remember what a round without proposals added."""

@@ -78,7 +78,8 @@ class MemoryPlan:
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host read behind the device.
-        patient: whether speculative rounds are read so late too (RowBatch).
+        patient: whether shapes are to repeat: speculative rounds are read so late too
+            (RowBatch), and what a draft missed is padded.
         spare: tokens per row that a narrow step computes in vain, 0 or 1
             (``BackendDefaults.pairs``).
         quantized_kv_start: tokens from which on caches are packed, if they are.
@@ -152,15 +153,15 @@ class MemoryPlan:
         parts = self._weights()
         layers, workspace = [0], []
         for name, model in self._models():
-            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, length, self._wide)
-            layers.append(self._largest_layer(model, rows, length))
-            # A draft takes in what it missed, or all that is committed, in pieces.
-            wide = self._wide
+            held, wide = length, self._wide
+            # A draft takes in what it missed, or all that is committed, in pieces:
+            # where shapes repeat, with padding behind the last.
             if name == "draft" and self.pauses:
-                wide = max(wide, min(CATCH_UP_STEP, length))
-            columns = model.columns(
-                length, max_write=wide, read_bucket=self.read_bucket
-            )
+                held += CATCH_UP_STEP if self.patient else 0
+                wide = max(wide, min(CATCH_UP_STEP, held))
+            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, held, self._wide)
+            layers.append(self._largest_layer(model, rows, held))
+            columns = model.columns(held, max_write=wide, read_bucket=self.read_bucket)
             workspace.append(model.workspace_bytes(len(rows), wide, columns))
         # Caches grow a layer at a time, beside its old arrays. Rows that leave and
         # rows that join copy it twice more, in one go.

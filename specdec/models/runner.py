@@ -20,7 +20,7 @@ from ..cache import (
     reads_boolean_masks,
 )
 from ..config import EngineConfig
-from ..memory.capacity import chunk_width, padded_length, round_up
+from ..memory.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
 from ..prefix.session import ModelPrefixes
 from ..prefix.store import PrefixStore
 from .compiled import CompiledForwards
@@ -217,7 +217,9 @@ class ModelRows:
             self.written = valid
             self._record(done, valid, width)
             done += width
-            mx.clear_cache()
+            # Behind small chunks, written between rounds, those would allocate anew.
+            if width > CATCH_UP_STEP:
+                mx.clear_cache()
             yield
         lengths = [len(p) for p in self._prompts]
         self.note_lengths(max(lengths), min(lengths))
@@ -275,10 +277,18 @@ class ModelRows:
             self.hidden = self.runner.recorder.take()
         return logits
 
-    def trim_per_sequence(self, n: mx.array | Sequence[int], at_most: int) -> None:
-        """Take back ``n[i]`` tokens of row ``i``, at most ``at_most`` of any."""
+    def fits(self, num_tokens: int) -> bool:
+        """Whether so many tokens have room behind every row."""
+        # All are asked: what one looks at on the device, the others have to know too.
+        found = [cache.fits(num_tokens) for cache in self._caches]
+        return all(found)
+
+    def trim_per_sequence(
+        self, n: mx.array | Sequence[int], at_most: int, fewest: int = 0
+    ) -> None:
+        """Take back ``n[i]`` tokens of row ``i``, ``fewest`` to ``at_most`` of any."""
         for cache in self._caches:
-            cache.trim_per_sequence(n, at_most)
+            cache.trim_per_sequence(n, at_most, fewest)
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Tell the caches what the host knows of the rows' lengths."""
