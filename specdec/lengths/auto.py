@@ -252,11 +252,15 @@ class AutoLength:
     def _worth_a_try(
         self, state: BatchState, rates: dict[int, float], best: int
     ) -> int:
-        """The cheapest k that may be better than the best known, if credit allows."""
+        """The cheapest k that may be better than the best known, if credit allows.
+
+        First come those that are thought to be better, and are not the best for what
+        beginning them takes.
+        """
         if self._credit <= 0:
             return best
         hopes = self._expected(state, max(rates), DOUBT)
-        chosen, least = best, max(self._credit, MOST_DEBT)
+        found = [(True, max(self._credit, MOST_DEBT), best)]
         for k in rates:
             # Of one plain round after another, nothing new is learnt.
             if k == best or (k == 0 and state.undrafted):
@@ -268,9 +272,9 @@ class AutoLength:
             cost = self.costs.relative(state.num_rows, k)[0]
             loss = self._loss(cost, cost * rates[k], rates[best])
             price = BURST * loss + extra
-            if price < least:
-                chosen, least = k, price
-        return chosen
+            if price < found[0][1]:
+                found.append((rates[k] <= rates[best] * SWITCH, price, k))
+        return min(found)[2]
 
     def _least_cost(self, num_rows: int, k: int, doubt: float) -> float:
         """Plain rounds that a round costs if it is so many deviations cheaper."""
@@ -332,11 +336,7 @@ class AutoLength:
     def _settle(self, outcome: RoundOutcome, extra: float) -> None:
         """Take what it was estimated to lose off the credit; note the run of its k."""
         k, num_rows = outcome.num_draft_tokens, outcome.num_rows
-        state = BatchState(num_rows, [max(k, self.max_draft_tokens)], 1e9)
-        ks = self._candidates(state)
-        rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
         cost = self.costs.relative(num_rows, k)[0]
-        best = max(rates, key=lambda k: rates[k])
         self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
         if outcome.forced:
             if outcome.undrafted:
@@ -344,10 +344,16 @@ class AutoLength:
             return
         if k:
             self._promised = 0
-        if k != self._best_known:
-            self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
-        if rates[k] * SWITCH >= rates[best]:
+        if k == self._best_known:
             self._last = k
+        else:
+            state = BatchState(num_rows, [max(k, self.max_draft_tokens)], 1e9)
+            ks = self._candidates(state)
+            rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
+            best = max(rates, key=lambda k: rates[k])
+            self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
+            if rates[k] * SWITCH >= rates[best]:
+                self._last = k
         _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
         self._run = (k, run + 1, timed + (outcome.seconds is not None))
 

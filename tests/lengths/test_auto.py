@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -12,6 +13,7 @@ from specdec.lengths import (
     BatchState,
     FixedLength,
     ForwardCosts,
+    Forwards,
     RoundCosts,
     RoundOutcome,
 )
@@ -309,6 +311,29 @@ def test_what_the_best_took_is_not_charged() -> None:
         length.observe(RoundOutcome(1, 0, [], spent=spent))
         left.append(length._credit)
     assert left[0] == left[1]
+
+
+def test_what_is_thought_better_is_tried_first() -> None:
+    """Though its new shape is not repaid by one request, and others are cheaper."""
+    measured = Forwards(32, {1: 3.5, 2: 3.6, 5: 3.8, 9: 3.9}, 0.6)
+
+    def chosen(seed: int) -> list[int]:
+        rng = random.Random(seed)
+        costs = RoundCosts(ForwardCosts([measured]), new_shape=40.0)
+        length, ks = AutoLength(costs), []
+        for _ in range(500):
+            k = length.choose(BatchState(32, [8] * 32, 100))
+            kept = [
+                next((n for n in range(k) if rng.random() > 0.75), k) for _ in range(32)
+            ]
+            rows = [(k, n) for n in kept] if k else []
+            seconds = (3.5 + 0.6 * k) * rng.gauss(1, 0.03)
+            length.observe(RoundOutcome(32, k, rows, seconds))
+            ks.append(k)
+        return ks
+
+    counts = [chosen(seed)[100:].count(4) for seed in range(6)]
+    assert min(counts) > 200
 
 
 def test_rounds_that_could_not_draft_are_no_tries() -> None:
