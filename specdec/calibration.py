@@ -36,8 +36,8 @@ BUDGET_SECONDS = 1.5
 # that is gone through so many times, as far as the budget reaches.
 QUICK, MANY, SWEEPS = 1 / 16, 8, 4
 # What takes less than this share of the run before it may still be building; it is run
-# again, so often at most, unless it is quick.
-SETTLED, MOST_SETTLING = 0.7, 4
+# again, unless it is quick: so often at most, and for about so long.
+SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 20.0
 # Where a plain step takes longer, it all may take so many plain steps.
 MOST_STEPS = 8
 # How often it is measured what a drafter takes for tokens that it missed.
@@ -101,7 +101,7 @@ class _Stopwatch:
         """
         times = [first, self.once(run)]
         while times[-1] < SETTLED * times[-2] and len(times) <= MOST_SETTLING:
-            if self.is_quick(times[-1]):
+            if self.is_quick(times[-1]) or sum(times) > MOST_SETTLING_SECONDS:
                 break
             times.append(self.once(run))
         self._begun += sum(max(0.0, t - times[-1]) for t in times)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from math import exp
 
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
+from .credit import Credit
 from .deadline import Deadline
 from .rows import RowAcceptance, rounds_left
 
@@ -15,13 +16,6 @@ from .rows import RowAcceptance, rounds_left
 # per cent of their neighbours.
 LADDER = (0, 1, 2, 3, 4, 6, 8)
 DEAR_LADDER = (0, 1, 2, 4, 8)
-# Share of the time that may be lost to trying what is thought to be worse.
-EXPLORE = 0.01
-# What may be lost so, in plain rounds: to begin with, saved up, and by one try that
-# goes beyond what is there. What a round of a try is charged with at most where it took
-# longer than was thought, and the debt beyond which nothing is.
-FIRST_CREDIT, MOST_CREDIT, MOST_DEBT = 0.2, 8.0, 4.0
-MOST_CHARGE, DEEPEST_DEBT = 20.0, 30.0
 # What is tried must promise this much more, in case it is this many standard
 # deviations better than thought; what is chosen anew, that much more.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
@@ -77,11 +71,12 @@ class AutoLength:
         self._rows = RowAcceptance()
         self._deadline = Deadline()
         ladder = DEAR_LADDER if costs.new_shape else LADDER
-        self._ladder = tuple(k for k in ladder if k <= max_draft_tokens)
+        most = min(max_draft_tokens, ladder[-1])
+        self._ladder = (*(k for k in ladder if k < most), most)
         self._measure, self._save = measure, save
         self._measured_rows = measured_rows
         self._save_at = 64
-        self._credit = FIRST_CREDIT
+        self._credit = Credit()
         self._last = 0
         # The best k when a round was last asked for; k of the last rounds that were
         # chosen and read, how many in a row had it, and how many of these were timed.
@@ -146,7 +141,8 @@ class AutoLength:
         if len(ks) == 1 or self.costs.rounds < FIRST_PLAIN:
             return 0
         rates = self._rates(state, ks)
-        self._best_known = best = self._best(state, self._in_time(state, rates))
+        in_time = self._in_time(state, rates)
+        self._best_known = best = self._best(state, in_time)
         if not state.begun:
             self._promised = 0
         elif self._promised and self._promised in rates:
@@ -155,7 +151,7 @@ class AutoLength:
         if run < BURST and timed < TIMED and k in rates:
             return k
         # What was tried is awaited before anything else is.
-        return self._worth_a_try(state, rates, best) if k == best else best
+        return self._worth_a_try(state, rates, in_time, best) if k == best else best
 
     def _in_time(self, state: BatchState, rates: dict[int, float]) -> dict[int, float]:
         """Those of the k with which a batch that nobody joins ends in time."""
@@ -173,7 +169,12 @@ class AutoLength:
             return self._cost_of(state.num_rows, k, rounds, longest)
 
         plain = self.costs.forwards.round(state.num_rows, 0)
-        self._deadline.begin(left, plain * until_the_end(0))
+        self._deadline.begin(
+            left,
+            lambda n: (
+                plain * self._cost_of(state.num_rows, 0, list(map(float, n)), max(n))
+            ),
+        )
         return {
             k: rate
             for k, rate in rates.items()
@@ -250,17 +251,19 @@ class AutoLength:
         return best
 
     def _worth_a_try(
-        self, state: BatchState, rates: dict[int, float], best: int
+        self,
+        state: BatchState,
+        rates: dict[int, float],
+        in_time: Collection[int],
+        best: int,
     ) -> int:
         """The cheapest k that may be better than the best known, if credit allows.
 
         First come those that are thought to be better, and are not the best for what
         beginning them takes.
         """
-        if self._credit <= 0:
-            return best
         hopes = self._expected(state, max(rates), DOUBT)
-        found = [(True, max(self._credit, MOST_DEBT), best)]
+        found = [(True, self._credit.reach, best)]
         for k in rates:
             # Of one plain round after another, nothing new is learnt.
             if k == best or (k == 0 and state.undrafted):
@@ -271,9 +274,10 @@ class AutoLength:
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
             cost = self.costs.relative(state.num_rows, k)[0]
             loss = self._loss(cost, cost * rates[k], rates[best])
+            better = k in in_time and rates[k] > rates[best] * SWITCH
             price = BURST * loss + extra
             if price < found[0][1]:
-                found.append((rates[k] <= rates[best] * SWITCH, price, k))
+                found.append((not better, price, k))
         return min(found)[2]
 
     def _least_cost(self, num_rows: int, k: int, doubt: float) -> float:
@@ -301,7 +305,7 @@ class AutoLength:
             self._rested = []
             for each in rested:
                 self._learn(each)
-                self._credit += EXPLORE
+                self._credit.earn(1)
         extra = self.costs.extra(
             outcome.num_rows, outcome.num_draft_tokens, outcome.undrafted
         )
@@ -310,7 +314,7 @@ class AutoLength:
         self._charge(outcome)
         k, run, _ = self._run
         # Nothing can be tried, or nothing was with credit to spare.
-        calm = run >= CALM and not 0 < self._credit < SPARE
+        calm = run >= CALM and not 0 < self._credit.left < SPARE
         if calm and self._plain_thought and k == self._best_known == 0:
             self._plain_thought = False
             self._rest = (REST, outcome.num_rows)
@@ -337,7 +341,7 @@ class AutoLength:
         """Take what it was estimated to lose off the credit; note the run of its k."""
         k, num_rows = outcome.num_draft_tokens, outcome.num_rows
         cost = self.costs.relative(num_rows, k)[0]
-        self._credit = min(MOST_CREDIT, self._credit + EXPLORE * cost)
+        self._credit.earn(cost)
         if outcome.forced:
             if outcome.undrafted:
                 self._begin_late(outcome)
@@ -351,29 +355,30 @@ class AutoLength:
             ks = self._candidates(state)
             rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
             best = max(rates, key=lambda k: rates[k])
-            self._credit -= self._loss(cost, cost * rates[k], rates[best]) + extra
+            self._credit.lose(self._loss(cost, cost * rates[k], rates[best]))
+            self._credit.foresee(extra)
             if rates[k] * SWITCH >= rates[best]:
                 self._last = k
         _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
         self._run = (k, run + 1, timed + (outcome.seconds is not None))
 
     def _charge(self, outcome: RoundOutcome) -> None:
-        """Take what a try really took off the credit, where that was not foreseen."""
+        """Take what a try really took off the credit."""
         k, best = outcome.num_draft_tokens, self._best_known
-        num_rows = outcome.num_rows
         # A plain round that drafting held up is a try's where plain ones are best.
-        tried = k != best if k else best == 0
-        plain = self.costs.plain_seconds(num_rows)
-        if outcome.spent is None or plain is None or not tried:
+        if not (k != best if k else best == 0):
             return
-        more = outcome.spent / plain - self.costs.relative(num_rows, k)[0]
-        charge = min(MOST_CHARGE, more, self._credit + DEEPEST_DEBT)
-        self._credit -= max(0.0, charge)
+        plain = self.costs.plain_seconds(outcome.num_rows)
+        if outcome.spent is not None and plain is not None:
+            cost = self.costs.relative(outcome.num_rows, k)[0]
+            self._credit.spend(outcome.spent / plain - cost)
+        if k:
+            self._credit.settle()
 
     def _begin_late(self, outcome: RoundOutcome) -> None:
         """Charge for what a drafter takes in for a try; the try is to follow."""
         self._promised, tried = self._wanted
+        self._credit.settle()
         if tried:
-            self._credit -= self.costs.extra(
-                outcome.num_rows, self._promised, outcome.undrafted
-            )
+            k, undrafted = self._promised, outcome.undrafted
+            self._credit.foresee(self.costs.extra(outcome.num_rows, k, undrafted))

@@ -91,7 +91,8 @@ class _Product:
             computed = x @ whole["weight"].T + whole["bias"]
         else:
             computed = whole(x)
-        return mx.split(computed, list(ends[:-1]), axis=-1)
+        parts: Any = mx.split(computed, list(ends[:-1]), axis=-1)
+        return list(parts)
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
         """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""

@@ -17,7 +17,8 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.lengths.auto import BURST, EXPLORE, REST, TIMED
+from specdec.lengths.auto import BURST, REST, TIMED
+from specdec.lengths.credit import EXPLORE, Credit
 from tests.lengths.simulation import Costs, Simulation
 
 
@@ -230,7 +231,7 @@ def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried(
         if length._rest[0]:
             break
         observe(length, cost, length.choose(state), 0, 1)
-    assert length._credit < -3 * REST * EXPLORE
+    assert length._credit.left < -3 * REST * EXPLORE
     thoughts = 0
     think = length._think
 
@@ -240,7 +241,7 @@ def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried(
         return think(state)
 
     length._think = counted  # type: ignore[method-assign]
-    before, rounds = length._credit, length.costs.rounds
+    before, rounds = length._credit.left, length.costs.rounds
     for _ in range(3 * REST):
         assert length.choose(state) == 0
         observe(length, cost, 0, 0, 1)
@@ -248,7 +249,7 @@ def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried(
     taken_in = 3 * REST - len(length._rested)
     assert taken_in >= 2 * REST
     assert length.costs.rounds == rounds + taken_in
-    assert length._credit == pytest.approx(before + EXPLORE * taken_in)
+    assert length._credit.left == pytest.approx(before + EXPLORE * taken_in)
     thoughts = 0
     length.choose(replace(state, num_rows=2, room=[8, 8]))
     assert thoughts == 1
@@ -297,6 +298,37 @@ def test_what_a_try_really_took_is_charged(held_up: str) -> None:
     assert tries(15.0) == 1
 
 
+@pytest.mark.parametrize("read_first", [True, False])
+def test_what_was_foreseen_is_charged_once(read_first: bool) -> None:
+    credit = Credit()
+    before = credit.left
+    for taken in [read_first, not read_first]:
+        if taken:
+            credit.spend(3.0)
+        else:
+            credit.foresee(3.0)
+    assert credit.left == pytest.approx(before - 3.0)
+    credit.settle()
+    credit.spend(2.0)
+    assert credit.left == pytest.approx(before - 5.0)
+    for _ in range(10):
+        credit.spend(100.0)
+    assert credit.left == pytest.approx(-30.0)
+
+
+@pytest.mark.parametrize(
+    ("most", "expected"), [(1, 1), (3, 3), (5, 5), (6, 6), (8, 8), (20, 8)]
+)
+def test_the_largest_that_was_asked_for_is_one_of_them(
+    most: int, expected: int
+) -> None:
+    for new_shape in (0.0, 0.04):
+        costs = RoundCosts(ForwardCosts(), new_shape=new_shape)
+        ladder = AutoLength(costs, max_draft_tokens=most)._ladder
+        assert ladder[-1] == expected
+        assert list(ladder) == sorted(set(ladder))
+
+
 def test_what_the_best_took_is_not_charged() -> None:
     """It is no try: what getting it ready takes, later rounds bring back."""
     cost = gpu(0.2)
@@ -309,7 +341,7 @@ def test_what_the_best_took_is_not_charged() -> None:
         assert best > 0
         length.observe(RoundOutcome(1, best, [(best, best)], spent=spent))
         length.observe(RoundOutcome(1, 0, [], spent=spent))
-        left.append(length._credit)
+        left.append(length._credit.left)
     assert left[0] == left[1]
 
 

@@ -14,6 +14,7 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
+from specdec.lengths.deadline import Deadline
 from specdec.lengths.rows import RowAcceptance, rounds_left
 
 from .simulation import Costs
@@ -91,6 +92,27 @@ def test_rows_that_accept_nothing_do_not_pay_for_the_others() -> None:
     told, _ = of_seeds(LAUNCHED, stubborn, told=True)
     assert untold > 1.25
     assert told < 1.09
+
+
+def test_what_a_row_that_ended_did_not_need_is_not_others_to_lose() -> None:
+    """The one with most left ends early; the others would have ended soon."""
+    deadline = Deadline()
+    left = {0: 4000, 1: 400, 2: 400}
+    deadline.begin(left, max)
+    assert deadline.is_met(4000)
+    deadline.spend(10)
+    left = {0: 3990, 1: 390, 2: 390}
+    deadline.begin(left, max)
+    assert deadline.is_met(4000)
+    del left[0]
+    deadline.begin(left, max)
+    assert deadline.is_met(390)
+    assert not deadline.is_met(400)
+    # Another row: all begin anew.
+    left[7] = 500
+    deadline.begin(left, max)
+    assert deadline.is_met(500)
+    assert not deadline.is_met(520)
 
 
 def test_many_rows_of_which_some_accept_little() -> None:

@@ -41,7 +41,8 @@ def parted(whole: Any) -> Any:
     """The same in parts, by ``whole``."""
 
     def parts(x: mx.array, weight: mx.array, bias: Any, ends: Any) -> list[mx.array]:
-        return mx.split(whole(x, weight, bias), list(ends[:-1]), axis=-1)
+        found: Any = mx.split(whole(x, weight, bias), list(ends[:-1]), axis=-1)
+        return list(found)
 
     return parts
 
@@ -195,14 +196,24 @@ def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
 def test_a_kernel_that_computes_something_else_is_not_used(
     monkeypatch: pytest.MonkeyPatch, wrong: Any
 ) -> None:
+    rows: list[int] = []
+
     def tried(whole: Any, part: Any) -> bool:
-        monkeypatch.setattr(skinny, "product", whole)
+        def counted(x: mx.array, weight: mx.array, bias: Any) -> mx.array:
+            rows.append(x.size // x.shape[-1])
+            found: mx.array = whole(x, weight, bias)
+            return found
+
+        monkeypatch.setattr(skinny, "product", counted)
         monkeypatch.setattr(skinny, "parts", parted(part))
         return bool(skinny.proven.__wrapped__())
 
     assert not tried(wrong, reference)
     assert not tried(reference, wrong)
     assert tried(reference, reference)
+    # The narrowest kernel, and the widest.
+    assert min(rows) <= skinny.TILE
+    assert max(rows) > skinny.TILE * skinny.WIDEST // 2
 
 
 def test_a_model_speculates_with_itself(
