@@ -212,7 +212,7 @@ class ByTheBook(AutoLength):
     """
 
     def __init__(self, rng: random.Random):
-        self.per_token, self.per_step = rng.uniform(0, 0.3), rng.uniform(0, 0.4)
+        self.per_token, self.per_step = rng.uniform(0, 0.1), rng.uniform(0, 0.1)
         self.noise = rng
         self.ks: list[int] = []
         super().__init__(

@@ -9,6 +9,7 @@ kill takes milliseconds.
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import signal
@@ -22,7 +23,8 @@ from specdec.prefix.writer import Job
 
 MANY = 1 << 30
 # Lives end from before the first byte is written to behind the last one.
-LONGEST_LIFE = 1.5  # of the time that a whole life takes on this machine
+LONGEST_LIFE = 1.5  # of the time that the last one took whom nobody killed ...
+GROWTH = 1.1  # ... and longer with every one that was cut short since then
 
 
 def jobs_of(source: Path) -> dict[str, Job]:
@@ -67,33 +69,33 @@ def begin(folder: Path, jobs: dict[str, Job]) -> int:
     return child
 
 
-def whole_life(folder: Path, jobs: dict[str, Job]) -> float:
-    """Seconds that a child takes that nobody kills; the folder is left empty."""
-    start = time.perf_counter()
-    os.waitpid(begin(folder, jobs), 0)
-    seconds = time.perf_counter() - start
-    for path in list(folder.iterdir()):
-        path.unlink()
-    return seconds
+def kill_one(folder: Path, jobs: dict[str, Job], life: float) -> float | None:
+    """Let a child write for ``life`` seconds at most.
 
-
-def kill_one(folder: Path, jobs: dict[str, Job], life: float) -> bool:
-    """Let a child write for ``life`` seconds at most; whether that cut it short."""
-    child = begin(folder, jobs)
-    time.sleep(life)
+    Returns: the seconds that it took, ``None`` where it was cut short.
+    """
+    child, start = begin(folder, jobs), time.perf_counter()
+    while (seconds := time.perf_counter() - start) < life:
+        if os.waitpid(child, os.WNOHANG)[0]:
+            return seconds
+        time.sleep(min(life - seconds, 0.0005))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    return os.WIFSIGNALED(status)
+    return None if os.WIFSIGNALED(status) else seconds
 
 
 def main() -> None:
     source, folder = Path(sys.argv[1]), Path(sys.argv[2])
     kills, draw = int(sys.argv[3]), random.Random(int(sys.argv[4]))
     jobs = jobs_of(source)
-    longest = LONGEST_LIFE * whole_life(folder, jobs)
-    cut_short = partial = 0
+    longest, cut_short, partial = math.inf, 0, 0
     while cut_short < kills:
-        cut_short += kill_one(folder, jobs, draw.uniform(0, longest))
+        seconds = kill_one(folder, jobs, draw.random() * longest)
+        # Not measured once for all: the machine may be busy just then, or afterwards.
+        if seconds is None:
+            cut_short, longest = cut_short + 1, GROWTH * longest
+        else:
+            longest = LONGEST_LIFE * seconds
         left = check(folder, jobs)
         partial += 0 < left < len(jobs)
         if left == len(jobs):  # nothing to write any more: forget some

@@ -9,7 +9,7 @@ from specdec.models import LoadedModel
 from tests.plain import greedy
 
 SYSTEM = "You are a careful assistant. " + " ".join(
-    f"Rule {i}: answer question number {i} in one short sentence." for i in range(5)
+    f"Rule {i}: answer question number {i} in one short sentence." for i in range(4)
 )
 QUESTIONS = ["Name a river in France.", "What is the capital of Norway?"]
 PARAMS = SamplingParams(max_tokens=4)
