@@ -90,6 +90,15 @@ def header_of(title: str) -> dict[str, Any]:
     }
 
 
+def report_of(raw: Mapping[str, Any], body: str) -> str:
+    """A report in Markdown: what was run, where, when, and what it came to."""
+    return (
+        f"# {raw['title']}\n\n"
+        f"    {raw['command']}\n\n"
+        f"{place(raw['machine'], raw['commit'])}, {raw['date']}.\n\n{body}"
+    )
+
+
 def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
     """Print ``body``; write OUT.json and OUT.md when ``out`` is given.
 
@@ -97,11 +106,7 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
         raw: begins with :func:`header_of`.
         body: Markdown, what the raw numbers come to.
     """
-    text = (
-        f"# {raw['title']}\n\n"
-        f"    {raw['command']}\n\n"
-        f"{place(raw['machine'], raw['commit'])}, {raw['date']}.\n\n{body}"
-    )
+    text = report_of(raw, body)
     print(text)
     if out is None:
         return

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import click
@@ -38,19 +39,19 @@ from specdec.bench.waves import (
 )
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
-from specdec.draft_spec import NGRAM_DRAFTS
+from specdec.draft_spec import DraftSpec
 from specdec.drafters import (
     DraftContext,
     DrafterFactory,
     DraftModel,
     NamedDrafter,
-    NgramDrafter,
     Proposals,
     Round,
 )
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel
 
+TITLE = "Draft lengths"
 WRONG = "wrong:"
 WAVES = (
     "*all running*: while every row of the batch was, as where others take the places "
@@ -91,14 +92,17 @@ class WrongDraft(DraftModel):
 
 
 def factory(name: str, target: LoadedModel, dtype: str | None) -> DrafterFactory:
-    """A draft by name: ``ngram``, a model, or ``wrong:`` and a model."""
-    if name in NGRAM_DRAFTS:
-        return lambda context: NgramDrafter()
-    wrong = name.startswith(WRONG)
-    loaded = load_model(name.removeprefix(WRONG), dtype, target)
-    model = token_level(loaded.model)
-    if not wrong:
-        return NamedDrafter(name, model)
+    """A draft as commands name it, ``random:SHAPE:LAYERS``, or ``wrong:`` and one."""
+    source = name.removeprefix(WRONG)
+    if source.startswith("random:"):
+        named = NamedDrafter(source, load_model(source, dtype))
+    else:
+        named = NamedDrafter.load(DraftSpec.parse(source), target, dtype=dtype)
+    model = named.model and token_level(named.model.model)
+    if source == name:
+        return replace(named, model=model)
+    if model is None or named.ngram is not None:
+        raise ConfigError(f"{name}: name a model behind {WRONG}")
 
     def make(context: DraftContext) -> DraftModel:
         return WrongDraft(
@@ -150,6 +154,11 @@ def table(
             quiet_plain = quiet_rate(plain) or float("inf")
             quiet = {k: quiet_rate(fixed[k]) / quiet_plain for k in ks}
             limit = max(ks, key=lambda k: quiet[k])
+            medians = [
+                statistics.median(map(full_rate, passes)) for passes in (auto, plain)
+            ]
+            allowed = max(1.0, quiet[limit]) * medians[1]
+            share = medians[0] / allowed if allowed else 0.0
             chosen: Counter[int] = Counter()
             for record in auto:
                 for wave in record["waves"]:
@@ -158,9 +167,7 @@ def table(
             accepted = sum(total(r, "accepted") for rs in fixed.values() for r in rs)
             rows.append(
                 [
-                    short(draft.removeprefix(WRONG))
-                    if not draft.startswith(WRONG)
-                    else "wrong",
+                    "wrong" if draft.startswith(WRONG) else Path(draft).name,
                     b,
                     show_spread([counted(r) for r in plain]),
                     *(show_spread([counted(r) for r in fixed[k]]) for k in ks),
@@ -179,6 +186,7 @@ def table(
                         (
                             f"{quiet[limit]:.3f} (k={limit})",
                             f"{quiet_rate(auto) / quiet_plain:.3f}",
+                            f"{share:.3f}",
                         )
                         if quietly
                         else ()
@@ -200,7 +208,11 @@ def table(
             if others_wait
             else ("all running: best fixed / plain", "all running: auto / plain")
         ),
-        *(("quiet rounds: best fixed", "quiet rounds: auto") if quietly else ()),
+        *(
+            ("quiet rounds: best fixed", "quiet rounds: auto", "share of the limit")
+            if quietly
+            else ()
+        ),
         "acceptance rate",
         "auto's rounds by k",
     ]
@@ -226,7 +238,9 @@ def body(raw: dict[str, Any]) -> str:
     if quietly:
         explained += (
             "*quiet rounds*: over plain decoding, all rows running, were every round "
-            "as long as the quickest twentieth of its k take at most, over all passes."
+            "as long as the quickest twentieth of its k take at most, over all passes. "
+            "*share of the limit*: auto over plain decoding, medians with all rows "
+            "running, over what those rounds allow the best of all k, 0 included."
         )
     return f"{explained.rstrip()}\n\n" + table(
         [names[draft] for draft in options["drafts"]],
@@ -245,8 +259,8 @@ def body(raw: dict[str, Any]) -> str:
     "drafts",
     multiple=True,
     required=True,
-    help="Folder, hub id, .gguf, self:4bit, random:SHAPE:LAYERS, ngram; wrong:MODEL "
-    "proposes other tokens than the model. Repeat it.",
+    help="As specdec run names drafts, or random:SHAPE:LAYERS; wrong:MODEL proposes "
+    "other tokens than the model. Repeat it.",
 )
 @click.option("--prompts", "path", help="Prompt file; needed unless random.")
 @click.option("--prompt-tokens", default=32, help="Random prompts without --prompts.")
@@ -332,7 +346,7 @@ def main(
             records[key].append(record)
 
     repeat = len(next(iter(records.values()))) - 1
-    raw = header_of("Draft lengths")
+    raw = header_of(TITLE)
     raw["options"] = {
         "target": short(target),
         "drafts": [short(d) for d in drafts],

@@ -33,6 +33,10 @@ from specdec.decoder import SpecDecoder
 from specdec.drafters import NamedDrafter
 from specdec.lengths import Forwards, tokens_per_round
 
+TITLE = "Simulated acceptance"
+#: Seconds: ``verify`` by tokens of a row, and ``draft_step``.
+Costs = dict[str, Any]
+
 
 def drawn(chance: float) -> Callable[..., mx.array]:
     """A stand-in for ``count_kept`` that accepts tokens with that ``chance``."""
@@ -47,13 +51,17 @@ def drawn(chance: float) -> Callable[..., mx.array]:
     return count
 
 
-def allowed(forwards: Forwards, chance: float, k: int) -> float:
-    """Speed-up over plain decoding by costs alone, or 0 where they are not known."""
-    if k + 1 not in forwards.verify:
+def allowed(costs: Costs, plain: float, chance: float, k: int) -> float:
+    """Speed-up over plain decoding by costs alone, or 0 where they are not known.
+
+    Args:
+        plain: seconds of a plain step.
+    """
+    verify = costs["verify"].get(str(k + 1))
+    if verify is None:
         return 0.0
-    seconds = k * forwards.draft_step + forwards.verify[k + 1]
     survival = [chance**i for i in range(1, k + 1)]
-    return tokens_per_round(survival)[k] * forwards.verify[1] / seconds
+    return tokens_per_round(survival)[k] * plain / (k * costs["draft_step"] + verify)
 
 
 def key_of(batch: int, k: NumDraftTokens) -> str:
@@ -64,19 +72,21 @@ def table(
     batches: Sequence[int],
     ks: Sequence[int],
     records: dict[str, list[Record]],
-    costs: dict[int, Forwards],
+    costs: dict[str, Costs],
     chance: float,
 ) -> str:
     """A row per batch and k."""
     rows: list[Sequence[object]] = []
     for b in batches:
         plain = records[key_of(b, 0)][1:]
-        best = max((allowed(costs[b], chance, k) for k in ks), default=0.0)
+        step = b / (quiet_rate(plain) or float("inf"))
+        limits = {k: allowed(costs[str(b)], step, chance, k) for k in ks}
+        best = max(limits.values(), default=0.0)
         for k in (0, *ks, "auto"):
             found = records[key_of(b, k)][1:]  # type: ignore[arg-type]
             ups = [rate(x) / rate(y) for x, y in zip(found, plain, strict=True)]
             quiet = quiet_rate(found) / (quiet_rate(plain) or float("inf"))
-            limit = best if k == "auto" else allowed(costs[b], chance, int(k))
+            limit = best if k == "auto" else limits.get(k, 0.0)  # type: ignore[call-overload]
             drafted = sum(total(r, "drafted") for r in found)
             accepted = sum(total(r, "accepted") for r in found)
             chosen: Counter[int] = Counter()
@@ -112,6 +122,36 @@ def table(
     return markdown_table(header, rows)
 
 
+def body(raw: dict[str, Any]) -> str:
+    """What a raw result comes to, as Markdown."""
+    options, records, costs = raw["options"], raw["passes"], raw["costs"]
+    chance, said = options["acceptance"], []
+    for b, cost in costs.items():
+        verify = sorted((int(n), seconds) for n, seconds in cost["verify"].items())
+        # A plain step is taken from rounds.
+        verifying = ", ".join(f"{n}: {t * 1e3:.2f}" for n, t in verify if n > 1)
+        said.append(
+            f"B={b}: draft step {cost['draft_step'] * 1e3:.2f}, verify {verifying}"
+        )
+    explained = (
+        f"**Simulated**: a draft token is accepted with chance {chance}, drawn; "
+        f"all other arithmetic is done. Target {options['target']}, draft "
+        f"{options['draft']}, {options['dtype']}; prompts of "
+        f"{options['prompt_tokens']} tokens, {options['max_tokens']} new ones, greedy. "
+        f"Median (smallest to largest) of {len(next(iter(records.values()))) - 1} "
+        "interleaved passes after the first. *quiet rounds*: while all rows run, were "
+        "every round as long as the quickest twentieth of its k take at most. "
+        "*allowed*: (1 - a^(k+1)) / (1 - a) tokens a round over (k c + v), c and v the "
+        "costs of a draft step and a verify forward in plain steps: these from quiet "
+        "rounds, those timed one by one (milliseconds by tokens of a row: "
+        f"{'; '.join(said)}); for auto the best of all k. *share*: what quiet rounds "
+        "reached of it.\n\n"
+    )
+    lengths = dict.fromkeys(key.partition(" k=")[2] for key in records)
+    ks = [int(k) for k in lengths if k not in ("0", "auto")]
+    return explained + table([int(b) for b in costs], ks, records, costs, chance)
+
+
 @click.command(cls=Script, context_settings={"show_default": True})
 @click.option("--target", default="random:8b", help="Folder, .gguf, random:SHAPE.")
 @click.option("--draft", default="random:8b:4", help="The same, of fewer layers.")
@@ -138,7 +178,7 @@ def main(
     out: str | None,
 ) -> None:
     """Speed-up over plain decoding at a simulated acceptance."""
-    raw = header_of("Simulated acceptance")
+    raw = header_of(TITLE)
     loaded = load_model(target, dtype)
     bare = token_level(loaded.model)
     named = NamedDrafter(draft, token_level(load_model(draft, dtype, loaded).model))
@@ -177,7 +217,6 @@ def main(
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
             records[key].append(record)
-    repeat = len(next(iter(records.values()))) - 1
     raw["options"] = {"target": short(target), "draft": short(draft)} | {
         "acceptance": acceptance,
         "prompt_tokens": prompt_tokens,
@@ -185,28 +224,14 @@ def main(
         "dtype": dtype,
     }
     raw["costs"] = {
-        b: {"verify": dict(f.verify), "draft_step": f.draft_step}
+        str(b): {
+            "verify": {str(n): seconds for n, seconds in f.verify.items()},
+            "draft_step": f.draft_step,
+        }
         for b, f in costs.items()
     }
     raw["passes"] = records
-    said: list[Any] = []
-    for b, f in costs.items():
-        verify = ", ".join(f"{s}: {t * 1e3:.2f}" for s, t in sorted(f.verify.items()))
-        said.append(f"B={b}: draft step {f.draft_step * 1e3:.2f}, verify {verify}")
-    explained = (
-        f"**Simulated**: a draft token is accepted with chance {acceptance}, drawn; "
-        f"all other arithmetic is done. Target {short(target)}, draft {short(draft)}, "
-        f"{dtype}; prompts of {prompt_tokens} tokens, {max_tokens} new ones, greedy. "
-        f"Median (smallest to largest) of {repeat} interleaved passes after the first. "
-        "*quiet rounds*: while all rows run, were every round as long as the quickest "
-        "twentieth of its k take at most. *allowed*: (1 - a^(k+1)) / (1 - a) tokens a "
-        "round over (k c + v), c and v the "
-        "costs of a draft step and a verify forward in plain steps, timed one by one "
-        "(milliseconds by tokens of a row: "
-        f"{'; '.join(said)}); for auto the best of all k. *share*: what quiet rounds "
-        "reached of it.\n\n"
-    )
-    write_report(out, raw, explained + table(batches, ks, records, costs, acceptance))
+    write_report(out, raw, body(raw))
 
 
 if __name__ == "__main__":

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,17 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import common, quiet_cores
+from benchmarks import common, draft_length, quiet_cores
 from benchmarks.cache import main as cache
 from benchmarks.decode import main as decode
 from benchmarks.profile_round import main as profile_round
+from benchmarks.report import main as report
+from benchmarks.report import rebuilt
+from specdec import EngineConfig, backend
+from specdec.bench.models import token_level
+from specdec.drafters import ChainDrafter, DraftContext, DraftModel
+from specdec.errors import ConfigError
+from specdec.models.runner import ModelRunner
 
 from .models.folders import write_folder
 
@@ -74,6 +82,61 @@ def test_draft_length(tmp_path: Path) -> None:
     wrong = raw["passes"]["wrong:random:tiny:1 B=2 k=2"][0]["waves"]
     assert wrong[0]["drafted"] > 0
     assert wrong[0]["accepted"] == 0
+
+
+def test_every_draft_that_a_command_names(tiny_model: Callable[..., Any]) -> None:
+    """Each is what its name says, not the nearest thing to it."""
+    target = token_level(tiny_model())
+
+    def made(name: str) -> Any:
+        factory = draft_length.factory(name, target, None)
+        context = DraftContext(
+            target,
+            vocab_size=100,
+            max_draft_tokens=4,
+            runner=lambda model: ModelRunner(
+                model.model, "draft", EngineConfig(), backend.defaults()
+            ),
+        )
+        return factory(context)
+
+    assert not made("ngram").options.shared
+    assert made("ngram:shared").options.shared
+    assert isinstance(made("ngram+layers:0"), ChainDrafter)
+    assert type(made("layers:0")) is DraftModel
+    assert type(made("wrong:layers:0")) is draft_length.WrongDraft
+    for name in ("wrong:ngram", "wrong:ngram+layers:0", "wrong:"):
+        with pytest.raises(ConfigError):
+            made(name)
+
+
+RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [
+        *RESULTS.glob("draft-length-*.json"),
+        *RESULTS.glob("simulated-*.json"),
+    ],
+    ids=lambda path: path.stem,
+)
+def test_a_committed_report_is_that_of_its_raw_result(raw: Path) -> None:
+    """``python -m benchmarks.report`` was not forgotten, and nobody edited it."""
+    assert rebuilt(raw) == raw.with_suffix(".md").read_text("utf-8")
+
+
+def test_a_report_is_made_anew(tmp_path: Path) -> None:
+    raw = tmp_path / "a.b.json"
+    raw.write_bytes((RESULTS / "simulated-8b-h200.json").read_bytes())
+    invoke = CliRunner().invoke
+    assert invoke(report, [str(raw)]).exit_code == 0
+    expected = (RESULTS / "simulated-8b-h200.md").read_text("utf-8")
+    assert (tmp_path / "a.b.md").read_text("utf-8") == expected
+    for text in ("{}", "no JSON", '{"title": "Something else"}'):
+        raw.write_text(text, "utf-8")
+        result = invoke(report, [str(raw)])
+        assert (result.exit_code, result.output.count("\n")) == (2, 1)
 
 
 def test_draft_length_of_a_batch_that_others_wait_for(tmp_path: Path) -> None:

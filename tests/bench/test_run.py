@@ -207,9 +207,16 @@ def test_a_report_is_the_same_when_made_anew(whole: Path, tmp_path: Path) -> Non
     assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
 
 
-def test_the_committed_report_is_that_of_its_raw_results(tmp_path: Path) -> None:
+COMMITTED = Path(__file__).parents[2] / "benchmarks" / "results"
+
+
+@pytest.mark.parametrize(
+    "folder", [raw.parent for raw in COMMITTED.rglob("raw.jsonl")], ids=lambda f: f.name
+)
+def test_a_committed_report_is_that_of_its_raw_results(
+    folder: Path, tmp_path: Path
+) -> None:
     """``specdec report`` was not forgotten, and nobody edited it."""
-    folder = Path(__file__).parents[2] / "benchmarks" / "results" / "acceptance-quick"
     (tmp_path / "raw.jsonl").write_bytes((folder / "raw.jsonl").read_bytes())
     write_report(tmp_path)
     made = (tmp_path / "report.md").read_text("utf-8")
