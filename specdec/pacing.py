@@ -55,6 +55,7 @@ class Pacer:
         self._undrafted = 0.0
         self._begun = 0
         self._forced = False
+        self._fresh = True
         #: Rounds since the last one that drafted.
         self.idle = 0
 
@@ -92,6 +93,7 @@ class Pacer:
                 in_flight,
                 left or {},
                 missing is None,
+                self._fresh,
             )
         )
 
@@ -117,6 +119,7 @@ class Pacer:
             undrafted, self._begun = self._begun, 0
         self._undrafted = 0.0 if k else self._undrafted + 1
         self.idle = 0 if k else self.idle + 1
+        self._fresh = False
         now = self._clock()
         self._pending.append(_Pending(k, limits, now, undrafted, rows, self._forced))
 

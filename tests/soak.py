@@ -234,6 +234,9 @@ class ByTheBook(AutoLength):
             cost = 1 + self.per_token * k + self.per_step * k
             seconds = (1 + 0.1 * outcome.num_rows) * cost * self.noise.uniform(0.8, 1.2)
             outcome = replace(outcome, seconds=seconds)
+        if outcome.spent is not None:
+            # Now and then getting ready for shapes, or catching up, takes long.
+            outcome = replace(outcome, spent=1.5 * self.noise.choice((1, 2, 10)))
         super().observe(outcome)
 
 

@@ -536,7 +536,7 @@ class TestFaultsAreCaught:
     ) -> None:
         trim = ModelRows.trim_per_sequence
 
-        def faulty(self: ModelRows, n: Any, at_most: int) -> None:
+        def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
             off = n if isinstance(n, list) else mx.maximum(n + error, 0)
             trim(self, off, at_most + 1)
 
@@ -555,7 +555,7 @@ class TestFaultsAreCaught:
     ) -> None:
         trim = ModelRows.trim_per_sequence
 
-        def faulty(self: ModelRows, n: Any, at_most: int) -> None:
+        def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
             uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
             trim(self, uniform, at_most)
 

@@ -302,6 +302,8 @@ class Steady(AutoLength):
         self.drafted += k > 0
         if outcome.seconds is not None:
             outcome = replace(outcome, seconds=1 + 0.35 * k)
+        if outcome.spent is not None:
+            outcome = replace(outcome, spent=1 + 0.35 * k)
         super().observe(outcome)
 
 

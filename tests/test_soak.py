@@ -46,13 +46,13 @@ _trim = ModelRows.trim_per_sequence
 _spoilt: weakref.WeakSet[ModelRows] = weakref.WeakSet()
 
 
-def trims_too_little(self: ModelRows, n: Any, at_most: int) -> None:
+def trims_too_little(self: ModelRows, n: Any, at_most: int, *fewest: int) -> None:
     """Once for each batch: rows that grow and grow would be written behind the end."""
     taken = mx.array(n)
     if self not in _spoilt and at_most > 1:
         _spoilt.add(self)
         taken = mx.where(taken > 1, taken - 1, taken)
-    _trim(self, taken, at_most)
+    _trim(self, taken, at_most, *fewest)
 
 
 def holds_nothing_back(self: OutputText, text: str) -> int:

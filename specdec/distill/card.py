@@ -54,7 +54,10 @@ def readme(card: dict[str, Any]) -> str:
             *(
                 f"| {name} | {found['positions']:.0f} | {found['agreement']:.3f} | "
                 f"{found['kl']:.3f} |"
-                for name, found in card["agreement"].items()
+                for name, found in sorted(
+                    card["agreement"].items(),
+                    key=lambda item: (item[0] != "own", item[0]),
+                )
             ),
             "",
         ]

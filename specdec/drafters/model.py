@@ -43,15 +43,9 @@ class DraftModel:
         self.max_round = max(2, max_draft_tokens + 1)
 
     def late(self) -> DraftModel:
-        """Rows of it take what is committed in pieces as small as in catching up.
-
-        Nothing of that is kept in a prefix store: it holds what was generated.
-        """
+        """Rows of it take what is committed in pieces as small as in catching up."""
         draft = copy.copy(self)
-        draft.runner = copy.copy(self.runner)
-        draft.runner.prefixes = None
-        step = min(self.runner.prefill_step_size, CATCH_UP_STEP)
-        draft.runner.prefill_step_size = step
+        draft.runner = self.runner.late(CATCH_UP_STEP)
         return draft
 
     def rows(

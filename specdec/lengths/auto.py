@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Sequence
 from math import exp
 
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
-from .credit import Credit
+from .credit import MOST_CHARGE, Credit
 from .deadline import Deadline
 from .rows import RowAcceptance, rounds_left
 
@@ -123,17 +123,24 @@ class AutoLength:
 
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
-        if (
-            self._rest[0]
-            and state.num_rows == self._rest[1]
-            and not any(state.in_flight)
-        ):
+        if state.fresh:
+            self._begin_batch()
+        resting = self._rest[0] and state.num_rows == self._rest[1]
+        if resting and not any(state.in_flight):
             return 0
         k = self._think(state)
         self._plain_thought = k == 0
         if not state.begun:
             self._wanted = (k, k != self._best_known)
         return k
+
+    def _begin_batch(self) -> None:
+        """What was waited for was another batch's."""
+        for outcome in self._rested:
+            self._learn(outcome)
+        self._rest, self._rested = (0, 0), []
+        self._wanted, self._promised = (0, False), 0
+        self._credit.settle()
 
     def _think(self, state: BatchState) -> int:
         ks = self._candidates(state)
@@ -166,15 +173,16 @@ class AutoLength:
         def until_the_end(k: int) -> float:
             rounds = rounds_left(rows, k, tokens[k])
             longest = max(rounds_left(slow, k, tokens[k]))
-            return self._cost_of(state.num_rows, k, rounds, longest)
+            once = self.costs.extra(state.num_rows, k, state.undrafted)
+            return self._cost_of(state.num_rows, k, rounds, longest) + once
+
+        def plainly(tokens: Sequence[int]) -> float:
+            rounds = [float(n) for n in tokens]
+            of_one = self.costs.forwards.round(len(rounds), 0)
+            return of_one * self._cost_of(len(rounds), 0, rounds, max(rounds))
 
         plain = self.costs.forwards.round(state.num_rows, 0)
-        self._deadline.begin(
-            left,
-            lambda n: (
-                plain * self._cost_of(state.num_rows, 0, list(map(float, n)), max(n))
-            ),
-        )
+        self._deadline.look_at(left, plainly)
         return {
             k: rate
             for k, rate in rates.items()
@@ -294,6 +302,7 @@ class AutoLength:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn what a round cost and what its rows accepted."""
+        self._spend(outcome)
         if self._rest[0]:
             rounds, num_rows = self._rest
             plain = not outcome.num_draft_tokens and outcome.num_rows == num_rows
@@ -306,38 +315,45 @@ class AutoLength:
             for each in rested:
                 self._learn(each)
                 self._credit.earn(1)
-        extra = self.costs.extra(
-            outcome.num_rows, outcome.num_draft_tokens, outcome.undrafted
-        )
-        self._learn(outcome)
-        self._settle(outcome, extra)
+        num_rows, k = outcome.num_rows, outcome.num_draft_tokens
+        extra = self.costs.extra(num_rows, k, outcome.undrafted)
+        learnt = self._learn(outcome)
+        self.costs.meet(num_rows, k)
+        self._settle(outcome, extra, learnt)
         self._charge(outcome)
-        k, run, _ = self._run
         # Nothing can be tried, or nothing was with credit to spare.
-        calm = run >= CALM and not 0 < self._credit.left < SPARE
-        if calm and self._plain_thought and k == self._best_known == 0:
+        calm = self._run[1] >= CALM and not 0 < self._credit.left < SPARE
+        if calm and self._plain_thought and self._run[0] == self._best_known == 0:
             self._plain_thought = False
-            self._rest = (REST, outcome.num_rows)
+            self._rest = (REST, num_rows)
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)
 
-    def _learn(self, outcome: RoundOutcome) -> None:
-        """What its rows accepted, and what it cost."""
+    def _learn(self, outcome: RoundOutcome) -> bool:
+        """What its rows accepted, and what it cost; whether that is known."""
         k = outcome.num_draft_tokens
         if outcome.rows:
             survival = self.acceptance.survival(k)
             self._rows.observe(outcome.rows, outcome.accepted, survival)
         self.acceptance.observe(outcome.accepted if k else ())
-        num_rows = outcome.num_rows
-        cost = self.costs.relative(num_rows, k)[0]
-        self._deadline.spend(cost * self.costs.forwards.round(num_rows, 0))
-        if outcome.seconds is not None:
-            self.costs.observe(
-                outcome.num_rows, k, outcome.seconds, undrafted=outcome.undrafted
-            )
+        if outcome.seconds is None:
+            return False
+        n, undrafted = outcome.num_rows, outcome.undrafted
+        return self.costs.observe(n, k, outcome.seconds, undrafted=undrafted)
 
-    def _settle(self, outcome: RoundOutcome, extra: float) -> None:
+    def _spend(self, outcome: RoundOutcome) -> None:
+        """Take its time off what the batch may take."""
+        num_rows, k = outcome.num_rows, outcome.num_draft_tokens
+        rounds = self.costs.relative(num_rows, k)[0]
+        plain = self.costs.plain_seconds(num_rows)
+        if outcome.spent is not None and plain is not None:
+            rounds = max(rounds, min(outcome.spent / plain, MOST_CHARGE))
+        else:
+            rounds += self.costs.extra(num_rows, k, outcome.undrafted)
+        self._deadline.spend(rounds * self.costs.forwards.round(num_rows, 0))
+
+    def _settle(self, outcome: RoundOutcome, extra: float, learnt: bool) -> None:
         """Take what it was estimated to lose off the credit; note the run of its k."""
         k, num_rows = outcome.num_draft_tokens, outcome.num_rows
         cost = self.costs.relative(num_rows, k)[0]
@@ -360,7 +376,7 @@ class AutoLength:
             if rates[k] * SWITCH >= rates[best]:
                 self._last = k
         _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
-        self._run = (k, run + 1, timed + (outcome.seconds is not None))
+        self._run = (k, run + 1, timed + learnt)
 
     def _charge(self, outcome: RoundOutcome) -> None:
         """Take what a try really took off the credit."""

@@ -22,6 +22,7 @@ class BatchState:
         left: tokens that each running row may still emit, by its number, where no
             others take the places of rows that end; else empty.
         begun: whether the drafter has the rows; if not, all of them count as undrafted.
+        fresh: whether no round of the batch was handed out before.
     """
 
     num_rows: int
@@ -31,6 +32,7 @@ class BatchState:
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
     begun: bool = True
+    fresh: bool = False
 
 
 @dataclass(frozen=True)
@@ -82,7 +84,7 @@ class DraftLength(Protocol):
         """
 
     def choose(self, state: BatchState) -> int:
-        """k of the next round; asking changes nothing."""
+        """k of the next round; to ask twice is as to ask once."""
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round that was read."""

@@ -149,7 +149,10 @@ class RoundCosts:
     new_shape: float = 0.0
     rounds: int = 0
     _paced: Paced = field(default_factory=Paced)
+    # Rounds that ran, whose shapes were got ready for then, and those of them that were
+    # timed: the first one is not learnt from.
     _met: set[tuple[int, int]] = field(default_factory=set)
+    _timed: set[tuple[int, int]] = field(default_factory=set)
     # relative() since the last round: asked several times for every choice.
     _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
     _catch_up_factor: float = 1.0
@@ -214,26 +217,40 @@ class RoundCosts:
         new = 0.0 if met else NEW_SHAPE_SHARE * self.new_shape
         return (caught + new) / plain
 
+    def meet(self, num_rows: int, k: int) -> None:
+        """A round of k ran, whether it was timed or not."""
+        self._met.add((num_rows, k))
+
     def _catch_up(self, num_rows: int, undrafted: int) -> float:
+        if self.new_shape:
+            # Chunks have one of two widths, see Missed.padded.
+            chunks, rest = divmod(undrafted, TAKEN_IN)
+            wide = rest > 2 * FEW
+            undrafted = (chunks + wide) * TAKEN_IN + (0 if wide else rest)
         return self.forwards.catch_up(num_rows, undrafted) * self._catch_up_factor
 
     def observe(
         self, num_rows: int, k: int, seconds: float, *, undrafted: int = 0
-    ) -> None:
-        """Learn from a round's time."""
+    ) -> bool:
+        """Learn from a round's time.
+
+        Returns:
+            Whether it tells of rounds of the same shapes: the first one does not.
+        """
         self.rounds += 1
         self._known.clear()
         key = (num_rows, k)
-        is_new = key not in self._met
-        self._met.add(key)
+        is_new = key not in self._timed
+        self._timed.add(key)
+        self.meet(num_rows, k)
         if is_new and k and self.new_shape:
-            return
+            return False
         own = self.correction(num_rows, k)
         if k:
             plain = self.forwards.round(num_rows, 0)
             if self._catch_up(num_rows, undrafted) > 0.02 * plain:
                 self._observe_catch_up(num_rows, k, undrafted, seconds)
-                return
+                return True
         worked_out = log(self.forwards.round(num_rows, k))
         self._paced.observe(key, own, log(max(seconds, LEAST_SECONDS)) - worked_out)
         for found, correction in self._paced.corrections():
@@ -241,6 +258,7 @@ class RoundCosts:
             before = None if found == key else self.corrections.get(found)
             correction.seen = self.rounds if before is None else before.seen
             self.corrections[found] = correction
+        return True
 
     def _observe_catch_up(
         self, num_rows: int, k: int, undrafted: int, seconds: float

@@ -153,13 +153,14 @@ class MemoryPlan:
         parts = self._weights()
         layers, workspace = [0], []
         for name, model in self._models():
-            held, wide = length, self._wide
+            held, wide, writes = length, self._wide, self._wide
             # A draft takes in what it missed, or all that is committed, in pieces:
             # where shapes repeat, with padding behind the last.
             if name == "draft" and self.pauses:
                 held += CATCH_UP_STEP if self.patient else 0
                 wide = max(wide, min(CATCH_UP_STEP, held))
-            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, held, self._wide)
+                writes = wide + self.spare
+            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, held, writes)
             layers.append(self._largest_layer(model, rows, held))
             columns = model.columns(held, max_write=wide, read_bucket=self.read_bucket)
             workspace.append(model.workspace_bytes(len(rows), wide, columns))

@@ -20,7 +20,7 @@ from ..cache import (
     reads_boolean_masks,
 )
 from ..config import EngineConfig
-from ..memory.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
+from ..memory.capacity import chunk_width, padded_length, round_up
 from ..prefix.session import ModelPrefixes
 from ..prefix.store import PrefixStore
 from .compiled import CompiledForwards
@@ -74,6 +74,8 @@ class ModelRunner:
         mx.eval(model)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
+        #: See :meth:`late`.
+        self.between_rounds = False
         #: Listens to layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
         self.backend = backend
@@ -106,6 +108,20 @@ class ModelRunner:
         runner.prefixes = None
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
+        return runner
+
+    def late(self, step: int) -> ModelRunner:
+        """The same for rows whose prompts are written between rounds of others.
+
+        Nothing of them is kept in a prefix store: they hold what was generated.
+
+        Args:
+            step: prompt tokens of each row at a time, at most.
+        """
+        runner = copy.copy(self)
+        runner.prefixes = None
+        runner.prefill_step_size = min(self.prefill_step_size, step)
+        runner.between_rounds = True
         return runner
 
     def rows(
@@ -217,8 +233,8 @@ class ModelRows:
             self.written = valid
             self._record(done, valid, width)
             done += width
-            # Behind small chunks, written between rounds, those would allocate anew.
-            if width > CATCH_UP_STEP:
+            # Rounds would have to allocate anew what is freed between them.
+            if not self.runner.between_rounds:
                 mx.clear_cache()
             yield
         lengths = [len(p) for p in self._prompts]

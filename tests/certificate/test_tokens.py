@@ -120,7 +120,7 @@ def trim_off(by: int) -> Callable[[Patch], None]:
     def trim_off_by_one(patch: Patch) -> None:
         right = ModelRows.trim_per_sequence
 
-        def wrong(self: ModelRows, n: Any, at_most: int) -> None:
+        def wrong(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
             off = n if isinstance(n, list) else mx.maximum(n + by, 0)
             right(self, off, at_most + 1)
 
@@ -204,7 +204,7 @@ def one_token_too_many(patch: Patch) -> None:
 def trim_to_the_minimum(patch: Patch) -> None:
     right = ModelRows.trim_per_sequence
 
-    def wrong(self: ModelRows, n: Any, at_most: int) -> None:
+    def wrong(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
         uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
         right(self, uniform, at_most)
 

@@ -8,7 +8,10 @@ import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -63,22 +66,31 @@ Start = Callable[[str], subprocess.Popen[str]]
 
 
 @pytest.fixture
-def start(tmp_path: Path) -> Start:
-    def started(code: str) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, "-c", BEGIN + code, str(tmp_path / "out.jsonl")],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # A shell's background jobs ignore it, and their children do.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
-        )
-        assert process.stderr is not None
-        assert process.stderr.readline() == "ready\n"
-        return process
+def start(tmp_path: Path) -> Iterator[Start]:
+    with ExitStack() as ends:
+        yield partial(started, tmp_path, ends)
 
-    return started
+
+def started(tmp_path: Path, ends: ExitStack, code: str) -> subprocess.Popen[str]:
+    """A process that has said that it is ready; it lives as long as the test."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", BEGIN + code, str(tmp_path / "out.jsonl")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        # A shell's background jobs ignore it, and their children do.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+    )
+    ends.enter_context(process)
+    # Whatever the test waits for ends with it.
+    end = threading.Timer(PATIENCE, process.kill)
+    ends.callback(process.kill)
+    ends.callback(end.cancel)
+    end.start()
+    assert process.stderr is not None
+    assert process.stderr.readline() == "ready\n"
+    return process
 
 
 @pytest.mark.parametrize("wait", ["at_work", "stuck"])
@@ -107,6 +119,7 @@ def test_the_second_ends_it_at_once(start: Start) -> None:
     # Two that come together can be one.
     while process.poll() is None:
         process.send_signal(signal.SIGINT)
+        time.sleep(0.01)
     assert process.communicate(timeout=PATIENCE) == ("", "")
     assert process.returncode == 130
 

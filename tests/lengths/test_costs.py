@@ -124,6 +124,17 @@ def test_what_a_drafter_takes_in_costs_what_was_measured() -> None:
     assert costs.catch_up(1, FEW + 1) == pytest.approx(0.2)
 
 
+def test_where_shapes_repeat_padding_is_taken_in_too() -> None:
+    """Twenty tokens are written as 128, and cost as many."""
+    forwards = Forwards(8, {1: 1.0, 2: 1.0, 5: 1.0}, 0.2, taking_in=4.0)
+    exact = RoundCosts(ForwardCosts([forwards]))
+    padded = RoundCosts(ForwardCosts([forwards]), new_shape=1.0)
+    padded.meet(8, 2)
+    for missed, as_many in ((2 * FEW, 2 * FEW), (20, TAKEN_IN), (TAKEN_IN + 3, None)):
+        expected = exact.extra(8, 2, as_many or missed)
+        assert padded.extra(8, 2, missed) == pytest.approx(expected)
+
+
 def test_a_free_drafter_has_nothing_to_catch_up_with() -> None:
     free = Costs(0.1, 0.0, 0.001)
     costs = RoundCosts(ForwardCosts([free.measured(1)]))

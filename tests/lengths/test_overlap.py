@@ -8,6 +8,7 @@ moved by 20% within 40 rounds.
 from __future__ import annotations
 
 import random
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import exp
@@ -37,6 +38,10 @@ def shared_host(seed: int) -> Iterator[float]:
         pace += rng.gauss(-0.02 * pace, 0.03)
         spike = rng.uniform(0.1, 0.6) if rng.random() < 0.08 else 0.0
         yield exp(pace + rng.gauss(0, 0.04) + spike)
+
+
+# Rounds of a k until its shapes have settled.
+NEW = 2
 
 
 @dataclass
@@ -74,16 +79,18 @@ class Overlapped:
         now = free_at = 0.0
         pacer = Pacer(length, lambda: now)
         pending: list[tuple[int, float]] = []
-        chosen, met = [], {0}
+        chosen, met = [], Counter[int]()
         for number in range(self.rounds):
             remaining = max(20.0, 127.0 - number % 127)
             k = pacer.choose(self.num_rows, [8] * self.num_rows, remaining)
             pacer.begin(k, (k,) * self.num_rows)
             took = self.cost(self.num_rows, k) * next(pace)
             now += (0.9 if self.launching else 0.1) * took
-            if k not in met:
-                met.add(k)
-                now += self.new_shape
+            met[k] += 1
+            if k and met[k] <= NEW:
+                # As shapes are met, and a graph is built for them.
+                now += self.new_shape / NEW
+                pacer.interrupt(drafting=True)
             free_at = max(now, free_at) + (0.1 if self.launching else 0.9) * took
             pending.append((k, free_at))
             chosen.append(k)
@@ -119,12 +126,15 @@ MEASURED = {"right": (1.0, 1.0), "too low": (0.6, 0.6), "too high": (1.5, 1.5)}
 def test_the_best_is_found_on_a_shared_host(
     measured: str, rounds: str, launching: bool
 ) -> None:
-    """Within 300 rounds: 0.95 of the best fixed k and 0.97 of plain, on average."""
+    """Within 300 rounds: 0.95 of the best fixed k and 0.97 of plain, on average.
+
+    One seed's rate scatters by 0.03.
+    """
     cost, accept = ROUNDS[rounds]
     simulation = Overlapped(cost, accept, launching)
     draft, verify = MEASURED[measured]
     rates = []
-    for seed in range(6):
+    for seed in range(16):
         forwards = ForwardCosts([cost.measured(8, draft=draft, verify=verify)])
         length = AutoLength(RoundCosts(forwards, new_shape=0.04))
         rates.append(simulation.rate(simulation.run(length, seed)))
@@ -170,14 +180,16 @@ def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
         known = [s for s in seconds if s is not None]
         # The first two of three, but for the very first; the last one is followed
         # by another k.
-        assert len(known) == (19 if k == 0 else 20)
+        assert len(known) == (19 if k == 0 else 20 - NEW)
         typical = sorted(known)[len(known) // 2] / cost(8, k)
         assert 0.6 < typical < 1.6
         assert max(known) < 5
     fixed = Script(lambda number: 2)
     simulation.run(fixed, 0)
     # Before the first, nothing was on its way.
-    assert [o.seconds is not None for o in fixed.outcomes] == [False] + [True] * 59
+    assert [o.seconds is not None for o in fixed.outcomes] == [False] * NEW + [True] * (
+        60 - NEW
+    )
 
 
 @pytest.mark.parametrize(

@@ -22,6 +22,7 @@ from .simulation import Costs
 # Launches alone cost; every token does.
 LAUNCHED = Costs(step=1.0, draft=0.2, token=0.0)
 COMPUTED = Costs(step=1.0, draft=0.1, token=0.15)
+TOKENS = 160
 
 
 def wave(
@@ -32,14 +33,16 @@ def wave(
     seed: int = 0,
     num_rows: int = 8,
     verify: float = 1.0,
+    says: Callable[[int], int] = lambda row: TOKENS,
 ) -> tuple[float, float]:
     """Time of a wave of rows with ``auto``, and the mean time until a row's end.
 
     Both over those of plain decoding. What verifying more tokens costs is measured
-    wrongly by the factor ``verify``.
+    wrongly by the factor ``verify``. Of the tokens that a row may emit it ``says`` so
+    many, and ends.
     """
     rng = random.Random(seed)
-    tokens = 160
+    tokens = TOKENS
     measured = cost.measured(num_rows, verify=verify)
     length = AutoLength(RoundCosts(ForwardCosts([measured])))
     left = dict.fromkeys(range(num_rows), tokens)
@@ -64,12 +67,15 @@ def wave(
                 count += 1
             accepted.append((k, count))
             left[row] = max(0, left[row] - count - 1)
+            if tokens - left[row] >= says(row):
+                left[row] = 0
         seconds += took
         ends.update({row: seconds for row in running if not left[row]})
         done = undrafted if k else 0
         length.observe(RoundOutcome(n, k, accepted, took, done, running if k else ()))
         undrafted = 0 if k else undrafted + 1
-    whole = tokens * cost(num_rows, 0)
+    lengths = [says(row) for row in range(num_rows)]
+    whole = sum(cost(sum(n > i for n in lengths), 0) for i in range(max(lengths)))
     return seconds / whole, sum(ends.values()) / num_rows / whole
 
 
@@ -78,9 +84,9 @@ def mean(found: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def of_seeds(
-    cost: Costs, accept: Callable[[int], float], *, told: bool
+    cost: Costs, accept: Callable[[int], float], *, told: bool, seeds: int = 12
 ) -> tuple[float, float]:
-    return mean([wave(cost, accept, told=told, seed=s) for s in range(12)])
+    return mean([wave(cost, accept, told=told, seed=s) for s in range(seeds)])
 
 
 def stubborn(row: int) -> float:
@@ -94,23 +100,40 @@ def test_rows_that_accept_nothing_do_not_pay_for_the_others() -> None:
     assert told < 1.09
 
 
+@pytest.mark.parametrize("cost", [COMPUTED, Costs(step=1.0, draft=0.1, token=0.05)])
+def test_what_rows_took_that_ended_is_not_held_against_the_others(cost: Costs) -> None:
+    """Seven rows end early; a draft still pays for the one that goes on."""
+
+    def says(row: int) -> int:
+        return TOKENS if row == 0 else TOKENS // 3
+
+    found = [
+        wave(cost, lambda row: 0.85, told=told, says=says, seed=seed)[0]
+        for told in (False, True)
+        for seed in range(8)
+    ]
+    untold, told = sum(found[:8]) / 8, sum(found[8:]) / 8
+    assert untold < 0.9
+    assert told < untold * 1.03
+
+
 def test_what_a_row_that_ended_did_not_need_is_not_others_to_lose() -> None:
     """The one with most left ends early; the others would have ended soon."""
     deadline = Deadline()
     left = {0: 4000, 1: 400, 2: 400}
-    deadline.begin(left, max)
+    deadline.look_at(left, max)
     assert deadline.is_met(4000)
     deadline.spend(10)
     left = {0: 3990, 1: 390, 2: 390}
-    deadline.begin(left, max)
+    deadline.look_at(left, max)
     assert deadline.is_met(4000)
     del left[0]
-    deadline.begin(left, max)
+    deadline.look_at(left, max)
     assert deadline.is_met(390)
     assert not deadline.is_met(400)
     # Another row: all begin anew.
     left[7] = 500
-    deadline.begin(left, max)
+    deadline.look_at(left, max)
     assert deadline.is_met(500)
     assert not deadline.is_met(520)
 
@@ -141,9 +164,12 @@ def test_where_rows_are_alike_nothing_is_lost(cost: Costs, chance: float) -> Non
 
 
 def test_a_row_that_accepts_less_still_may_gain() -> None:
-    told, ended = of_seeds(LAUNCHED, lambda row: 0.5 if row < 4 else 0.9, told=True)
-    assert told < 0.97
-    assert ended < 0.75
+    # Of 36 seeds 0.95 and 0.77; a dozen of them scatter by 0.02.
+    told, ended = of_seeds(
+        LAUNCHED, lambda row: 0.5 if row < 4 else 0.9, told=True, seeds=36
+    )
+    assert told < 0.96
+    assert ended < 0.78
 
 
 def test_factors_are_drawn_to_one_and_forgotten() -> None:

@@ -17,6 +17,7 @@ from specdec.memory import (
     kv_cache_bytes,
     largest_fitting,
 )
+from specdec.memory.capacity import CATCH_UP_STEP
 from specdec.memory.choosing import COPIES, FILTERED
 from specdec.memory.estimate import Estimate
 
@@ -90,6 +91,19 @@ def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     without = replace(longest, pauses=False)
     needed = [p.moments([short])[2].parts["draft KV cache"] for p in (longest, without)]
     assert needed[0] > needed[1]
+
+
+def test_a_drafts_rings_can_undo_what_it_catches_up_with() -> None:
+    """They are laid anew for pieces of that width."""
+    window = CacheGeometry(slot_bytes=100, window=512)
+    draft = replace(DRAFT, caches=(window,))
+    row = RowNeeds(3000, 1000)
+    pausing, steady = (
+        replace(PAIR, draft=draft, pauses=pauses).moments([row])[2]
+        for pauses in (True, False)
+    )
+    slots = [m.parts["draft KV cache"] // 100 for m in (pausing, steady)]
+    assert slots[0] >= 512 + CATCH_UP_STEP - 1 > slots[1]
 
 
 def test_plain_rows_need_the_reference_formula() -> None:

@@ -15,6 +15,7 @@ import random
 import signal
 import sys
 import time
+import traceback
 from pathlib import Path
 
 from specdec.prefix.disk import DiskTier
@@ -64,7 +65,11 @@ def begin(folder: Path, jobs: dict[str, Job]) -> int:
     """A child that writes them all."""
     child = os.fork()
     if child == 0:
-        write(folder, jobs)
+        try:
+            write(folder, jobs)
+        except BaseException:
+            traceback.print_exc()
+            os._exit(1)
         os._exit(0)
     return child
 
@@ -76,12 +81,17 @@ def kill_one(folder: Path, jobs: dict[str, Job], life: float) -> float | None:
     """
     child, start = begin(folder, jobs), time.perf_counter()
     while (seconds := time.perf_counter() - start) < life:
-        if os.waitpid(child, os.WNOHANG)[0]:
+        ended, status = os.waitpid(child, os.WNOHANG)
+        if ended:
+            assert status == 0, status
             return seconds
         time.sleep(min(life - seconds, 0.0005))
     os.kill(child, signal.SIGKILL)
     _, status = os.waitpid(child, 0)
-    return None if os.WIFSIGNALED(status) else seconds
+    if os.WIFSIGNALED(status):
+        return None
+    assert status == 0, status
+    return seconds
 
 
 def main() -> None:
@@ -90,6 +100,7 @@ def main() -> None:
     jobs = jobs_of(source)
     longest, cut_short, partial = math.inf, 0, 0
     while cut_short < kills:
+        before = sum(is_entry(path.name) for path in folder.iterdir())
         seconds = kill_one(folder, jobs, draw.random() * longest)
         # Not measured once for all: the machine may be busy just then, or afterwards.
         if seconds is None:
@@ -97,7 +108,7 @@ def main() -> None:
         else:
             longest = LONGEST_LIFE * seconds
         left = check(folder, jobs)
-        partial += 0 < left < len(jobs)
+        partial += before < left < len(jobs)
         if left == len(jobs):  # nothing to write any more: forget some
             for path in list(folder.iterdir()):
                 if draw.random() < 0.7 and is_entry(path.name):

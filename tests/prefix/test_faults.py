@@ -45,6 +45,7 @@ def counts_of(module: str, *arguments: Any) -> list[int]:
         [sys.executable, "-m", f"tests.prefix.{module}", *map(str, arguments)],
         capture_output=True,
         text=True,
+        timeout=800,
     )
     assert done.returncode == 0, done.stderr
     return [int(word) for word in done.stdout.split()]
