@@ -89,9 +89,8 @@ class AutoLength:
         # Whether the last thought came to a plain round.
         self._plain_thought = False
         # The k that a drafter may begin late for, and whether that is a try; what is to
-        # follow when it is there.
-        self._wanted = (0, False)
-        self._promised = 0
+        # follow then; what prompts took a drafter in the hope that it pays.
+        self._wanted, self._promised, self._hoped = (0, False), 0, 0.0
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
@@ -108,17 +107,22 @@ class AutoLength:
         """Whether drafting may pay for rows that begin.
 
         That is, whether half of what they may emit would bring back what the drafter
-        takes for their prompts, were acceptance and costs better than thought by a
-        standard deviation: what is wrongly begun costs more than a wrong try.
+        takes for their prompts; or would, as long as something can be tried, were
+        acceptance and costs better than thought by a standard deviation. The latter is
+        a try, which is charged if nothing comes of it.
         """
-        ks = self._candidates(state)
-        hopes = self._expected(state, ks[-1], 1.0)
-        for k in ks[1:]:
-            hope = hopes[k] / self._least_cost(state.num_rows, k, 1.0)
-            rounds = state.remaining / 2 / max(1.0, hope)
-            extra = self.costs.extra(state.num_rows, k, state.undrafted)
-            if rounds * (hope - 1) > extra:
-                return True
+        if not self._best_known:
+            self._credit.lose(min(self._hoped, MOST_CHARGE))
+        self._hoped, ks = 0.0, self._candidates(state)
+        for doubt in (0.0, 1.0) if self._credit.left > 0 else (0.0,):
+            hopes = self._expected(state, ks[-1], doubt)
+            for k in ks[1:]:
+                hope = hopes[k] / self._least_cost(state.num_rows, k, doubt)
+                rounds = state.remaining / 2 / max(1.0, hope)
+                extra = self.costs.extra(state.num_rows, k, state.undrafted)
+                if rounds * (hope - 1) > extra:
+                    self._hoped = doubt * extra
+                    return True
         return False
 
     def choose(self, state: BatchState) -> int:
@@ -281,7 +285,7 @@ class AutoLength:
                 continue
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
             cost = self.costs.relative(state.num_rows, k)[0]
-            loss = self._loss(cost, cost * rates[k], rates[best])
+            loss = cost * max(0.0, 1 - rates[k] / rates[best])
             better = k in in_time and rates[k] > rates[best] * SWITCH
             price = BURST * loss + extra
             if price < found[0][1]:
@@ -292,11 +296,6 @@ class AutoLength:
         """Plain rounds that a round costs if it is so many deviations cheaper."""
         cost, deviation = self.costs.relative(num_rows, k)
         return cost * exp(-doubt * deviation)
-
-    @staticmethod
-    def _loss(cost: float, tokens: float, rate: float) -> float:
-        """Plain rounds lost by ``tokens`` in ``cost``, against ``rate``."""
-        return max(0.0, cost - tokens / rate)
 
     # -- learning ----------------------------------------------------------
 
@@ -371,7 +370,7 @@ class AutoLength:
             ks = self._candidates(state)
             rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
             best = max(rates, key=lambda k: rates[k])
-            self._credit.lose(self._loss(cost, cost * rates[k], rates[best]))
+            self._credit.lose(cost * max(0.0, 1 - rates[k] / rates[best]))
             self._credit.foresee(extra)
             if rates[k] * SWITCH >= rates[best]:
                 self._last = k

@@ -456,6 +456,9 @@ def test_a_draft_that_was_wrong_may_pay_when_that_is_long_ago() -> None:
     for k in (0, 1, 0, 1, 0, 1, 0):
         observe(length, cost, k, 0, 8)
     assert not length.may_pay(state)
+    # A hope is a try: what the others lost has to be earned first.
+    observe(length, cost, 0, 0, 400)
+    assert not length.may_pay(state)
     observe(length, cost, 0, 0, 400)
     assert length.may_pay(state)
 

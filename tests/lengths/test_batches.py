@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from specdec.lengths import (
@@ -78,3 +80,21 @@ def test_what_drafting_held_up_counts_for_when_a_batch_ends() -> None:
     # Not without bounds: something else may have been in the way.
     length.observe(RoundOutcome(2, 0, [], spent=1e6))
     assert length._deadline._spent < 40 * one
+
+
+def test_prompts_that_a_drafter_took_for_nothing_are_charged() -> None:
+    """Of a draft that is never right, most batches begin without one."""
+    costs = Costs(1.0, 0.5, 0.005)
+    forwards = replace(costs.measured(2), taking_in=6.0)
+    length = AutoLength(RoundCosts(ForwardCosts([forwards])))
+    begun = 0
+    for _ in range(40):
+        begins = length.may_pay(BatchState(2, [8] * 2, 100.0, 200))
+        begun += begins
+        for number in range(100):
+            state = BatchState(
+                2, [8] * 2, 100.0, number and 1, fresh=not number, begun=begins
+            )
+            k = length.choose(state) if begins else 0
+            length.observe(RoundOutcome(2, k, [(k, 0)] * 2 if k else [], costs(2, k)))
+    assert 1 <= begun <= 8
