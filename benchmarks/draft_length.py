@@ -94,6 +94,8 @@ class WrongDraft(DraftModel):
 def factory(name: str, target: LoadedModel, dtype: str | None) -> DrafterFactory:
     """A draft as commands name it, ``random:SHAPE:LAYERS``, or ``wrong:`` and one."""
     source = name.removeprefix(WRONG)
+    if not source or WRONG in source:
+        raise ConfigError(f"{name}: {WRONG} stands before the name of a model")
     if source.startswith("random:"):
         named = NamedDrafter(source, load_model(source, dtype))
     else:
@@ -102,7 +104,7 @@ def factory(name: str, target: LoadedModel, dtype: str | None) -> DrafterFactory
     if source == name:
         return replace(named, model=model)
     if model is None or named.ngram is not None:
-        raise ConfigError(f"{name}: name a model behind {WRONG}")
+        raise ConfigError(f"{name}: {WRONG} stands before the name of a model")
 
     def make(context: DraftContext) -> DraftModel:
         return WrongDraft(

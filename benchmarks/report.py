@@ -33,7 +33,8 @@ def rebuilt(path: Path) -> str:
         raw = json.loads(path.read_text("utf-8"))
         title = raw["title"]
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ConfigError(f"{path} is no raw result: {error}") from error
+        told = getattr(error, "strerror", None) or "name its .json"
+        raise ConfigError(f"{path} is no raw result: {told}") from error
     if title not in BODIES:
         raise ConfigError(f"{path}: reports can be made anew of: {', '.join(BODIES)}")
     return report_of(raw, BODIES[title](raw))

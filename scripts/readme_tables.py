@@ -225,7 +225,7 @@ def label_of(system: str) -> str:
     """What a table calls a system, or a draft; of a path, its last part."""
     if system.startswith("wrong:"):
         return "wrong"
-    return LABELS.get(system) or short(system)
+    return LABELS.get(system) or Path(short(system)).name
 
 
 def fastest(several: Iterable[list[Record]]) -> list[Record]:

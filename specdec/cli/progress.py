@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -12,10 +13,14 @@ import click
 
 # Seconds between lines: a log of an hour stays readable.
 LINE_SECONDS = 10.0
+# Seconds after which is looked whether a line is due though nothing was done.
+LOOK_SECONDS = 1.0
 
 
 class Progress:
     """Shows on standard error what is done of how much.
+
+    Time goes on there though nothing is done for long, as in a prefill of many rows.
 
     Args:
         unit: what is counted, in the singular.
@@ -38,7 +43,7 @@ class Progress:
 
         on_terminal = sys.stderr.isatty()
         self._unit, self._total, self._done = unit, total, 0
-        self._what = ""
+        self._what = self._note = ""
         self._clock, self._told = clock, clock()
         self._began, self._time_left = self._told, time_left
         self._in_lines = not quiet and not on_terminal
@@ -49,6 +54,11 @@ class Progress:
             leave=False,
             disable=quiet or not on_terminal,
         )
+        self._telling, self._closed = threading.Lock(), threading.Event()
+        self._looking: threading.Thread | None = None
+        if not quiet:
+            self._looking = threading.Thread(target=self._look, daemon=True)
+            self._looking.start()
 
     def __enter__(self) -> Self:
         return self
@@ -58,7 +68,17 @@ class Progress:
 
     def close(self) -> None:
         """Take the bar away."""
+        self._closed.set()
+        if self._looking is not None:
+            self._looking.join()
         self._bar.close()
+
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            if self._in_lines:
+                self._tell()
+            else:
+                self._bar.refresh()
 
     def aside(self) -> AbstractContextManager[Any]:
         """Take the bar off the terminal while standard output is written to it."""
@@ -86,7 +106,8 @@ class Progress:
         anew = total is not None and total != self._total
         self._done, self._total = done, self._total if total is None else total
         if self._in_lines:
-            self._tell(what, note)
+            self._what, self._note = what, note
+            self._tell()
             return
         self._bar.set_description_str(what, refresh=False)
         self._bar.set_postfix_str(note, refresh=False)
@@ -97,14 +118,15 @@ class Progress:
             self._what = what
             self._bar.refresh()
 
-    def _tell(self, what: str, note: str) -> None:
-        now = self._clock()
-        if now - self._told < LINE_SECONDS:
-            return
-        self._told = now
+    def _tell(self) -> None:
+        with self._telling:
+            now = self._clock()
+            if now - self._told < LINE_SECONDS:
+                return
+            self._told = now
         total = f" of {self._total}" if self._total is not None else ""
         units = self._unit + "s" * (self._total != 1)
-        told = [what, f"{self._done}{total} {units}", note, self._left(now)]
+        told = [self._what, f"{self._done}{total} {units}", self._note, self._left(now)]
         click.echo(f"specdec: {', '.join(filter(None, told))}", err=True)
 
     def _left(self, now: float) -> str:

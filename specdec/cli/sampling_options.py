@@ -165,8 +165,9 @@ def params_of(
         ConfigError: a value is out of range.
     """
     if is_given("verification") and (temp == 0 or not drafts):
+        missing = "a draft (--draft)" if not drafts else "--temp above 0"
         raise click.UsageError(
-            "--verification needs --draft and --temp: without them all are the same"
+            f"--verification needs {missing}: without it all are the same"
         )
     if top_logprobs is not None and output_file is None:
         raise click.UsageError("--top-logprobs needs --output: name a file for them")

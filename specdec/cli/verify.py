@@ -188,8 +188,9 @@ def _check_together(
     if not drafts and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if is_given("verification") and (temp == 0 or not drafts):
+        missing = "a draft (--draft)" if not drafts else "--temp above 0"
         raise click.UsageError(
-            "--verification needs --draft and --temp: without them all are the same"
+            f"--verification needs {missing}: without it all are the same"
         )
     if is_given("seed") and temp == 0:
         raise click.UsageError("--seed needs --temp: at 0 nothing is drawn")

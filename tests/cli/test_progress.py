@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import threading
+import time
+
 import pytest
 
 from specdec.cli.progress import LINE_SECONDS, Progress
@@ -30,6 +33,24 @@ def test_a_line_every_so_often_where_there_is_no_terminal(
     assert capsys.readouterr().err == (
         "specdec: 1 of 3 prompts, 12 tokens\nspecdec: plain, 0 of 1 prompt\n"
     )
+
+
+def test_a_line_comes_though_nothing_is_done(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A prefill of many rows is one thing that is done, minutes later."""
+    monkeypatch.setattr("specdec.cli.progress.LOOK_SECONDS", 0.005)
+    clock, told = Clock(), ""
+    with Progress("prompt", 3, clock=clock) as progress:
+        progress.add(0, what="prefill", note="no token yet")
+        clock.now += LINE_SECONDS
+        until = time.monotonic() + 60
+        while not told and time.monotonic() < until:
+            time.sleep(0.005)
+            told = capsys.readouterr().err
+        before = threading.active_count()
+    assert told == "specdec: prefill, 0 of 3 prompts, no token yet\n"
+    assert threading.active_count() == before - 1
 
 
 def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:

@@ -153,8 +153,8 @@ def test_incomplete_does_not_pass(verify: Verify) -> None:
     [
         ("--draft self:5bit", "draft 'self:5bit' is not known"),
         ("--num-draft-tokens 2", "--num-draft-tokens needs --draft"),
-        ("--temp 1 --verification block", "--verification needs --draft and --temp"),
-        ("--draft a/D --verification block", "--verification needs --draft and --temp"),
+        ("--temp 1 --verification block", "--verification needs a draft (--draft)"),
+        ("--draft a/D --verification block", "--verification needs --temp above 0"),
         ("--seed 2", "--seed needs --temp"),
         ("--draft a/D --temp 1 --draws 99", "--draws needs --verification"),
         ("--kv-group-size 32", "--kv-group-size needs --kv-bits"),

@@ -120,7 +120,7 @@ def test_the_example_with_a_decoder(
 ) -> None:
     scope = run_blocks(*BLOCKS)
     assert scope["decoder"].draft_name == "BigramDrafter"
-    assert scope["result"].drafted > 0
+    assert scope["result"].accepted > 0
     assert capsys.readouterr().out
 
 
