@@ -186,7 +186,7 @@ def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
         assert max(known) < 5
     fixed = Script(lambda number: 2)
     simulation.run(fixed, 0)
-    # Before the first, nothing was on its way.
+    # In the first ones shapes are got ready for.
     assert [o.seconds is not None for o in fixed.outcomes] == [False] * NEW + [True] * (
         60 - NEW
     )
