@@ -219,7 +219,10 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 def test_a_model_speculates_with_itself(
     tiny_model: TinyModel, asked: list[tuple[int, int, bool]]
 ) -> None:
-    """Through the engine, in half precision: nearly all of it is accepted."""
+    """Through the engine, in half precision: nearly all of it is accepted.
+
+    Where a step takes a spare token, single ones of three rows are products of six.
+    """
     model = model_of(tiny_model)
     take_few_rows(model)
     join_products(model)
@@ -228,7 +231,8 @@ def test_a_model_speculates_with_itself(
     config = EngineConfig(batch_size=3, num_draft_tokens=3)
     decoder = SpecDecoder(token_level(model), token_level(model), config=config)
     found = decoder.generate(prompts, params)
-    assert {rows for rows, *_ in asked} > {3, 12}
+    single = 3 * (1 + defaults().most_spare)
+    assert {rows for rows, *_ in asked} > {single, 12}
     assert sum(r.accepted for r in found) > 0.9 * sum(r.drafted for r in found)
 
 
