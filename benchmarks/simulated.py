@@ -64,6 +64,24 @@ def allowed(costs: Costs, plain: float, chance: float, k: int) -> float:
     return tokens_per_round(survival)[k] * plain / (k * costs["draft_step"] + verify)
 
 
+def limits_of(
+    costs: Costs, plain: float, chance: float, quiet: dict[Any, float]
+) -> dict[Any, float]:
+    """What is allowed by k, and for ``auto`` the best of all; 0 where nothing tells.
+
+    A limit that quiet rounds exceed is none: something else was timed with a forward,
+    as compiling its kernels is.
+
+    Args:
+        quiet: speed-up in quiet rounds by k.
+    """
+    limits: dict[Any, float] = {}
+    for k in (k for k in quiet if k != "auto"):
+        limit = allowed(costs, plain, chance, k)
+        limits[k] = limit if quiet[k] <= limit else 0.0
+    return limits | {"auto": max(limits.values()) if all(limits.values()) else 0.0}
+
+
 def key_of(batch: int, k: NumDraftTokens) -> str:
     return f"B={batch} k={k}"
 
@@ -79,14 +97,17 @@ def table(
     rows: list[Sequence[object]] = []
     for b in batches:
         plain = records[key_of(b, 0)][1:]
-        step = b / (quiet_rate(plain) or float("inf"))
-        limits = {k: allowed(costs[str(b)], step, chance, k) for k in ks}
-        best = max(limits.values(), default=0.0)
+        idle = quiet_rate(plain) or float("inf")
+        quiet = {
+            k: quiet_rate(records[key_of(b, k)][1:]) / idle  # type: ignore[arg-type]
+            for k in (*ks, "auto")
+        }
+        limits = limits_of(costs[str(b)], b / idle, chance, quiet)
         for k in (0, *ks, "auto"):
             found = records[key_of(b, k)][1:]  # type: ignore[arg-type]
             ups = [rate(x) / rate(y) for x, y in zip(found, plain, strict=True)]
-            quiet = quiet_rate(found) / (quiet_rate(plain) or float("inf"))
-            limit = best if k == "auto" else limits.get(k, 0.0)  # type: ignore[call-overload]
+            limit = limits.get(k, 0.0)
+            unknown = "-" if k else ""
             drafted = sum(total(r, "drafted") for r in found)
             accepted = sum(total(r, "accepted") for r in found)
             chosen: Counter[int] = Counter()
@@ -99,9 +120,9 @@ def table(
                     k,
                     show_spread([rate(r) for r in found]),
                     show_spread(ups, 3) if k else "",
-                    f"{quiet:.3f}" if k else "",
-                    f"{limit:.2f}" if k and limit else "",
-                    f"{quiet / limit:.2f}" if k and limit else "",
+                    f"{quiet[k]:.3f}" if k else "",
+                    f"{limit:.2f}" if limit else unknown,
+                    f"{quiet[k] / limit:.2f}" if limit else unknown,
                     f"{accepted / drafted:.3f}" if drafted else "",
                     " ".join(f"{n}:{c}" for n, c in sorted(chosen.items()))
                     if k == "auto"
@@ -145,7 +166,8 @@ def body(raw: dict[str, Any]) -> str:
         "costs of a draft step and a verify forward in plain steps: these from quiet "
         "rounds, those timed one by one (milliseconds by tokens of a row: "
         f"{'; '.join(said)}); for auto the best of all k. *share*: what quiet rounds "
-        "reached of it.\n\n"
+        "reached of it. *-*: not known, or they exceeded it, so that those costs are "
+        "not the rounds' own; for auto, where that is so of any k.\n\n"
     )
     lengths = dict.fromkeys(key.partition(" k=")[2] for key in records)
     ks = [int(k) for k in lengths if k not in ("0", "auto")]
@@ -185,7 +207,6 @@ def main(
     vocab_size = loaded.model(mx.array([[0]])).shape[-1]
     options = Options(max_tokens, 512)
     runs: dict[str, Callable[[], Record]] = {}
-    costs: dict[int, Forwards] = {}
 
     def add(b: int, k: NumDraftTokens) -> None:
         config = EngineConfig(batch_size=b, num_draft_tokens=k)
@@ -197,15 +218,17 @@ def main(
 
         runs[key_of(b, k)] = lambda: measure(engine(make, options), prompts, b)
 
-    for b in batches:
+    def measure_costs(b: int) -> Forwards:
         config = EngineConfig(batch_size=b, num_draft_tokens=max(ks))
         runner, drafter = models_of(
             bare, named, config, backend=backend.defaults(), store=None
         )
         assert drafter is not None
-        costs[b] = measure_forwards(
+        return measure_forwards(
             runner, drafter, b, max_draft_tokens=max(ks), repeats=5, budget_seconds=20
         )
+
+    for b in batches:
         for k in (0, *ks, "auto"):
             add(b, k)  # type: ignore[arg-type]
     records: dict[str, list[Record]] = {key: [] for key in runs}
@@ -217,6 +240,8 @@ def main(
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
             records[key].append(record)
+        # Only now: kernels that passes compiled are not timed with a forward.
+        costs = {b: measure_costs(b) for b in batches}
     raw["options"] = {"target": short(target), "draft": short(draft)} | {
         "acceptance": acceptance,
         "prompt_tokens": prompt_tokens,

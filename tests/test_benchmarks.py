@@ -13,7 +13,7 @@ import click
 import pytest
 from click.testing import CliRunner
 
-from benchmarks import common, draft_length, quiet_cores
+from benchmarks import common, draft_length, quiet_cores, simulated
 from benchmarks.cache import main as cache
 from benchmarks.decode import main as decode
 from benchmarks.profile_round import main as profile_round
@@ -160,8 +160,24 @@ def test_draft_length_of_a_batch_that_others_wait_for(tmp_path: Path) -> None:
     assert wave["drafted"] > 0
 
 
-def test_simulated(tmp_path: Path) -> None:
-    """The accepted share is what was asked for; auto has a limit to be held to."""
+def test_simulated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The accepted share is what was asked for; auto has a limit to be held to.
+
+    Forwards are timed behind all passes: before them, kernels were compiled meanwhile.
+    """
+    order = []
+
+    def noted(name: str) -> Callable[..., Any]:
+        real = getattr(simulated, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            order.append(name)
+            return real(*arguments, **options)
+
+        return call
+
+    for name in ("measure", "measure_forwards"):
+        monkeypatch.setattr(simulated, name, noted(name))
     out = tmp_path / "simulated"
     raw = run(
         "simulated", out, "--target", "random:tiny", "--draft", "random:tiny:1",
@@ -175,6 +191,25 @@ def test_simulated(tmp_path: Path) -> None:
     text = out.with_suffix(".md").read_text("utf-8")
     assert "**Simulated**" in text
     assert "| 2 | auto |" in text
+    assert order == ["measure"] * 6 + ["measure_forwards"]
+    # Costs that come to more than whole rounds took are no limit.
+    raw["costs"]["2"]["draft_step"] = 1.0
+    rows = simulated.body(raw).splitlines()[-2:]
+    cells = [[cell.strip() for cell in row.split("|")] for row in rows]
+    assert [row[6:8] for row in cells] == [["-", "-"], ["-", "-"]]
+
+
+def test_what_is_allowed_is_not_exceeded() -> None:
+    """Nor is auto held to the best of some k where another's is not known."""
+    costs = {"verify": {"3": 0.010, "5": 0.011}, "draft_step": 0.001}
+
+    def found(quiet: dict[Any, float]) -> list[float]:
+        limits = simulated.limits_of(costs, 0.01, 0.8, quiet)
+        return [round(limits[k], 2) for k in quiet]
+
+    assert found({2: 1.9, 4: 2.2, "auto": 2.1}) == [2.03, 2.24, 2.24]
+    assert found({2: 1.9, 4: 2.3, "auto": 2.1}) == [2.03, 0, 0]
+    assert found({2: 1.9, 6: 2.2, "auto": 2.1}) == [2.03, 0, 0]
 
 
 def test_packed(tmp_path: Path) -> None:
