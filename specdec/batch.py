@@ -217,6 +217,8 @@ class RowBatch:
     def _choose_k(self) -> int:
         if self._draft.coming or not self.num_draft_tokens:
             return self._pacer.defer()
+        if self._pacer.rests(len(self.rows)):
+            return 0
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
         room = [n for n in self._row_limits(most) if n >= 0]
@@ -264,6 +266,8 @@ class RowBatch:
         if (proposals := self._draft.propose(round_)) is not None:
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
             self._observer.built("draft", inputs)
+        looks = not (k or first) and self._pacer.chosen
+        peeked = self._draft.peek(round_, self.num_draft_tokens * looks)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
@@ -283,8 +287,10 @@ class RowBatch:
             self._recent = mx.concatenate(recent, axis=1)
         if CompiledForwards.unsettled > unsettled:
             self._pacer.interrupt(drafting=k > 0)  # rounds that waited are not timed
-        state = (self._recent, self._target.offset)
-        return InFlight.of(self.rows, decision, first=first, others=state)
+        after = (self._recent, self._target.offset)
+        return InFlight.of(
+            self.rows, decision, first=first, others=after, peeked=peeked
+        )
 
     def _read(self, in_flight: InFlight) -> list[RowOutput]:
         """Wait for a round; append its tokens to the rows and retire those that end."""
@@ -296,7 +302,8 @@ class RowBatch:
                 cached[id(sequence)] += kept
         if not in_flight.first:
             ran = set(map(id, running))
-            self._pacer.read([n if id(s) in ran else None for s, n in read])
+            counts = [n if id(s) in ran else None for s, n in read]
+            self._pacer.read(counts, in_flight.read_peeked())
         self._observer.read(in_flight.num_draft_tokens, running)
         self._cached = [cached[id(s)] for s in self.rows]
         if not in_flight.first:
@@ -310,14 +317,7 @@ class RowBatch:
         """
         bounds = list(zip(self._cached, self._cached, strict=True))
         for flying in self._in_flight:
-            width = flying.num_draft_tokens + 1
-            # Every round adds a token to a running row, none to one that has ended.
-            bounds = [
-                (least + (s.finish_reason is None), most + width)
-                if flying.has(s)
-                else (least, most)
-                for s, (least, most) in zip(self.rows, bounds, strict=True)
-            ]
+            bounds = flying.added_to(bounds, self.rows)
         return bounds
 
     def _note_lengths(self) -> None:

@@ -36,8 +36,8 @@ BUDGET_SECONDS = 1.5
 # that is gone through so many times, as far as the budget reaches.
 QUICK, MANY, SWEEPS = 1 / 16, 8, 4
 # What takes less than this share of the run before it may still be building; it is run
-# again, unless it is quick: so often at most, and for about so long.
-SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 20.0
+# again, unless it is quick, or takes as long as that: so often at most.
+SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 6.0
 # Where a plain step takes longer, it all may take so many plain steps.
 MOST_STEPS = 8
 # How often it is measured what a drafter takes for tokens that it missed.
@@ -101,7 +101,7 @@ class _Stopwatch:
         """
         times = [first, self.once(run)]
         while times[-1] < SETTLED * times[-2] and len(times) <= MOST_SETTLING:
-            if self.is_quick(times[-1]) or sum(times) > MOST_SETTLING_SECONDS:
+            if self.is_quick(times[-1]) or times[-1] > MOST_SETTLING_SECONDS:
                 break
             times.append(self.once(run))
         self._begun += sum(max(0.0, t - times[-1]) for t in times)
@@ -206,7 +206,9 @@ def measure_forwards(
         taking_in = None
         if typical.is_quick(plain) and drafting.may_miss(typical):
             times = []
+            # Shapes that are met first take many times as long, once per process.
             for _ in range(MISSES):
+                drafting = _Drafting(target, drafter, num_rows, hidden, proposed)
                 drafting.miss(TAKEN_IN)
                 times.append(typical.once(drafting.propose))
             taking_in = max(0.0, min(times) - seconds[0])
@@ -252,7 +254,7 @@ class _Drafting:
             for i in range(num_rows)
         ]
         self._rules = RowRules.of(sequences, target.vocab_size)
-        self._most = sequences[0].request.max_length + MISSES * TAKEN_IN
+        self._most = sequences[0].request.max_length + TAKEN_IN + FEW
         self._context = math.inf
         if drafter.context_length is not None:
             self._context = drafter.context_length

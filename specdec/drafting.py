@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import mlx.core as mx
 
 from .drafters import Drafter, DraftRows, Proposals, Round
-from .drafters.base import late
+from .drafters.base import late, peek
 from .verification import Verdict
 
 Texts = Sequence[Sequence[int]]
@@ -96,6 +97,12 @@ class Drafting:
         if self._rows is None or not round_.num_draft_tokens:
             return None
         return self._rows.propose(round_)
+
+    def peek(self, round_: Round, num_draft_tokens: int) -> Proposals | None:
+        """What it would propose in a round without a draft, where that is told."""
+        if self._rows is None or not num_draft_tokens:
+            return None
+        return peek(self._rows, replace(round_, num_draft_tokens=num_draft_tokens))
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Learn what a round kept."""

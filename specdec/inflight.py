@@ -9,6 +9,8 @@ from math import isfinite
 
 import mlx.core as mx
 
+from .drafters import Proposals
+from .lengths.peeks import Peeked
 from .rounds import Decision
 from .sequence import Sequence
 
@@ -38,12 +40,14 @@ class InFlight:
         first: it is the prompts' last step, which counts as no round.
         packed: shape (B, k + 3): how many tokens each row keeps, how many draft
             tokens it could accept, and the k + 1 that were chosen.
+        peeked: what would have been proposed, where the round did not draft.
     """
 
     rows: tuple[Sequence, ...]
     first: bool
     packed: mx.array
     decision: Decision
+    peeked: Proposals | None = None
 
     @classmethod
     def of(
@@ -53,6 +57,7 @@ class InFlight:
         *,
         first: bool,
         others: AbstractSequence[mx.array] = (),
+        peeked: Proposals | None = None,
     ) -> InFlight:
         """Hand what the host will read to the device, and ``others`` with it.
 
@@ -61,8 +66,9 @@ class InFlight:
         verdict = decision.verdict
         counts = (verdict.kept[:, None], decision.limit[:, None])
         packed = mx.concatenate([*counts, verdict.chosen], axis=1)
-        mx.async_eval(packed, decision.peaks, *others)
-        return cls(rows, first, packed, decision)
+        looked_up = [] if peeked is None else [peeked.tokens, peeked.lengths]
+        mx.async_eval(packed, decision.peaks, *others, looked_up)
+        return cls(rows, first, packed, decision, peeked)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -76,6 +82,21 @@ class InFlight:
     def has(self, sequence: Sequence) -> bool:
         """Whether the row takes part."""
         return id(sequence) in self._ids
+
+    def added_to(
+        self,
+        bounds: AbstractSequence[tuple[int, int]],
+        rows: AbstractSequence[Sequence],
+    ) -> list[tuple[int, int]]:
+        """Least and most tokens of each row behind it, from those before it."""
+        width = self.num_draft_tokens + 1
+        # Every round adds a token to a running row, none to one that has ended.
+        return [
+            (least + (s.finish_reason is None), most + width)
+            if self.has(s)
+            else (least, most)
+            for s, (least, most) in zip(rows, bounds, strict=True)
+        ]
 
     def read(self) -> list[tuple[Sequence, int]]:
         """Wait for the round and commit it: its rows, and how much each kept."""
@@ -100,6 +121,20 @@ class InFlight:
             elif i in self.decision.errors:
                 sequence.fail(self.decision.errors[i])
         return read
+
+    def read_peeked(self) -> list[Peeked] | None:
+        """Of every row that emitted a token in the round, what it could have been."""
+        if self.peeked is None:
+            return None
+        tokens: list[list[int]] = self.peeked.tokens.tolist()  # type: ignore[assignment]
+        if self.peeked.lengths is not None:
+            lengths: list[int] = self.peeked.lengths.tolist()  # type: ignore[assignment]
+            tokens = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+        return [
+            (s.number, s.tokens[-1], row)
+            for s, row in zip(self.rows, tokens, strict=True)
+            if s.finish_reason is None and s.tokens
+        ]
 
 
 # By what str() makes of the largest logit.

@@ -8,7 +8,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
-from .lengths import BatchState, DraftLength, RoundOutcome
+from .lengths import BatchState, DraftLength, Peeks, RoundOutcome
+from .lengths.peeks import Peeked
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class Pacer:
         self._begun = 0
         self._forced = False
         self._fresh = True
+        self._peeks = Peeks()
         #: Rounds since the last one that drafted.
         self.idle = 0
 
@@ -63,6 +65,18 @@ class Pacer:
     def undrafted(self) -> int:
         """Rounds that the drafter has to catch up with."""
         return round(self._undrafted)
+
+    @property
+    def chosen(self) -> bool:
+        """Whether k of the next round was chosen: something could be drafted."""
+        return not self._forced
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether the next round of so many rows is plain, with nothing to ask."""
+        if self._fresh or not self._length.rests(num_rows):
+            return False
+        self._forced = False
+        return not any(p.num_draft_tokens for p in self._pending)
 
     def choose(
         self,
@@ -123,9 +137,20 @@ class Pacer:
         now = self._clock()
         self._pending.append(_Pending(k, limits, now, undrafted, rows, self._forced))
 
-    def read(self, kept: AbstractSequence[int | None]) -> None:
-        """The oldest round was read: what each row kept; ``None``: it had ended."""
+    def read(
+        self,
+        kept: AbstractSequence[int | None],
+        peeked: AbstractSequence[Peeked] | None = None,
+    ) -> None:
+        """The oldest round was read.
+
+        Args:
+            kept: tokens that each row kept; ``None``: it had ended.
+            peeked: of a round without a draft, what one would have proposed.
+        """
         round_, now = self._pending.popleft(), self._clock()
+        if peeked is None:
+            self._peeks.forget()
         began = max(round_.begun, self._last_read)
         behind_another = began > round_.begun
         self._last_read = now
@@ -150,6 +175,7 @@ class Pacer:
                 [round_.rows[i] for i, *_ in told] if round_.rows else (),
                 round_.forced,
                 took if held_up else None,
+                () if peeked is None else self._peeks.compare(peeked),
             )
         )
 

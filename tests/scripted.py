@@ -25,6 +25,9 @@ class Script:
         self.asked.append(state)
         return self._may_pay
 
+    def rests(self, num_rows: int) -> bool:
+        return False
+
     def choose(self, state: BatchState) -> int:
         self.states.append(state)
         return self._choose(len(self.outcomes) + len(state.in_flight))

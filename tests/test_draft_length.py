@@ -23,7 +23,7 @@ from specdec.calibration import (
     without_noise,
 )
 from specdec.config import EngineConfig
-from specdec.drafters import DraftModel, NgramDrafter
+from specdec.drafters import DraftModel, DraftRows, NgramDrafter, Proposals, Round
 from specdec.drafters import model as draft_model
 from specdec.drafters.missed import Missed
 from specdec.lengths import (
@@ -418,6 +418,70 @@ def test_measuring_stops_when_its_time_is_up(target: Any, other: Any) -> None:
         runner, drafter, 1, max_draft_tokens=8, clock=ticks.__next__
     )
     assert set(forwards.verify) == {1, 2}
+
+
+class Slow(DraftRows):
+    """Rows whose proposals take as long as they say, by a clock of their own.
+
+    Args:
+        settling: what the first proposals take, one after the other; then ``usual``.
+        first, later: what it takes to propose behind many missed rounds, the first
+            time that rows of that length do, and then.
+    """
+
+    usual, first, later = 0.003, 5.0, 0.05
+    context_length: int | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, settling: list[float]):
+        self.settling, self.now = settling, 0.0
+        self.met: list[int] = []
+        self.missed = self.length = 0
+
+    def rows(self, prompts: Any, *, max_length: int) -> Slow:
+        self.missed = self.length = 0
+        return self
+
+    def clock(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+    def propose(self, round_: Round) -> Proposals:
+        took = self.settling.pop(0) if self.settling else self.usual
+        if self.missed > 100:
+            took += self.later if self.length in self.met else self.first
+            self.met.append(self.length)
+        self.now += took
+        self.missed = 0
+        return Proposals(mx.zeros((1, round_.num_draft_tokens), mx.int32))
+
+    def commit(self, round_: Round, verdict: Any) -> None:
+        self.missed += not round_.num_draft_tokens
+        self.length += not round_.num_draft_tokens
+
+    def filter(self, rows: Any) -> None: ...
+
+    def extend(self, other: Slow) -> None: ...
+
+
+def test_what_is_missed_is_measured_with_shapes_that_were_met(target: Any) -> None:
+    """The first time a kernel is made for them, say: that comes once."""
+    _, runner, _ = runners(target, target)
+    slow = Slow([])
+    forwards = measure_forwards(runner, slow, 1, max_draft_tokens=8, clock=slow.clock)
+    assert len(slow.met) > 1
+    assert forwards.taking_in == pytest.approx(slow.later, rel=0.1)
+
+
+@pytest.mark.parametrize("settling", [[18.0, 3.0], [2.0, 1.0, 0.5], [30.0, 5.0, 1.0]])
+def test_it_is_not_measured_while_kernels_are_compiled(
+    target: Any, settling: list[float]
+) -> None:
+    """However long that takes, as long as every run is quicker than the one before."""
+    _, runner, _ = runners(target, target)
+    slow = Slow(settling)
+    forwards = measure_forwards(runner, slow, 1, max_draft_tokens=8, clock=slow.clock)
+    assert forwards.draft_step == pytest.approx(slow.usual / 3, rel=0.2)
 
 
 def test_what_is_measured_is_compiled(target: Any, other: Any) -> None:

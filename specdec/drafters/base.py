@@ -117,7 +117,8 @@ class DraftRows(Protocol):
     Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
     is 0) and :meth:`commit`. Neither may wait for the device. A class that inherits
     from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
-    else it does not write does nothing.
+    else it does not write does nothing. Where proposing costs next to nothing it may
+    have a method ``peek``, see :func:`peek`.
     """
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
@@ -182,6 +183,17 @@ def late(drafter: Drafter) -> Drafter:
     """
     own = getattr(drafter, "late", None)
     found: Drafter = drafter if own is None else own()
+    return found
+
+
+def peek(rows: DraftRows, round_: Round) -> Proposals | None:
+    """What rows would propose in a round that does not draft; ``None``: not told.
+
+    Their method ``peek`` tells, where they have one. It is given the round with the k
+    that is looked at, and changes nothing; :meth:`DraftRows.commit` follows, with none.
+    """
+    own = getattr(rows, "peek", None)
+    found: Proposals | None = None if own is None else own(round_)
     return found
 
 

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import DrafterError
 from ..lengths import BatchState, DraftLength, RoundOutcome
 from ..verification import Verdict
-from .base import Drafter, DraftRows, Proposals, Round, check_proposals, late
+from .base import Drafter, DraftRows, Proposals, Round, check_proposals, late, peek
 
 log = logging.getLogger("specdec.drafters")
 
@@ -112,14 +112,23 @@ class _GuardedRows(DraftRows):
         while self._ask(lambda _: next(chunks, _THROUGH), _THROUGH) is not _THROUGH:
             yield
 
+    def _seen(self, rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
+        """It may never have had the right shape, or have lost a row since."""
+        if not self._checked:
+            check_proposals(rows, round_, proposals)
+            self._checked = True
+        return proposals
+
+    def peek(self, round_: Round) -> Proposals | None:
+        def checked(rows: DraftRows) -> Proposals | None:
+            found = peek(rows, round_)
+            return None if found is None else self._seen(rows, round_, found)
+
+        return self._ask(checked, None)
+
     def propose(self, round_: Round) -> Proposals:
         def checked(rows: DraftRows) -> Proposals:
-            proposals = rows.propose(round_)
-            # It may never have had the right shape, or have lost a row since.
-            if not self._checked:
-                check_proposals(rows, round_, proposals)
-                self._checked = True
-            return proposals
+            return self._seen(rows, round_, rows.propose(round_))
 
         num_rows, k = round_.recent.shape[0], round_.num_draft_tokens
         nothing = Proposals(
@@ -165,6 +174,9 @@ class _GuardedLength:
 
     def may_pay(self, state: BatchState) -> bool:
         return self._guard.error is None and self._length.may_pay(state)
+
+    def rests(self, num_rows: int) -> bool:
+        return self._guard.error is not None or self._length.rests(num_rows)
 
     def choose(self, state: BatchState) -> int:
         return 0 if self._guard.error is not None else self._length.choose(state)

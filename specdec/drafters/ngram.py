@@ -117,6 +117,8 @@ class NgramRows:
         # Most tokens that a row can hold, its first one included.
         self._longest = max(map(len, prompts)) + 1
         self._ring = ring_of(prompts, self._capacity(self._longest))
+        # Whether the round looks anything up: then it computes the ring, too.
+        self._looked_up = False
 
     def prefill(self) -> Iterator[None]:
         """Show the prompts to the other rows."""
@@ -130,6 +132,7 @@ class NgramRows:
     def propose(self, round_: Round) -> Proposals:
         """Continue the longest, then newest match of every row."""
         options, k = self._options, round_.num_draft_tokens
+        self._looked_up = True
         self._reserve(self._longest)
         tokens, size = self._lookup.search(
             self._ring,
@@ -153,6 +156,10 @@ class NgramRows:
         tokens = mx.maximum(tokens, 0)
         return Proposals(tokens, lengths=length.astype(mx.int32))
 
+    def peek(self, round_: Round) -> Proposals:
+        """The same, in a round that does not draft: it costs next to nothing."""
+        return self.propose(round_)
+
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Take what was kept."""
         width = verdict.chosen.shape[1]
@@ -165,8 +172,10 @@ class NgramRows:
             before = self._newest(round_.lengths, self._table.context_size)
             new = mx.concatenate([before, verdict.chosen], axis=1)
             self._table.add(new, verdict.kept)
-        # Else the graph of every round without proposals would live on.
-        mx.async_eval(self._ring)
+        # Else the graph of every round that looks nothing up would live on.
+        if not self._looked_up:
+            mx.async_eval(self._ring)
+        self._looked_up = False
 
     def _newest(self, lengths: mx.array, n: int) -> mx.array:
         """The newest ``n`` tokens of rows of those lengths, shape (B, n)."""

@@ -1,9 +1,11 @@
 """How many tokens a round drafts. No mlx here."""
 
 from .acceptance import Acceptance, tokens_per_round
-from .auto import LADDER, AutoLength
+from .auto import AutoLength
 from .base import BatchState, DraftLength, FixedLength, RoundOutcome
 from .costs import FEW, TAKEN_IN, ForwardCosts, Forwards, RoundCosts
+from .ladder import LADDER
+from .peeks import Peeks
 from .predict import Advice, Prediction, advise, survival_of
 
 __all__ = [
@@ -18,6 +20,7 @@ __all__ = [
     "FixedLength",
     "ForwardCosts",
     "Forwards",
+    "Peeks",
     "Prediction",
     "RoundCosts",
     "RoundOutcome",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
@@ -73,23 +73,27 @@ class Acceptance:
 
         There are none in a round that did not draft.
         """
-        trials: list[int] = []
-        kept: list[int] = []
+        found: list[list[int]] = []
         for limit, accepted in rows:
             reached = min(limit, accepted + 1)
-            missing = reached - len(trials)
-            if missing > 0:
-                trials += [0] * missing
-                kept += [0] * missing
+            found += [[0, 0] for _ in range(reached - len(found))]
             for j in range(reached):
-                trials[j] += 1
-                kept[j] += j < accepted
+                found[j][0] += 1
+                found[j][1] += j < accepted
+        self.observe_positions(found)
+
+    def observe_positions(self, found: Sequence[Sequence[int]]) -> None:
+        """One more round: at each position (tokens tried, right), the first one first.
+
+        A position that no token was tried at has (0, 0).
+        """
         for position in self._positions:
-            position.fade() if trials else position.idle()
-        for j, n in enumerate(trials):
+            position.fade() if found else position.idle()
+        for j, (trials, kept) in enumerate(found):
             if j == len(self._positions):
                 self._positions.append(self._guess())
-            self._positions[j].add(n, kept[j])
+            if trials:
+                self._positions[j].add(trials, kept)
 
     def _guess(self) -> _Position:
         """A position that was never reached: as the last one is."""

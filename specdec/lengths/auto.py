@@ -10,12 +10,10 @@ from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
 from .credit import MOST_CHARGE, Credit
 from .deadline import Deadline
+from .ladder import LADDER, Ladder
+from .rest import Rest
 from .rows import RowAcceptance, rounds_left
 
-# Few values, and fewer where each is a shape to get ready for: 3 and 6 are within a few
-# per cent of their neighbours.
-LADDER = (0, 1, 2, 3, 4, 6, 8)
-DEAR_LADDER = (0, 1, 2, 4, 8)
 # What is tried must promise this much more, in case it is this many standard
 # deviations better than thought; what is chosen anew, that much more.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
@@ -26,10 +24,9 @@ FIRST_PLAIN = 1
 # rounds overlap, those are timed that lie between others of their kind, and none while
 # new shapes are got ready for.
 TIMED, BURST = 2, 6
-# Behind so many plain rounds in a row the next ones are taken in so many at a time, as
-# long as there is no credit, or so much that nothing is worth it: to think about each
-# takes longer than there is to gain.
-CALM, REST, SPARE = 16, 8, 1.0
+# Behind so many plain rounds in a row the next ones are taken so many at a time: to
+# think about each takes longer than there is to gain.
+CALM, REST = 16, 8
 
 
 class AutoLength:
@@ -70,9 +67,7 @@ class AutoLength:
         self.acceptance = Acceptance()
         self._rows = RowAcceptance()
         self._deadline = Deadline()
-        ladder = DEAR_LADDER if costs.new_shape else LADDER
-        most = min(max_draft_tokens, ladder[-1])
-        self._ladder = (*(k for k in ladder if k < most), most)
+        self._ladder = Ladder(max_draft_tokens, dear=bool(costs.new_shape))
         self._measure, self._save = measure, save
         self._measured_rows = measured_rows
         self._save_at = 64
@@ -82,10 +77,7 @@ class AutoLength:
         # chosen and read, how many in a row had it, and how many of these were timed.
         self._best_known = 0
         self._run = (0, BURST, TIMED)
-        # Rounds that are to be plain without a thought, of so many rows; those of them
-        # that were read.
-        self._rest = (0, 0)
-        self._rested: list[RoundOutcome] = []
+        self._rest = Rest()
         # Whether the last thought came to a plain round.
         self._plain_thought = False
         # The k that a drafter may begin late for, and whether that is a try; what is to
@@ -113,7 +105,7 @@ class AutoLength:
         """
         if not self._best_known:
             self._credit.lose(min(self._hoped, MOST_CHARGE))
-        self._hoped, ks = 0.0, self._candidates(state)
+        self._hoped, ks = 0.0, self._ladder.up_to(state.room, self.acceptance.measured)
         for doubt in (0.0, 1.0) if self._credit.left > 0 else (0.0,):
             hopes = self._expected(state, ks[-1], doubt)
             for k in ks[1:]:
@@ -125,12 +117,15 @@ class AutoLength:
                     return True
         return False
 
+    def rests(self, num_rows: int) -> bool:
+        """Whether plain rounds follow each other, and the next one is another."""
+        return self._rest.covers(num_rows)
+
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
         if state.fresh:
             self._begin_batch()
-        resting = self._rest[0] and state.num_rows == self._rest[1]
-        if resting and not any(state.in_flight):
+        if self.rests(state.num_rows) and not any(state.in_flight):
             return 0
         k = self._think(state)
         self._plain_thought = k == 0
@@ -140,14 +135,13 @@ class AutoLength:
 
     def _begin_batch(self) -> None:
         """What was waited for was another batch's."""
-        for outcome in self._rested:
-            self._learn(outcome)
-        self._rest, self._rested = (0, 0), []
+        self._rest.end()
+        self._learn_rested()
         self._wanted, self._promised = (0, False), 0
         self._credit.settle()
 
     def _think(self, state: BatchState) -> int:
-        ks = self._candidates(state)
+        ks = self._ladder.up_to(state.room, self.acceptance.measured)
         # Plain rounds come first: costs are learnt in comparison with theirs.
         if len(ks) == 1 or self.costs.rounds < FIRST_PLAIN:
             return 0
@@ -221,16 +215,6 @@ class AutoLength:
             run += 1
         return k, run, timed
 
-    def _candidates(self, state: BatchState) -> list[int]:
-        """What there is room for; of positions never measured, a few at a time."""
-        room = max(state.room, default=0)
-        most = min(room, 2 * self.acceptance.measured + 1)
-        ks = [k for k in self._ladder if k <= most]
-        # Between two steps of the ladder, when the room is what limits it.
-        if room < self._ladder[-1] and room == most and room not in ks:
-            ks.append(room)
-        return ks
-
     def _rates(self, state: BatchState, ks: list[int]) -> dict[int, float]:
         """Expected tokens of a row in the time of a plain round, by k."""
         expected = self._expected(state, ks[-1])
@@ -301,33 +285,40 @@ class AutoLength:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn what a round cost and what its rows accepted."""
+        if self._rest.add(outcome):
+            return
+        if self._learn_rested() is outcome:
+            return
         self._spend(outcome)
-        if self._rest[0]:
-            rounds, num_rows = self._rest
-            plain = not outcome.num_draft_tokens and outcome.num_rows == num_rows
-            self._rest = (rounds - 1 if plain else 0, num_rows)
-            self._rested.append(outcome)
-            if self._rest[0]:
-                return
-            *rested, outcome = self._rested
-            self._rested = []
-            for each in rested:
-                self._learn(each)
-                self._credit.earn(1)
         num_rows, k = outcome.num_rows, outcome.num_draft_tokens
         extra = self.costs.extra(num_rows, k, outcome.undrafted)
         learnt = self._learn(outcome)
         self.costs.meet(num_rows, k)
         self._settle(outcome, extra, learnt)
         self._charge(outcome)
-        # Nothing can be tried, or nothing was with credit to spare.
-        calm = self._run[1] >= CALM and not 0 < self._credit.left < SPARE
-        if calm and self._plain_thought and self._run[0] == self._best_known == 0:
+        calm = self._run[1] >= CALM and self._run[0] == self._best_known == 0
+        if calm and self._plain_thought:
             self._plain_thought = False
-            self._rest = (REST, num_rows)
+            self._rest.begin(REST, num_rows)
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)
+
+    def _learn_rested(self) -> RoundOutcome | None:
+        """Take in rounds that were rested through; the last of them.
+
+        What they took is learnt from one of them, the median: they are all alike.
+        """
+        rested = self._rest.take()
+        for outcome in rested:
+            self._spend(outcome)
+            self.acceptance.observe_positions(outcome.peeked)
+            self._credit.earn(1)
+        timed = sorted(o.seconds for o in rested if o.seconds is not None)
+        self.costs.pass_by(len(rested) - bool(timed))
+        if timed:
+            self.costs.observe(rested[0].num_rows, 0, timed[len(timed) // 2])
+        return rested[-1] if rested else None
 
     def _learn(self, outcome: RoundOutcome) -> bool:
         """What its rows accepted, and what it cost; whether that is known."""
@@ -335,7 +326,10 @@ class AutoLength:
         if outcome.rows:
             survival = self.acceptance.survival(k)
             self._rows.observe(outcome.rows, outcome.accepted, survival)
-        self.acceptance.observe(outcome.accepted if k else ())
+        if k:
+            self.acceptance.observe(outcome.accepted)
+        else:
+            self.acceptance.observe_positions(outcome.peeked)
         if outcome.seconds is None:
             return False
         n, undrafted = outcome.num_rows, outcome.undrafted
@@ -367,7 +361,7 @@ class AutoLength:
             self._last = k
         else:
             state = BatchState(num_rows, [max(k, self.max_draft_tokens)], 1e9)
-            ks = self._candidates(state)
+            ks = self._ladder.up_to(state.room, self.acceptance.measured)
             rates = self._rates(state, ks if k in ks else sorted([*ks, k]))
             best = max(rates, key=lambda k: rates[k])
             self._credit.lose(cost * max(0.0, 1 - rates[k] / rates[best]))

@@ -54,6 +54,9 @@ class RoundOutcome:
         spent: seconds until it was read, where drafting held it up: a drafter took
             tokens in, or shapes of a round that drafts were got ready for; such rounds
             have no ``seconds``.
+        peeked: of a round without a draft, what one would have brought: by position
+            (tokens compared, right), where the drafter tells (see
+            :class:`~specdec.lengths.peeks.Peeks`).
     """
 
     num_rows: int
@@ -64,6 +67,7 @@ class RoundOutcome:
     rows: Sequence[int] = ()
     forced: bool = False
     spent: float | None = None
+    peeked: Sequence[tuple[int, int]] = ()
 
 
 class DraftLength(Protocol):
@@ -81,6 +85,12 @@ class DraftLength(Protocol):
 
         Args:
             state: of those rows; the drafter missed their prompts.
+        """
+
+    def rests(self, num_rows: int) -> bool:
+        """Whether a round of so many rows is plain, so that nothing is to be asked.
+
+        Not of a batch's first round, nor behind one that drafts and is not read.
         """
 
     def choose(self, state: BatchState) -> int:
@@ -106,6 +116,10 @@ class FixedLength:
     def may_pay(self, state: BatchState) -> bool:
         """It is what was asked for."""
         return True
+
+    def rests(self, num_rows: int) -> bool:
+        """Never: it is always the same."""
+        return False
 
     def choose(self, state: BatchState) -> int:
         """k."""

@@ -221,6 +221,11 @@ class RoundCosts:
         """A round of k ran, whether it was timed or not."""
         self._met.add((num_rows, k))
 
+    def pass_by(self, rounds: int) -> None:
+        """So many rounds ran that are not learnt from."""
+        self.rounds += rounds
+        self._known.clear()
+
     def _catch_up(self, num_rows: int, undrafted: int) -> float:
         if self.new_shape:
             # Chunks have one of two widths, see Missed.padded.

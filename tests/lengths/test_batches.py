@@ -47,7 +47,7 @@ def test_a_batch_does_not_pay_for_rounds_of_the_one_before() -> None:
     for _ in range(CALM + 4):
         length.choose(BatchState(8, [8] * 8, 100.0, 100_000, left=left, begun=False))
         length.observe(RoundOutcome(8, 0, [], 1.0))
-    assert length._rested
+    assert length._rest._read
     left = dict.fromkeys(range(8, 12), 60)
     length.choose(BatchState(4, [8] * 4, 60.0, left=left, fresh=True))
     length.observe(RoundOutcome(4, 0, [], 1.0))

@@ -158,6 +158,9 @@ class Script:
     def may_pay(self, state: BatchState) -> bool:
         return True
 
+    def rests(self, num_rows: int) -> bool:
+        return False
+
     def choose(self, state: BatchState) -> int:
         self.number += 1
         return self.k_of(self.number)

@@ -1,0 +1,138 @@
+"""What a drafter would have proposed in rounds that did not draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from specdec.backend import BackendDefaults
+from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round
+from specdec.drafters.ngram import NgramRows
+from specdec.params import SamplingParams
+from tests.drafters.repetitive import BACKENDS, make_prompts
+from tests.drafters.test_lookup import search
+from tests.plain import greedy, run_rows
+from tests.scripted import Script
+
+K = 4
+LENGTHS = (40, 23, 31, 12, 40)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+def drafter() -> NgramDrafter:
+    return NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3))
+
+
+def by_hand(prompts: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
+    """Tokens compared and right, by position, looked up in lists of the whole texts."""
+    found = [[0, 0] for _ in range(K)]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = [*prompt, *output]
+        # The first token is the prompt's step's; the last one ends the row.
+        for begin in range(len(prompt) + 1, len(text) - 1):
+            size, last = search(text[:begin], held=9999, max_ngram=3, min_ngram=1)
+            known = text[:begin]
+            while size and len(known) < begin + K:  # copying while the copy grows
+                known.append(known[last + 1 + len(known) - begin])
+            proposed = known[begin:] or [-1]
+            for position, token in enumerate(proposed[: len(text) - 1 - begin]):
+                found[position][0] += 1
+                found[position][1] += token == text[begin + position]
+                if token != text[begin + position]:
+                    break
+    return found
+
+
+@BACKENDS
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_plain_rounds_tell_what_drafts_would_have_brought(
+    target: Any, batch_size: int, backend: BackendDefaults
+) -> None:
+    """Rows end at different times; nothing is drafted, and nothing changes."""
+    prompts, script = make_prompts()[2:7], Script(lambda number: 0)
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in LENGTHS],
+        batch_size=batch_size,
+        num_draft_tokens=K,
+        backend=backend,
+        drafter=drafter(),
+        length=script,
+    )
+    outputs = [greedy(target, p, n) for p, n in zip(prompts, LENGTHS, strict=True)]
+    assert [row.tokens for row in rows] == outputs
+    assert sum(row.drafted for row in rows) == 0
+    found = [[0, 0] for _ in range(K)]
+    for outcome in script.outcomes:
+        for position, (trials, kept) in enumerate(outcome.peeked):
+            found[position][0] += trials
+            found[position][1] += kept
+    assert found == by_hand(prompts, outputs)
+    assert found[K - 1][1] > 0
+
+
+@BACKENDS
+def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -> None:
+    """Their outcome tells itself; what was looked up before them is dropped."""
+    prompts, script = make_prompts()[2:7], Script(lambda number: 2 * (number % 3 == 0))
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in LENGTHS],
+        num_draft_tokens=K,
+        backend=backend,
+        drafter=drafter(),
+        length=script,
+    )
+    for row, prompt, n in zip(rows, prompts, LENGTHS, strict=True):
+        assert row.tokens == greedy(target, prompt, n)
+    for outcome in script.outcomes:
+        assert not (outcome.num_draft_tokens and outcome.peeked)
+        # Two plain rounds in a row: a second position at most.
+        assert len(outcome.peeked) <= 2
+    assert any(len(o.peeked) == 2 for o in script.outcomes)
+    assert sum(row.accepted for row in rows) > 0
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_who_tells_is_asked(
+    target: Any, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def peeked(self: NgramRows, round_: Round) -> Proposals:
+        asked.append(round_.num_draft_tokens)
+        return self.propose(round_)
+
+    monkeypatch.setattr(NgramRows, "peek", peeked if tells else None)
+    script = Script(lambda number: 0)
+    run_rows(
+        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
+        num_draft_tokens=K, drafter=drafter(), length=script,
+    )  # fmt: skip
+    assert set(asked) == ({K} if tells else set())
+    assert any(o.peeked for o in script.outcomes) is tells
+
+
+def test_a_failure_costs_drafts_alone(
+    target: Any, monkeypatch: pytest.MonkeyPatch, draft_failures: list[str]
+) -> None:
+    def fails(self: NgramRows, round_: Round) -> Proposals:
+        raise ZeroDivisionError("no luck")
+
+    monkeypatch.setattr(NgramRows, "peek", fails)
+    (row,) = run_rows(
+        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
+        num_draft_tokens=K, drafter=drafter(), length=Script(lambda number: 0),
+    )  # fmt: skip
+    assert row.tokens == greedy(target, [1, 2], 9)
+    assert "no luck" in draft_failures.pop()

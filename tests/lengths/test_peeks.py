@@ -1,0 +1,143 @@
+"""What rounds that do not draft tell of a draft, and rests between thoughts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdec.lengths import (
+    AutoLength,
+    BatchState,
+    ForwardCosts,
+    Peeks,
+    RoundCosts,
+    RoundOutcome,
+)
+from specdec.lengths.rest import Rest
+from tests.lengths.simulation import Costs
+
+K = 4
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_every_token_is_compared_with_every_proposal_that_was_right(seed: int) -> None:
+    """Against the whole texts, looked at position by position."""
+    rng = random.Random(seed)
+    texts = {row: [rng.randrange(2) for _ in range(30)] for row in (3, 5)}
+    made = {
+        row: [[rng.randrange(2) for _ in range(rng.choice((0, 1, K)))] for _ in text]
+        for row, text in texts.items()
+    }
+    ends = {3: 30, 5: 12}
+    peeks, found = Peeks(), [[0, 0] for _ in range(K)]
+    for number in range(30):
+        rows = [row for row in texts if number < ends[row]]
+        told = peeks.compare([(r, texts[r][number], made[r][number]) for r in rows])
+        for position, (trials, kept) in enumerate(told):
+            found[position][0] += trials
+            found[position][1] += kept
+    expected = [[0, 0] for _ in range(K)]
+    for row, text in texts.items():
+        for begin in range(ends[row]):
+            proposed = made[row][begin] or [-1]
+            for position, token in enumerate(proposed[: ends[row] - begin]):
+                right = text[begin + position] == token
+                expected[position][0] += 1
+                expected[position][1] += right
+                if not right:
+                    break
+    assert found == expected
+
+
+def test_a_round_between_them_breaks_off_what_was_right() -> None:
+    peeks = Peeks()
+    assert peeks.compare([(0, 7, [7, 8])]) == [(1, 1)]
+    peeks.forget()
+    assert peeks.compare([(0, 8, [8])]) == [(1, 1)]
+
+
+def test_peeks_tell_acceptance_what_rounds_would() -> None:
+    """One token is compared at each position; of nothing proposed, one is wrong."""
+    length = AutoLength(RoundCosts(ForwardCosts([Costs(1.0, 0.01, 0.01).measured(1)])))
+    for _ in range(20):
+        length.observe(RoundOutcome(1, 0, [], 1.0, peeked=[(1, 1), (1, 1), (1, 0)]))
+    one, two, three = length.acceptance.survival(3)
+    assert one > 0.9
+    assert two > 0.8
+    assert three < 0.15
+
+
+BURSTS = (150, 60)
+
+
+def in_a_burst(token: int) -> bool:
+    return token % sum(BURSTS) >= BURSTS[0]
+
+
+def rate(*, peeking: bool, length: AutoLength | None, tokens: int = 4000) -> float:
+    """Tokens per second of a row that an n-gram foretells in bursts, and else never.
+
+    Args:
+        length: chooses; ``None``: 4 in every round.
+    """
+    # A round with a draft costs an eighth more: what is proposed has to be waited for.
+    cost, peeks = Costs(1.0, 0.005, 0.03), Peeks()
+    at, seconds, idle = 0, 0.0, 0
+    while at < tokens:
+        k = 4
+        if length is not None:
+            state = BatchState(1, [8], tokens - at, idle)
+            k = 0 if length.rests(1) else length.choose(state)
+        right = 0
+        while right < 8 and in_a_burst(at + right):
+            right += 1
+        # What it proposes is the text, up to where it is wrong.
+        proposed = [*range(at, at + right), *([-1] * (8 - right))]
+        accepted = min(k, right)
+        took = cost(1, k) + (0.08 if k else 0)
+        seen: list[tuple[int, int]] = []
+        if k:
+            peeks.forget()
+        elif peeking:
+            seen = peeks.compare([(0, at, proposed)])
+        if length is not None:
+            told = [(k, accepted)] if k else []
+            length.observe(
+                RoundOutcome(1, k, told, took, idle if k else 0, peeked=seen)
+            )
+        idle = 0 if k else idle + 1
+        seconds += took
+        at += 1 + accepted
+    return tokens / seconds
+
+
+def auto() -> AutoLength:
+    cost = Costs(1.0, 0.005, 0.03)
+    return AutoLength(RoundCosts(ForwardCosts([cost.measured(1)]), new_shape=2.0))
+
+
+def test_drafting_resumes_as_a_burst_begins() -> None:
+    """Tries alone come upon few of them: they cost, and are seldom."""
+    told, untold = (rate(peeking=p, length=auto()) for p in (True, False))
+    assert told > 1.12
+    assert told > 1.04 * untold
+    assert told > 1.03 * rate(peeking=True, length=None)
+
+
+def test_a_rest_ends_with_its_last_round_or_another_kind() -> None:
+    rest = Rest()
+    assert not rest.covers(2)
+    rest.begin(3, 2)
+    assert rest.covers(2)
+    assert not rest.covers(1)
+    plain = [RoundOutcome(2, 0, [], float(n)) for n in range(3)]
+    assert [rest.add(outcome) for outcome in plain] == [True, True, False]
+    assert rest.take() == plain
+    assert rest.take() == []
+    rest.begin(3, 2)
+    rest.add(plain[0])
+    other = RoundOutcome(2, 1, [(1, 0)] * 2)
+    assert not rest.add(other)
+    assert not rest.covers(2)
+    assert rest.take() == plain[:1]
