@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import shlex
-import signal
 import sys
 from pathlib import Path
 
 import click
 
 from . import options
-from .interrupts import last_words
+from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
 from .quiet import silence_third_parties
 from .report import INTERRUPTED, show_warnings
@@ -226,7 +225,8 @@ def distill(
             click.echo(line)
         return
     check_target(wanted)
-    job = Job(wanted, say)
+    requests = RequestsToEnd()
+    job = Job(wanted, say, requests.check)
 
     def conclude() -> None:
         click.echo(
@@ -235,17 +235,14 @@ def distill(
             err=True,
         )
 
-    # A request to end is as good as Ctrl-C.
-    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
-    try:
-        with last_words(conclude):
-            card = job.run()
-            draw_all({wanted.folder.name: card}, wanted.work)
-    except KeyboardInterrupt:
-        conclude()
-        sys.exit(INTERRUPTED)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    with requests:
+        try:
+            with last_words(conclude):
+                card = job.run()
+                draw_all({wanted.folder.name: card}, wanted.work)
+        except KeyboardInterrupt:
+            conclude()
+            sys.exit(INTERRUPTED)
 
 
 def _command() -> str:

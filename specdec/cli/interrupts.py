@@ -1,4 +1,4 @@
-"""Ctrl-C, also while the device is at work.
+"""Ctrl-C, also while the device is at work, and SIGTERM.
 
 Python acts on a signal between two of its own steps, and a step can be a call that
 waits for a forward of a whole chunk. So a thread listens beside it: what the main
@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Self
+from typing import Any, Self
 
 import click
 
@@ -33,9 +33,13 @@ class Interrupts:
     soon, the thread says the last words in its place; a command that has set a handler
     of its own is given all the time it takes. Nothing happens in a process that was
     told to ignore Ctrl-C (``nohup``), or outside the main thread.
+
+    Attributes:
+        heard: whether the main thread has heard of the first.
     """
 
     def __init__(self) -> None:
+        self.heard = False
         self._last_words = show_interrupted
         # Whoever has it ends the process.
         self._ending = threading.Lock()
@@ -81,6 +85,7 @@ class Interrupts:
             threading.Event().wait()  # the thread has begun to speak
         self._came.set()
         signal.signal(signal.SIGINT, signal.SIG_DFL)
+        self.heard = True
         raise KeyboardInterrupt
 
     def _listen(self, reader: int) -> None:
@@ -113,10 +118,61 @@ class Interrupts:
             os._exit(INTERRUPTED)
 
 
+class RequestsToEnd:
+    """Within the block SIGTERM is as good as Ctrl-C, and neither can be lost.
+
+    Python drops an exception that is raised while an object is being taken away
+    (``__del__``, a weak reference's callback), that of a handler, too. So what was
+    heard is remembered, and long loops look.
+
+    What comes behind another request is only noted: saving, which the first has set
+    off, goes on (``timeout`` sends it twice). A second Ctrl-C ends the process at once
+    all the same.
+    """
+
+    def __init__(self) -> None:
+        self._interrupts = _running()
+        self._asked = False
+        self._before: Any = None
+
+    def __enter__(self) -> Self:
+        self._before = signal.signal(signal.SIGTERM, self._hear)
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        signal.signal(signal.SIGTERM, self._before)
+
+    def check(self) -> None:
+        """Do nothing until an end was asked for.
+
+        Raises:
+            KeyboardInterrupt: it was, by a SIGTERM within the block or by Ctrl-C.
+        """
+        if self._came:
+            raise KeyboardInterrupt
+
+    @property
+    def _came(self) -> bool:
+        # A Ctrl-C counts once it was heard: its own exception would come later, into
+        # the saving that the check's has set off.
+        return self._asked or (self._interrupts is not None and self._interrupts.heard)
+
+    def _hear(self, number: int, frame: FrameType | None) -> None:
+        if self._came:
+            return
+        self._asked = True
+        raise KeyboardInterrupt
+
+
+def _running() -> Interrupts | None:
+    """What listens for the command line that runs, if anything does."""
+    return click.get_current_context().find_object(Interrupts)
+
+
 @contextmanager
 def last_words(say: Callable[[], None]) -> Iterator[None]:
     """:meth:`Interrupts.last_words` of the command line that runs, if it listens."""
-    found = click.get_current_context().find_object(Interrupts)
+    found = _running()
     if found is None:
         yield
         return

@@ -14,6 +14,7 @@ from ..models import LoadedModel
 from ..params import SamplingParams
 from ..prompts import Prompt
 from .blocks import Block
+from .ending import Check, go_on
 from .loss import ChunkedLoss
 from .states import TargetStates
 from .student import Student
@@ -36,10 +37,13 @@ class HeldOut:
         self._blocks = blocks
         self._states = TargetStates(model, blocks, budget=budget)
 
-    def measure(self, student: Student, loss: ChunkedLoss) -> dict[str, float]:
+    def measure(
+        self, student: Student, loss: ChunkedLoss, check: Check = go_on
+    ) -> dict[str, float]:
         """KL and agreement by position, from the target's own text each time."""
         sums = [mx.array(0.0)] * 3
         for index, block in enumerate(self._blocks):
+            check()
             states = student.hidden(mx.array(block.tokens))
             flat = states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
             found = loss.value(flat, self._states.of(index), mx.array(block.weights))
@@ -87,12 +91,14 @@ def measure_rounds(
     num_draft_tokens: int,
     max_tokens: int,
     batch_size: int,
+    check: Check = go_on,
 ) -> Rounds:
     """Decode prompts with a draft of fixed length, and count what was accepted."""
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
     decoder = SpecDecoder(target, draft, config=config)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
-    decoder.generate(prompts, params)
+    for _ in decoder.stream(prompts, params):
+        check()
     stats = decoder.stats
     return Rounds(
         prompts=len(prompts),

@@ -21,6 +21,7 @@ from ..models.precision import DTYPES
 from ..models.trunk import layers_of
 from ..names import DEFAULT_TARGET
 from . import checkpoint
+from .ending import Check, go_on
 from .evaluate import HeldOut, measure_rounds
 from .export import export, write_card
 from .loss import ChunkedLoss
@@ -47,6 +48,8 @@ class Job:
     Args:
         options: what the user asked for.
         say: shows a line of progress.
+        check: called in every long loop; what it raises ends the run, and what was
+            done is kept.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -55,9 +58,10 @@ class Job:
         PromptError: a file of the user's cannot be read.
     """
 
-    def __init__(self, options: Options, say: Say):
+    def __init__(self, options: Options, say: Say, check: Check = go_on):
         self.options = options
         self._say = say
+        self._check = check
         self._given = Given.read(options)  # before a model is loaded
         self.dtype = computing_dtype(options)
         self.target = load(options.target or DEFAULT_TARGET, dtype=self.dtype)
@@ -101,7 +105,7 @@ class Job:
             ]
             self._train(trainer, held_out, loss, material.digest)
             trainer.install()
-            agreement = {h.name: h.measure(self.student, loss) for h in held_out}
+            agreement = self._agreement(held_out, loss)
             card = self._card(trainer, material, agreement)
             trainer.install(packed=False)  # packed when it is stored
             export(
@@ -124,6 +128,7 @@ class Job:
             fingerprint=self._fingerprint,
             sizes=self.sizes,
             say=self._say,
+            check=self._check,
         )
         # A checkpoint goes on with the data that it was made with.
         begun = options.resume and checkpoint.exists(options.work)
@@ -166,6 +171,7 @@ class Job:
         measured = int(trainer.share * _MEASUREMENTS)
         try:
             while not trainer.done:
+                self._check()
                 trainer.step()
                 due = int(trainer.share * _MEASUREMENTS)
                 if due > measured:
@@ -180,7 +186,7 @@ class Job:
                 if now - saved > _CHECKPOINT_SECONDS:
                     self._save(trainer, identity)
                     saved = time.perf_counter()
-        finally:  # where it is interrupted, too
+        finally:  # where it is interrupted, too; nothing is checked in here
             if trainer.progress.step and trainer.whole:
                 self._save(trainer, identity)
 
@@ -218,7 +224,7 @@ class Job:
         self, trainer: Trainer, held_out: Sequence[HeldOut], loss: ChunkedLoss
     ) -> None:
         trainer.install()
-        found = {h.name: h.measure(self.student, loss) for h in held_out}
+        found = self._agreement(held_out, loss)
         progress = trainer.progress
         progress.history.append(
             {
@@ -229,6 +235,12 @@ class Job:
                 "held_out": found,
             }
         )
+
+    def _agreement(
+        self, held_out: Sequence[HeldOut], loss: ChunkedLoss
+    ) -> dict[str, dict[str, float]]:
+        """With each set that is held out, of what is installed."""
+        return {h.name: h.measure(self.student, loss, self._check) for h in held_out}
 
     def _show(self, trainer: Trainer, rate: float) -> None:
         progress, last, share = trainer.progress, trainer.last(), trainer.share
@@ -322,6 +334,7 @@ class Job:
                     num_draft_tokens=length,
                     max_tokens=HOLDOUT_TOKENS,
                     batch_size=min(_ROUNDS_BATCH, options.rounds),
+                    check=self._check,
                 )
                 card["rounds"].append({"set": name, **found.to_dict()})
                 write_card(options.folder, card)

@@ -15,6 +15,7 @@ from ..models.runner import ModelRunner
 from ..prompts import Prompt, encode_all, read_prompts, read_text
 from .blocks import Block, Shapes, make_blocks
 from .corpus import GREEDY, SAMPLED, Corpus, Document
+from .ending import Check
 from .options import Options
 from .plan import Sizes, engine_config, longest_document
 from .wave import Author, text_documents
@@ -96,6 +97,7 @@ class Gatherer:
         fingerprint: of the target.
         sizes: rows that write together, shapes of blocks.
         say: shows a line of progress.
+        check: called while the target writes.
 
     Raises:
         ModelError: what is there already cannot be read, or is of another target.
@@ -110,6 +112,7 @@ class Gatherer:
         fingerprint: str,
         sizes: Sizes,
         say: Say,
+        check: Check,
     ):
         self._options = options
         self._given = given
@@ -122,7 +125,7 @@ class Gatherer:
         runner = ModelRunner(
             target.model, target.name, engine_config(sizes), backend.defaults()
         )
-        self._author = Author(runner, target.tokenizer, self._wave)
+        self._author = Author(runner, target.tokenizer, self._wave, check)
 
     def gather(self, *, write: bool = True) -> Material:
         """Everything, written where it is not there yet.

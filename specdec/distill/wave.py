@@ -13,6 +13,7 @@ import numpy as np
 from ..models.runner import ModelRunner
 from . import openings
 from .corpus import GREEDY, SAMPLED, TEXT, Document
+from .ending import Check, go_on
 from .turns import UserTurn, begin_of_turn, prompt_tokens, user_turn
 from .writing import write
 
@@ -49,10 +50,18 @@ class Author:
         runner: runs the target.
         tokenizer: of the target.
         options: how.
+        check: called every few steps.
     """
 
-    def __init__(self, runner: ModelRunner, tokenizer: Any, options: Wave):
+    def __init__(
+        self,
+        runner: ModelRunner,
+        tokenizer: Any,
+        options: Wave,
+        check: Check = go_on,
+    ):
         self._runner = runner
+        self._check = check
         self._tokenizer = tokenizer
         self._options = options
         self._turn: UserTurn | None = user_turn(tokenizer)
@@ -82,6 +91,7 @@ class Author:
                 ends=self._ends,
                 temperature=temperature,
                 key=key,
+                check=self._check,
             )
             kind = SAMPLED if temperature else GREEDY
             for prompt, kept in zip(prompts, without_loops(answers), strict=True):
@@ -104,6 +114,7 @@ class Author:
             ends=ends,
             temperature=options.turn_temperature,
             key=mx.random.key(options.seed << 20 | number << 1),
+            check=self._check,
         )
         found: dict[str, None] = {}
         cut = without_loops(written)

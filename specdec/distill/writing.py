@@ -12,6 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ..models.runner import ModelRunner
+from .ending import Check, go_on
 
 # Steps between two looks of the host.
 _STRIDE = 32
@@ -25,6 +26,7 @@ def write(
     ends: Collection[int],
     temperature: float = 0.0,
     key: mx.array | None = None,
+    check: Check = go_on,
 ) -> list[list[int]]:
     """Continue prompts.
 
@@ -35,6 +37,7 @@ def write(
         ends: tokens that end a row.
         temperature: 0 takes the likeliest token.
         key: of the draws, above 0.
+        check: called between chunks of prompts, and as often as the host looks.
 
     Returns:
         What was written behind each prompt, the token that ended it included.
@@ -46,12 +49,13 @@ def write(
         [p[:-1] for p in prompts], max_round=1, max_length=longest + max_tokens
     )
     for _ in rows.prefill():
-        pass
+        check()
     token = mx.array([[p[-1]] for p in prompts], mx.int32)
     written: list[list[int]] = [[] for _ in prompts]
     alive = list(range(len(prompts)))  # the prompt of each row
     done = 0
     while done < max_tokens:
+        check()
         block = []
         for _ in range(min(_STRIDE, max_tokens - done)):
             done += 1

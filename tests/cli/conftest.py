@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -16,6 +17,14 @@ from specdec.config import EngineConfig
 from specdec.errors import PromptError
 from specdec.results import GenerationResult, StreamEvent
 from specdec.stats import RunStats
+
+
+@pytest.fixture
+def heeded() -> Iterator[None]:
+    """Ctrl-C as a terminal's commands have it; it is ignored in the background."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
 
 
 def result_of(index: int, prompt: str, text: str) -> GenerationResult:

@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,14 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
-from specdec.distill import estimate
+from specdec.distill import checkpoint, estimate
 from specdec.distill.job import Job
+from specdec.distill.train import Trainer
 from tests.distill.harness import QUESTIONS, write_target
+
+from .signals import drop
+
+PATIENCE = 300  # seconds until a process that does not end is a failure
 
 
 @pytest.fixture(scope="module")
@@ -181,19 +185,7 @@ def test_other_architectures_are_refused_by_name(
     assert "distilling a draft of phi3 models is not supported" in result.stderr
 
 
-def insist(child: subprocess.Popen[str], number: signal.Signals) -> None:
-    """Ask again, as one does, and lose patience at last.
-
-    Python drops a request that comes while an object is being taken away.
-    """
-    for _ in range(5):
-        child.send_signal(number)
-        with suppress(subprocess.TimeoutExpired):
-            child.wait(30)
-            return
-    child.kill()
-
-
+@pytest.mark.usefixtures("heeded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_interrupted_and_gone_on_with(
     target: Path, tmp_path: Path, number: signal.Signals
@@ -202,14 +194,18 @@ def test_interrupted_and_gone_on_with(
     command = [sys.executable, "-m", "specdec", "distill", *small(target, out)]
     command[command.index("--tokens") + 1] = "4000000"
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as child:
+        # Asking once is enough; what does not end is not waited for.
+        end = threading.Timer(PATIENCE, child.kill)
+        end.start()
         assert child.stderr is not None
         seen = []
         for line in child.stderr:
             seen.append(line)
             if line.startswith("training: step "):
-                threading.Thread(target=insist, args=(child, number)).start()
+                child.send_signal(number)
                 break
         rest = child.stderr.read()
+        end.cancel()
     assert child.returncode == 130, "".join(seen) + rest
     assert f"what was done is kept in {out / 'work'}" in rest
     kept = (out / "work" / "checkpoint.safetensors").exists()
@@ -220,6 +216,70 @@ def test_interrupted_and_gone_on_with(
     assert resumed.exit_code == 0, resumed.output
     assert ("going on behind step " in resumed.stderr) is kept
     assert (out / "config.json").exists()
+
+
+@pytest.fixture
+def behind_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have something happen behind a step: ``behind_step(2, drop, number)``."""
+    step = Trainer.step
+
+    def happens(number: int, do: Callable[..., Any], *arguments: Any) -> None:
+        def stepping(self: Trainer) -> None:
+            step(self)
+            if self.progress.step == number:
+                do(*arguments)
+
+        monkeypatch.setattr(Trainer, "step", stepping)
+
+    return happens
+
+
+@pytest.mark.usefixtures("heeded")
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_that_python_drops(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    behind_step: Callable[..., None],
+    number: signal.Signals,
+) -> None:
+    """Training would go on to its end, however far that is."""
+    arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
+    behind_step(2, drop, number)
+    result = invoke(*arguments)
+    assert result.exit_code == 130, result.output
+    assert "specdec: interrupted: what was done is kept in " in result.stderr
+    monkeypatch.undo()
+    resumed = invoke(*arguments, "--resume")
+    assert resumed.exit_code == 0, resumed.output
+    assert "going on behind step 2\n" in resumed.stderr
+
+
+@pytest.mark.usefixtures("heeded")
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_request_does_not_interrupt_saving(
+    target: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    behind_step: Callable[..., None],
+    first: signal.Signals,
+) -> None:
+    """``timeout`` asks twice at once: the checkpoint would be lost."""
+    arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
+    save = checkpoint.save
+
+    def asked_again(*arguments: Any, **named: Any) -> None:
+        signal.raise_signal(signal.SIGTERM)
+        save(*arguments, **named)
+        signal.raise_signal(signal.SIGTERM)
+
+    behind_step(2, signal.raise_signal, first)
+    monkeypatch.setattr(checkpoint, "save", asked_again)
+    result = invoke(*arguments)
+    assert result.exit_code == 130, result.output
+    monkeypatch.undo()
+    resumed = invoke(*arguments, "--resume")
+    assert "going on behind step 2\n" in resumed.stderr
 
 
 def test_an_interrupt_before_there_is_anything(

@@ -14,7 +14,13 @@ from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 
+import click
 import pytest
+
+from specdec.cli import main
+from specdec.cli.interrupts import Interrupts, RequestsToEnd
+
+from .signals import drop, interrupted
 
 PATIENCE = 60  # seconds until a process that hangs is a failure
 
@@ -203,19 +209,66 @@ main(["estimate", "--context", "9"])
     assert process.returncode == 0
 
 
+@pytest.mark.usefixtures("heeded")
 def test_nothing_is_left_behind_in_a_process_that_goes_on() -> None:
     """Tests and notebooks call the command line within theirs."""
-    from specdec.cli.interrupts import Interrupts
-
-    # A command that was started in the background ignores it from the start.
-    outside = signal.signal(signal.SIGINT, signal.default_int_handler)
     before = signal.getsignal(signal.SIGINT)
     threads = set(threading.enumerate())
     with Interrupts():
         assert signal.getsignal(signal.SIGINT) is not before
         begun = set(threading.enumerate()) - threads
     assert signal.getsignal(signal.SIGINT) is before
-    signal.signal(signal.SIGINT, outside)
     assert signal.set_wakeup_fd(-1) == -1
     for thread in begun:
         thread.join()
+
+
+@pytest.fixture
+def requests(heeded: None) -> Iterator[RequestsToEnd]:
+    """Of a command line that listens; its handlers are gone behind it."""
+    before = signal.getsignal(signal.SIGTERM)
+    with Interrupts() as interrupts, click.Context(main, obj=interrupts):
+        with RequestsToEnd() as found:
+            yield found
+        assert signal.getsignal(signal.SIGTERM) is before
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_request_that_python_drops_is_remembered(
+    requests: RequestsToEnd, number: signal.Signals
+) -> None:
+    """A loop that looks ends, though nothing was raised in it."""
+    assert not interrupted(requests.check)
+    drop(number)
+    assert interrupted(requests.check)
+    assert interrupted(requests.check)
+
+
+@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
+def test_the_first_request_raises_and_the_second_does_not(
+    requests: RequestsToEnd, first: signal.Signals
+) -> None:
+    """What a command does because of the first is done to its end."""
+    assert interrupted(signal.raise_signal, first)
+    assert not interrupted(signal.raise_signal, signal.SIGTERM)
+    assert not interrupted(signal.raise_signal, signal.SIGTERM)
+    assert interrupted(requests.check)
+
+
+@pytest.mark.usefixtures("heeded")
+def test_a_ctrl_c_counts_when_the_main_thread_has_heard() -> None:
+    """Else its exception came into the saving that the check has set off."""
+    with Interrupts() as interrupts, click.Context(main, obj=interrupts):
+        requests = RequestsToEnd()
+        interrupts._came.set()  # as the thread does, at once
+        assert not interrupted(requests.check)
+        assert interrupted(signal.raise_signal, signal.SIGINT)
+        assert interrupted(requests.check)
+
+
+def test_requests_where_nothing_listens_for_ctrl_c() -> None:
+    """Called from a program with Ctrl-C of its own; SIGTERM counts all the same."""
+    with click.Context(main), RequestsToEnd() as requests:
+        assert not interrupted(requests.check)
+        drop(signal.SIGTERM)
+        assert interrupted(requests.check)
