@@ -69,7 +69,7 @@ class RowBatch:
         self._observer = observer
         self._vocab_size = target.vocab_size
         prompts = [s.request.prompt_tokens for s in self.rows]
-        self._pacer = Pacer(length)
+        self._pacer = Pacer(length, peek_rows=backend.peek_rows)
         self._cut: set[int] = set()  # of these rows the drafter has a last token only
         max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
@@ -266,7 +266,7 @@ class RowBatch:
         if (proposals := self._draft.propose(round_)) is not None:
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
             self._observer.built("draft", inputs)
-        looks = not (k or first) and self._pacer.chosen
+        looks = not (k or first) and self._pacer.looks(len(self.rows))
         peeked = self._draft.peek(round_, self.num_draft_tokens * looks)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
@@ -303,7 +303,7 @@ class RowBatch:
         if not in_flight.first:
             ran = set(map(id, running))
             counts = [n if id(s) in ran else None for s, n in read]
-            self._pacer.read(counts, in_flight.read_peeked())
+            self._pacer.read(counts, in_flight.peeks, looked=in_flight.looked)
         self._observer.read(in_flight.num_draft_tokens, running)
         self._cached = [cached[id(s)] for s in self.rows]
         if not in_flight.first:

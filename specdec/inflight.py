@@ -6,11 +6,12 @@ from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
+from typing import Any
 
 import mlx.core as mx
 
 from .drafters import Proposals
-from .lengths.peeks import Peeked
+from .lengths import Peek
 from .rounds import Decision
 from .sequence import Sequence
 
@@ -122,16 +123,21 @@ class InFlight:
                 sequence.fail(self.decision.errors[i])
         return read
 
-    def read_peeked(self) -> list[Peeked] | None:
+    @property
+    def looked(self) -> bool:
+        """Whether it tells what would have been proposed."""
+        return self.peeked is not None
+
+    def peeks(self) -> list[Peek]:
         """Of every row that emitted a token in the round, what it could have been."""
-        if self.peeked is None:
-            return None
-        tokens: list[list[int]] = self.peeked.tokens.tolist()  # type: ignore[assignment]
-        if self.peeked.lengths is not None:
-            lengths: list[int] = self.peeked.lengths.tolist()  # type: ignore[assignment]
-            tokens = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+        tokens: list[Any] = [None] * len(self.rows)
+        if self.peeked is not None:
+            tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]
+            if self.peeked.lengths is not None:
+                lengths: Any = self.peeked.lengths.tolist()
+                tokens = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
         return [
-            (s.number, s.tokens[-1], row)
+            Peek(s.number, s.tokens[-1], row)
             for s, row in zip(self.rows, tokens, strict=True)
             if s.finish_reason is None and s.tokens
         ]

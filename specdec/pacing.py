@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 
-from .lengths import BatchState, DraftLength, Peeks, RoundOutcome
-from .lengths.peeks import Peeked
+from .lengths import BatchState, DraftLength, Peek, Peeks, RoundOutcome
+from .lengths.peeks import NOTHING
 
 
 @dataclass(frozen=True)
@@ -38,12 +38,15 @@ class Pacer:
     Args:
         length: chooses k.
         clock: seconds.
+        peek_rows: rows up to which rounds look what a draft would bring; ``None``: any.
     """
 
     def __init__(
         self,
         length: DraftLength,
         clock: Callable[[], float] = time.perf_counter,
+        *,
+        peek_rows: int | None = None,
     ):
         self._length = length
         self._clock = clock
@@ -57,7 +60,7 @@ class Pacer:
         self._begun = 0
         self._forced = False
         self._fresh = True
-        self._peeks = Peeks()
+        self._peeks, self._peek_rows = Peeks(), peek_rows
         #: Rounds since the last one that drafted.
         self.idle = 0
 
@@ -66,10 +69,13 @@ class Pacer:
         """Rounds that the drafter has to catch up with."""
         return round(self._undrafted)
 
-    @property
-    def chosen(self) -> bool:
-        """Whether k of the next round was chosen: something could be drafted."""
-        return not self._forced
+    def looks(self, num_rows: int) -> bool:
+        """Whether to look, in a round without a draft, what one would bring.
+
+        Not where k was not chosen: nothing could be drafted.
+        """
+        few = self._peek_rows is None or num_rows <= self._peek_rows
+        return few and not self._forced and self._peeks.due()
 
     def rests(self, num_rows: int) -> bool:
         """Whether the next round of so many rows is plain, with nothing to ask."""
@@ -140,17 +146,24 @@ class Pacer:
     def read(
         self,
         kept: AbstractSequence[int | None],
-        peeked: AbstractSequence[Peeked] | None = None,
+        peeks: Callable[[], AbstractSequence[Peek]] = tuple,
+        *,
+        looked: bool = False,
     ) -> None:
         """The oldest round was read.
 
         Args:
             kept: tokens that each row kept; ``None``: it had ended.
-            peeked: of a round without a draft, what one would have proposed.
+            peeks: tells what rows emitted in a round without a draft, and what one
+                would have proposed.
+            looked: whether that was looked at.
         """
         round_, now = self._pending.popleft(), self._clock()
-        if peeked is None:
+        peeked = NOTHING
+        if round_.num_draft_tokens:
             self._peeks.forget()
+        elif looked or self._peeks.awaiting:
+            peeked = self._peeks.compare(peeks())
         began = max(round_.begun, self._last_read)
         behind_another = began > round_.begun
         self._last_read = now
@@ -175,7 +188,7 @@ class Pacer:
                 [round_.rows[i] for i, *_ in told] if round_.rows else (),
                 round_.forced,
                 took if held_up else None,
-                () if peeked is None else self._peeks.compare(peeked),
+                peeked,
             )
         )
 

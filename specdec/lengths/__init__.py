@@ -5,7 +5,7 @@ from .auto import AutoLength
 from .base import BatchState, DraftLength, FixedLength, RoundOutcome
 from .costs import FEW, TAKEN_IN, ForwardCosts, Forwards, RoundCosts
 from .ladder import LADDER
-from .peeks import Peeks
+from .peeks import Peek, Peeked, Peeks
 from .predict import Advice, Prediction, advise, survival_of
 
 __all__ = [
@@ -20,6 +20,8 @@ __all__ = [
     "FixedLength",
     "ForwardCosts",
     "Forwards",
+    "Peek",
+    "Peeked",
     "Peeks",
     "Prediction",
     "RoundCosts",

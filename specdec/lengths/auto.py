@@ -11,6 +11,7 @@ from .costs import Forwards, RoundCosts
 from .credit import MOST_CHARGE, Credit
 from .deadline import Deadline
 from .ladder import LADDER, Ladder
+from .peeks import Peeked
 from .rest import Rest
 from .rows import RowAcceptance, rounds_left
 
@@ -312,7 +313,7 @@ class AutoLength:
         rested = self._rest.take()
         for outcome in rested:
             self._spend(outcome)
-            self.acceptance.observe_positions(outcome.peeked)
+            self._see(outcome.peeked)
             self._credit.earn(1)
         timed = sorted(o.seconds for o in rested if o.seconds is not None)
         self.costs.pass_by(len(rested) - bool(timed))
@@ -329,11 +330,17 @@ class AutoLength:
         if k:
             self.acceptance.observe(outcome.accepted)
         else:
-            self.acceptance.observe_positions(outcome.peeked)
+            self._see(outcome.peeked)
         if outcome.seconds is None:
             return False
         n, undrafted = outcome.num_rows, outcome.undrafted
         return self.costs.observe(n, k, outcome.seconds, undrafted=undrafted)
+
+    def _see(self, peeked: Peeked) -> None:
+        """What a plain round's rows would have accepted, where that was looked at."""
+        if rows := peeked.rows:
+            self._rows.observe(rows, peeked.accepted, self.acceptance.survival(1))
+        self.acceptance.observe_positions(peeked.positions)
 
     def _spend(self, outcome: RoundOutcome) -> None:
         """Take its time off what the batch may take."""

@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
+from .peeks import NOTHING, Peeked
+
 
 @dataclass(frozen=True)
 class BatchState:
@@ -54,9 +56,8 @@ class RoundOutcome:
         spent: seconds until it was read, where drafting held it up: a drafter took
             tokens in, or shapes of a round that drafts were got ready for; such rounds
             have no ``seconds``.
-        peeked: of a round without a draft, what one would have brought: by position
-            (tokens compared, right), where the drafter tells (see
-            :class:`~specdec.lengths.peeks.Peeks`).
+        peeked: of a round without a draft, what one would have brought, as far as that
+            was looked at.
     """
 
     num_rows: int
@@ -67,7 +68,7 @@ class RoundOutcome:
     rows: Sequence[int] = ()
     forced: bool = False
     spent: float | None = None
-    peeked: Sequence[tuple[int, int]] = ()
+    peeked: Peeked = NOTHING
 
 
 class DraftLength(Protocol):

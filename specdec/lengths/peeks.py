@@ -3,11 +3,49 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
-#: Of one position: how often a token was compared there, and how often it was right.
-Trials = tuple[int, int]
-#: A row's number, the token that it emitted, and what had been proposed for it.
-Peeked = tuple[int, int, Sequence[int]]
+# Where nothing was right in so many looks, one is taken every so many rounds.
+VAIN, SELDOM = 4, 4
+
+
+@dataclass(frozen=True)
+class Peek:
+    """What a round that did not draft tells of a row.
+
+    Args:
+        row: its number.
+        token: what it emitted.
+        proposed: what had been proposed for it, none where there was nothing to
+            propose; ``None``: that was not looked at.
+    """
+
+    row: int
+    token: int
+    proposed: Sequence[int] | None
+
+
+@dataclass(frozen=True)
+class Peeked:
+    """What comparing them tells.
+
+    Args:
+        positions: by position, (tokens compared, right).
+        rows: the numbers of rows whose first position was looked at.
+        accepted: of each of these (1, whether its token was right).
+    """
+
+    positions: Sequence[tuple[int, int]]
+    rows: Sequence[int]
+    accepted: Sequence[tuple[int, int]]
+
+    @property
+    def promising(self) -> bool:
+        """Whether of most rows the token was right."""
+        return 2 * sum(right for _, right in self.accepted) > len(self.rows)
+
+
+NOTHING = Peeked((), (), ())
 
 
 class Peeks:
@@ -22,29 +60,52 @@ class Peeks:
     def __init__(self) -> None:
         # By row: proposals that were right so far, and how far that is.
         self._live: dict[int, list[tuple[Sequence[int], int]]] = {}
+        # Looks since a token was right, rounds since the last look.
+        self._vain = self._since = 0
 
-    def compare(self, peeked: Iterable[Peeked]) -> list[Trials]:
-        """A plain round was read; by position, what its tokens tell.
+    def due(self) -> bool:
+        """Whether to look in the next round: in every one where that is of use."""
+        self._since += 1
+        if self._vain >= VAIN and self._since < SELDOM:
+            return False
+        self._since = 0
+        return True
 
-        Rows that are not among them are forgotten. Where nothing was proposed, that
-        counts as a wrong token, as it does in a round that drafts.
+    def compare(self, peeks: Iterable[Peek]) -> Peeked:
+        """A plain round was read. Rows that are not among them are forgotten.
+
+        Where nothing was proposed, that counts as a wrong token, as it does in a round
+        that drafts.
         """
-        found: list[list[int]] = []
+        positions: list[list[int]] = []
+        rows: list[int] = []
+        accepted: list[tuple[int, int]] = []
         live: dict[int, list[tuple[Sequence[int], int]]] = {}
-        for row, token, proposed in peeked:
+        for peek in peeks:
+            proposals = list(self._live.get(peek.row, ()))
+            if peek.proposed is not None:
+                proposals.append((peek.proposed, 0))
+                rows.append(peek.row)
+                accepted.append((1, list(peek.proposed[:1]) == [peek.token]))
             going = []
-            for tokens, at in (*self._live.get(row, ()), (proposed, 0)):
-                while len(found) <= at:
-                    found.append([0, 0])
-                right = at < len(tokens) and tokens[at] == token
-                found[at][0] += 1
-                found[at][1] += right
+            for tokens, at in proposals:
+                positions += [[0, 0] for _ in range(at + 1 - len(positions))]
+                right = at < len(tokens) and tokens[at] == peek.token
+                positions[at][0] += 1
+                positions[at][1] += right
                 if right and at + 1 < len(tokens):
                     going.append((tokens, at + 1))
             if going:
-                live[row] = going
+                live[peek.row] = going
         self._live = live
-        return [(n, kept) for n, kept in found]
+        if rows:
+            self._vain = 0 if any(n for _, n in accepted) else self._vain + 1
+        return Peeked([(n, kept) for n, kept in positions], rows, accepted)
+
+    @property
+    def awaiting(self) -> bool:
+        """Whether what rows emit next is compared, looked at or not."""
+        return bool(self._live)
 
     def forget(self) -> None:
         """Rows went on in another way."""

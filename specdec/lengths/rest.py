@@ -27,14 +27,17 @@ class Rest:
     def add(self, outcome: RoundOutcome) -> bool:
         """Note a round that was read; it ends with the last, or with another kind.
 
+        It ends early, too, where a draft would have been right.
+
         Returns:
             Whether it goes on.
         """
         if not self._left:
             return False
         plain = not outcome.num_draft_tokens and outcome.num_rows == self._num_rows
-        self._left = self._left - 1 if plain else 0
-        if self._left or plain:
+        goes_on = plain and not outcome.peeked.promising
+        self._left = self._left - 1 if goes_on else 0
+        if plain:
             self._read.append(outcome)
         return self._left > 0
 

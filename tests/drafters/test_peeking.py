@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,10 +11,11 @@ import pytest
 from specdec.backend import BackendDefaults
 from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round
 from specdec.drafters.ngram import NgramRows
+from specdec.lengths import peeks
 from specdec.params import SamplingParams
 from tests.drafters.repetitive import BACKENDS, make_prompts
 from tests.drafters.test_lookup import search
-from tests.plain import greedy, run_rows
+from tests.plain import AT_ONCE, greedy, run_rows
 from tests.scripted import Script
 
 K = 4
@@ -52,9 +54,13 @@ def by_hand(prompts: list[list[int]], outputs: list[list[int]]) -> list[list[int
 @BACKENDS
 @pytest.mark.parametrize("batch_size", [1, 5])
 def test_plain_rounds_tell_what_drafts_would_have_brought(
-    target: Any, batch_size: int, backend: BackendDefaults
+    target: Any,
+    batch_size: int,
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows end at different times; nothing is drafted, and nothing changes."""
+    monkeypatch.setattr(peeks, "SELDOM", 1)  # else not every round looks
     prompts, script = make_prompts()[2:7], Script(lambda number: 0)
     rows = run_rows(
         target,
@@ -72,7 +78,7 @@ def test_plain_rounds_tell_what_drafts_would_have_brought(
     assert sum(row.drafted for row in rows) == 0
     found = [[0, 0] for _ in range(K)]
     for outcome in script.outcomes:
-        for position, (trials, kept) in enumerate(outcome.peeked):
+        for position, (trials, kept) in enumerate(outcome.peeked.positions):
             found[position][0] += trials
             found[position][1] += kept
     assert found == by_hand(prompts, outputs)
@@ -96,10 +102,11 @@ def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -
     for row, prompt, n in zip(rows, prompts, LENGTHS, strict=True):
         assert row.tokens == greedy(target, prompt, n)
     for outcome in script.outcomes:
-        assert not (outcome.num_draft_tokens and outcome.peeked)
+        positions = outcome.peeked.positions
+        assert not (outcome.num_draft_tokens and positions)
         # Two plain rounds in a row: a second position at most.
-        assert len(outcome.peeked) <= 2
-    assert any(len(o.peeked) == 2 for o in script.outcomes)
+        assert len(positions) <= 2
+    assert any(len(o.peeked.positions) == 2 for o in script.outcomes)
     assert sum(row.accepted for row in rows) > 0
 
 
@@ -120,7 +127,7 @@ def test_who_tells_is_asked(
         num_draft_tokens=K, drafter=drafter(), length=script,
     )  # fmt: skip
     assert set(asked) == ({K} if tells else set())
-    assert any(o.peeked for o in script.outcomes) is tells
+    assert any(o.peeked.rows for o in script.outcomes) is tells
 
 
 def test_a_failure_costs_drafts_alone(
@@ -136,3 +143,17 @@ def test_a_failure_costs_drafts_alone(
     )  # fmt: skip
     assert row.tokens == greedy(target, [1, 2], 9)
     assert "no luck" in draft_failures.pop()
+
+
+@pytest.mark.parametrize(("most", "asks"), [(None, True), (2, True), (1, False)])
+def test_a_backend_says_up_to_how_many_rows(
+    target: Any, most: int | None, asks: bool
+) -> None:
+    """Where launching costs, looking holds a round of many rows up."""
+    script = Script(lambda number: 0)
+    run_rows(
+        target, None, [[1, 2], [3]], [SamplingParams(max_tokens=9)] * 2,
+        num_draft_tokens=K, drafter=drafter(), length=script,
+        backend=replace(AT_ONCE, peek_rows=most),
+    )  # fmt: skip
+    assert any(o.peeked.rows for o in script.outcomes) is asks

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from itertools import pairwise
 
 import pytest
 
@@ -10,18 +11,24 @@ from specdec.lengths import (
     AutoLength,
     BatchState,
     ForwardCosts,
+    Peek,
+    Peeked,
     Peeks,
     RoundCosts,
     RoundOutcome,
 )
+from specdec.lengths.peeks import NOTHING, SELDOM, VAIN
 from specdec.lengths.rest import Rest
 from tests.lengths.simulation import Costs
 
 K = 4
 
 
+@pytest.mark.parametrize("every", [1, 3])
 @pytest.mark.parametrize("seed", range(5))
-def test_every_token_is_compared_with_every_proposal_that_was_right(seed: int) -> None:
+def test_every_token_is_compared_with_every_proposal_that_was_right(
+    seed: int, every: int
+) -> None:
     """Against the whole texts, looked at position by position."""
     rng = random.Random(seed)
     texts = {row: [rng.randrange(2) for _ in range(30)] for row in (3, 5)}
@@ -33,13 +40,20 @@ def test_every_token_is_compared_with_every_proposal_that_was_right(seed: int) -
     peeks, found = Peeks(), [[0, 0] for _ in range(K)]
     for number in range(30):
         rows = [row for row in texts if number < ends[row]]
-        told = peeks.compare([(r, texts[r][number], made[r][number]) for r in rows])
-        for position, (trials, kept) in enumerate(told):
+        told = peeks.compare(
+            Peek(r, texts[r][number], made[r][number] if number % every == 0 else None)
+            for r in rows
+        )
+        assert list(told.rows) == (rows if number % every == 0 else [])
+        firsts = [made[r][number][:1] == texts[r][number : number + 1] for r in rows]
+        expected_now = [(1, right) for right in firsts] if number % every == 0 else []
+        assert list(told.accepted) == expected_now
+        for position, (trials, kept) in enumerate(told.positions):
             found[position][0] += trials
             found[position][1] += kept
     expected = [[0, 0] for _ in range(K)]
     for row, text in texts.items():
-        for begin in range(ends[row]):
+        for begin in range(0, ends[row], every):
             proposed = made[row][begin] or [-1]
             for position, token in enumerate(proposed[: ends[row] - begin]):
                 right = text[begin + position] == token
@@ -52,16 +66,45 @@ def test_every_token_is_compared_with_every_proposal_that_was_right(seed: int) -
 
 def test_a_round_between_them_breaks_off_what_was_right() -> None:
     peeks = Peeks()
-    assert peeks.compare([(0, 7, [7, 8])]) == [(1, 1)]
+    assert not peeks.awaiting
+    assert peeks.compare([Peek(0, 7, [7, 8])]).positions == [(1, 1)]
+    assert peeks.awaiting
     peeks.forget()
-    assert peeks.compare([(0, 8, [8])]) == [(1, 1)]
+    assert not peeks.awaiting
+    assert peeks.compare([Peek(0, 8, [8])]).positions == [(1, 1)]
+    assert not peeks.awaiting
+
+
+def test_it_looks_seldom_where_that_is_in_vain() -> None:
+    """And in every round again as soon as a token was right."""
+    peeks, looked = Peeks(), []
+    for number in range(40):
+        looked.append(peeks.due())
+        if looked[-1]:
+            right = number in (19, 20, 21)
+            peeks.compare([Peek(0, 7, [7] if right else []), Peek(1, 7, [8])])
+    at = [number for number, looks in enumerate(looked) if looks]
+    assert at[:VAIN] == list(range(VAIN))
+    assert {b - a for a, b in pairwise(at[VAIN - 1 : at.index(19)])} == {SELDOM}
+    assert at[at.index(22) :][: VAIN + 1] == [22, 23, 24, 25, 25 + SELDOM]
+
+
+def test_most_rows_make_it_promising() -> None:
+    peeks = Peeks()
+    found = [
+        peeks.compare([Peek(r, 5, [5] if r < n else [6]) for r in range(4)]).promising
+        for n in (0, 2, 3, 4)
+    ]
+    assert found == [False, False, True, True]
+    assert not peeks.compare([Peek(0, 5, None)]).promising
 
 
 def test_peeks_tell_acceptance_what_rounds_would() -> None:
     """One token is compared at each position; of nothing proposed, one is wrong."""
     length = AutoLength(RoundCosts(ForwardCosts([Costs(1.0, 0.01, 0.01).measured(1)])))
     for _ in range(20):
-        length.observe(RoundOutcome(1, 0, [], 1.0, peeked=[(1, 1), (1, 1), (1, 0)]))
+        peeked = Peeked([(1, 1), (1, 1), (1, 0)], [0], [(1, 1)])
+        length.observe(RoundOutcome(1, 0, [], 1.0, peeked=peeked))
     one, two, three = length.acceptance.survival(3)
     assert one > 0.9
     assert two > 0.8
@@ -96,11 +139,11 @@ def rate(*, peeking: bool, length: AutoLength | None, tokens: int = 4000) -> flo
         proposed = [*range(at, at + right), *([-1] * (8 - right))]
         accepted = min(k, right)
         took = cost(1, k) + (0.08 if k else 0)
-        seen: list[tuple[int, int]] = []
+        seen = NOTHING
         if k:
             peeks.forget()
         elif peeking:
-            seen = peeks.compare([(0, at, proposed)])
+            seen = peeks.compare([Peek(0, at, proposed if peeks.due() else None)])
         if length is not None:
             told = [(k, accepted)] if k else []
             length.observe(
@@ -123,6 +166,19 @@ def test_drafting_resumes_as_a_burst_begins() -> None:
     assert told > 1.12
     assert told > 1.04 * untold
     assert told > 1.03 * rate(peeking=True, length=None)
+
+
+def test_a_rest_ends_where_a_draft_would_have_been_right() -> None:
+    """What was read until then is taken in, that round too."""
+    rest = Rest()
+    rest.begin(8, 1)
+    wrong, right = (
+        RoundOutcome(1, 0, [], 1.0, peeked=Peeked([(1, n)], [0], [(1, n)]))
+        for n in (0, 1)
+    )
+    assert rest.add(wrong)
+    assert not rest.add(right)
+    assert rest.take() == [wrong, right]
 
 
 def test_a_rest_ends_with_its_last_round_or_another_kind() -> None:
