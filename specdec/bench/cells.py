@@ -26,7 +26,11 @@ class Conditions:
 
     def label(self, among: Mapping[str, set[Any]]) -> str:
         """The conditions by name, those that differ ``among`` all; the batch always."""
-        words = [f"batch {self.batch}"]
+        return ", ".join([f"batch {self.batch}", *self.besides_batch(among)])
+
+    def besides_batch(self, among: Mapping[str, set[Any]]) -> list[str]:
+        """The same without the batch, each condition for itself."""
+        words = []
         if len(among["temperature"]) > 1:
             words.append(f"T = {self.temperature:g}")
         if len(among["kv_bits"]) > 1:
@@ -35,7 +39,7 @@ class Conditions:
             words.append(f"context {self.context}")
         if len(among["prefix_cache"]) > 1:
             words.append("prefix cache" if self.prefix_cache else "no prefix cache")
-        return ", ".join(words)
+        return words
 
 
 @dataclass(frozen=True, kw_only=True)

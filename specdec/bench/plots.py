@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from . import plot_speedup
 from .counts import positions, unconditional
 from .figures import CellFigures, Figures
+from .plot_style import (
+    COLOURS,
+    STYLE,
+    headline,
+    legend_below,
+    panel_size,
+    panels,
+)
 
 MISSING = "no plots without matplotlib: pip install 'mlx-specdec[bench]'"
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 #: Part of a round: its colour, and what the legend calls it.
 SHOWN_PARTS = {
     "draft": ("#E69F00", "draft"),
@@ -21,27 +27,9 @@ SHOWN_PARTS = {
     "sampling": ("#CC79A7", "sampling and accepting"),
     "host": ("#999999", "host"),
 }
-GREY = "#666666"
-STYLE = {
-    "font.size": 10,
-    "axes.titlesize": 12,
-    "axes.titleweight": "bold",
-    "axes.titlelocation": "left",
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.grid": True,
-    "grid.color": "#E5E5E5",
-    "axes.axisbelow": True,
-    "legend.frameon": False,
-    "figure.constrained_layout.use": True,
-    "savefig.dpi": 150,
-    "svg.fonttype": "none",
-    # The same file for the same figures.
-    "svg.hashsalt": "specdec",
-}
-
-#: Draws into axes that it asks for; what the plot says, or nothing when it is empty.
+#: Draws into a figure; what the plot says, or nothing when it is empty.
 Draw = Callable[[Figures, Any], str | None]
+Size = Callable[[Figures], tuple[float, float]]
 
 
 def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
@@ -58,16 +46,16 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
     except ImportError:
         return None
     drawn = []
-    draws: dict[str, tuple[Draw, Callable[[Figures], float]]] = {
-        "speedup": (_speedup, lambda _: 4.6),
-        "acceptance": (_acceptance, lambda _: 4.2),
-        "round": (_round, lambda f: 1.9 + 0.36 * len(_profiled(f))),
+    draws: dict[str, tuple[Draw, Size]] = {
+        "speedup": (plot_speedup.draw, plot_speedup.size),
+        "acceptance": (_acceptance, lambda f: panel_size(len(_longest(f)))),
+        "round": (_round, lambda f: (8.0, 2.0 + 0.36 * len(_profiled(f)))),
     }
-    for name, (draw, height) in draws.items():
+    for name, (draw, size) in draws.items():
         with rc_context(STYLE):  # type: ignore[arg-type]
-            figure = Figure(figsize=(8.0, height(figures)))
+            figure = Figure(figsize=size(figures))
             FigureCanvasAgg(figure)
-            title = draw(figures, figure.add_subplot())
+            title = draw(figures, figure)
             if title is None:
                 continue
             for suffix in ("png", "svg"):
@@ -77,105 +65,11 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
     return drawn
 
 
-# -- speed-up ----------------------------------------------------------------
-
-
-def _speedup(figures: Figures, axes: Any) -> str | None:
-    """Speed-up by draft length, a line for each batch."""
-    lines: dict[str, list[tuple[int, list[float]]]] = {}
-    for f in figures.drafted:
-        ratios = f.ratios(figures.find(f.cell.plain))
-        if ratios:
-            key = _line(figures, f)
-            lines.setdefault(key, []).append((f.cell.num_draft_tokens, ratios))
-    if not lines:
-        return None
-    for i, (name, points) in enumerate(lines.items()):
-        style = "o-" if i < len(COLOURS) else "^-"
-        # Side by side, so that no bar hides another.
-        aside = 0.04 * (i - (len(lines) - 1) / 2)
-        _curve(axes, name, points, COLOURS[i % len(COLOURS)], style, aside)
-    theirs: dict[str, list[tuple[int, list[float]]]] = {}
-    for cell, f in figures.cells.items():
-        if cell.system == "mlx-lm speculative":
-            ratios = f.ratios(figures.find(cell.plain))
-            key = f"{_line(figures, f)}, mlx-lm's speculation"
-            if ratios:
-                theirs.setdefault(key, []).append((cell.num_draft_tokens, ratios))
-    for name, points in theirs.items():
-        _curve(axes, name, points, GREY, "s--", 0.0)
-    axes.axhline(1.0, color="black", linewidth=1)
-    axes.annotate(
-        "no draft",
-        (1.0, 1.0),
-        xycoords=("axes fraction", "data"),
-        xytext=(-2, 3),
-        textcoords="offset points",
-        ha="right",
-    )
-    ks = sorted(
-        {k for points in (*lines.values(), *theirs.values()) for k, _ in points}
-    )
-    axes.set_xticks(ks)
-    axes.set_xlim(min(ks) - 0.4, max(ks) + 0.8)
-    axes.set_ylim(bottom=0)
-    axes.set_xlabel("draft length k (tokens drafted in a round)")
-    axes.set_ylabel("speed-up over no draft, same batch")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.45, -0.15), ncols=3)
-    title = _speedup_title(lines)
-    axes.set_title(title)
-    return title
-
-
-def _speedup_title(lines: dict[str, list[tuple[int, list[float]]]]) -> str:
-    ratio, worst, name, k = max(
-        (statistics.median(r), min(r), name, k)
-        for name, points in lines.items()
-        for k, r in points
-    )
-    best = f"{ratio:.2f} times as fast ({name}, k = {k})"
-    if worst > 1:
-        return f"A draft pays: at best {best}"
-    if ratio > 1:
-        return f"No draft length is clearly faster: at best {best}"
-    return f"No draft length pays here: at best {best}"
-
-
-def _curve(
-    axes: Any,
-    name: str,
-    points: list[tuple[int, list[float]]],
-    colour: str,
-    style: str,
-    aside: float,
-) -> None:
-    """Medians, with bars from the smallest to the largest."""
-    middle = [statistics.median(r) for _, r in points]
-    below = [m - min(r) for m, (_, r) in zip(middle, points, strict=True)]
-    above = [max(r) - m for m, (_, r) in zip(middle, points, strict=True)]
-    axes.errorbar(
-        [k + aside for k, _ in points],
-        middle,
-        yerr=[below, above],
-        fmt=style,
-        color=colour,
-        capsize=3,
-        label=name,
-    )
-
-
-def _line(figures: Figures, f: CellFigures) -> str:
-    """Conditions, and the draft where there are several."""
-    name = f.cell.conditions.label(figures.among)
-    several = len(figures.recipe.draft) > 1
-    return f"{name}, {f.cell.draft}" if several else name
-
-
 # -- acceptance --------------------------------------------------------------
 
 
-def _acceptance(figures: Figures, axes: Any) -> str | None:
-    """Acceptance by position, at the longest draft length of each draft."""
+def _longest(figures: Figures) -> dict[tuple[str | None, float], CellFigures]:
+    """By draft and temperature, the cell with the longest draft length."""
     chosen: dict[tuple[str | None, float], CellFigures] = {}
     for f in figures.drafted:
         key = f.cell.draft, f.cell.conditions.temperature
@@ -184,41 +78,50 @@ def _acceptance(figures: Figures, axes: Any) -> str | None:
             best is None or f.cell.num_draft_tokens > best.cell.num_draft_tokens
         ):
             chosen[key] = f
+    return chosen
+
+
+def _acceptance(figures: Figures, figure: Any) -> str | None:
+    """Acceptance by position, at the longest draft length of each draft."""
+    chosen = _longest(figures)
     if not chosen:
         return None
-    longest = 0
-    for i, ((draft, temperature), f) in enumerate(chosen.items()):
+    grid = panels(
+        figure,
+        len(chosen),
+        x="position (1 = first drafted token)",
+        y="rounds that accept it",
+    )
+    longest = max(len(positions(f.rows)) for f in chosen.values())
+    for axes, ((draft, temperature), f) in zip(grid, chosen.items(), strict=True):
         each = positions(f.rows)
-        longest = max(longest, len(each))
         at = range(1, len(each) + 1)
-        colour = COLOURS[i % len(COLOURS)]
-        name = f"{draft}, " if len(figures.recipe.draft) > 1 else ""
+        words = [str(draft)] if len(figures.recipe.draft) > 1 else []
         if len(figures.among["temperature"]) > 1:
-            name += f"T = {temperature:g}, "
+            words.append(f"T = {temperature:g}")
+        axes.set_title(", ".join(words))
         alone, joint = [p.conditional for p in each], unconditional(each)
-        given = f"{name}given that all before it were (conditional)"
-        axes.plot(at, alone, "o-", color=colour, label=given)
-        together = f"{name}together with all before it (unconditional)"
-        axes.plot(at, joint, "s--", color=colour, label=together)
-        _label_points(axes, zip(at, alone, strict=True), colour, 7)
+        given = "given that all before it were (conditional)"
+        axes.plot(at, alone, "o-", color=COLOURS[0], label=given)
+        together = "together with all before it (unconditional)"
+        axes.plot(at, joint, "s--", color=COLOURS[1], label=together)
+        _label_points(axes, zip(at, alone, strict=True), COLOURS[0], 7)
         # At the first position both are the same.
         second = [(x, y) for x, y in zip(at, joint, strict=True) if x > 1]
-        _label_points(axes, second, colour, -15)
-    axes.set_xticks(range(1, longest + 1))
-    axes.set_xlim(0.6, longest + 0.4)
-    axes.set_ylim(0, 1.3)
-    axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-    axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-    axes.set_xlabel("position in the draft (1 = first drafted token)")
-    axes.set_ylabel("rounds that accept it")
-    axes.legend(loc="upper left")
+        _label_points(axes, second, COLOURS[1], -15)
+        axes.set_xticks(range(1, longest + 1))
+        axes.set_xlim(0.6, longest + 0.4)
+        axes.set_ylim(0, 1.15)
+        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+    legend_below(figure, grid)
     f = max(chosen.values(), key=lambda f: f.acceptance().rate)
     k = f.cell.num_draft_tokens
     mean = f.acceptance().length - 1
     title = f"On average {mean:.1f} of {k} drafted tokens are accepted"
     if len(figures.recipe.draft) > 1:
         title += f" ({f.cell.draft}, the best draft)"
-    axes.set_title(title)
+    headline(figure, title)
     return title
 
 
@@ -245,11 +148,12 @@ def _profiled(figures: Figures) -> list[CellFigures]:
     return [f for f in figures.cells.values() if f.parts is not None]
 
 
-def _round(figures: Figures, axes: Any) -> str | None:
+def _round(figures: Figures, figure: Any) -> str | None:
     """Time of a round by part, a bar for each cell."""
     cells = _profiled(figures)
     if not cells:
         return None
+    axes = figure.subplots()
     names = [_bar(figures, f) for f in cells]
     longest = max(_total(f) for f in cells)
     # Without times, for the legend.
@@ -272,15 +176,11 @@ def _round(figures: Figures, axes: Any) -> str | None:
     axes.set_yticks(range(len(cells)), names)
     axes.invert_yaxis()
     axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, longest * 1.4)
+    axes.set_xlim(0, longest * 1.5)
     axes.set_xlabel("milliseconds of a round, the device waited for behind each part")
-    axes.legend(
-        loc="upper center",
-        bbox_to_anchor=(0.4, -0.5 / (0.36 * len(cells) + 0.6)),
-        ncols=4,
-    )
+    legend_below(figure, [axes])
     title = _round_title(figures, cells)
-    axes.set_title(title)
+    headline(figure, title)
     return title
 
 

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ..bench.plots import COLOURS, MISSING, STYLE
+from ..bench.plot_style import COLOURS, STYLE
+from ..bench.plots import MISSING
 from ..models.draft_folder import CARD
 
 _WIDTH, _HEIGHT = 4.2, 3.8  # inches, of each set of prompts

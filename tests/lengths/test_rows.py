@@ -164,12 +164,12 @@ def test_where_rows_are_alike_nothing_is_lost(cost: Costs, chance: float) -> Non
 
 
 def test_a_row_that_accepts_less_still_may_gain() -> None:
-    # Of 36 seeds 0.95 and 0.77; a dozen of them scatter by 0.02.
+    # Of 100 seeds 0.95 and 0.77; a dozen of them scatter by 0.02.
     told, ended = of_seeds(
         LAUNCHED, lambda row: 0.5 if row < 4 else 0.9, told=True, seeds=36
     )
     assert told < 0.96
-    assert ended < 0.78
+    assert ended < 0.77
 
 
 def test_factors_are_drawn_to_one_and_forgotten() -> None:
