@@ -13,9 +13,10 @@ from typing import Any, TypeVar
 
 import click
 
-from specdec.bench.machine import commit, machine, place, short
+from specdec.bench.machine import commit, machine, place
 from specdec.bench.tables import interleaved
 from specdec.errors import ConfigError, PromptError, SpecdecError
+from specdec.names import short
 from specdec.prompts import encode_all, read_prompts
 
 MIB = 2**20

@@ -25,7 +25,6 @@ from benchmarks.common import (
 )
 from specdec import EngineConfig, backend
 from specdec.bench.engine import engine
-from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.peers import mlx_lm_batch, mlx_lm_plain, mlx_lm_speculative
@@ -35,6 +34,7 @@ from specdec.decoder import SpecDecoder
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel, check_same_vocabulary
 from specdec.models.joined import separated
+from specdec.names import short
 
 
 @dataclass(frozen=True)

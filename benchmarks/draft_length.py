@@ -25,7 +25,6 @@ from benchmarks.common import (
 )
 from specdec import EngineConfig
 from specdec.bench.engine import engine
-from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.tables import markdown_table, show_spread
@@ -50,6 +49,7 @@ from specdec.drafters import (
 )
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel
+from specdec.names import short
 
 TITLE = "Draft lengths"
 WRONG = "wrong:"

@@ -21,10 +21,10 @@ from mlx_lm.generate import BatchGenerator, wired_limit
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder
-from specdec.bench.machine import short
 from specdec.bench.models import load_model, token_level
 from specdec.bench.tables import interleaved, markdown_table, show_spread
 from specdec.models.joined import separated
+from specdec.names import short
 
 Record = dict[str, Any]
 

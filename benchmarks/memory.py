@@ -15,12 +15,12 @@ import mlx.core as mx
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
-from specdec.bench.machine import short
 from specdec.draft_spec import draft_for
 from specdec.drafters.factory import ngram_of
 from specdec.memory import MemoryPlan
 from specdec.models.outline import outline, outline_draft
 from specdec.models.planning import plan_memory
+from specdec.names import short
 from specdec.preflight import row_needs
 
 TEXT = (

@@ -22,7 +22,6 @@ from benchmarks.common import Script, header_of, in_time, minutes_option, write_
 from specdec import EngineConfig, backend, rounds
 from specdec.assembly import models_of
 from specdec.bench.engine import engine
-from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, random_prompts, token_level
 from specdec.bench.tables import markdown_table, show_spread
@@ -32,6 +31,7 @@ from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
 from specdec.drafters import NamedDrafter
 from specdec.lengths import Forwards, tokens_per_round
+from specdec.names import short
 
 TITLE = "Simulated acceptance"
 #: Seconds: ``verify`` by tokens of a row, and ``draft_step``.

@@ -31,7 +31,6 @@ from benchmarks.common import (
 )
 from specdec import EngineConfig
 from specdec.bench.engine import engine
-from specdec.bench.machine import short
 from specdec.bench.measure import measure
 from specdec.bench.models import load_model, token_level
 from specdec.bench.tables import markdown_table, show_spread
@@ -40,6 +39,7 @@ from specdec.decoder import SpecDecoder
 from specdec.drafters import NamedDrafter, NgramDrafter
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel
+from specdec.names import short
 
 
 def torch_model(loaded: LoadedModel) -> Any:

@@ -11,12 +11,12 @@ import click
 import mlx.core as mx
 
 from specdec import EngineConfig, SamplingParams, backend
-from specdec.bench.machine import short
 from specdec.bench.models import load_model
 from specdec.bench.tables import markdown_table
 from specdec.drafters import Drafter, DraftModel, DraftRows, Proposals, Round
 from specdec.engine import Engine
 from specdec.models.runner import ModelRunner
+from specdec.names import short
 from specdec.params import Verification
 from specdec.sampling import gumbel_noise
 from specdec.sequence import Request

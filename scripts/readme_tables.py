@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from specdec.bench.figures import Figures  # noqa: E402 - from this tree
-from specdec.bench.machine import place, short  # noqa: E402
+from specdec.bench.machine import place  # noqa: E402
 from specdec.bench.raw import Results  # noqa: E402
 from specdec.bench.tables import markdown_table, show_spread  # noqa: E402
 from specdec.bench.waves import (  # noqa: E402
@@ -34,6 +34,7 @@ from specdec.bench.waves import (  # noqa: E402
     total,
 )
 from specdec.errors import SpecdecError  # noqa: E402
+from specdec.names import short  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -132,3 +132,8 @@ def _is(name: str, known: str) -> bool:
 
 def _exists(name: str) -> bool:
     return os.path.exists(os.path.expanduser(name))  # false for what can be no path
+
+
+def short(source: str) -> str:
+    """A model or file as reports name it: of an absolute path, the last part."""
+    return Path(source).name if os.path.isabs(source) else source

@@ -8,6 +8,7 @@ from itertools import product
 from typing import Any, Literal
 
 from ..draft_spec import DraftSpec
+from ..names import short
 from .recipe import Recipe
 from .tables import turns
 
@@ -66,6 +67,11 @@ class Cell:
         return Cell(system="mlx-lm batch", conditions=self.conditions)
 
     @property
+    def draft_name(self) -> str:
+        """The draft as reports name it: of a path, the last part."""
+        return short(self.draft or "none")
+
+    @property
     def label(self) -> str:
         """System, draft and k."""
         if self.system == "mlx-lm batch":
@@ -73,7 +79,7 @@ class Cell:
         if self.draft is None:
             return "specdec, no draft"
         name = "specdec" if self.system == "specdec" else "mlx-lm"
-        return f"{name}, {self.draft}, k = {self.num_draft_tokens}"
+        return f"{name}, {self.draft_name}, k = {self.num_draft_tokens}"
 
     def to_dict(self) -> dict[str, Any]:
         """Flat, as in a raw result."""

@@ -102,8 +102,3 @@ def _git(*arguments: str) -> str:
         ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
     )
     return done.stdout.strip()
-
-
-def short(source: str) -> str:
-    """A model or file as reports name it: of an absolute path, the last part."""
-    return Path(source).name if os.path.isabs(source) else source

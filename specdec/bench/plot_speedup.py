@@ -85,7 +85,7 @@ def _x(point: _Point, over_k: bool) -> int:
 
 
 def _line(point: _Point, over_k: bool) -> Any:
-    return point.cell.conditions.batch if over_k else point.cell.draft
+    return point.cell.conditions.batch if over_k else point.cell.draft_name
 
 
 def _panels(figures: Figures, points: list[_Point]) -> Mapping[str, list[_Point]]:
@@ -94,7 +94,7 @@ def _panels(figures: Figures, points: list[_Point]) -> Mapping[str, list[_Point]
     found: dict[str, list[_Point]] = {}
     for point in points:
         words = point.cell.conditions.besides_batch(figures.among)
-        name = ", ".join([*([point.cell.draft] if several else []), *words])
+        name = ", ".join([*([point.cell.draft_name] if several else []), *words])
         found.setdefault(name, []).append(point)
     return found
 
@@ -141,7 +141,7 @@ def _title(figures: Figures, ours: list[_Point]) -> str:
     best = max(ours, key=lambda p: (p.median, min(p.ratios)))
     where = best.cell.conditions.label(figures.among)
     if len(figures.recipe.draft) > 1:
-        where += f", {best.cell.draft}"
+        where += f", {best.cell.draft_name}"
     times = (
         f"{best.median:.2f} times as fast ({where}, k = {best.cell.num_draft_tokens})"
     )

@@ -68,11 +68,11 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
 # -- acceptance --------------------------------------------------------------
 
 
-def _longest(figures: Figures) -> dict[tuple[str | None, float], CellFigures]:
+def _longest(figures: Figures) -> dict[tuple[str, float], CellFigures]:
     """By draft and temperature, the cell with the longest draft length."""
-    chosen: dict[tuple[str | None, float], CellFigures] = {}
+    chosen: dict[tuple[str, float], CellFigures] = {}
     for f in figures.drafted:
-        key = f.cell.draft, f.cell.conditions.temperature
+        key = f.cell.draft_name, f.cell.conditions.temperature
         best = chosen.get(key)
         if f.rows and (
             best is None or f.cell.num_draft_tokens > best.cell.num_draft_tokens
@@ -96,7 +96,7 @@ def _acceptance(figures: Figures, figure: Any) -> str | None:
     for axes, ((draft, temperature), f) in zip(grid, chosen.items(), strict=True):
         each = positions(f.rows)
         at = range(1, len(each) + 1)
-        words = [str(draft)] if len(figures.recipe.draft) > 1 else []
+        words = [draft] if len(figures.recipe.draft) > 1 else []
         if len(figures.among["temperature"]) > 1:
             words.append(f"T = {temperature:g}")
         axes.set_title(", ".join(words))
@@ -120,7 +120,7 @@ def _acceptance(figures: Figures, figure: Any) -> str | None:
     mean = f.acceptance().length - 1
     title = f"On average {mean:.1f} of {k} drafted tokens are accepted"
     if len(figures.recipe.draft) > 1:
-        title += f" ({f.cell.draft}, the best draft)"
+        title += f" ({f.cell.draft_name}, the best draft)"
     headline(figure, title)
     return title
 
@@ -187,7 +187,7 @@ def _round(figures: Figures, figure: Any) -> str | None:
 def _bar(figures: Figures, f: CellFigures) -> str:
     what = f"k = {f.cell.num_draft_tokens}" if f.cell.draft else "no draft"
     if f.cell.draft and len(figures.recipe.draft) > 1:
-        what = f"{f.cell.draft}, {what}"
+        what = f"{f.cell.draft_name}, {what}"
     return f"{f.cell.conditions.label(figures.among)}, {what}"
 
 

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from ..names import DEFAULT_TARGET
+from ..names import DEFAULT_TARGET, short
 from .figures import CellFigures, Figures
-from .machine import place, short
+from .machine import place
 from .plots import draw_all
 from .raw import Results
 from .sections import sections
@@ -144,7 +144,7 @@ def findings(figures: Figures) -> list[str]:
         passes = f"{min(ratios):.2f} to {max(ratios):.2f}"
         against = f.ratios(figures.find(f.cell.mlx_lm))
         text = (
-            f"- **{key}**: fastest draft {f.cell.draft}, "
+            f"- **{key}**: fastest draft {f.cell.draft_name}, "
             f"k = {f.cell.num_draft_tokens}: "
             f"{ratio:.2f} times plain decoding at this batch "
             f"({passes if len(ratios) > 1 else 'one pass only'})"

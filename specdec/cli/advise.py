@@ -66,10 +66,10 @@ def advise(
     records = read_records(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe
-    from ..bench.machine import short
     from ..decoder import SpecDecoder
     from ..lengths import ForwardCosts, survival_of
     from ..lengths import advise as advice_of
+    from ..names import short
 
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)

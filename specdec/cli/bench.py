@@ -131,7 +131,7 @@ def _write(folder: Path) -> None:
 
 def _command() -> str:
     """The command, with absolute paths cut to their last part."""
-    from ..bench.machine import short
+    from ..names import short
 
     return shlex.join(["specdec", *map(short, sys.argv[1:])])
 

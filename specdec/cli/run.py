@@ -257,7 +257,7 @@ def _check_together(
 
 
 def _summary(decoder: SpecDecoder, num_failed: int) -> str:
-    from ..bench.machine import short
+    from ..names import short
 
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens

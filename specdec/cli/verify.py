@@ -203,7 +203,7 @@ def _check_together(
 
 
 def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
-    from ..bench.machine import short
+    from ..names import short
 
     draft, k = decoder.draft_name, decoder.config.max_draft_tokens
     how = "greedy"

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.cells import Cell, cells_of, conditions_of
+from specdec.bench.cells import Cell, Conditions
 from specdec.bench.counts import RoundCost
 from specdec.bench.figures import Figures
 from specdec.bench.raw import Results
@@ -186,3 +186,11 @@ def test_the_report_says_what_was_found(figures: Figures) -> None:
         "| batch 2: specdec, random:tiny:1, k = 2 | 3 (60%) | 1 (20%) | 1 (20%) |"
         in text
     )
+
+
+def test_a_draft_is_named_by_the_last_part_of_its_path() -> None:
+    """As the target is: where a folder lies is nobody's business."""
+    where = Conditions()
+    for draft, name in (("/a/b/Tiny-Draft", "Tiny-Draft"), ("self:4bit", "self:4bit")):
+        cell = Cell(system="specdec", conditions=where, draft=draft, num_draft_tokens=2)
+        assert cell.label == f"specdec, {name}, k = 2"
