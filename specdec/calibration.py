@@ -36,7 +36,7 @@ BUDGET_SECONDS = 1.5
 # that is gone through so many times, as far as the budget reaches.
 QUICK, MANY, SWEEPS = 1 / 16, 8, 4
 # What takes less than this share of the run before it may still be building; it is run
-# again, unless it is quick, or takes as long as that: so often at most.
+# again, so often at most, unless it is quick, or takes longer than so many seconds.
 SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 6.0
 # Where a plain step takes longer, it all may take so many plain steps.
 MOST_STEPS = 8

@@ -129,7 +129,7 @@ class InFlight:
         return self.peeked is not None
 
     def peeks(self) -> list[Peek]:
-        """Of every row that emitted a token in the round, what it could have been."""
+        """Of every row that goes on, its token, and what it could have been."""
         tokens: list[Any] = [None] * len(self.rows)
         if self.peeked is not None:
             tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]

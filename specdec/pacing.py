@@ -6,7 +6,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .lengths import BatchState, DraftLength, Peek, Peeks, RoundOutcome
 from .lengths.peeks import NOTHING
@@ -16,7 +16,8 @@ from .lengths.peeks import NOTHING
 class _Pending:
     """A round that was handed out: k, the rows' limits, when, behind what, of whom.
 
-    ``forced``: k was not chosen, as nothing could be drafted.
+    ``forced``: k was not chosen, as nothing could be drafted; ``looks``: it looks what
+    a draft would bring.
     """
 
     num_draft_tokens: int
@@ -25,6 +26,7 @@ class _Pending:
     undrafted: int
     rows: AbstractSequence[int]
     forced: bool
+    looks: bool = False
 
 
 class Pacer:
@@ -70,19 +72,24 @@ class Pacer:
         return round(self._undrafted)
 
     def looks(self, num_rows: int) -> bool:
-        """Whether to look, in a round without a draft, what one would bring.
+        """Whether the round just begun looks what a draft would bring.
 
-        Not where k was not chosen: nothing could be drafted.
+        Not where k was not chosen: nothing could be drafted. It is not timed then, nor
+        is what ran while it was built: plain rounds are what drafting is measured by.
         """
         few = self._peek_rows is None or num_rows <= self._peek_rows
-        return few and not self._forced and self._peeks.due()
+        looks = few and not self._forced and self._peeks.due()
+        if looks:
+            self._pending[-1] = replace(self._pending[-1], looks=True)
+        return looks
 
     def rests(self, num_rows: int) -> bool:
         """Whether the next round of so many rows is plain, with nothing to ask."""
-        if self._fresh or not self._length.rests(num_rows):
+        if self._fresh or any(p.num_draft_tokens for p in self._pending):
             return False
-        self._forced = False
-        return not any(p.num_draft_tokens for p in self._pending)
+        rests = self._length.rests(num_rows)
+        self._forced = self._forced and not rests
+        return rests
 
     def choose(
         self,
@@ -167,9 +174,9 @@ class Pacer:
         began = max(round_.begun, self._last_read)
         behind_another = began > round_.begun
         self._last_read = now
-        alike = all(
-            p.num_draft_tokens == round_.num_draft_tokens for p in self._pending
-        )
+        k, looks = round_.num_draft_tokens, round_.looks
+        alike = all(p.num_draft_tokens == k for p in self._pending)
+        looks = looks or any(p.looks for p in self._pending)
         timed = alike and behind_another == bool(self._pending)
         told = [
             (i, limit, min(n - 1, limit))
@@ -183,11 +190,11 @@ class Pacer:
                 len(round_.limits),
                 round_.num_draft_tokens,
                 [(limit, accepted) for _, limit, accepted in told],
-                took if timed and began > self._interrupted else None,
+                took if timed and began > self._interrupted and not looks else None,
                 round_.undrafted,
                 [round_.rows[i] for i, *_ in told] if round_.rows else (),
                 round_.forced,
-                took if held_up else None,
+                took if held_up or round_.looks else None,
                 peeked,
             )
         )

@@ -12,8 +12,14 @@ class Script:
 
     max_draft_tokens = 4
 
-    def __init__(self, choose: Callable[[int], int], *, may_pay: bool = True):
-        self._choose, self._may_pay = choose, may_pay
+    def __init__(
+        self,
+        choose: Callable[[int], int],
+        *,
+        may_pay: bool = True,
+        rests: Callable[[int], bool] = lambda number: False,
+    ):
+        self._choose, self._may_pay, self._rests = choose, may_pay, rests
         self.outcomes: list[RoundOutcome] = []
         self.states: list[BatchState] = []
         self.asked: list[BatchState] = []
@@ -26,7 +32,7 @@ class Script:
         return self._may_pay
 
     def rests(self, num_rows: int) -> bool:
-        return False
+        return self._rests(len(self.outcomes))
 
     def choose(self, state: BatchState) -> int:
         self.states.append(state)

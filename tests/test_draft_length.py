@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from itertools import count
+from itertools import count, pairwise
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +31,7 @@ from specdec.lengths import (
     FixedLength,
     ForwardCosts,
     Forwards,
+    Peek,
     RoundCosts,
     RoundOutcome,
 )
@@ -310,6 +311,54 @@ def test_a_rounds_time_begins_with_the_read_before_it() -> None:
     assert [o.seconds for o in script.outcomes] == [None, 4.0, None, 5.0, None]
     assert script.outcomes[3].accepted == [(2, 2)]
     assert [o.undrafted for o in script.outcomes] == [0, 0, 0, 3, 0]
+
+
+def test_a_rest_is_not_asked_about() -> None:
+    """But for a batch's first round, and behind one that drafts and is not read."""
+    script = Script(lambda number: 2, rests=lambda number: True)
+    pacer = Pacer(script, count().__next__)
+    assert not pacer.rests(1)
+    pacer.begin(pacer.choose(1, [8], 9.0), (2,))
+    assert not pacer.rests(1)
+    pacer.read([1])
+    assert pacer.rests(1)
+    pacer.begin(0, (0,))
+    assert pacer.rests(1)
+    assert len(script.states) == 1
+
+
+def test_a_round_that_looks_is_not_timed() -> None:
+    """Nor the one before it, while which it was built; the deadline counts it."""
+    script = Script(lambda number: 0)
+    times = count(0.0, 1.0)
+    pacer = Pacer(script, times.__next__)
+    pacer.choose(1, [8], 9.0)
+    looked = []
+    for number in range(24):
+        pacer.begin(0, (0,))
+        looked.append(pacer.looks(1))
+        if number:
+            pacer.read([1], lambda: [Peek(0, 5, [6])], looked=looked[number - 1])
+    by_look: dict[tuple[bool, bool], set[bool]] = {}
+    for outcome, pair in zip(script.outcomes, pairwise(looked), strict=True):
+        by_look.setdefault(pair, set()).add(outcome.seconds is not None)
+        assert (outcome.spent is not None) is pair[0]
+        assert bool(outcome.peeked.rows) is pair[0]
+    assert by_look.pop((False, False)) == {True}
+    assert set(by_look) >= {(False, True), (True, False)}
+    assert all(timed == {False} for timed in by_look.values())
+
+
+def test_nothing_is_looked_at_where_nothing_can_be_drafted() -> None:
+    pacer = Pacer(Script(lambda number: 0), count().__next__)
+    pacer.begin(pacer.choose(1, [0], 9.0), (0,))
+    assert not pacer.looks(1)
+    pacer.read([1])
+    pacer.begin(pacer.defer(), (0,))
+    assert not pacer.looks(1)
+    pacer.read([1])
+    pacer.begin(pacer.choose(1, [8], 9.0), (0,))
+    assert pacer.looks(1)
 
 
 def test_where_there_is_no_room_nothing_is_asked() -> None:

@@ -68,11 +68,11 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
 # -- acceptance --------------------------------------------------------------
 
 
-def _longest(figures: Figures) -> dict[tuple[str, float], CellFigures]:
+def _longest(figures: Figures) -> dict[tuple[str | None, float], CellFigures]:
     """By draft and temperature, the cell with the longest draft length."""
-    chosen: dict[tuple[str, float], CellFigures] = {}
+    chosen: dict[tuple[str | None, float], CellFigures] = {}
     for f in figures.drafted:
-        key = f.cell.draft_name, f.cell.conditions.temperature
+        key = f.cell.draft, f.cell.conditions.temperature
         best = chosen.get(key)
         if f.rows and (
             best is None or f.cell.num_draft_tokens > best.cell.num_draft_tokens
@@ -93,10 +93,10 @@ def _acceptance(figures: Figures, figure: Any) -> str | None:
         y="rounds that accept it",
     )
     longest = max(len(positions(f.rows)) for f in chosen.values())
-    for axes, ((draft, temperature), f) in zip(grid, chosen.items(), strict=True):
+    for axes, ((_, temperature), f) in zip(grid, chosen.items(), strict=True):
         each = positions(f.rows)
         at = range(1, len(each) + 1)
-        words = [draft] if len(figures.recipe.draft) > 1 else []
+        words = [f.cell.draft_name] if len(figures.recipe.draft) > 1 else []
         if len(figures.among["temperature"]) > 1:
             words.append(f"T = {temperature:g}")
         axes.set_title(", ".join(words))

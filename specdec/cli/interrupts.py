@@ -119,15 +119,15 @@ class Interrupts:
 
 
 class RequestsToEnd:
-    """Within the block SIGTERM is as good as Ctrl-C, and neither can be lost.
+    """Within the block SIGTERM raises what Ctrl-C does, and neither can be lost.
 
     Python drops an exception that is raised while an object is being taken away
     (``__del__``, a weak reference's callback), that of a handler, too. So what was
     heard is remembered, and long loops look.
 
-    What comes behind another request is only noted: saving, which the first has set
-    off, goes on (``timeout`` sends it twice). A second Ctrl-C ends the process at once
-    all the same.
+    A SIGTERM behind another request does nothing: saving, which the first has set off,
+    goes on (``timeout`` sends it twice). Ctrl-C is impatience: behind a SIGTERM it
+    breaks saving off, and a second one ends the process at once.
     """
 
     def __init__(self) -> None:

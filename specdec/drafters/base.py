@@ -190,11 +190,13 @@ def peek(rows: DraftRows, round_: Round) -> Proposals | None:
     """What rows would propose in a round that does not draft; ``None``: not told.
 
     Their method ``peek`` tells, where they have one. It is given the round with the k
-    that is looked at, and changes nothing; :meth:`DraftRows.commit` follows, with none.
+    that is looked at (its draws have one position, as in a round of k = 0), and changes
+    nothing that is proposed or kept; :meth:`DraftRows.commit` follows, with k = 0. Of
+    proposals that were drawn from probabilities, what rows emit does not tell enough.
     """
     own = getattr(rows, "peek", None)
     found: Proposals | None = None if own is None else own(round_)
-    return found
+    return found if found is None or found.probabilities is None else None
 
 
 def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:

@@ -88,7 +88,8 @@ class _GuardedRows(DraftRows):
 
     def __init__(self, rows: DraftRows | None, guard: DraftGuard):
         self._rows, self._guard = rows, guard
-        self._checked = False
+        # Methods of which proposals were checked: "propose", "peek".
+        self._checked: set[str] = set()
 
     def _ask(self, ask: Callable[[DraftRows], T], otherwise: T) -> T:
         """What ``ask`` makes of the rows; ``otherwise`` where drafting has ended."""
@@ -112,23 +113,25 @@ class _GuardedRows(DraftRows):
         while self._ask(lambda _: next(chunks, _THROUGH), _THROUGH) is not _THROUGH:
             yield
 
-    def _seen(self, rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
+    def _seen(
+        self, method: str, rows: DraftRows, round_: Round, proposals: Proposals
+    ) -> Proposals:
         """It may never have had the right shape, or have lost a row since."""
-        if not self._checked:
+        if method not in self._checked:
             check_proposals(rows, round_, proposals)
-            self._checked = True
+            self._checked.add(method)
         return proposals
 
     def peek(self, round_: Round) -> Proposals | None:
         def checked(rows: DraftRows) -> Proposals | None:
             found = peek(rows, round_)
-            return None if found is None else self._seen(rows, round_, found)
+            return found and self._seen("peek", rows, round_, found)
 
         return self._ask(checked, None)
 
     def propose(self, round_: Round) -> Proposals:
         def checked(rows: DraftRows) -> Proposals:
-            return self._seen(rows, round_, rows.propose(round_))
+            return self._seen("propose", rows, round_, rows.propose(round_))
 
         num_rows, k = round_.recent.shape[0], round_.num_draft_tokens
         nothing = Proposals(
@@ -143,11 +146,11 @@ class _GuardedRows(DraftRows):
         self._ask(lambda rows: rows.note_lengths(longest, shortest), None)
 
     def filter(self, rows: Sequence[int]) -> None:
-        self._checked = False
+        self._checked.clear()
         self._ask(lambda own: own.filter(rows), None)
 
     def extend(self, other: _GuardedRows) -> None:
-        self._checked = False
+        self._checked.clear()
         theirs = other._rows
         if theirs is not None:
             self._ask(lambda rows: rows.extend(theirs), None)

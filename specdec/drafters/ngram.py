@@ -156,9 +156,12 @@ class NgramRows:
         tokens = mx.maximum(tokens, 0)
         return Proposals(tokens, lengths=length.astype(mx.int32))
 
-    def peek(self, round_: Round) -> Proposals:
-        """The same, in a round that does not draft: it costs next to nothing."""
-        return self.propose(round_)
+    def peek(self, round_: Round) -> Proposals | None:
+        """The same, in a round that does not draft; not with a shared table.
+
+        Looking in that takes several times as long.
+        """
+        return None if self._table is not None else self.propose(round_)
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Take what was kept."""

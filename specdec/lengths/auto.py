@@ -128,6 +128,7 @@ class AutoLength:
             self._begin_batch()
         if self.rests(state.num_rows) and not any(state.in_flight):
             return 0
+        self._learn_rested()  # it counts where rows left or joined meanwhile
         k = self._think(state)
         self._plain_thought = k == 0
         if not state.begun:
@@ -136,7 +137,6 @@ class AutoLength:
 
     def _begin_batch(self) -> None:
         """What was waited for was another batch's."""
-        self._rest.end()
         self._learn_rested()
         self._wanted, self._promised = (0, False), 0
         self._credit.settle()
@@ -306,11 +306,10 @@ class AutoLength:
             self._save(self.costs)
 
     def _learn_rested(self) -> RoundOutcome | None:
-        """Take in rounds that were rested through; the last of them.
-
-        What they took is learnt from one of them, the median: they are all alike.
-        """
+        """End a rest; its last round. What they took is learnt from the median."""
         rested = self._rest.take()
+        if not rested:
+            return None
         for outcome in rested:
             self._spend(outcome)
             self._see(outcome.peeked)
@@ -319,7 +318,7 @@ class AutoLength:
         self.costs.pass_by(len(rested) - bool(timed))
         if timed:
             self.costs.observe(rested[0].num_rows, 0, timed[len(timed) // 2])
-        return rested[-1] if rested else None
+        return rested[-1]
 
     def _learn(self, outcome: RoundOutcome) -> bool:
         """What its rows accepted, and what it cost; whether that is known."""
@@ -381,8 +380,9 @@ class AutoLength:
     def _charge(self, outcome: RoundOutcome) -> None:
         """Take what a try really took off the credit."""
         k, best = outcome.num_draft_tokens, self._best_known
-        # A plain round that drafting held up is a try's where plain ones are best.
-        if not (k != best if k else best == 0):
+        # A plain round that drafting held up is a try's where plain ones are best, but
+        # not one that looked.
+        if outcome.peeked.rows or not (k != best if k else best == 0):
             return
         plain = self.costs.plain_seconds(outcome.num_rows)
         if outcome.spent is not None and plain is not None:

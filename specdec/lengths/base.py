@@ -54,8 +54,8 @@ class RoundOutcome:
         rows: the numbers of the rows of ``accepted``, where they are known.
         forced: nothing could be drafted, so k was not chosen.
         spent: seconds until it was read, where drafting held it up: a drafter took
-            tokens in, or shapes of a round that drafts were got ready for; such rounds
-            have no ``seconds``.
+            tokens in, shapes of a round that drafts were got ready for, or the round
+            looked what a draft would bring; such rounds have no ``seconds``.
         peeked: of a round without a draft, what one would have brought, as far as that
             was looked at.
     """

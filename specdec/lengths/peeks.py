@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# Where nothing was right in so many looks, one is taken every so many rounds.
-VAIN, SELDOM = 4, 4
+# A look takes time of its own, so that some rounds have to go without, to be timed. Of
+# SELDOM rounds OFTEN look, or one, where nothing was right in the last VAIN looks.
+VAIN, OFTEN, SELDOM = 4, 4, 8
 
 
 @dataclass(frozen=True)
@@ -60,16 +61,14 @@ class Peeks:
     def __init__(self) -> None:
         # By row: proposals that were right so far, and how far that is.
         self._live: dict[int, list[tuple[Sequence[int], int]]] = {}
-        # Looks since a token was right, rounds since the last look.
-        self._vain = self._since = 0
+        # Looks since a token was right; rounds that were asked about.
+        self._vain = self._asked = 0
 
     def due(self) -> bool:
-        """Whether to look in the next round: in every one where that is of use."""
-        self._since += 1
-        if self._vain >= VAIN and self._since < SELDOM:
-            return False
-        self._since = 0
-        return True
+        """Whether to look in the next round: more often where that is of use."""
+        looks = self._asked % SELDOM < (1 if self._vain >= VAIN else OFTEN)
+        self._asked += 1
+        return looks
 
     def compare(self, peeks: Iterable[Peek]) -> Peeked:
         """A plain round was read. Rows that are not among them are forgotten.

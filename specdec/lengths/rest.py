@@ -42,10 +42,6 @@ class Rest:
         return self._left > 0
 
     def take(self) -> list[RoundOutcome]:
-        """What was read, all of it plain rounds; there is none any more."""
-        read, self._read = self._read, []
+        """End it: what was read, all of it plain rounds."""
+        read, self._read, self._left = self._read, [], 0
         return read
-
-    def end(self) -> None:
-        """Think about the next round."""
-        self._left = 0

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from specdec.bench.cells import Cell, Conditions
+from specdec.bench.cells import Cell, Conditions, cells_of, conditions_of
 from specdec.bench.counts import RoundCost
 from specdec.bench.figures import Figures
 from specdec.bench.raw import Results

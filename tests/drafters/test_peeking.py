@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from specdec.backend import BackendDefaults
@@ -13,7 +14,7 @@ from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round
 from specdec.drafters.ngram import NgramRows
 from specdec.lengths import peeks
 from specdec.params import SamplingParams
-from tests.drafters.repetitive import BACKENDS, make_prompts
+from tests.drafters.repetitive import BACKENDS, VOCAB, make_prompts
 from tests.drafters.test_lookup import search
 from tests.plain import AT_ONCE, greedy, run_rows
 from tests.scripted import Script
@@ -143,6 +144,82 @@ def test_a_failure_costs_drafts_alone(
     )  # fmt: skip
     assert row.tokens == greedy(target, [1, 2], 9)
     assert "no luck" in draft_failures.pop()
+
+
+def test_proposals_are_checked_beside_peeks(
+    target: Any, monkeypatch: pytest.MonkeyPatch, draft_failures: list[str]
+) -> None:
+    """Right peeks say nothing of what is proposed behind them."""
+    propose = NgramRows.propose
+
+    def proposed(self: NgramRows, round_: Round) -> Proposals:
+        return Proposals(mx.zeros((1, K + 3), mx.int32))
+
+    monkeypatch.setattr(NgramRows, "peek", propose)
+    monkeypatch.setattr(NgramRows, "propose", proposed)
+    (row,) = run_rows(
+        target, None, [[1, 2]], [SamplingParams(max_tokens=20)],
+        num_draft_tokens=K, drafter=drafter(),
+        length=Script(lambda number: K * (number > 5)),
+    )  # fmt: skip
+    assert row.tokens == greedy(target, [1, 2], 20)
+    assert "NgramRows: the tokens that it proposed are" in draft_failures.pop()
+
+
+def test_drawn_proposals_are_not_compared(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that was drawn is right less often than it would be accepted."""
+
+    def drawn(self: NgramRows, round_: Round) -> Proposals:
+        certain = self.propose(round_)
+        return replace(certain, probabilities=certain.drawn_from(VOCAB))
+
+    monkeypatch.setattr(NgramRows, "peek", drawn)
+    script = Script(lambda number: 0)
+    run_rows(
+        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
+        num_draft_tokens=K, drafter=drafter(), length=script,
+    )  # fmt: skip
+    assert not any(o.peeked.rows for o in script.outcomes)
+
+
+def test_a_shared_table_is_not_looked_in(target: Any) -> None:
+    script = Script(lambda number: 0)
+    shared = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, shared=True))
+    run_rows(
+        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
+        num_draft_tokens=K, drafter=shared, length=script,
+    )  # fmt: skip
+    assert not any(o.peeked.rows for o in script.outcomes)
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_no_graph_grows_while_nothing_is_drafted(
+    target: Any, most: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a look leaves to be computed, the next one does, or nobody has to."""
+    handed_over: list[mx.array] = []
+    commit = NgramRows.commit
+
+    def noted(self: NgramRows, round_: Round, verdict: Any) -> None:
+        before = self._looked_up
+        commit(self, round_, verdict)
+        if not before:
+            handed_over.append(self._ring)
+
+    monkeypatch.setattr(NgramRows, "commit", noted)
+    script = Script(lambda number: 2 * (number == 0))
+    run_rows(
+        target, None, [[1, 2]], [SamplingParams(max_tokens=40)],
+        num_draft_tokens=K, drafter=drafter(), length=script,
+        backend=replace(AT_ONCE, peek_rows=most),
+    )  # fmt: skip
+    plain = len([o for o in script.outcomes if not o.num_draft_tokens])
+    looked = len([o for o in script.outcomes if o.peeked.rows])
+    assert plain > 30
+    assert len(handed_over) >= plain - looked - 1
+    assert (looked > 0) is (most is None)
 
 
 @pytest.mark.parametrize(("most", "asks"), [(None, True), (2, True), (1, False)])

@@ -55,6 +55,53 @@ def test_a_batch_does_not_pay_for_rounds_of_the_one_before() -> None:
     assert length._deadline._spent == pytest.approx(one)
 
 
+def resting(num_rows: int, *, spent: float) -> AutoLength:
+    """Behind many plain rounds, in the middle of a rest that has taken so long."""
+    length = AutoLength(RoundCosts(ForwardCosts([GPU.measured(num_rows)])))
+    length._credit.left = -5.0
+    left = dict.fromkeys(range(num_rows), 100)
+    state = BatchState(num_rows, [8] * num_rows, 100.0, 100_000, left=left, begun=False)
+    while not length.rests(num_rows):
+        length.choose(state)
+        length.observe(RoundOutcome(num_rows, 0, [], 1.0))
+    assert length.choose(state) == 0
+    length._deadline._spent = 0.0
+    for _ in range(3):
+        length.observe(RoundOutcome(num_rows, 0, [], 1.0, spent=spent))
+    assert length.rests(num_rows)
+    return length
+
+
+def test_a_batch_begins_with_a_thought() -> None:
+    """Also where the one before had as many rows, and was resting."""
+    length = resting(8, spent=1.0)
+    thoughts: list[BatchState] = []
+    length._think = lambda state: thoughts.append(state) or 0  # type: ignore[method-assign,func-returns-value]
+    length.choose(BatchState(8, [8] * 8, 100.0, fresh=True))
+    assert len(thoughts) == 1
+    assert not length.rests(8)
+
+
+def test_where_a_row_ends_what_was_rested_through_counts() -> None:
+    """The thought that follows is about what is left of the deadline."""
+    length = resting(8, spent=5.0)
+    left = dict.fromkeys(range(7), 60)
+    spent: list[float] = []
+    length._think = lambda state: spent.append(length._deadline._spent) or 0  # type: ignore[method-assign,func-returns-value]
+    length.choose(BatchState(7, [8] * 7, 60.0, left=left, begun=False))
+    one = length.costs.forwards.round(8, 0)
+    assert spent[0] == pytest.approx(15 * one, rel=0.05)
+
+
+def test_a_rest_is_taken_in_by_its_median() -> None:
+    """One of them took a hundred times as long."""
+    length = resting(1, spent=0.0)
+    for seconds in (1.0, 100.0, 1.0, 1.0, 1.0):
+        length.observe(RoundOutcome(1, 0, [], seconds))
+    assert not length.rests(1)
+    assert length.costs.plain_seconds(1) == pytest.approx(1.0, rel=0.02)
+
+
 def test_a_new_shape_is_foreseen_once() -> None:
     """Though none of the rounds in which it is got ready for is timed."""
     costs = RoundCosts(ForwardCosts([GPU.measured(1)]), new_shape=10.0)
