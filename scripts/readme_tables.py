@@ -77,7 +77,7 @@ TABLES = {
     "h200-humaneval-32": Table("draft-length-smollm2-humaneval-b32-waiting-h200", "HumanEval, 32 rows", ("k", "/ no draft, all running", "quiet", "rate")),
     "h200-1b": Table("decode-1b-h200", "Llama 1B shape, no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
     "h200-readme": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate")),
-    "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two shared CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
+    "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
 }
 # fmt: on
 
