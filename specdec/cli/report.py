@@ -88,7 +88,8 @@ def debugging() -> bool:
 def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "specdec"
-        return f"{error.format_message()} (see: {command} --help)", USAGE
+        message = error.format_message() + _stray(error)
+        return f"{message} (see: {command} --help)", USAGE
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
     if isinstance(error, SpecdecError):
@@ -104,6 +105,14 @@ def _describe(error: Exception) -> tuple[str, int]:
         f"(set {DEBUG}=1 to see where it comes from)",
         FAILURE,
     )
+
+
+def _stray(error: click.UsageError) -> str:
+    """Where words belong that stand alone, if the command takes prompts."""
+    if error.ctx is None or "unexpected extra argument" not in error.message:
+        return ""
+    options = {name for each in error.ctx.command.params for name in each.opts}
+    return ": a prompt goes behind --prompt, in quotes" * ("--prompt" in options)
 
 
 def _is_mlx(error: ImportError) -> bool:

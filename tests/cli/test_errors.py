@@ -37,7 +37,13 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 MISTAKES = [
     ("rnu", 2, "No such command 'rnu'. Did you mean 'run'? (see: specdec --help)"),
-    ("run hello", 2, "unexpected extra argument (hello) (see: specdec run --help)"),
+    (
+        "run hello",
+        2,
+        "unexpected extra argument (hello): a prompt goes behind --prompt, in quotes "
+        "(see: specdec run --help)",
+    ),
+    ("estimate extra", 2, "unexpected extra argument (extra) (see: specdec estimate"),
     ("run -p Hi --max-token 5", 2, "No such option '--max-token'"),
     ("run -p Hi --max-tokens 0", 2, "'--max-tokens' / '-m': 0 is not in the range"),
     ("run -p Hi --max-tokens many", 2, "'many' is not a valid integer"),
