@@ -43,7 +43,7 @@ MISTAKES = [
         "unexpected extra argument (hello): a prompt goes behind --prompt, in quotes "
         "(see: specdec run --help)",
     ),
-    ("estimate extra", 2, "unexpected extra argument (extra) (see: specdec estimate"),
+    ("convert a b c", 2, "unexpected extra argument (c) (see: specdec convert --help)"),
     ("run -p Hi --max-token 5", 2, "No such option '--max-token'"),
     ("run -p Hi --max-tokens 0", 2, "'--max-tokens' / '-m': 0 is not in the range"),
     ("run -p Hi --max-tokens many", 2, "'many' is not a valid integer"),
