@@ -16,6 +16,8 @@ from .recipe import Recipe
 from .waves import Record, full_steps, rate
 
 PARTS = ("draft", "verify", "sampling", "host")
+# How much faster than its tokens per round a system can seem where passes are noisy.
+NOISE = 1.25
 
 
 @dataclass(frozen=True)
@@ -154,6 +156,14 @@ class CellFigures:
     def rate(self) -> float:
         """Their median; 0 when there are none."""
         return statistics.median(self.rates.values()) if self.rates else 0.0
+
+    def can_be(self, ratio: float) -> bool:
+        """Whether it can be so many times as fast as plain decoding.
+
+        A round takes as long as a plain step at least, so that no more is to be had
+        than the tokens that it brings, and noise.
+        """
+        return ratio <= NOISE * self.acceptance().length
 
     def ratios(self, other: CellFigures | None) -> list[float]:
         """Rates over those of another cell, pass by pass."""

@@ -18,7 +18,7 @@ from .plot_style import (
     panels,
 )
 
-MISSING = "no plots without matplotlib: pip install 'mlx-specdec[bench]'"
+MISSING = "no plots without matplotlib: pip install matplotlib"
 
 #: Part of a round: its colour, and what the legend calls it.
 SHOWN_PARTS = {
@@ -90,7 +90,7 @@ def _acceptance(figures: Figures, figure: Any) -> str | None:
         figure,
         len(chosen),
         x="position (1 = first drafted token)",
-        y="rounds that accept it",
+        y="drafted tokens accepted",
     )
     longest = max(len(positions(f.rows)) for f in chosen.values())
     for axes, ((_, temperature), f) in zip(grid, chosen.items(), strict=True):
@@ -218,8 +218,10 @@ def _round_title(figures: Figures, cells: list[CellFigures]) -> str:
     plain = figures.find(f.cell.plain)
     assert plain is not None
     assert f.parts is not None
+    several = len(figures.recipe.draft) > 1
     return (
-        f"A round of k = {f.cell.num_draft_tokens} costs "
+        f"A round of {f'{f.cell.draft_name}, ' * several}"
+        f"k = {f.cell.num_draft_tokens} costs "
         f"{_total(f) / _total(plain):.1f} plain steps, "
         f"{f.parts.shares['draft']:.0%} of it drafting "
         f"(batch {f.cell.conditions.batch})"

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specdec.bench import figures as figures_module
 from specdec.bench.cells import Cell, Conditions, cells_of, conditions_of
 from specdec.bench.counts import RoundCost
 from specdec.bench.figures import Figures
@@ -194,3 +195,13 @@ def test_a_draft_is_named_by_the_last_part_of_its_path() -> None:
     for draft, name in (("/a/b/Tiny-Draft", "Tiny-Draft"), ("self:4bit", "self:4bit")):
         cell = Cell(system="specdec", conditions=where, draft=draft, num_draft_tokens=2)
         assert cell.label == f"specdec, {name}, k = 2"
+
+
+def test_what_cannot_be_is_said(
+    figures: Figures, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """More times as fast than tokens a round: plain decoding was held up."""
+    monkeypatch.setattr(figures_module, "NOISE", 0.9)  # 1.5 times, 1.6 tokens
+    (line,) = findings(figures)
+    assert line.startswith("- **batch 2**: random:tiny:1, k = 2: 1.50 times plain ")
+    assert "cannot be, at 1.60 tokens per row and round" in line
