@@ -266,8 +266,10 @@ class RowBatch:
         if (proposals := self._draft.propose(round_)) is not None:
             inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
             self._observer.built("draft", inputs)
-        looks = not (k or first) and self._pacer.looks(len(self.rows))
+        looks = not (k or first) and self._pacer.may_look(len(self.rows))
         peeked = self._draft.peek(round_, self.num_draft_tokens * looks)
+        if peeked is not None:
+            self._pacer.look()
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
@@ -287,10 +289,8 @@ class RowBatch:
             self._recent = mx.concatenate(recent, axis=1)
         if CompiledForwards.unsettled > unsettled:
             self._pacer.interrupt(drafting=k > 0)  # rounds that waited are not timed
-        after = (self._recent, self._target.offset)
-        return InFlight.of(
-            self.rows, decision, first=first, others=after, peeked=peeked
-        )
+        new = (self._recent, self._target.offset)
+        return InFlight.of(self.rows, decision, first=first, others=new, peeked=peeked)
 
     def _read(self, in_flight: InFlight) -> list[RowOutput]:
         """Wait for a round; append its tokens to the rows and retire those that end."""
@@ -303,7 +303,7 @@ class RowBatch:
         if not in_flight.first:
             ran = set(map(id, running))
             counts = [n if id(s) in ran else None for s, n in read]
-            self._pacer.read(counts, in_flight.peeks, looked=in_flight.looked)
+            self._pacer.read(counts, in_flight.peeks)
         self._observer.read(in_flight.num_draft_tokens, running)
         self._cached = [cached[id(s)] for s in self.rows]
         if not in_flight.first:

@@ -123,11 +123,6 @@ class InFlight:
                 sequence.fail(self.decision.errors[i])
         return read
 
-    @property
-    def looked(self) -> bool:
-        """Whether it tells what would have been proposed."""
-        return self.peeked is not None
-
     def peeks(self) -> list[Peek]:
         """Of every row that goes on, its token, and what it could have been."""
         tokens: list[Any] = [None] * len(self.rows)

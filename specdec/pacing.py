@@ -16,8 +16,8 @@ from .lengths.peeks import NOTHING
 class _Pending:
     """A round that was handed out: k, the rows' limits, when, behind what, of whom.
 
-    ``forced``: k was not chosen, as nothing could be drafted; ``looks``: it looks what
-    a draft would bring.
+    ``forced``: k was not chosen, as nothing could be drafted; ``looks``: the drafter
+    told what it would have brought.
     """
 
     num_draft_tokens: int
@@ -71,17 +71,21 @@ class Pacer:
         """Rounds that the drafter has to catch up with."""
         return round(self._undrafted)
 
-    def looks(self, num_rows: int) -> bool:
-        """Whether the round just begun looks what a draft would bring.
+    def may_look(self, num_rows: int) -> bool:
+        """Whether the round just begun is to look what a draft would bring.
 
-        Not where k was not chosen: nothing could be drafted. It is not timed then, nor
-        is what ran while it was built: plain rounds are what drafting is measured by.
+        Not where k was not chosen: nothing could be drafted.
         """
         few = self._peek_rows is None or num_rows <= self._peek_rows
-        looks = few and not self._forced and self._peeks.due()
-        if looks:
-            self._pending[-1] = replace(self._pending[-1], looks=True)
-        return looks
+        return few and not self._forced and self._peeks.due()
+
+    def look(self) -> None:
+        """The round just begun does.
+
+        It is not timed, nor is what ran while it was built: plain rounds are what
+        drafting is measured by.
+        """
+        self._pending[-1] = replace(self._pending[-1], looks=True)
 
     def rests(self, num_rows: int) -> bool:
         """Whether the next round of so many rows is plain, with nothing to ask."""
@@ -154,8 +158,6 @@ class Pacer:
         self,
         kept: AbstractSequence[int | None],
         peeks: Callable[[], AbstractSequence[Peek]] = tuple,
-        *,
-        looked: bool = False,
     ) -> None:
         """The oldest round was read.
 
@@ -163,13 +165,12 @@ class Pacer:
             kept: tokens that each row kept; ``None``: it had ended.
             peeks: tells what rows emitted in a round without a draft, and what one
                 would have proposed.
-            looked: whether that was looked at.
         """
         round_, now = self._pending.popleft(), self._clock()
         peeked = NOTHING
         if round_.num_draft_tokens:
             self._peeks.forget()
-        elif looked or self._peeks.awaiting:
+        elif round_.looks or self._peeks.awaiting:
             peeked = self._peeks.compare(peeks())
         began = max(round_.begun, self._last_read)
         behind_another = began > round_.begun

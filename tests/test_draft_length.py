@@ -336,9 +336,12 @@ def test_a_round_that_looks_is_not_timed() -> None:
     looked = []
     for number in range(24):
         pacer.begin(0, (0,))
-        looked.append(pacer.looks(1))
+        looked.append(pacer.may_look(1))
+        if looked[-1]:
+            pacer.look()
         if number:
-            pacer.read([1], lambda: [Peek(0, 5, [6])], looked=looked[number - 1])
+            proposed = [6] if looked[number - 1] else None
+            pacer.read([1], lambda: [Peek(0, 5, proposed)])  # noqa: B023
     by_look: dict[tuple[bool, bool], set[bool]] = {}
     for outcome, pair in zip(script.outcomes, pairwise(looked), strict=True):
         by_look.setdefault(pair, set()).add(outcome.seconds is not None)
@@ -352,13 +355,13 @@ def test_a_round_that_looks_is_not_timed() -> None:
 def test_nothing_is_looked_at_where_nothing_can_be_drafted() -> None:
     pacer = Pacer(Script(lambda number: 0), count().__next__)
     pacer.begin(pacer.choose(1, [0], 9.0), (0,))
-    assert not pacer.looks(1)
+    assert not pacer.may_look(1)
     pacer.read([1])
     pacer.begin(pacer.defer(), (0,))
-    assert not pacer.looks(1)
+    assert not pacer.may_look(1)
     pacer.read([1])
     pacer.begin(pacer.choose(1, [8], 9.0), (0,))
-    assert pacer.looks(1)
+    assert pacer.may_look(1)
 
 
 def test_where_there_is_no_room_nothing_is_asked() -> None:

@@ -14,6 +14,7 @@ from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round
 from specdec.drafters.ngram import NgramRows
 from specdec.lengths import peeks
 from specdec.params import SamplingParams
+from specdec.sequence import Sequence as TokenSequence
 from tests.drafters.repetitive import BACKENDS, VOCAB, make_prompts
 from tests.drafters.test_lookup import search
 from tests.plain import AT_ONCE, greedy, run_rows
@@ -21,6 +22,7 @@ from tests.scripted import Script
 
 K = 4
 LENGTHS = (40, 23, 31, 12, 40)
+PROMPTS = make_prompts()[2:7]
 
 
 @pytest.fixture(scope="module")
@@ -30,6 +32,23 @@ def target(tiny_model: Callable[..., Any]) -> Any:
 
 def drafter() -> NgramDrafter:
     return NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3))
+
+
+def decoded(target: Any, script: Script, **options: Any) -> list[TokenSequence]:
+    """Five prompts that repeat themselves, with the drafter above."""
+    params = [SamplingParams(max_tokens=n) for n in LENGTHS]
+    wanted = {"num_draft_tokens": K, "drafter": drafter(), **options}
+    return run_rows(target, None, PROMPTS, params, length=script, **wanted)
+
+
+def alone(
+    target: Any, script: Script, *, max_tokens: int = 9, **options: Any
+) -> TokenSequence:
+    """One row of one short prompt, likewise."""
+    params = [SamplingParams(max_tokens=max_tokens)]
+    wanted = {"num_draft_tokens": K, "drafter": drafter(), **options}
+    (row,) = run_rows(target, None, [[1, 2]], params, length=script, **wanted)
+    return row
 
 
 def by_hand(prompts: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
@@ -62,19 +81,9 @@ def test_plain_rounds_tell_what_drafts_would_have_brought(
 ) -> None:
     """Rows end at different times; nothing is drafted, and nothing changes."""
     monkeypatch.setattr(peeks, "SELDOM", 1)  # else not every round looks
-    prompts, script = make_prompts()[2:7], Script(lambda number: 0)
-    rows = run_rows(
-        target,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=n) for n in LENGTHS],
-        batch_size=batch_size,
-        num_draft_tokens=K,
-        backend=backend,
-        drafter=drafter(),
-        length=script,
-    )
-    outputs = [greedy(target, p, n) for p, n in zip(prompts, LENGTHS, strict=True)]
+    script = Script(lambda number: 0)
+    rows = decoded(target, script, batch_size=batch_size, backend=backend)
+    outputs = [greedy(target, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
     assert [row.tokens for row in rows] == outputs
     assert sum(row.drafted for row in rows) == 0
     found = [[0, 0] for _ in range(K)]
@@ -82,25 +91,16 @@ def test_plain_rounds_tell_what_drafts_would_have_brought(
         for position, (trials, kept) in enumerate(outcome.peeked.positions):
             found[position][0] += trials
             found[position][1] += kept
-    assert found == by_hand(prompts, outputs)
+    assert found == by_hand(PROMPTS, outputs)
     assert found[K - 1][1] > 0
 
 
 @BACKENDS
 def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -> None:
     """Their outcome tells itself; what was looked up before them is dropped."""
-    prompts, script = make_prompts()[2:7], Script(lambda number: 2 * (number % 3 == 0))
-    rows = run_rows(
-        target,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=n) for n in LENGTHS],
-        num_draft_tokens=K,
-        backend=backend,
-        drafter=drafter(),
-        length=script,
-    )
-    for row, prompt, n in zip(rows, prompts, LENGTHS, strict=True):
+    script = Script(lambda number: 2 * (number % 3 == 0))
+    rows = decoded(target, script, backend=backend)
+    for row, prompt, n in zip(rows, PROMPTS, LENGTHS, strict=True):
         assert row.tokens == greedy(target, prompt, n)
     for outcome in script.outcomes:
         positions = outcome.peeked.positions
@@ -123,12 +123,22 @@ def test_who_tells_is_asked(
 
     monkeypatch.setattr(NgramRows, "peek", peeked if tells else None)
     script = Script(lambda number: 0)
-    run_rows(
-        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
-        num_draft_tokens=K, drafter=drafter(), length=script,
-    )  # fmt: skip
+    alone(target, script)
     assert set(asked) == ({K} if tells else set())
     assert any(o.peeked.rows for o in script.outcomes) is tells
+
+
+def test_where_nothing_is_told_rounds_are_timed(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask a drafter that does not tell holds nothing up."""
+    monkeypatch.setattr(NgramRows, "peek", None)
+    script = Script(lambda number: 0)
+    alone(target, script, max_tokens=40)
+    behind = script.outcomes[1:-1]
+    assert len(behind) > 30
+    assert all(o.seconds is not None for o in behind)
+    assert all(o.spent is None for o in behind)
 
 
 def test_a_failure_costs_drafts_alone(
@@ -138,10 +148,7 @@ def test_a_failure_costs_drafts_alone(
         raise ZeroDivisionError("no luck")
 
     monkeypatch.setattr(NgramRows, "peek", fails)
-    (row,) = run_rows(
-        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
-        num_draft_tokens=K, drafter=drafter(), length=Script(lambda number: 0),
-    )  # fmt: skip
+    row = alone(target, Script(lambda number: 0))
     assert row.tokens == greedy(target, [1, 2], 9)
     assert "no luck" in draft_failures.pop()
 
@@ -157,11 +164,7 @@ def test_proposals_are_checked_beside_peeks(
 
     monkeypatch.setattr(NgramRows, "peek", propose)
     monkeypatch.setattr(NgramRows, "propose", proposed)
-    (row,) = run_rows(
-        target, None, [[1, 2]], [SamplingParams(max_tokens=20)],
-        num_draft_tokens=K, drafter=drafter(),
-        length=Script(lambda number: K * (number > 5)),
-    )  # fmt: skip
+    row = alone(target, Script(lambda number: K * (number > 5)), max_tokens=20)
     assert row.tokens == greedy(target, [1, 2], 20)
     assert "NgramRows: the tokens that it proposed are" in draft_failures.pop()
 
@@ -177,20 +180,14 @@ def test_drawn_proposals_are_not_compared(
 
     monkeypatch.setattr(NgramRows, "peek", drawn)
     script = Script(lambda number: 0)
-    run_rows(
-        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
-        num_draft_tokens=K, drafter=drafter(), length=script,
-    )  # fmt: skip
+    alone(target, script)
     assert not any(o.peeked.rows for o in script.outcomes)
 
 
 def test_a_shared_table_is_not_looked_in(target: Any) -> None:
     script = Script(lambda number: 0)
     shared = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, shared=True))
-    run_rows(
-        target, None, [[1, 2]], [SamplingParams(max_tokens=9)],
-        num_draft_tokens=K, drafter=shared, length=script,
-    )  # fmt: skip
+    alone(target, script, drafter=shared)
     assert not any(o.peeked.rows for o in script.outcomes)
 
 
@@ -210,11 +207,7 @@ def test_no_graph_grows_while_nothing_is_drafted(
 
     monkeypatch.setattr(NgramRows, "commit", noted)
     script = Script(lambda number: 2 * (number == 0))
-    run_rows(
-        target, None, [[1, 2]], [SamplingParams(max_tokens=40)],
-        num_draft_tokens=K, drafter=drafter(), length=script,
-        backend=replace(AT_ONCE, peek_rows=most),
-    )  # fmt: skip
+    alone(target, script, max_tokens=40, backend=replace(AT_ONCE, peek_rows=most))
     plain = len([o for o in script.outcomes if not o.num_draft_tokens])
     looked = len([o for o in script.outcomes if o.peeked.rows])
     assert plain > 30
