@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 
 import click
 import mlx.core as mx
 
+from benchmarks.chains import chain_seconds
 from benchmarks.common import Script, header_of, write_report
 from specdec.bench.models import DTYPES
 from specdec.bench.tables import markdown_table
@@ -42,21 +40,7 @@ def microseconds(
             x = product(product(x, up), down)
         return x
 
-    compiled = mx.compile(chain)
-    for _ in range(2):
-        mx.eval(compiled(x))
-    waiting = compiled(x)
-    mx.async_eval(waiting)
-    ends = []
-    for _ in range(n):
-        following = compiled(x)
-        mx.async_eval(following)
-        mx.eval(waiting)
-        ends.append(time.perf_counter())
-        waiting = following
-    mx.eval(waiting)
-    taken = statistics.median(b - a for a, b in pairwise(ends))
-    return taken / (2 * len(pairs)) * 1e6
+    return chain_seconds(chain, x, n) / (2 * len(pairs)) * 1e6
 
 
 def usual(x: mx.array, weight: mx.array) -> mx.array:

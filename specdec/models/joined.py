@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from .attending import usual_attention
 from .flattened import FlattenedEmbedding, FlattenedLinear, as_kind
 from .skinny import SkinnyEmbedding, SkinnyLinear
 
@@ -199,6 +200,7 @@ def joining_bytes(model: nn.Module) -> int:
 def separated(model: nn.Module) -> nn.Module:
     """A second model with the same arrays, its layers those of mlx-lm."""
     twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
+    usual_attention(twin)
     leaves: Any = tree_flatten(twin.leaf_modules(), is_leaf=nn.Module.is_module)
     for path, layer in leaves:
         kind = _PLAIN.get(type(layer))

@@ -21,6 +21,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..names import locate_target
+from .attending import take_few_queries
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
     check_target,
@@ -90,6 +91,7 @@ def fit(model: Any) -> None:
         flatten_products(model)
     if backend.kernels:
         take_few_rows(model)
+        take_few_queries(model)
     if backend.joins:
         join_products(model)
 

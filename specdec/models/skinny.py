@@ -112,7 +112,7 @@ _SOURCE = """
     __syncthreads();
   }
 """
-_MMA = """
+MMA = """
 #define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1)                              \\
   asm volatile(                                                             \\
       "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "                  \\
@@ -120,7 +120,7 @@ _MMA = """
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                      \\
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 """
-_TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
+TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 # Where a result goes: to the one array, or to that of up to MOST_PARTS that has its
 # column; the i-th ends before ends[i].
 MOST_PARTS = 3
@@ -132,12 +132,12 @@ _PARTS = """*(at < ends[0] ? out0 + row * ends[0] + at
 
 @cache
 def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
-    header = _MMA.format(_TYPES[dtype])
+    header = MMA.format(TYPES[dtype])
     source = _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE)
     # MLX keeps what it compiled on disk by name.
     version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.cuda_kernel(
-        name=f"specdec_skinny_{_TYPES[dtype]}_{version}",
+        name=f"specdec_skinny_{TYPES[dtype]}_{version}",
         input_names=["x", "weight", "bias", *(["ends"] if parted else [])],
         output_names=[f"out{i}" for i in range(MOST_PARTS)] if parted else ["out"],
         source=source,
@@ -219,7 +219,7 @@ def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
         and weight.size <= MOST_WEIGHTS
         and rows * weight.size <= MOST_WORK
         and weight.shape[-1] % COLUMNS == 0
-        and x.dtype in _TYPES
+        and x.dtype in TYPES
         and weight.shape[-1] == x.shape[-1]
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
