@@ -41,10 +41,10 @@ WARPS, COLUMNS, ROWS, TILE, WIDEST = 16, 32, 16, 8, 8
 # out = x weight^T + bias; x is (..., K), M rows of it, weight (N, K). Where matrices
 # are joined, each one's product is an array of its own.
 #
-# A block computes 16 columns of the result for 8 * WIDE rows of x. Its warps
-# share K among themselves, 32 columns in turn, UNROLL of them in flight, and add up
-# what they found. In a tensor core's product (m16n8k16) the matrix's rows are the 16
-# and those of x the 8. Which k is which does not matter as long as both agree: a
+# A block computes 16 columns of the result, TILES times, for 8 * WIDE rows of x. Its
+# warps share K among themselves, 32 columns in turn, UNROLL of them in flight, and add
+# up what they found. In a tensor core's product (m16n8k16) the matrix's rows are the
+# 16 and those of x the 8. Which k is which does not matter as long as both agree: a
 # thread reads 8 neighbours at once and hands 4 of them to each of two products.
 _SOURCE = """
   const int K = weight_shape[1], N = weight_shape[0];
@@ -52,65 +52,92 @@ _SOURCE = """
   for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, part = lane % 4;
-  const int first = blockIdx.x * 16, top = blockIdx.y * 8 * WIDE;
+  const int first = blockIdx.x * 16 * TILES, top = blockIdx.y * 8 * WIDE;
   const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
   // Rows beyond the last are read as the last, and not written.
-  const T* upper = weight + static_cast<size_t>(min(first + group, N - 1)) * K;
-  const T* lower = weight + static_cast<size_t>(min(first + 8 + group, N - 1)) * K;
+  const T* rows[TILES][2];
+  #pragma unroll
+  for (int t = 0; t < TILES; ++t)
+    #pragma unroll
+    for (int i = 0; i < 2; ++i)
+      rows[t][i] =
+          weight + static_cast<size_t>(min(first + t * 16 + i * 8 + group, N - 1)) * K;
 
-  float sums[WIDE][4];
+  const T* others[WIDE];
   #pragma unroll
   for (int j = 0; j < WIDE; ++j)
+    others[j] = x + static_cast<size_t>(min(top + j * 8 + group, M - 1)) * K;
+
+  float sums[TILES][WIDE][4];
+  #pragma unroll
+  for (int t = 0; t < TILES; ++t)
     #pragma unroll
-    for (int c = 0; c < 4; ++c) sums[j][c] = 0.0f;
+    for (int j = 0; j < WIDE; ++j)
+      #pragma unroll
+      for (int c = 0; c < 4; ++c) sums[t][j][c] = 0.0f;
 
   for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
-    uint4 a[UNROLL][2], b[UNROLL][WIDE];
+    // All are asked for before one is waited for, so that no branch may lie between.
+    uint4 a[UNROLL][TILES][2], b[UNROLL][WIDE];
     #pragma unroll
     for (int u = 0; u < UNROLL; ++u) {
-      const int k = begin + u * WARPS * 32 + part * 8;
-      const bool inside = k < K;
-      a[u][0] = inside ? __ldcs(reinterpret_cast<const uint4*>(upper + k)) : zero;
-      a[u][1] = inside ? __ldcs(reinterpret_cast<const uint4*>(lower + k)) : zero;
+      const int k = begin + u * WARPS * 32 + part * 8, at = k < K ? k : part * 8;
       #pragma unroll
-      for (int j = 0; j < WIDE; ++j) {
-        const int m = top + j * 8 + group;
-        const T* row = x + static_cast<size_t>(m) * K + k;
-        b[u][j] = inside && m < M ? __ldg(reinterpret_cast<const uint4*>(row)) : zero;
-      }
+      for (int t = 0; t < TILES; ++t)
+        #pragma unroll
+        for (int i = 0; i < 2; ++i)
+          a[u][t][i] = __ldcs(reinterpret_cast<const uint4*>(rows[t][i] + at));
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j)
+        b[u][j] = __ldg(reinterpret_cast<const uint4*>(others[j] + at));
     }
     #pragma unroll
-    for (int u = 0; u < UNROLL; ++u)
+    for (int u = 0; u < UNROLL; ++u) {
+      const bool inside = begin + u * WARPS * 32 + part * 8 < K;
       #pragma unroll
       for (int j = 0; j < WIDE; ++j) {
-        SPECDEC_MMA(sums[j], a[u][0].x, a[u][1].x, a[u][0].y, a[u][1].y,
-                    b[u][j].x, b[u][j].y);
-        SPECDEC_MMA(sums[j], a[u][0].z, a[u][1].z, a[u][0].w, a[u][1].w,
-                    b[u][j].z, b[u][j].w);
+        const uint4 one = inside ? b[u][j] : zero;
+        #pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          const uint4 upper = inside ? a[u][t][0] : zero;
+          const uint4 lower = inside ? a[u][t][1] : zero;
+          SPECDEC_MMA(sums[t][j], upper.x, lower.x, upper.y, lower.y, one.x, one.y);
+          SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);
+        }
       }
+    }
   }
 
-  __shared__ float found[WARPS][8][16];
+  // As many of the products' results at a time as 16 KB hold.
+  constexpr int AT_ONCE = 32 / WARPS < WIDE ? 32 / WARPS : WIDE;
+  __shared__ float found[AT_ONCE][WARPS][8][16];
   #pragma unroll
-  for (int j = 0; j < WIDE; ++j) {
-    found[warp][part * 2][group] = sums[j][0];
-    found[warp][part * 2 + 1][group] = sums[j][1];
-    found[warp][part * 2][8 + group] = sums[j][2];
-    found[warp][part * 2 + 1][8 + group] = sums[j][3];
-    __syncthreads();
-    const int n = threadIdx.x % 16, in_tile = threadIdx.x / 16;
-    const int m = top + j * 8 + in_tile;
-    if (in_tile < 8 && m < M && first + n < N) {
-      float sum = 0.0f;
+  for (int t = 0; t < TILES; ++t)
+    #pragma unroll
+    for (int begin = 0; begin < WIDE; begin += AT_ONCE) {
       #pragma unroll
-      for (int w = 0; w < WARPS; ++w) sum += found[w][in_tile][n];
-      if (bias_ndim == 1) sum += static_cast<float>(bias[first + n]);
-      const int at = first + n;
-      const size_t row = m;
-      @WRITE@ = static_cast<T>(sum);
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const float* sum = sums[t][begin + i];
+        found[i][warp][part * 2][group] = sum[0];
+        found[i][warp][part * 2 + 1][group] = sum[1];
+        found[i][warp][part * 2][8 + group] = sum[2];
+        found[i][warp][part * 2 + 1][8 + group] = sum[3];
+      }
+      __syncthreads();
+      for (int one = threadIdx.x; one < AT_ONCE * 128; one += WARPS * 32) {
+        const int n = one % 16, in_tile = one / 16 % 8, i = one / 128;
+        const int m = top + (begin + i) * 8 + in_tile, at = first + t * 16 + n;
+        if (m < M && at < N) {
+          float sum = 0.0f;
+          #pragma unroll
+          for (int w = 0; w < WARPS; ++w) sum += found[i][w][in_tile][n];
+          if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
+          const size_t row = m;
+          @WRITE@ = static_cast<T>(sum);
+        }
+      }
+      __syncthreads();
     }
-    __syncthreads();
-  }
 """
 MMA = """
 #define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1)                              \\
@@ -184,9 +211,7 @@ def _launch(
 ) -> list[mx.array]:
     """Run the kernel; its results have so many columns."""
     rows, columns = x.size // x.shape[-1], weight.shape[0]
-    wide = 1
-    while wide < WIDEST and wide * TILE < rows:
-        wide *= 2
+    wide, tiles, unroll = _block(rows)
     threads = 32 * WARPS
     # An array that is no vector stands for no bias: a kernel less to compile.
     inputs = [x, weight, weight if bias is None else bias]
@@ -200,14 +225,23 @@ def _launch(
             ("T", x.dtype),
             ("WARPS", WARPS),
             ("WIDE", wide),
-            ("UNROLL", max(1, min(4, 8 // wide))),
+            ("TILES", tiles),
+            ("UNROLL", unroll),
         ],
-        grid=(-(-columns // ROWS) * threads, -(-rows // (TILE * wide)), 1),
+        grid=(-(-columns // (ROWS * tiles)) * threads, -(-rows // (TILE * wide)), 1),
         threadgroup=(threads, 1, 1),
         output_shapes=shapes,
         output_dtypes=[x.dtype] * len(shapes),
     )
     return results[: len(sizes)]
+
+
+def _block(rows: int) -> tuple[int, int, int]:
+    """WIDE, TILES and UNROLL of a block, for so many rows of x."""
+    wide = 1
+    while wide < WIDEST and wide * TILE < rows:
+        wide *= 2
+    return wide, 1, max(1, min(4, 8 // wide))
 
 
 def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
