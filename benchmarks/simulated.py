@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import Any
 from unittest.mock import patch
@@ -32,23 +33,32 @@ from specdec.decoder import SpecDecoder
 from specdec.drafters import NamedDrafter
 from specdec.lengths import Forwards, tokens_per_round
 from specdec.names import short
+from specdec.settling import Committed, Settled, settler
 
 TITLE = "Simulated acceptance"
 #: Seconds: ``verify`` by tokens of a row, and ``draft_step``.
 Costs = dict[str, Any]
 
 
-def drawn(chance: float) -> Callable[..., mx.array]:
-    """A stand-in for ``count_kept`` that accepts tokens with that ``chance``."""
+@dataclass(frozen=True)
+class Drawn:
+    """Settles rounds as always, but for draft tokens accepted with that ``chance``."""
 
-    def count(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
-        passes = (mx.random.uniform(shape=proposed.shape) < chance).astype(mx.int32)
-        accepted = mx.cumprod(passes, axis=1).sum(axis=1)
-        # The tokens themselves are looked at as always, to no effect.
-        agree = (proposed == chosen[:, :-1]).astype(mx.int32).sum(axis=1)
-        return (mx.minimum(accepted + 0 * agree, limit) + 1).astype(mx.int32)
+    chance: float
 
-    return count
+    def settle(
+        self,
+        inputs: mx.array,
+        chosen: mx.array,
+        limit: mx.array,
+        meant: mx.array | None,
+        committed: Committed,
+    ) -> Settled:
+        """As if the draft had foreseen what the target chose, or no token at all."""
+        passes = mx.random.uniform(shape=(inputs.shape[0], inputs.shape[1] - 1))
+        foreseen = mx.where(passes < self.chance, chosen[:, :-1], -1)
+        inputs = mx.concatenate([inputs[:, :1], foreseen], axis=1)
+        return settler().settle(inputs, chosen, limit, meant, committed)
 
 
 def allowed(costs: Costs, plain: float, chance: float, k: int) -> float:
@@ -234,7 +244,7 @@ def main(
     records: dict[str, list[Record]] = {key: [] for key in runs}
     with (
         wired_limit(loaded.model),
-        patch.object(rounds, "count_kept", drawn(acceptance)),
+        patch.object(rounds, "settler", lambda: Drawn(acceptance)),
     ):
         for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)

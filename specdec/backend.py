@@ -42,7 +42,8 @@ class BackendDefaults:
             where not, the columns that are read are copied, still packed.
         flattens: products with packed weights take rows and positions at once.
         joins: products of one input by several layers are computed as one.
-        kernels: products of few rows, and prompt lookup, are kernels of ours.
+        kernels: products of few rows, prompt lookup, and what follows from a round,
+            are kernels of ours.
         peek_rows: rows of a batch up to which plain rounds look what a drafter would
             propose, where it tells; ``None``: any number.
     """

@@ -16,7 +16,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from .backend import BackendDefaults
-from .drafters import Drafter, Round
+from .drafters import Drafter
 from .drafting import Drafting
 from .inflight import InFlight, RowOutput
 from .lengths import DraftLength
@@ -27,7 +27,7 @@ from .observer import RoundObserver
 from .pacing import Pacer
 from .rounds import RowRules
 from .sequence import Sequence
-from .verification import next_recent, right_aligned, widened
+from .settling import Committed
 
 
 class RowBatch:
@@ -82,7 +82,8 @@ class RowBatch:
         if not late:
             self._draft.begin(self._drafted(), max_length=max_length)
         self._note_rows()
-        self._recent = right_aligned(prompts, self._rules.sampling.context_size)
+        # On the device, behind all rounds that were handed out.
+        self._committed = Committed.of(prompts, self._rules.sampling.context_size)
         # Tokens in the target's cache per row, as far as the host has read.
         self._cached = [len(p) - 1 for p in prompts]
         self._in_flight: deque[InFlight] = deque()
@@ -247,24 +248,16 @@ class RowBatch:
         """Build one round and hand it to the device; nothing here waits for it."""
         limits = self._row_limits(k if self._draft.ready else 0)
         k = max(0, *limits)
-        limit = self._limits.array(limits, self._bounds, self._target.offset)
+        limit = self._limits.array(limits, self._bounds, self._committed.lengths)
         unsettled = CompiledForwards.unsettled
         self._observer.begun(k)
         if not first:
             self._pacer.begin(k, limits, [s.number for s in self.rows])
         # 1. propose
-        draws = self._rules.draws(self._target.offset + 1, k + 1)
-        round_ = Round(
-            k,
-            self._recent,
-            self._active,
-            self._rules.sampling,
-            draws,
-            self._rules.needs_probabilities,
-        )
-        inputs, proposals = self._recent[:, -1:], None
+        round_ = self._rules.round_of(k, self._committed, self._active)
+        inputs = self._committed.newest
         if (proposals := self._draft.propose(round_)) is not None:
-            inputs = mx.concatenate([inputs, proposals.tokens], axis=1)
+            inputs = proposals.behind(inputs)
             self._observer.built("draft", inputs)
         looks = not (k or first) and self._pacer.may_look(len(self.rows))
         peeked = self._draft.peek(round_, self.num_draft_tokens * looks)
@@ -273,24 +266,20 @@ class RowBatch:
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
-        decision = self._rules.decide(round_, proposals, logits, limit)
-        verdict = decision.verdict
+        decision = self._rules.decide(round_, inputs, proposals, logits, limit)
+        settled, verdict = decision.settled, decision.settled.verdict
         self._observer.built("sampling", verdict.kept, verdict.chosen)
         # 4. trim, unless all rows keep all that was written
         if k or min(limits) < 0 or decision.errors:
-            self._target.trim_per_sequence(k + 1 - verdict.kept, k + 1)
+            self._target.trim_per_sequence(settled.rejected, k + 1)
         # 5. commit
         if not first:
             self._draft.commit(round_, replace(verdict, hidden=self._target.hidden))
-        if k:
-            self._recent = next_recent(self._recent, verdict.chosen, verdict.kept)
-        else:  # those of a row that has ended are never read
-            recent = [self._recent[:, 1:], verdict.chosen]
-            self._recent = mx.concatenate(recent, axis=1)
+        self._committed = settled.committed
         if CompiledForwards.unsettled > unsettled:
             self._pacer.interrupt(drafting=k > 0)  # rounds that waited are not timed
-        new = (self._recent, self._target.offset)
-        return InFlight.of(self.rows, decision, first=first, others=new, peeked=peeked)
+        offset = self._target.offset
+        return InFlight.of(self.rows, decision, offset, first=first, peeked=peeked)
 
     def _read(self, in_flight: InFlight) -> list[RowOutput]:
         """Wait for a round; append its tokens to the rows and retire those that end."""
@@ -350,9 +339,7 @@ class RowBatch:
         self.rows += other.rows
         self._cached += other._cached
         self._note_rows()
-        both = (self._recent, other._recent)
-        width = max(recent.shape[1] for recent in both)
-        self._recent = mx.concatenate([widened(recent, width) for recent in both])
+        self._committed = self._committed.joined(other._committed)
         self._note_lengths()
 
     def _running_rows(self) -> tuple[bool, ...]:
@@ -394,7 +381,7 @@ class RowBatch:
         self._note_rows()
         if not rows:
             return
-        recent = self._recent[:, -self._rules.sampling.context_size :]
-        self._recent = recent[mx.array(rows, mx.int32)]
+        width = self._rules.sampling.context_size
+        self._committed = self._committed.only(rows, width)
         self._target.filter(rows)
         self._draft.filter(rows)

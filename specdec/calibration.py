@@ -292,7 +292,8 @@ class _Drafting:
 
     def _round(self, k: int) -> Round:
         draws = self._rules.draws(self._length, k + 1)
-        return Round(k, self._recent, self._active, self._rules.sampling, draws)
+        sampling = self._rules.sampling
+        return Round(k, self._recent, self._length, self._active, sampling, draws)
 
     def _commit(self, round_: Round, chosen: mx.array) -> list[mx.array]:
         self._rows.commit(round_, Verdict(chosen, self._kept, self._hidden))

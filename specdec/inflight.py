@@ -39,14 +39,12 @@ class InFlight:
     Args:
         rows: those that take part.
         first: it is the prompts' last step, which counts as no round.
-        packed: shape (B, k + 3): how many tokens each row keeps, how many draft
-            tokens it could accept, and the k + 1 that were chosen.
+        decision: what it decided, to be read.
         peeked: what would have been proposed, where the round did not draft.
     """
 
     rows: tuple[Sequence, ...]
     first: bool
-    packed: mx.array
     decision: Decision
     peeked: Proposals | None = None
 
@@ -55,26 +53,28 @@ class InFlight:
         cls,
         rows: tuple[Sequence, ...],
         decision: Decision,
+        offset: mx.array,
         *,
         first: bool,
-        others: AbstractSequence[mx.array] = (),
         peeked: Proposals | None = None,
     ) -> InFlight:
-        """Hand what the host will read to the device, and ``others`` with it.
+        """Hand what the host will read to the device, and what the next round needs.
 
         All at once: every hand-over costs time of its own.
+
+        Args:
+            offset: of the target's cache behind the round.
         """
-        verdict = decision.verdict
-        counts = (verdict.kept[:, None], decision.limit[:, None])
-        packed = mx.concatenate([*counts, verdict.chosen], axis=1)
+        settled = decision.settled
+        after = [settled.committed.recent, settled.committed.lengths, offset]
         looked_up = [] if peeked is None else [peeked.tokens, peeked.lengths]
-        mx.async_eval(packed, decision.peaks, *others, looked_up)
-        return cls(rows, first, packed, decision, peeked)
+        mx.async_eval(settled.packed, decision.peaks, after, looked_up)
+        return cls(rows, first, decision, peeked)
 
     @property
     def num_draft_tokens(self) -> int:
         """k of the round."""
-        return int(self.packed.shape[1]) - 3
+        return int(self.decision.settled.packed.shape[1]) - 3
 
     @cached_property
     def _ids(self) -> frozenset[int]:
@@ -101,7 +101,7 @@ class InFlight:
 
     def read(self) -> list[tuple[Sequence, int]]:
         """Wait for the round and commit it: its rows, and how much each kept."""
-        packed: list[list[int]] = self.packed.tolist()  # type: ignore[assignment]
+        packed: list[list[int]] = self.decision.settled.packed.tolist()  # type: ignore[assignment]
         peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
         logprobs = self.decision.logprobs
         reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)

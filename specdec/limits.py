@@ -82,17 +82,17 @@ class DraftLimits:
         self,
         limits: tuple[int, ...],
         bounds: Callable[[], AbstractSequence[Bounds]],
-        offset: mx.array,
+        lengths: mx.array,
     ) -> mx.array:
         """The limits on the device, exact; most rounds have those of the one before.
 
         Args:
-            offset: tokens in the target's cache, shape (B,).
+            lengths: committed tokens of every row, shape (B,).
         """
         if self._last is None or self._last[0] != limits:
             self._last = limits, mx.array(limits, mx.int32)
         limit = self._last[1]
         if self._longest < inf and max(m for _, m in bounds()) + 1 > self._longest:
-            fits = offset + 1 <= self._longest
+            fits = lengths <= self._longest
             limit = mx.where(fits, limit, mx.minimum(limit, 0))
         return limit

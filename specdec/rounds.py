@@ -20,8 +20,9 @@ from .sampling.noise import (
     uniform_draws,
 )
 from .sequence import Sequence, TokenLogprobs
+from .settling import Committed, Settled, Settler, settler
 from .stepwise import choose_stepwise
-from .verification import Accepted, Proposed, Verdict, count_kept
+from .verification import Accepted, Proposed, Verdict
 
 
 @dataclass(frozen=True)
@@ -78,9 +79,7 @@ class Decision:
     """What a round decides, on the device but for ``errors``.
 
     Args:
-        verdict: what every row commits.
-        limit: most draft tokens that each row could accept, -1 where it had ended,
-            shape (B,), int32.
+        settled: what every row commits, and what follows from that.
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
@@ -88,8 +87,7 @@ class Decision:
             they said.
     """
 
-    verdict: Verdict
-    limit: mx.array
+    settled: Settled
     peaks: mx.array
     logprobs: Logprobs | None = None
     errors: dict[int, str] = field(default_factory=dict)
@@ -108,6 +106,7 @@ class RowRules:
             they sample behind those functions.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
+        settler: works out what follows from a round.
     """
 
     rows: tuple[Sequence, ...]
@@ -116,6 +115,7 @@ class RowRules:
     block: mx.array | None
     stepwise: tuple[tuple[int, RowSampling], ...]
     num_top: int | None
+    settler: Settler
 
     @classmethod
     def of(cls, rows: AbstractSequence[Sequence], vocab_size: int) -> RowRules:
@@ -144,6 +144,7 @@ class RowRules:
                 if s.request.params.stepwise and s.finish_reason is None
             ),
             num_top=max(asked) if asked else None,
+            settler=settler(),
         )
 
     @property
@@ -162,9 +163,27 @@ class RowRules:
         its_own = mx.where(self.block[:, None, None], gumbel, draws.gumbel)
         return replace(draws, gumbel=its_own)
 
+    def round_of(self, k: int, committed: Committed, active: mx.array) -> Round:
+        """What a drafter is told of a round of ``k``.
+
+        Args:
+            committed: before it.
+            active: rows still being decoded, shape (B,), boolean.
+        """
+        return Round(
+            k,
+            committed.recent,
+            committed.lengths,
+            active,
+            self.sampling,
+            self.draws(committed.lengths, k + 1),
+            self.needs_probabilities,
+        )
+
     def decide(
         self,
         round_: Round,
+        inputs: mx.array,
         proposals: Proposals | None,
         logits: mx.array,
         limit: mx.array,
@@ -173,32 +192,33 @@ class RowRules:
 
         Args:
             round_: the round.
+            inputs: the target's: the newest token, then those proposed, shape
+                (B, k + 1).
             proposals: ``None`` when k is 0.
             logits: the target's, shape (B, k + 1, V).
             limit: most draft tokens that each row may accept, -1 for rows that have
                 ended, shape (B,), int32.
         """
-        draws = round_.draws
-        proposed = round_.recent[:, :0] if proposals is None else proposals.tokens
-        if proposals is not None and proposals.lengths is not None:
-            limit = mx.minimum(limit, proposals.lengths)
+        draws, proposed = round_.draws, inputs[:, 1:]
         logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
         chosen = self.sampling.choose(logits, draws)
-        if proposals is None:
-            verdict = Verdict(chosen, limit + 1)
-        else:
-            verdict = Verdict(chosen, count_kept(proposed, chosen, limit))
-            if self.needs_probabilities:
-                verdict = self._by_ratio(verdict, proposals, logits, draws, limit)
+        meant = None if proposals is None else proposals.lengths
+        before = Committed(round_.recent, round_.lengths)
+        settled = self.settler.settle(inputs, chosen, limit, meant, before)
+        verdict, limit = settled.verdict, settled.limit
+        if proposals is not None and self.needs_probabilities:
+            verdict = self._by_ratio(verdict, proposals, logits, draws, limit)
         errors: dict[int, str] = {}
         if self.stepwise:
             verdict, logits, errors = self._stepwise(
                 verdict, proposed, logits, draws, limit
             )
+        if verdict is not settled.verdict:  # not equality alone has decided
+            settled = Settled.of(verdict, limit, before)
         logprobs = None
         if self.num_top is not None:
             logprobs = Logprobs.of(logits, verdict.chosen, self.num_top)
-        return Decision(verdict, limit, logits.max(axis=-1), logprobs, errors)
+        return Decision(settled, logits.max(axis=-1), logprobs, errors)
 
     def _by_ratio(
         self,

@@ -15,7 +15,6 @@ block
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -57,6 +56,8 @@ def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.arra
     Returns:
         Shape (B,), int32: accepted draft tokens + 1, or 0.
     """
+    if not proposed.shape[1]:
+        return limit + 1
     agree = (proposed == chosen[:, :-1]).astype(mx.int32)
     accepted = mx.cumprod(agree, axis=1).sum(axis=1)
     return (mx.minimum(accepted, limit) + 1).astype(mx.int32)
@@ -72,20 +73,6 @@ def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
     row = mx.concatenate([recent, chosen], axis=1)
     index = kept[:, None] + mx.arange(recent.shape[1])
     return mx.take_along_axis(row, index, axis=1)
-
-
-def right_aligned(prompts: Sequence[Sequence[int]], width: int) -> mx.array:
-    """The newest tokens of each prompt, shape (B, width), -1 where there is none."""
-    newest = [list(p[-width:]) for p in prompts]
-    return mx.array([[-1] * (width - len(p)) + p for p in newest], mx.int32)
-
-
-def widened(recent: mx.array, width: int) -> mx.array:
-    """``recent`` with columns of -1 put in front."""
-    missing = width - recent.shape[1]
-    if not missing:
-        return recent
-    return mx.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)
 
 
 @dataclass(frozen=True)

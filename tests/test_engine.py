@@ -569,12 +569,13 @@ class TestFaultsAreCaught:
         prompts: list[list[int]],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        import specdec.rounds
+        from specdec.settling import operations
 
         def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
             from specdec.verification import count_kept
 
             return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-        monkeypatch.setattr(specdec.rounds, "count_kept", faulty)
+        monkeypatch.setattr(operations, "count_kept", faulty)
+        monkeypatch.setattr("specdec.rounds.settler", lambda: operations)
         assert self.differs(target, drafts["near"], prompts)

@@ -256,7 +256,7 @@ def decodings(
     out = FirstTokens(draws)
     while not out.complete:
         noise = rules.draws(first, k + 1)
-        round_ = Round(k, recent, active, rules.sampling, noise, True)
+        round_ = Round(k, recent, first, active, rules.sampling, noise, True)
         inputs = recent[:, 1:]
         tokens: list[mx.array] = []
         q: list[mx.array] = []
@@ -272,8 +272,9 @@ def decodings(
         proposals = Proposals(
             inputs[:, 1:], None if point_mass else mx.concatenate(q, axis=1)
         )
-        decision = rules.decide(round_, proposals, target_logits[inputs], limit)
-        verdict = decision.verdict
+        logits = target_logits[inputs]
+        decision = rules.decide(round_, inputs, proposals, logits, limit)
+        verdict = decision.settled.verdict
         recent = next_recent(recent, verdict.chosen, verdict.kept)
         first = first + verdict.kept
         out.add(verdict.chosen, verdict.kept)

@@ -30,7 +30,7 @@ LAYERS = (
     {"batch", "calibration"},
     {"drafting", "inflight", "limits", "pacing"},
     {"rounds"},
-    {"drafters", "stepwise"},
+    {"drafters", "settling", "stepwise"},
     {"models", "verification"},
     {"prefix"},
     {
@@ -44,7 +44,7 @@ LAYERS = (
     },
     {"sequence"},
     {"lengths", "params", "text"},
-    {"backend", "config", "draft_spec", "memory", "prompts"},
+    {"backend", "config", "draft_spec", "kernels", "memory", "prompts"},
     {"checks", "files", "names"},
     {"errors"},
 )

@@ -131,12 +131,17 @@ def search(
         max_ngram, min_ngram: most and fewest tokens of a match.
 
     Returns:
-        Tokens, shape (B, k), and sizes of the matches, shape (B,): 0 where there is
-        none, and the tokens mean nothing.
+        The newest token of each row, then the ``k`` tokens, shape (B, k + 1), 0 where
+        there is no match; and how many were found, k or 0, shape (B,).
     """
     ring = write(ring, lengths - 1, recent[:, -1:], 1)
     match = longest_match(ring, lengths, max_ngram=max_ngram, min_ngram=min_ngram)
-    return continuation(ring, lengths, match, k), match.size
+    found = match.size > 0
+    # What stands in empty slots is no token, and a model may have to embed it.
+    tokens = mx.maximum(continuation(ring, lengths, match, k), 0)
+    tokens = mx.where(found[:, None], tokens, 0)
+    inputs = mx.concatenate([recent[:, -1:], tokens], axis=1)
+    return inputs, mx.where(found, k, 0)
 
 
 def keep(

@@ -90,8 +90,8 @@ class DraftModelRows:
             tokens.append(inputs)
             if probabilities is not None:
                 drawn_from.append(probabilities)
-        return Proposals(
-            mx.concatenate(tokens, axis=1),
+        return Proposals.within(
+            mx.concatenate([round_.recent[:, -1:], *tokens], axis=1),
             mx.concatenate(drawn_from, axis=1) if drawn_from else None,
         )
 

@@ -131,30 +131,36 @@ class NgramRows:
 
     def propose(self, round_: Round) -> Proposals:
         """Continue the longest, then newest match of every row."""
-        options, k = self._options, round_.num_draft_tokens
+        options = self._options
         self._looked_up = True
         self._reserve(self._longest)
-        tokens, size = self._lookup.search(
+        inputs, lengths = self._lookup.search(
             self._ring,
             round_.lengths,
             round_.recent,
-            k,
+            round_.num_draft_tokens,
             max_ngram=options.max_ngram,
             min_ngram=options.min_ngram,
         )
-        found = size > 0
-        length = mx.where(found, k, 0)
-        if self._table is not None:
-            # The prompts' first token comes with the first round; later it is there.
-            newest = round_.recent[:, -1:]
-            self._ring = write(self._ring, round_.lengths - 1, newest, 1)
-            context = self._newest(round_.lengths, self._table.context_size)
-            followed, count = self._table.follow(context, k)
-            tokens = mx.where(found[:, None], tokens, followed)
-            length = mx.where(found, length, count)
-        # What stands in empty slots is no token, and a model may have to embed it.
-        tokens = mx.maximum(tokens, 0)
-        return Proposals(tokens, lengths=length.astype(mx.int32))
+        if self._table is None:
+            return Proposals.within(inputs, lengths=lengths)
+        return self._shared(self._table, round_, inputs[:, 1:], lengths)
+
+    def _shared(
+        self, table: NgramTable, round_: Round, tokens: mx.array, lengths: mx.array
+    ) -> Proposals:
+        """What was found, and where nothing was, what followed in other rows."""
+        # The prompts' first token comes with the first round; later it is there.
+        newest = round_.recent[:, -1:]
+        self._ring = write(self._ring, round_.lengths - 1, newest, 1)
+        context = self._newest(round_.lengths, table.context_size)
+        followed, count = table.follow(context, round_.num_draft_tokens)
+        found = lengths > 0
+        # In empty slots, too, there has to be a token.
+        tokens = mx.where(found[:, None], tokens, mx.maximum(followed, 0))
+        return Proposals(
+            tokens, lengths=mx.where(found, lengths, count).astype(mx.int32)
+        )
 
     def peek(self, round_: Round) -> Proposals | None:
         """The same, in a round that does not draft; not with a shared table.

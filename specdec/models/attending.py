@@ -66,16 +66,18 @@ def take_few_queries(model: nn.Module) -> None:
     """Let the model's attention of few queries be computed by the kernel, in place."""
     if not few_queries.proven():
         return
-    for _, module in model.named_modules():
-        kind = _attending(type(module))
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        kind = _attending(module.__class__)
         if kind is not None:
             module.__class__ = kind
 
 
 def usual_attention(model: nn.Module) -> None:
     """Let its modules be mlx-lm's again, in place."""
-    for _, module in model.named_modules():
-        kind = type(module)
-        usual = kind.__base__
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        kind: Any = type(module)
+        usual: Any = kind.__base__
         if _attending(usual) is kind:
             module.__class__ = usual

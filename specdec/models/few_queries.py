@@ -2,8 +2,9 @@
 
 A decode step has one query a row, or k + 1, and a mask, since rows differ in length.
 MLX's CUDA backend leaves that to cuDNN, whose graph takes the host 15 to 20
-microseconds to launch, once per layer, whatever it computes; with heads of 256 it does
-not take it at all, and attention is six operations. A kernel is one node.
+microseconds to launch, once per layer, and which reads keys again for every head that
+shares them; with heads of 256 it does not take it at all, and attention is six
+operations. A kernel is one node.
 
 Each query's result is summed in an order that depends on the positions of its keys
 alone. So it has the same bits whatever is computed beside it (other rows, other tokens
@@ -25,10 +26,10 @@ from .skinny import MMA, TYPES
 logger = logging.getLogger(__name__)
 
 # What the kernel is given: up to MOST_TOKENS queries of a row (more are a prompt's),
-# heads of these sizes, up to MOST_COLUMNS keys. A block goes through all keys of a row,
-# so that with more of them cuDNN, which shares them among blocks, is sooner done.
-MOST_TOKENS, MOST_COLUMNS = 16, 2048
-HEAD_SIZES = (64, 128, 256)
+# and heads of these sizes, with up to so many keys (``None``: any number). Of the
+# widest, more take longer than MLX's operations (benchmarks/results/attention-h200.md).
+MOST_TOKENS = 16
+MOST_COLUMNS: dict[int, int | None] = {64: None, 128: None, 256: 768}
 # Warps of a block; queries of a tile, and keys that a warp takes at a time: what a
 # tensor core's products take.
 WARPS, TILE = 8, 16
@@ -324,8 +325,8 @@ def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     _, heads, tokens, size = queries.shape
     return (
         0 < tokens <= MOST_TOKENS
-        and 0 < keys.shape[2] <= MOST_COLUMNS
-        and size in HEAD_SIZES
+        and size in MOST_COLUMNS
+        and 0 < keys.shape[2] <= (MOST_COLUMNS[size] or keys.shape[2])
         and keys.shape == values.shape
         and keys.shape[-1] == size
         and heads % keys.shape[1] == 0

@@ -17,6 +17,7 @@ import logging
 from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
+from itertools import product as product_of
 from typing import Any
 
 import mlx.core as mx
@@ -33,10 +34,9 @@ logger = logging.getLogger(__name__)
 MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
 # More tokens of a sequence at a time are a prompt's, whose number is always another.
 MOST_TOKENS = 16
-# A block has so many warps; each reads so many columns of the matrix at a time, of so
-# many of its rows. A tensor core's product takes so many rows of x, a block at most
-# WIDEST times as many.
-WARPS, COLUMNS, ROWS, TILE, WIDEST = 16, 32, 16, 8, 8
+# A warp reads so many columns of the matrix at a time, of so many of its rows. A tensor
+# core's product takes so many rows of x, a block at most WIDEST times as many.
+COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 8
 
 # out = x weight^T + bias; x is (..., K), M rows of it, weight (N, K). Where matrices
 # are joined, each one's product is an array of its own.
@@ -211,8 +211,9 @@ def _launch(
 ) -> list[mx.array]:
     """Run the kernel; its results have so many columns."""
     rows, columns = x.size // x.shape[-1], weight.shape[0]
-    wide, tiles, unroll = _block(rows)
-    threads = 32 * WARPS
+    warps = _warps(*weight.shape)
+    wide, tiles, unroll = _block(rows, warps)
+    threads = 32 * warps
     # An array that is no vector stands for no bias: a kernel less to compile.
     inputs = [x, weight, weight if bias is None else bias]
     shapes = [(*x.shape[:-1], size) for size in sizes]
@@ -223,7 +224,7 @@ def _launch(
         inputs=inputs,
         template=[
             ("T", x.dtype),
-            ("WARPS", WARPS),
+            ("WARPS", warps),
             ("WIDE", wide),
             ("TILES", tiles),
             ("UNROLL", unroll),
@@ -236,12 +237,28 @@ def _launch(
     return results[: len(sizes)]
 
 
-def _block(rows: int) -> tuple[int, int, int]:
-    """WIDE, TILES and UNROLL of a block, for so many rows of x."""
+def _warps(rows: int, columns: int) -> int:
+    """Warps of a block, which share a row of the matrix: more of few, long ones.
+
+    By the matrix alone, since the order in which a row is summed follows from it.
+    """
+    return 4 if rows >= 4 * columns else 16
+
+
+def _block(rows: int, warps: int) -> tuple[int, int, int]:
+    """WIDE, TILES and UNROLL of a block, for so many rows of x.
+
+    Those that were quickest on one H200, for the matrices of ``benchmarks.skinny``.
+    """
     wide = 1
     while wide < WIDEST and wide * TILE < rows:
         wide *= 2
-    return wide, 1, max(1, min(4, 8 // wide))
+    if wide == 1:
+        return 1, 1, 4
+    # Each tile of the matrix has rows of x read again, which take their registers.
+    if wide == 8:
+        return (8, 2, 1) if warps == 4 else (4, 2, 2)
+    return wide, 2, 2
 
 
 def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
@@ -313,18 +330,21 @@ def take_few_rows(model: nn.Module) -> None:
 def proven() -> bool:
     """Whether the kernel runs on this device, and computes what MLX does."""
     try:
-        w = mx.random.normal((40, 96), key=mx.random.key(1)).astype(mx.bfloat16)
-        bias = w[:, 0]
-        # The narrowest and the widest of the kernels, which needs the most registers.
-        for rows, added in ((3, None), (TILE * WIDEST // 2, bias)):
-            shape = (2, rows, 96)
-            x = mx.random.normal(shape, key=mx.random.key(0)).astype(mx.bfloat16)
+        # The narrowest and the widest of the kernels, which needs the most registers,
+        # for matrices of either kind, whose rows are longer than all warps' first turn.
+        for columns, rows in product_of((40, 400), (3, TILE * WIDEST // 2)):
+            shapes = [(columns, 544), (2, rows, 544)]
+            w, x = (
+                mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)
+                for i, shape in enumerate(shapes)
+            )
+            bias = w[:, 0] if rows > 3 else None
             exact = x.astype(mx.float32) @ w.astype(mx.float32).T
-            if added is not None:
-                exact = exact + added.astype(mx.float32)
-            found = [product(x, w, added)]
-            for ends in ((24, 40), (8, 11, 40)):
-                found.append(mx.concatenate(parts(x, w, added, ends), axis=-1))
+            if bias is not None:
+                exact = exact + bias.astype(mx.float32)
+            found = [product(x, w, bias)]
+            for ends in ((24, columns), (8, 11, columns)):
+                found.append(mx.concatenate(parts(x, w, bias, ends), axis=-1))
             for one in found:
                 off = mx.abs(one.astype(mx.float32) - exact)
                 # Not the other way round: NaN is no agreement.

@@ -14,6 +14,7 @@ from specdec.cache import positions
 from specdec.certificate import TokenCertificate, certify
 from specdec.models.runner import ModelRows
 from specdec.sampling import RowSampling
+from specdec.settling import operations
 from specdec.verification import count_kept
 
 from .harness import ROUNDING, TinyModel, make_decoder, make_prompts
@@ -198,7 +199,8 @@ def one_token_too_many(patch: Patch) -> None:
     def wrong(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
         return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-    patch.setattr("specdec.rounds.count_kept", wrong)
+    patch.setattr(operations, "count_kept", wrong)
+    patch.setattr("specdec.rounds.settler", lambda: operations)
 
 
 def trim_to_the_minimum(patch: Patch) -> None:

@@ -70,14 +70,16 @@ class Decoding:
             for i in range(len(self.texts))
         ]
         rules = RowRules.of(sequences, VOCAB)
-        draws = rules.draws(mx.array([len(t) for t in self.texts]), k + 1)
+        lengths = mx.array([len(t) for t in self.texts])
+        draws = rules.draws(lengths, k + 1)
         active = mx.array([i not in self.ended for i in range(len(self.texts))])
         # Of rows that have ended, what is newest means nothing.
         newest = [
             [self.rng.randrange(VOCAB)] * 2 if i in self.ended else t[-2:]
             for i, t in enumerate(self.texts)
         ]
-        return Round(k, mx.array(newest, mx.int32), active, rules.sampling, draws)
+        recent = mx.array(newest, mx.int32)
+        return Round(k, recent, lengths, active, rules.sampling, draws)
 
     def miss(self, num_rounds: int) -> None:
         for _ in range(num_rounds):

@@ -184,3 +184,14 @@ def test_what_must_be_written(forgotten: str) -> None:
         forgetful(Proposing(sound), 1)
     with pytest.raises(TypeError, match=r"Empty .*rows"):
         type("Empty", (Drafter,), {})()
+
+
+def test_inputs_are_those_of_the_tokens() -> None:
+    """Another drafter may change the tokens of one that had both at hand."""
+    newest, lengths = mx.array([[7], [8]]), mx.array([2, 1])
+    made = Proposals.within(mx.array([[7, 1, 2], [8, 3, 4]]), lengths=lengths)
+    assert made.tokens.tolist() == [[1, 2], [3, 4]]
+    assert made.behind(newest) is made.inputs
+    for changed in (replace(made, tokens=made.tokens + 1), Proposals(made.tokens + 1)):
+        assert changed.inputs is None
+        assert changed.behind(newest).tolist() == [[7, 2, 3], [8, 4, 5]]

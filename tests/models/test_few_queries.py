@@ -45,7 +45,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(few_queries, "attention", stand_in)
     monkeypatch.setattr(few_queries, "proven", lambda: True)
-    monkeypatch.setattr(few_queries, "HEAD_SIZES", (8, 16, 64))
+    monkeypatch.setattr(few_queries, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
     return calls
 
 
@@ -134,7 +134,9 @@ def arrays(**changes: Any) -> dict[str, Any]:
         ({"mask": mx.ones((1, 1, 3, 40), mx.bool_)}, True),
         ({"tokens": few_queries.MOST_TOKENS}, True),
         ({"tokens": few_queries.MOST_TOKENS + 1}, False),
-        ({"columns": few_queries.MOST_COLUMNS + 1}, False),
+        ({"columns": 5000}, True),
+        ({"size": 256, "columns": few_queries.MOST_COLUMNS[256]}, True),
+        ({"size": 256, "columns": 1024}, False),
         ({"dtype": mx.float32}, False),
         ({"size": 80}, False),
         ({"heads": 7}, False),
@@ -194,7 +196,7 @@ def test_the_kernel_is_proven() -> None:
 
 @needs_cuda
 @pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
-@pytest.mark.parametrize("size", few_queries.HEAD_SIZES)
+@pytest.mark.parametrize("size", few_queries.MOST_COLUMNS)
 @pytest.mark.parametrize(("heads", "kv"), [(9, 3), (12, 2), (4, 4), (32, 1)])
 def test_the_kernel_computes_attention(
     size: int, heads: int, kv: int, dtype: mx.Dtype
@@ -230,7 +232,7 @@ def visible(rows: int, tokens: int, held: int) -> mx.array:
 
 
 @needs_cuda
-@pytest.mark.parametrize("size", few_queries.HEAD_SIZES)
+@pytest.mark.parametrize("size", few_queries.MOST_COLUMNS)
 def test_a_querys_bits_do_not_depend_on_what_is_beside_it(size: int) -> None:
     """Not on other rows, other tokens, nor on columns behind its last one."""
     q, k, v = drawn(3, 6, 2, 5, 512, size, mx.bfloat16)

@@ -1,0 +1,53 @@
+"""What is committed of the rows of a batch, as far as rounds look at it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Each row's newest tokens, and how many it has; on the device.
+
+    Args:
+        recent: the newest tokens, the last one last, shape (B, W), int32; -1 in
+            front of a row that has fewer.
+        lengths: tokens of every row, the prompt included, shape (B,), int32.
+    """
+
+    recent: mx.array
+    lengths: mx.array
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], width: int) -> Committed:
+        """Prompts, with the newest ``width`` tokens of each."""
+        newest = [list(p[-width:]) for p in prompts]
+        recent = [[-1] * (width - len(p)) + p for p in newest]
+        return cls(
+            mx.array(recent, mx.int32), mx.array([len(p) for p in prompts], mx.int32)
+        )
+
+    @property
+    def newest(self) -> mx.array:
+        """The last token of every row, shape (B, 1)."""
+        return self.recent[:, -1:]
+
+    def joined(self, other: Committed) -> Committed:
+        """These rows, then those of ``other``; the wider of both."""
+        width = max(self.recent.shape[1], other.recent.shape[1])
+        return Committed(
+            mx.concatenate([self._widened(width), other._widened(width)]),
+            mx.concatenate([self.lengths, other.lengths]),
+        )
+
+    def _widened(self, width: int) -> mx.array:
+        missing = width - self.recent.shape[1]
+        return mx.pad(self.recent, [(0, 0), (missing, 0)], constant_values=-1)
+
+    def only(self, rows: Sequence[int], width: int) -> Committed:
+        """The given rows, with no more than the newest ``width`` tokens of each."""
+        which = mx.array(list(rows), mx.int32)
+        return Committed(self.recent[:, -width:][which], self.lengths[which])

@@ -1,0 +1,254 @@
+"""CUDA kernels on the CPU: what ``mx.fast.cuda_kernel`` makes, compiled by g++.
+
+A launch runs twice, threads and blocks in opposite orders. Where the results differ,
+threads race. So a barrier that is missing is found as well.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from math import prod
+from threading import Lock
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from .building import constants, generated, library
+
+MOST_DIMENSIONS, MOST_THREADS = 10, 1024
+# Sections, signals and fibers are those of Linux.
+needs_compiler = pytest.mark.skipif(
+    sys.platform != "linux" or shutil.which("g++") is None, reason="needs Linux's g++"
+)
+
+
+class KernelFault(RuntimeError):  # noqa: N818
+    """The kernel did what it may not: a race, a deadlock, memory not its own."""
+
+
+@dataclass(frozen=True)
+class Strided:
+    """An array with gaps, as kernels get where inputs are not made contiguous.
+
+    Args:
+        buffer: flat; all that may be read.
+        shape: of the array.
+        strides: in elements.
+        offset: of the first element in the buffer.
+    """
+
+    buffer: mx.array
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    offset: int = 0
+
+    @property
+    def ndim(self) -> int:
+        return len(self.shape)
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        return self.buffer.dtype
+
+    def contiguous(self) -> mx.array:
+        flat = _numbers(self.buffer)[self.offset :]
+        strides = [s * flat.itemsize for s in self.strides]
+        view = np.lib.stride_tricks.as_strided(flat, self.shape, strides)
+        return _array(np.ascontiguousarray(view), self.dtype)
+
+
+Input = mx.array | Strided
+
+
+class _Array(ctypes.Structure):
+    _fields_ = (
+        ("data", ctypes.c_void_p),
+        ("bytes", ctypes.c_int64),
+        ("offset", ctypes.c_int64),
+        ("writable", ctypes.c_int32),
+        ("ndim", ctypes.c_int32),
+        ("shape", ctypes.c_int32 * MOST_DIMENSIONS),
+        ("strides", ctypes.c_int64 * MOST_DIMENSIONS),
+    )
+
+
+class _Launch(ctypes.Structure):
+    _fields_ = (
+        ("grid", ctypes.c_uint32 * 3),
+        ("block", ctypes.c_uint32 * 3),
+        ("count", ctypes.c_int32),
+        ("backwards", ctypes.c_int32),
+        ("stacks", ctypes.c_void_p),
+    )
+
+
+# Faults are signals, which are the process's.
+_one_at_a_time = Lock()
+# Of the threads, for all kernels: made by the first.
+_stacks: list[int] = []
+# MLX keeps a compiled kernel by its name and the template's values.
+_sources: dict[str, str] = {}
+
+
+def cuda_kernel(
+    name: str,
+    input_names: Sequence[str],
+    output_names: Sequence[str],
+    source: str,
+    header: str = "",
+    ensure_row_contiguous: bool = True,
+    shared_memory: int = 0,
+) -> Callable[..., list[mx.array]]:
+    """A stand-in for ``mx.fast.cuda_kernel``, which runs when it is called.
+
+    ``SPECDEC_MMA`` of the header, inline PTX, is replaced by a function that does the
+    same; the rest of the header is used.
+    """
+    if shared_memory:
+        raise ValueError("dynamic shared memory is not emulated")
+
+    def kernel(
+        *,
+        inputs: Sequence[Input],
+        output_shapes: Sequence[Sequence[int]],
+        output_dtypes: Sequence[mx.Dtype],
+        grid: tuple[int, int, int],
+        threadgroup: tuple[int, int, int],
+        template: Sequence[tuple[str, int | bool | mx.Dtype]] = (),
+        init_value: float | None = None,
+        verbose: bool = False,
+        stream: Any = None,
+    ) -> list[mx.array]:
+        if len(inputs) != len(input_names):
+            raise ValueError(f"{len(input_names)} inputs, not {len(inputs)}")
+        if not len(output_shapes) == len(output_dtypes) == len(output_names):
+            raise ValueError(f"{len(output_names)} outputs")
+        if not 0 < prod(threadgroup) <= MOST_THREADS or min(grid) < 1:
+            raise ValueError(f"threads {threadgroup} of {grid} cannot be launched")
+        if ensure_row_contiguous:
+            inputs = [i.contiguous() if isinstance(i, Strided) else i for i in inputs]
+        named = zip(input_names, inputs, strict=True)
+        code = generated(
+            name,
+            tuple((n, i.dtype, i.ndim > 0) for n, i in named),
+            tuple(zip(output_names, output_dtypes, strict=True)),
+            constants(template),
+            source,
+            header,
+        )
+        values = "".join(f"_{value}" for _, value in template)
+        if _sources.setdefault(name + values, code) != code:
+            raise ValueError(f"{name}: MLX has compiled another kernel of this name")
+        if verbose:
+            print(code)
+        built = library(code)
+        runs = []
+        for backwards in (False, True):
+            outputs = [
+                _fresh(shape, dtype, init_value)
+                for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+            ]
+            _run(built, name, inputs, outputs, grid, threadgroup, backwards)
+            runs.append(outputs)
+        for one, other, at in zip(*runs, output_names, strict=True):
+            if one.tobytes() != other.tobytes():
+                raise KernelFault(f"{name}: {at} depends on which thread is first")
+        found = zip(runs[0], output_dtypes, strict=True)
+        return [_array(numbers, dtype) for numbers, dtype in found]
+
+    return kernel
+
+
+def _run(
+    built: ctypes.CDLL,
+    name: str,
+    inputs: Sequence[Input],
+    outputs: Sequence[np.ndarray[Any, Any]],
+    grid: tuple[int, int, int],
+    threadgroup: tuple[int, int, int],
+    backwards: bool,
+) -> None:
+    held: list[np.ndarray[Any, Any]] = []
+    arrays = []
+    for array in inputs:
+        strided = array if isinstance(array, Strided) else None
+        flat = array.buffer if isinstance(array, Strided) else array
+        held.append(np.ascontiguousarray(_numbers(flat)))
+        arrays.append(_described(held[-1], strided))
+    for output in outputs:
+        arrays.append(_described(output, None))
+        arrays[-1].writable = 1
+    blocks = [-(-g // t) for g, t in zip(grid, threadgroup, strict=True)]
+    launch = _Launch(
+        (ctypes.c_uint32 * 3)(*blocks),
+        (ctypes.c_uint32 * 3)(*threadgroup),
+        len(arrays),
+        backwards,
+    )
+    given = (_Array * len(arrays))(*arrays)
+    with _one_at_a_time:
+        if not _stacks:
+            _stacks.append(built.simt_stacks())
+        launch.stacks = _stacks[0]
+        failed = built.simt_launch(ctypes.byref(launch), given)
+        if failed:
+            raise KernelFault(f"{name}: {built.simt_message().decode()}")
+
+
+def _described(numbers: np.ndarray[Any, Any], strided: Strided | None) -> _Array:
+    shape, size = numbers.shape, numbers.itemsize
+    strides, offset = tuple(s // size for s in numbers.strides), 0
+    if strided is not None:
+        shape, strides, offset = strided.shape, strided.strides, strided.offset
+    described = _Array(numbers.ctypes.data, numbers.nbytes, offset * size)
+    described.ndim = len(shape)
+    described.shape[: len(shape)] = shape
+    described.strides[: len(shape)] = strides
+    return described
+
+
+def _numbers(array: mx.array) -> np.ndarray[Any, Any]:
+    """Its numbers in order; of bfloat16, which NumPy lacks, the bits."""
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    return np.array(bits)
+
+
+def _array(numbers: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:
+    array = mx.array(numbers)
+    return array.view(dtype) if dtype == mx.bfloat16 else array
+
+
+def _fresh(
+    shape: Sequence[int], dtype: mx.Dtype, value: float | None
+) -> np.ndarray[Any, Any]:
+    """An output before the kernel runs: it holds no numbers that could be right."""
+    output = _numbers(
+        mx.zeros(shape, dtype) if value is None else mx.full(shape, value, dtype)
+    )
+    if value is None:
+        output.view(np.uint8).fill(0xFF if mx.issubdtype(dtype, mx.floating) else 0xA5)
+    return output
+
+
+def emulated(monkeypatch: pytest.MonkeyPatch, *caches: Any) -> Iterator[None]:
+    """Let ``mx.fast.cuda_kernel`` be the emulator while a fixture lasts.
+
+    Args:
+        caches: ``@cache``d functions that keep kernels.
+    """
+    monkeypatch.setattr(mx.fast, "cuda_kernel", cuda_kernel)
+    for kept in caches:
+        kept.cache_clear()
+    yield
+    for kept in caches:
+        kept.cache_clear()

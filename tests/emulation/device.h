@@ -1,0 +1,216 @@
+// Functions and types of CUDA's device code, by what its guide and PTX's say of them.
+
+// MLX defines it in front of every kernel.
+#define inf INFINITY
+
+// -- half precision ------------------------------------------------------------
+
+namespace simt {
+
+inline uint32_t bits_of(float value) { return __builtin_bit_cast(uint32_t, value); }
+inline float float_of(uint32_t bits) { return __builtin_bit_cast(float, bits); }
+
+inline uint16_t to_bfloat16(float value) {
+  const uint32_t bits = bits_of(value);
+  if (value != value) return 0x7fff;
+  return (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+}
+inline float from_bfloat16(uint16_t bits) { return float_of(uint32_t{bits} << 16); }
+
+inline uint16_t to_half(float value) {
+  const uint32_t bits = bits_of(value), sign = bits >> 16 & 0x8000;
+  const float size = float_of(bits & 0x7fffffff);
+  if (value != value) return 0x7fff;
+  if (size >= 65520.0f) return sign | 0x7c00;
+  // Added to that, float's own rounding leaves half's: its smallest are 2^-24 apart.
+  if (size < 0x1p-14f) return sign | (bits_of(size + 0.5f) - bits_of(0.5f));
+  const uint32_t own = bits_of(size) - (112u << 23);
+  return sign | (own + 0xfff + (own >> 13 & 1)) >> 13;
+}
+inline float from_half(uint16_t bits) {
+  const float sign = bits & 0x8000 ? -1.0f : 1.0f;
+  const uint32_t power = bits >> 10 & 31, rest = bits & 0x3ff;
+  if (power == 31) return sign * (rest ? NAN : INFINITY);
+  if (power == 0) return sign * rest * 0x1p-24f;
+  return sign * float_of((power + 112) << 23 | rest << 13);
+}
+
+}  // namespace simt
+
+// CUDA's convert implicitly as well; what is written out compiles with both.
+struct __nv_bfloat16 {
+  uint16_t bits;
+  __nv_bfloat16() = default;
+  explicit __nv_bfloat16(float value) : bits(simt::to_bfloat16(value)) {}
+  explicit operator float() const { return simt::from_bfloat16(bits); }
+};
+struct __half {
+  uint16_t bits;
+  __half() = default;
+  explicit __half(float value) : bits(simt::to_half(value)) {}
+  explicit operator float() const { return simt::from_half(bits); }
+};
+using nv_bfloat16 = __nv_bfloat16;
+using half = __half;
+inline __nv_bfloat16 __float2bfloat16(float value) { return __nv_bfloat16(value); }
+inline float __bfloat162float(__nv_bfloat16 value) { return static_cast<float>(value); }
+inline __half __float2half(float value) { return __half(value); }
+inline float __half2float(__half value) { return static_cast<float>(value); }
+
+// -- numbers -------------------------------------------------------------------
+
+template <class A, class B>
+constexpr std::common_type_t<A, B> min(A a, B b) {
+  const std::common_type_t<A, B> x = a, y = b;
+  return y < x ? y : x;
+}
+template <class A, class B>
+constexpr std::common_type_t<A, B> max(A a, B b) {
+  const std::common_type_t<A, B> x = a, y = b;
+  return x < y ? y : x;
+}
+inline float abs(float value) { return fabsf(value); }
+inline float exp(float value) { return expf(value); }
+inline float exp2(float value) { return exp2f(value); }
+inline float log(float value) { return logf(value); }
+inline float sqrt(float value) { return sqrtf(value); }
+inline float __expf(float value) { return expf(value); }
+inline float __fdividef(float a, float b) { return a / b; }
+inline float rsqrtf(float value) { return 1.0f / sqrtf(value); }
+inline int __float_as_int(float value) { return __builtin_bit_cast(int, value); }
+inline unsigned __float_as_uint(float value) { return simt::bits_of(value); }
+inline float __int_as_float(int bits) { return __builtin_bit_cast(float, bits); }
+inline float __uint_as_float(unsigned bits) { return simt::float_of(bits); }
+inline int __popc(unsigned bits) { return __builtin_popcount(bits); }
+inline int __clz(int bits) { return bits ? __builtin_clz(bits) : 32; }
+inline int __ffs(int bits) { return __builtin_ffs(bits); }
+
+// Each four bits of s choose a byte of x (0 to 3) or y (4 to 7), or its sign (8 up).
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned s) {
+  const uint64_t bytes = uint64_t{y} << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) {
+    const unsigned which = s >> 4 * i & 15;
+    unsigned byte = bytes >> 8 * (which & 7) & 255;
+    if (which & 8) byte = byte & 128 ? 255 : 0;
+    result |= byte << 8 * i;
+  }
+  return result;
+}
+
+// -- loads, which have to be aligned -------------------------------------------
+
+namespace simt {
+template <class T>
+T load(const T* at, int line) {
+  if (reinterpret_cast<uintptr_t>(at) % alignof(T))
+    fault(line, "a load that is not aligned to its %zu bytes", alignof(T));
+  return *at;
+}
+}  // namespace simt
+
+#define SIMT_LOAD(name)                              \
+  template <class T>                                 \
+  T name(const T* at, int line = __builtin_LINE()) { \
+    return simt::load(at, line);                     \
+  }
+SIMT_LOAD(__ldcs)
+SIMT_LOAD(__ldg)
+SIMT_LOAD(__ldcg)
+SIMT_LOAD(__ldca)
+SIMT_LOAD(__ldlu)
+#undef SIMT_LOAD
+
+// -- barriers and what a warp does together ------------------------------------
+
+inline void __syncthreads(int line = __builtin_LINE()) {
+  simt::all_together(line);
+}
+inline void __syncwarp(unsigned mask = ~0u, int line = __builtin_LINE()) {
+  simt::together(simt::SYNC, mask, line);
+}
+
+namespace simt {
+
+template <class T>
+T shuffle(unsigned mask, T value, int from, int line) {
+  static_assert(std::is_arithmetic_v<T> && sizeof(T) <= 8);
+  memcpy(me().given, &value, sizeof value);
+  together(SHUFFLE, mask, line);
+  // What a lane gives that takes no part, CUDA leaves open.
+  T found;
+  memset(&found, 0xff, sizeof found);
+  if (me().met >> from & 1) memcpy(&found, peer(from).seen, sizeof found);
+  return found;
+}
+
+inline int first_of(int width) { return lane() & ~(width - 1); }
+
+}  // namespace simt
+
+template <class T>
+T __shfl_sync(unsigned mask, T value, int from, int width = 32,
+              int line = __builtin_LINE()) {
+  from = simt::first_of(width) | (from & (width - 1));
+  return simt::shuffle(mask, value, from, line);
+}
+template <class T>
+T __shfl_xor_sync(unsigned mask, T value, int lanes, int width = 32,
+                  int line = __builtin_LINE()) {
+  const int from = simt::lane() ^ lanes;
+  // Of later groups of lanes nothing is read, of earlier ones it is.
+  const bool later = from >= simt::first_of(width) + width;
+  return simt::shuffle(mask, value, later ? simt::lane() : from, line);
+}
+template <class T>
+T __shfl_up_sync(unsigned mask, T value, unsigned by, int width = 32,
+                 int line = __builtin_LINE()) {
+  const int from = simt::lane() - static_cast<int>(by);
+  const bool there = from >= simt::first_of(width);
+  return simt::shuffle(mask, value, there ? from : simt::lane(), line);
+}
+template <class T>
+T __shfl_down_sync(unsigned mask, T value, unsigned by, int width = 32,
+                   int line = __builtin_LINE()) {
+  const int from = simt::lane() + static_cast<int>(by);
+  const bool there = from < simt::first_of(width) + width;
+  return simt::shuffle(mask, value, there ? from : simt::lane(), line);
+}
+inline unsigned __ballot_sync(unsigned mask, int value, int line = __builtin_LINE()) {
+  simt::me().given[0] = value != 0;
+  simt::together(simt::BALLOT, mask, line);
+  unsigned found = 0;
+  for (int i = 0; i < 32; ++i)
+    if (simt::me().met >> i & 1) found |= simt::peer(i).seen[0] << i;
+  return found;
+}
+inline int __any_sync(unsigned mask, int value, int line = __builtin_LINE()) {
+  return __ballot_sync(mask, value, line) != 0;
+}
+inline int __all_sync(unsigned mask, int value, int line = __builtin_LINE()) {
+  return __ballot_sync(mask, !value, line) == 0;
+}
+
+// -- tensor cores ----------------------------------------------------------------
+
+namespace simt {
+
+// What lanes gave of mma.sync.m16n8k16.row.col: a (16, 16) b (16, 8), in PTX's fragments.
+template <class T>
+void multiply(Fiber* warp);
+
+template <class T, class D>
+void mma(D&& d, uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0,
+         uint32_t b1, int line = __builtin_LINE()) {
+  const uint32_t given[WORDS] = {a0, a1, a2, a3, b0, b1};
+  memcpy(me().given, given, sizeof given);
+  me().multiply = multiply<T>;
+  if (running / 32 * 32 + 32 > threads) fault(line, "an mma of part of a warp");
+  together(MMA, ~0u, line);
+  for (int i = 0; i < 4; ++i) d[i] = static_cast<float>(d[i] + me().products[i]);
+}
+
+}  // namespace simt
+
+#define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1) \
+  simt::mma<SPECDEC_MMA_TYPE>(d, a0, a1, a2, a3, b0, b1)
