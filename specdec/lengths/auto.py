@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
-from math import exp
 
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
-from .credit import MOST_CHARGE, Credit
+from .credit import MOST_CHARGE, Credit, Hope
 from .deadline import Deadline
 from .ladder import LADDER, Ladder
 from .peeks import Peeked
@@ -82,8 +81,9 @@ class AutoLength:
         # Whether the last thought came to a plain round.
         self._plain_thought = False
         # The k that a drafter may begin late for, and whether that is a try; what is to
-        # follow then; what prompts took a drafter in the hope that it pays.
-        self._wanted, self._promised, self._hoped = (0, False), 0, 0.0
+        # follow then.
+        self._wanted, self._promised = (0, False), 0
+        self._hope = Hope()
 
     def prepare(self, num_rows: int) -> None:
         """Measure forwards of ``num_rows``, unless those known tell enough."""
@@ -102,19 +102,20 @@ class AutoLength:
         That is, whether half of what they may emit would bring back what the drafter
         takes for their prompts; or would, as long as something can be tried, were
         acceptance and costs better than thought by a standard deviation. The latter is
-        a try, which is charged if nothing comes of it.
+        a try, and so is the former where nothing was drafted the last time; a try is
+        charged if nothing comes of it.
         """
-        if not self._best_known:
-            self._credit.lose(min(self._hoped, MOST_CHARGE))
-        self._hoped, ks = 0.0, self._ladder.up_to(state.room, self.acceptance.measured)
-        for doubt in (0.0, 1.0) if self._credit.left > 0 else (0.0,):
+        self._credit.lose(self._hope.end())
+        ks = self._ladder.up_to(state.room, self.acceptance.measured)
+        trusted = () if self._hope.was_vain else (0.0,)
+        for doubt in (0.0, 1.0) if self._credit.left > 0 else trusted:
             hopes = self._expected(state, ks[-1], doubt)
             for k in ks[1:]:
-                hope = hopes[k] / self._least_cost(state.num_rows, k, doubt)
+                hope = hopes[k] / self.costs.least(state.num_rows, k, doubt)
                 rounds = state.remaining / 2 / max(1.0, hope)
                 extra = self.costs.extra(state.num_rows, k, state.undrafted)
                 if rounds * (hope - 1) > extra:
-                    self._hoped = doubt * extra
+                    self._hope.begin(extra)
                     return True
         return False
 
@@ -161,7 +162,7 @@ class AutoLength:
 
     def _in_time(self, state: BatchState, rates: dict[int, float]) -> dict[int, float]:
         """Those of the k with which a batch that nobody joins ends in time."""
-        if not state.left:
+        if len(state.left) < 2:  # the best rate ends it soonest
             return rates
         tokens = tokens_per_round(self.acceptance.survival(max(rates)))
         known, left = self._rows, state.left
@@ -199,7 +200,7 @@ class AutoLength:
         """
         forwards = self.costs.forwards
         # One that is thought cheap by mistake is chosen, and stays as it is known.
-        cost = self._least_cost(num_rows, k, -CAUTION) if k else 1.0
+        cost = self.costs.least(num_rows, k, -CAUTION) if k else 1.0
         one = min(1.0, forwards.round(1, k) / forwards.round(num_rows, k))
         each = cost * (1 - one) / max(1, num_rows - 1)
         return (cost - each * num_rows) * longest + each * sum(rounds)
@@ -265,7 +266,7 @@ class AutoLength:
             # Of one plain round after another, nothing new is learnt.
             if k == best or (k == 0 and state.undrafted):
                 continue
-            hope = hopes[k] / self._least_cost(state.num_rows, k, DOUBT)
+            hope = hopes[k] / self.costs.least(state.num_rows, k, DOUBT)
             if hope < rates[best] * PROMISE:
                 continue
             extra = self.costs.extra(state.num_rows, k, state.undrafted)
@@ -276,11 +277,6 @@ class AutoLength:
             if price < found[0][1]:
                 found.append((not better, price, k))
         return min(found)[2]
-
-    def _least_cost(self, num_rows: int, k: int, doubt: float) -> float:
-        """Plain rounds that a round costs if it is so many deviations cheaper."""
-        cost, deviation = self.costs.relative(num_rows, k)
-        return cost * exp(-doubt * deviation)
 
     # -- learning ----------------------------------------------------------
 
@@ -365,6 +361,8 @@ class AutoLength:
             self._promised = 0
         if k == self._best_known:
             self._last = k
+            if k:
+                self._hope.fulfil()
         else:
             state = BatchState(num_rows, [max(k, self.max_draft_tokens)], 1e9)
             ks = self._ladder.up_to(state.room, self.acceptance.measured)

@@ -202,6 +202,11 @@ class RoundCosts:
             self._known[num_rows, k] = known
         return known
 
+    def least(self, num_rows: int, k: int, doubt: float) -> float:
+        """Plain rounds that one costs if it is so many deviations cheaper."""
+        cost, deviation = self.relative(num_rows, k)
+        return cost * exp(-doubt * deviation)
+
     def plain_seconds(self, num_rows: int) -> float | None:
         """A plain round's time at the pace of the last rounds; ``None`` before any."""
         pace = self._paced.pace

@@ -53,3 +53,29 @@ class Credit:
     def settle(self) -> None:
         """What a try takes once has been taken."""
         self._foreseen = 0.0
+
+
+class Hope:
+    """That drafting pays for rows whose prompts a drafter takes in beforehand."""
+
+    def __init__(self) -> None:
+        self._cost, self._fulfilled = 0.0, False
+        #: Whether the last one came to nothing.
+        self.was_vain = False
+
+    def begin(self, rounds: float) -> None:
+        """Prompts take the drafter as long as so many plain rounds."""
+        self._cost, self._fulfilled = rounds, False
+
+    def fulfil(self) -> None:
+        """A round that drafts was the best known."""
+        self._fulfilled = True
+
+    def end(self) -> float:
+        """Other rows begin: plain rounds that it lost."""
+        if not self._cost:
+            return 0.0
+        self.was_vain = not self._fulfilled
+        lost = min(self._cost, MOST_CHARGE) if self.was_vain else 0.0
+        self._cost = 0.0
+        return lost

@@ -470,3 +470,43 @@ def test_a_fixed_length_is_fixed() -> None:
     assert length.may_pay(BatchState(8, [3] * 8, 1, 1000))
     length.observe(RoundOutcome(1, 3, [(3, 0)], 1.0))
     assert length.choose(BatchState(1, [0], 1)) == length.max_draft_tokens == 3
+
+
+def test_prompts_are_seldom_taken_in_where_that_comes_to_nothing() -> None:
+    """A deadline, say, may forbid what the mean of all rows promises."""
+    cost = gpu(0.2)
+    length, began = length_of(cost), 0
+    for _ in range(60):
+        # What prompts take is that of nine plain rounds: a tenth of what the rows take.
+        if length.may_pay(BatchState(1, [8], 90, 9 * 1000)):
+            began += 1
+        observe(length, cost, 0, 0, 90)
+    assert length.costs.extra(1, 4, 9 * 1000) == pytest.approx(9, rel=0.2)
+    # The time of 54 rounds is lost by a hundredth, and the first hope.
+    assert 2 <= began <= 8
+
+
+def test_prompts_are_taken_in_again_when_that_has_paid() -> None:
+    cost = gpu(0.2)
+    length = length_of(cost)
+    for _ in range(20):
+        assert length.may_pay(BatchState(1, [8], 90, 200))
+        for _ in range(30):
+            k = length.choose(BatchState(1, [8], 90))
+            observe(length, cost, k, k, 1)
+
+
+@pytest.mark.parametrize(("rows", "drafts"), [(1, True), (2, False)])
+def test_a_row_that_runs_alone_has_no_deadline(rows: int, drafts: bool) -> None:
+    """It holds nobody up, and the best rate ends it soonest."""
+    cost = gpu(0.005)
+    length = length_of(cost, rows)
+    for _ in range(12):
+        length.acceptance.observe([(8, 8)] * rows)
+    state = BatchState(rows, [8] * rows, 90.0, left=dict.fromkeys(range(rows), 90))
+    length.observe(RoundOutcome(rows, 0, [], cost(rows, 0)))
+    assert length.choose(state) == 8
+    length._deadline.spend(1000.0)
+    for _ in range(BURST):  # what was begun is waited for
+        length.observe(RoundOutcome(rows, 8, [(8, 8)] * rows, cost(rows, 8)))
+    assert (length.choose(state) > 0) is drafts

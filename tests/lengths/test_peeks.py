@@ -110,26 +110,35 @@ def test_peeks_tell_acceptance_what_rounds_would() -> None:
     assert three < 0.15
 
 
-BURSTS = (150, 60)
+LONG, SHORT = (150, 60), (9, 4)
 
 
-def in_a_burst(token: int) -> bool:
-    return token % sum(BURSTS) >= BURSTS[0]
-
-
-def rate(*, peeking: bool, length: AutoLength | None, tokens: int = 4000) -> float:
+def rate(
+    *,
+    peeking: bool,
+    length: AutoLength | None,
+    bursts: tuple[int, int] = LONG,
+    tokens: int = 4000,
+) -> float:
     """Tokens per second of a row that an n-gram foretells in bursts, and else never.
 
     Args:
         length: chooses; ``None``: 4 in every round.
+        bursts: tokens between two of them, and of one.
     """
+
+    def in_a_burst(token: int) -> bool:
+        return token % sum(bursts) >= bursts[0]
+
     # A round with a draft costs an eighth more: what is proposed has to be waited for.
     cost, peeks = Costs(1.0, 0.005, 0.03), Peeks()
     at, seconds, idle = 0, 0.0, 0
     while at < tokens:
         k = 4
         if length is not None:
-            state = BatchState(1, [8], tokens - at, idle)
+            # It runs alone, and nobody waits for its place.
+            left = {0: tokens - at}
+            state = BatchState(1, [8], tokens - at, idle, left=left)
             k = 0 if length.rests(1) else length.choose(state)
         right = 0
         while right < 8 and in_a_burst(at + right):
@@ -145,9 +154,8 @@ def rate(*, peeking: bool, length: AutoLength | None, tokens: int = 4000) -> flo
             seen = peeks.compare([Peek(0, at, proposed if peeks.due() else None)])
         if length is not None:
             told = [(k, accepted)] if k else []
-            length.observe(
-                RoundOutcome(1, k, told, took, idle if k else 0, peeked=seen)
-            )
+            missed, rows = (idle, [0]) if k else (0, [])
+            length.observe(RoundOutcome(1, k, told, took, missed, rows, peeked=seen))
         idle = 0 if k else idle + 1
         seconds += took
         at += 1 + accepted
@@ -165,6 +173,13 @@ def test_drafting_resumes_as_a_burst_begins() -> None:
     assert told > 1.12
     assert told > 1.04 * untold
     assert told > 1.03 * rate(peeking=True, length=None)
+
+
+def test_a_row_alone_is_drafted_for_through_short_bursts() -> None:
+    """None is noticed in time, and all of them pay for what lies between."""
+    fixed = rate(peeking=True, length=None, bursts=SHORT)
+    assert fixed > 1.15
+    assert rate(peeking=True, length=auto(), bursts=SHORT) > 0.95 * fixed
 
 
 def test_a_rest_ends_where_a_draft_would_have_been_right() -> None:
