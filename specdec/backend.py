@@ -36,14 +36,14 @@ class BackendDefaults:
             times; ``None``: never. It takes shapes that repeat, and pays where
             launching and Python take longer than computing.
         pairs: steps of one token per row are computed with a spare second one:
-            CUDA's fused attention takes a mask only for several queries. A single row
-            would need none, but its shapes would never repeat.
+            CUDA's fused attention takes a mask only for several queries (where it is
+            not ours). A single row would need none, but its shapes would never repeat.
         packed_views: products with packed keys and values take views of them;
             where not, the columns that are read are copied, still packed.
         flattens: products with packed weights take rows and positions at once.
         joins: products of one input by several layers are computed as one.
-        kernels: products of few rows, prompt lookup, and what follows from a round,
-            are kernels of ours.
+        kernels: products of few rows, attention of few queries, prompt lookup, and
+            what follows from a round, are kernels of ours.
         peek_rows: rows of a batch up to which plain rounds look what a drafter would
             propose, where it tells; ``None``: any number.
     """
