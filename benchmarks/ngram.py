@@ -53,7 +53,7 @@ def measure(
         chosen = mx.array(draw.integers(0, VOCAB, (num_rows, k + 1)), mx.int32)
         lengths = mx.full((num_rows,), committed, mx.int32)
         draws = rules.draws(lengths, k + 1)
-        round_ = Round(k, recent, lengths, active, rules.sampling, draws)
+        round_ = Round(k, recent, active, rules.sampling, draws, lengths=lengths)
         verdict = Verdict(chosen, mx.full((num_rows,), kept, mx.int32))
         mx.eval(recent, chosen, verdict.kept, round_.lengths)
         start = time.perf_counter()

@@ -16,7 +16,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from .backend import BackendDefaults
-from .drafters import Drafter
+from .drafters import Drafter, behind
 from .drafting import Drafting
 from .inflight import InFlight, RowOutput
 from .lengths import DraftLength
@@ -257,7 +257,7 @@ class RowBatch:
         round_ = self._rules.round_of(k, self._committed, self._active)
         inputs = self._committed.newest
         if (proposals := self._draft.propose(round_)) is not None:
-            inputs = proposals.behind(inputs)
+            inputs = behind(inputs, proposals)
             self._observer.built("draft", inputs)
         looks = not (k or first) and self._pacer.may_look(len(self.rows))
         peeked = self._draft.peek(round_, self.num_draft_tokens * looks)

@@ -292,8 +292,8 @@ class _Drafting:
 
     def _round(self, k: int) -> Round:
         draws = self._rules.draws(self._length, k + 1)
-        sampling = self._rules.sampling
-        return Round(k, self._recent, self._length, self._active, sampling, draws)
+        rules, rows = self._rules, (self._recent, self._active)
+        return Round(k, *rows, rules.sampling, draws, lengths=self._length)
 
     def _commit(self, round_: Round, chosen: mx.array) -> list[mx.array]:
         self._rows.commit(round_, Verdict(chosen, self._kept, self._hidden))

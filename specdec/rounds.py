@@ -173,11 +173,11 @@ class RowRules:
         return Round(
             k,
             committed.recent,
-            committed.lengths,
             active,
             self.sampling,
             self.draws(committed.lengths, k + 1),
             self.needs_probabilities,
+            lengths=committed.lengths,
         )
 
     def decide(

@@ -256,7 +256,7 @@ def decodings(
     out = FirstTokens(draws)
     while not out.complete:
         noise = rules.draws(first, k + 1)
-        round_ = Round(k, recent, first, active, rules.sampling, noise, True)
+        round_ = Round(k, recent, active, rules.sampling, noise, True)
         inputs = recent[:, 1:]
         tokens: list[mx.array] = []
         q: list[mx.array] = []

@@ -14,6 +14,7 @@ from .factory import (
 from .guarded import DraftGuard
 from .model import DraftModel
 from .ngram import NgramDrafter, NgramOptions
+from .ready import behind
 
 __all__ = [
     "ChainDrafter",
@@ -29,6 +30,7 @@ __all__ = [
     "NgramOptions",
     "Proposals",
     "Round",
+    "behind",
     "check_proposals",
     "describe",
     "factory_of",

@@ -25,38 +25,11 @@ class Proposals:
             :attr:`Round.needs_probabilities`.
         lengths: how many of its k tokens each row means, 0 to k, shape (B,),
             int32; ``None``: all. The others are never accepted nor counted.
-
-    Attributes:
-        inputs: each row's newest token, then ``tokens``, shape (B, k + 1), where they
-            were made :meth:`within` it. Copies with other tokens have none.
     """
 
     tokens: mx.array
     probabilities: mx.array | None = None
     lengths: mx.array | None = None
-    inputs: mx.array | None = field(default=None, init=False)
-
-    @classmethod
-    def within(
-        cls,
-        inputs: mx.array,
-        probabilities: mx.array | None = None,
-        lengths: mx.array | None = None,
-    ) -> Proposals:
-        """Proposals that stand behind each row's newest token already.
-
-        Args:
-            inputs: shape (B, k + 1), int32.
-        """
-        made = cls(inputs[:, 1:], probabilities, lengths)
-        object.__setattr__(made, "inputs", inputs)
-        return made
-
-    def behind(self, newest: mx.array) -> mx.array:
-        """What the target is given: newest tokens (B, 1), then ``tokens``."""
-        if self.inputs is not None:
-            return self.inputs
-        return mx.concatenate([newest, self.tokens], axis=1)
 
     @property
     def meant(self) -> mx.array:
@@ -81,7 +54,6 @@ class Round:
         num_draft_tokens: k, how many tokens to propose for every row.
         recent: the newest committed tokens of every row, the last one last, shape
             (B, W), W at least 2; -1 in front of a row that has fewer.
-        lengths: committed tokens of every row, the prompt included, shape (B,).
         active: rows still being decoded, shape (B,), boolean; what is proposed
             for the others is ignored.
         sampling, draws: how the target will choose. A drafter that chooses with
@@ -89,16 +61,22 @@ class Round:
         needs_probabilities: whether a row's verification looks at them.
         given: proposals that stand already, where another drafter came first:
             continue each row behind those that are meant.
+        lengths: committed tokens of every row, the prompt included, shape (B,); left
+            out, the first position of ``draws``, which has to be computed.
     """
 
     num_draft_tokens: int
     recent: mx.array
-    lengths: mx.array
     active: mx.array
     sampling: RowSampling
     draws: Draws
     needs_probabilities: bool = False
     given: Proposals | None = None
+    lengths: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            object.__setattr__(self, "lengths", self.draws.positions[:, 0])
 
     @property
     def tail(self) -> mx.array:

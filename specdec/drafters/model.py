@@ -12,6 +12,7 @@ from ..models.runner import ModelRows, ModelRunner
 from ..verification import Verdict
 from .base import Proposals, Round
 from .missed import Missed, Piece
+from .ready import Ready
 
 
 class DraftModel:
@@ -90,7 +91,7 @@ class DraftModelRows:
             tokens.append(inputs)
             if probabilities is not None:
                 drawn_from.append(probabilities)
-        return Proposals.within(
+        return Ready.within(
             mx.concatenate([round_.recent[:, -1:], *tokens], axis=1),
             mx.concatenate(drawn_from, axis=1) if drawn_from else None,
         )

@@ -18,10 +18,14 @@ from ..verification import Verdict
 from . import lookup, lookup_kernel
 from .base import Proposals, Round
 from .lookup import EMPTY, Lookup, read, ring_of, write
+from .ready import Ready
 from .shared import NgramTable
 
 _MIN_CAPACITY = 256
 _TABLE_BYTES = 8 << 20
+# Rounds that look nothing up, of which the tokens are handed over together: a hand-over
+# takes the host tens of microseconds. What lives on meanwhile are a few small arrays.
+_TOGETHER = 8
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,8 +121,8 @@ class NgramRows:
         # Most tokens that a row can hold, its first one included.
         self._longest = max(map(len, prompts)) + 1
         self._ring = ring_of(prompts, self._capacity(self._longest))
-        # Whether the round looks anything up: then it computes the ring, too.
-        self._looked_up = False
+        # Rounds kept since the ring was last handed over; a look-up computes it, too.
+        self._unwritten = 0
 
     def prefill(self) -> Iterator[None]:
         """Show the prompts to the other rows."""
@@ -132,7 +136,7 @@ class NgramRows:
     def propose(self, round_: Round) -> Proposals:
         """Continue the longest, then newest match of every row."""
         options = self._options
-        self._looked_up = True
+        self._unwritten = 0
         self._reserve(self._longest)
         inputs, lengths = self._lookup.search(
             self._ring,
@@ -143,7 +147,7 @@ class NgramRows:
             min_ngram=options.min_ngram,
         )
         if self._table is None:
-            return Proposals.within(inputs, lengths=lengths)
+            return Ready.within(inputs, lengths=lengths)
         return self._shared(self._table, round_, inputs[:, 1:], lengths)
 
     def _shared(
@@ -181,10 +185,11 @@ class NgramRows:
             before = self._newest(round_.lengths, self._table.context_size)
             new = mx.concatenate([before, verdict.chosen], axis=1)
             self._table.add(new, verdict.kept)
+        self._unwritten += 1
         # Else the graph of every round that looks nothing up would live on.
-        if not self._looked_up:
+        if self._unwritten >= _TOGETHER:
             mx.async_eval(self._ring)
-        self._looked_up = False
+            self._unwritten = 0
 
     def _newest(self, lengths: mx.array, n: int) -> mx.array:
         """The newest ``n`` tokens of rows of those lengths, shape (B, n)."""

@@ -299,12 +299,12 @@ def attention(
     rows, heads, tokens, size = queries.shape
     kind = "causal"
     inputs = [queries, keys, values]
-    if isinstance(mask, mx.array):
+    if not isinstance(mask, str):
         kind = "bool" if mask.dtype == mx.bool_ else "added"
         inputs.append(mask)
     threads = 32 * WARPS
     tiles = -(-heads // keys.shape[1] * tokens // TILE)
-    out: mx.array = _kernel(queries.dtype, kind, scale)(
+    out: mx.array = _kernel(queries.dtype, kind, float(scale))(
         inputs=inputs,
         template=[("T", queries.dtype), ("D", size), ("WARPS", WARPS)],
         grid=(tiles * threads, keys.shape[1], rows),
@@ -318,16 +318,18 @@ def attention(
 def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     """Whether this attention is left to :func:`attention`.
 
-    The queries of one row with nothing to hide have a fast kernel of MLX's.
+    Only of head sizes that :func:`proven` was asked about. The queries of one row with
+    nothing to hide have a fast kernel of MLX's.
     """
     if not isinstance(keys, mx.array) or not isinstance(values, mx.array):
         return False
     _, heads, tokens, size = queries.shape
     return (
         0 < tokens <= MOST_TOKENS
-        and size in MOST_COLUMNS
+        and _proven.get(size, False)
         and 0 < keys.shape[2] <= (MOST_COLUMNS[size] or keys.shape[2])
         and keys.shape == values.shape
+        and keys.shape[0] == queries.shape[0]
         and keys.shape[-1] == size
         and heads % keys.shape[1] == 0
         and queries.dtype in TYPES
@@ -347,30 +349,44 @@ def _shown(mask: Any, queries: mx.array, keys: mx.array) -> bool:
     )
 
 
-@cache
-def proven() -> bool:
-    """Whether the kernel runs on this device, and computes what MLX does."""
+# Head sizes for which the kernel was tried, and whether it is right there. Functions
+# that are traced ask for it, and nothing can be tried in them.
+_proven: dict[int, bool] = {}
+
+
+def proven(size: int) -> bool:
+    """Whether the kernel runs on this device for heads of a size, and is right.
+
+    It is tried when that is first asked, not within a function that is traced.
+    """
+    if size not in _proven:
+        _proven[size] = size in MOST_COLUMNS and _agrees(size)
+    return _proven[size]
+
+
+def _agrees(size: int) -> bool:
+    """Whether the kernel computes what MLX does."""
+    columns = {64: 40, 128: 300}.get(size, 150)
+    shapes = [(2, 6, 3, size), (2, 2, columns, size), (2, 2, columns, size)]
+    q, k, v = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)
+        for i, shape in enumerate(shapes)
+    )
+    lengths = mx.array([columns - 30, columns])[:, None, None, None]
+    seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
+    added = mx.where(seen, 0.0, -mx.inf).astype(mx.bfloat16)
+    exact = mx.fast.scaled_dot_product_attention(
+        *(x.astype(mx.float32) for x in (q, k, v)), scale=0.1, mask=seen
+    )
     try:
-        for size, columns in ((64, 40), (128, 300), (256, 150)):
-            shapes = [(2, 6, 3, size), (2, 2, columns, size), (2, 2, columns, size)]
-            q, k, v = (
-                mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)
-                for i, shape in enumerate(shapes)
-            )
-            lengths = mx.array([columns - 30, columns])[:, None, None, None]
-            seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
-            added = mx.where(seen, 0.0, -mx.inf).astype(mx.bfloat16)
-            exact = mx.fast.scaled_dot_product_attention(
-                *(x.astype(mx.float32) for x in (q, k, v)), scale=0.1, mask=seen
-            )
-            # What caches make; booleans are read in the same way.
-            for mask in (added, seen) if size == 64 else (added,):
-                found = attention(q, k, v, 0.1, mask).astype(mx.float32)
-                # Not the other way round: NaN is no agreement.
-                off = mx.abs(found - exact).max()
-                if not (off <= 0.02 * mx.abs(exact).max()).item():
-                    return False
+        # What caches make; booleans are read in the same way.
+        for mask in (added, seen) if size == 64 else (added,):
+            found = attention(q, k, v, 0.1, mask).astype(mx.float32)
+            # Not the other way round: NaN is no agreement.
+            off = mx.abs(found - exact).max()
+            if not (off <= 0.02 * mx.abs(exact).max()).item():
+                return False
         return True
     except (RuntimeError, ValueError) as error:
-        logger.debug("no kernel for attention of few queries: %s", error)
+        logger.debug("no kernel for attention of heads of %d: %s", size, error)
         return False

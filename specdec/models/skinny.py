@@ -248,7 +248,7 @@ def _warps(rows: int, columns: int) -> int:
 def _block(rows: int, warps: int) -> tuple[int, int, int]:
     """WIDE, TILES and UNROLL of a block, for so many rows of x.
 
-    Those that were quickest on one H200, for the matrices of ``benchmarks.skinny``.
+    Those that were quick on one H200 (benchmarks/results/skinny-blocks-h200.md).
     """
     wide = 1
     while wide < WIDEST and wide * TILE < rows:
@@ -331,8 +331,9 @@ def proven() -> bool:
     """Whether the kernel runs on this device, and computes what MLX does."""
     try:
         # The narrowest and the widest of the kernels, which needs the most registers,
-        # for matrices of either kind, whose rows are longer than all warps' first turn.
-        for columns, rows in product_of((40, 400), (3, TILE * WIDEST // 2)):
+        # for matrices of either kind (see _warps), whose rows are longer than all
+        # warps' first turn.
+        for columns, rows in product_of((40, 4 * 544), (3, TILE * WIDEST // 2)):
             shapes = [(columns, 544), (2, rows, 544)]
             w, x = (
                 mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)

@@ -14,7 +14,7 @@ class Committed:
 
     Args:
         recent: the newest tokens, the last one last, shape (B, W), int32; -1 in
-            front of a row that has fewer.
+            front of a row that has fewer. Of one that has ended they mean nothing.
         lengths: tokens of every row, the prompt included, shape (B,), int32.
     """
 

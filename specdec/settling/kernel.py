@@ -136,6 +136,7 @@ def _arrays(settled: Settled) -> tuple[mx.array, ...]:
         settled.limit,
         settled.rejected,
         settled.packed,
-        after.recent,
+        # Of rows that have ended they mean nothing.
+        mx.where(settled.verdict.kept[:, None] > 0, after.recent, -1),
         after.lengths,
     )

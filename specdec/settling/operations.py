@@ -46,9 +46,18 @@ class Settled:
             rejected=chosen.shape[1] - kept,
             packed=mx.concatenate([kept[:, None], limit[:, None], chosen], axis=1),
             committed=Committed(
-                next_recent(committed.recent, chosen, kept), committed.lengths + kept
+                _recent(committed.recent, chosen, kept), committed.lengths + kept
             ),
         )
+
+
+def _recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
+    """The newest tokens of every row behind a round."""
+    if chosen.shape[1] > 1:
+        return next_recent(recent, chosen, kept)
+    # Plain rounds: those of a row that has ended are never read, and to leave them as
+    # they were takes a third more of the time of everything that follows.
+    return mx.concatenate([recent[:, 1:], chosen], axis=1)
 
 
 class Settler(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -12,9 +13,13 @@ import pytest
 from specdec import ConfigError
 from specdec.backend import BackendDefaults
 from specdec.drafters import NgramDrafter, NgramOptions, Proposals, Round, lookup
-from specdec.drafters.lookup import longest_match, write
+from specdec.drafters.lookup import longest_match, ring_of, write
 from specdec.drafters.ngram import NgramRows
 from specdec.params import SamplingParams
+from specdec.rounds import RowRules
+from specdec.sequence import Request
+from specdec.sequence import Sequence as TokenSequence
+from specdec.settling import Committed
 from tests.drafters.repetitive import BACKENDS, check_distribution, make_prompts
 from tests.plain import greedy, run_rows, sampled
 
@@ -282,3 +287,89 @@ def test_a_fault_in_the_history_is_noticed(
 def test_options_out_of_range(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be"):
         NgramOptions(**options)  # type: ignore[arg-type]
+
+
+class PlainRounds:
+    """Rounds without a draft of two rows, as an engine runs them.
+
+    Attributes:
+        rows: what is told of them.
+        texts: what is committed of each.
+    """
+
+    def __init__(self, *, max_history: int = 256, vocab_size: int = 97):
+        self.texts = [[1, 2, 3], [4]]
+        options = NgramOptions(min_ngram=1, max_history=max_history)
+        self.rows = NgramDrafter(options).rows(self.texts, max_length=9999)
+        request = Request(0, "", (1,), SamplingParams())
+        sequences = [TokenSequence(request, frozenset())] * 2
+        self._rules, self._vocab_size = RowRules.of(sequences, vocab_size), vocab_size
+        self._committed = Committed.of([[*t, 5] for t in self.texts], 2)
+        self.texts = [[*t, 5] for t in self.texts]
+        self._number = 0
+
+    def run(self, *, look: bool = False) -> None:
+        self._number += 1
+        active, limit = mx.array([True, True]), mx.array([0, 0])
+        round_ = self._rules.round_of(0, self._committed, active)
+        if look:
+            found = self.rows.propose(replace(round_, num_draft_tokens=2))
+            mx.eval(found.tokens, found.lengths)
+        seen = mx.arange(self._vocab_size) == self._number * 7 % 90
+        logits = mx.broadcast_to(seen, (2, 1, self._vocab_size)).astype(mx.float32)
+        inputs = self._committed.newest
+        settled = self._rules.decide(round_, inputs, None, logits, limit).settled
+        after = settled.committed
+        mx.eval(settled.packed, after.recent, after.lengths)
+        self.rows.commit(round_, settled.verdict)
+        self._committed = after
+        for text in self.texts:
+            text.append(self._number * 7 % 90)
+
+    def check(self) -> None:
+        """Every token is in the ring."""
+        wanted = ring_of(self.texts, self.rows._ring.shape[1])
+        assert mx.array_equal(self.rows._ring, wanted)
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each ``mx.async_eval``."""
+    calls: list[int] = []
+    usual: Callable[..., None] = mx.async_eval
+
+    def counted(*arrays: Any) -> None:
+        calls.append(len(arrays))
+        usual(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", counted)
+    return calls
+
+
+def test_plain_rounds_are_written_together(handed_over: list[int]) -> None:
+    """Now and then a round looks something up, which computes the ring, too."""
+    rounds = PlainRounds()
+    for number in range(80):
+        rounds.run()
+        if number % 16 in (3, 15):
+            rounds.check()
+    assert len(handed_over) == 10
+    handed_over.clear()
+    for number in range(80):
+        rounds.run(look=number % 4 == 0)
+    assert not handed_over
+    rounds.check()
+
+
+def test_plain_rounds_hold_no_more_memory() -> None:
+    """Nor the logits of those that wait to be written."""
+    vocab_size = 1 << 18
+    rounds = PlainRounds(vocab_size=vocab_size)
+    most = []
+    for _ in range(10):
+        for _ in range(20):
+            rounds.run()
+            most.append(mx.get_active_memory())
+    grown = max(most[20:]) - min(most[:20])
+    # Of one round they are four times as much.
+    assert grown < 2 * vocab_size

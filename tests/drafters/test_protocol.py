@@ -15,15 +15,22 @@ from specdec.backend import BackendDefaults
 from specdec.calibration import measure_forwards
 from specdec.config import EngineConfig
 from specdec.drafters import (
+    ChainDrafter,
     Drafter,
     DraftRows,
+    NgramDrafter,
+    NgramOptions,
     Proposals,
     Round,
+    behind,
     check_proposals,
     guarded,
 )
+from specdec.drafters.ngram import NgramRows
+from specdec.drafters.ready import Ready
 from specdec.models.runner import ModelRunner
 from specdec.params import SamplingParams
+from specdec.sampling import RowSampling
 from tests.drafters.repetitive import BACKENDS, VOCAB, make_prompts
 from tests.plain import AT_ONCE, greedy, run_rows
 
@@ -189,9 +196,106 @@ def test_what_must_be_written(forgotten: str) -> None:
 def test_inputs_are_those_of_the_tokens() -> None:
     """Another drafter may change the tokens of one that had both at hand."""
     newest, lengths = mx.array([[7], [8]]), mx.array([2, 1])
-    made = Proposals.within(mx.array([[7, 1, 2], [8, 3, 4]]), lengths=lengths)
+    made = Ready.within(mx.array([[7, 1, 2], [8, 3, 4]]), lengths=lengths)
     assert made.tokens.tolist() == [[1, 2], [3, 4]]
-    assert made.behind(newest) is made.inputs
+    assert behind(newest, made) is made.inputs
     for changed in (replace(made, tokens=made.tokens + 1), Proposals(made.tokens + 1)):
-        assert changed.inputs is None
-        assert changed.behind(newest).tolist() == [[7, 2, 3], [8, 4, 5]]
+        assert behind(newest, changed).tolist() == [[7, 2, 3], [8, 4, 5]]
+
+
+class Derived(Proposals):
+    """Has what our own proposals have, and says what it likes."""
+
+    inputs: Any = None
+
+
+def ready_beside(num_rows: int, k: int) -> Proposals:
+    return Ready.within(mx.full((num_rows, k + 1), 3, mx.int32))
+
+
+def derived_beside(num_rows: int, k: int) -> Proposals:
+    made = Derived(sound(num_rows, k).tokens)
+    object.__setattr__(made, "inputs", mx.full((num_rows, k + 1), 3, mx.int32))
+    return made
+
+
+def attribute_beside(num_rows: int, k: int) -> Proposals:
+    made = sound(num_rows, k)
+    object.__setattr__(made, "inputs", mx.full((num_rows, k + 1), 3, mx.int32))
+    return made
+
+
+class OtherNgramRows(NgramRows):
+    """Hands over another newest token than each row has."""
+
+    def propose(self, round_: Round) -> Proposals:
+        found = super().propose(round_)
+        assert isinstance(found, Ready)
+        assert found.inputs is not None
+        return Ready.within((found.inputs + 1) % VOCAB, lengths=found.lengths)
+
+
+class OtherNgrams(NgramDrafter):
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> OtherNgramRows:
+        return OtherNgramRows(self, prompts, max_length)
+
+
+@BACKENDS
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        Proposing(ready_beside),
+        Proposing(derived_beside),
+        Proposing(attribute_beside),
+        OtherNgrams(NgramOptions(min_ngram=1)),
+    ],
+    ids=["ready", "derived", "attribute", "ngrams"],
+)
+def test_no_drafter_chooses_what_the_target_reads(
+    drafter: Any,
+    chained: bool,
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+    draft_failures: list[str],
+) -> None:
+    """Of the newest token, which nothing compares, the output would be another."""
+    if chained:
+        drafter = ChainDrafter(drafter, Proposing(sound))
+    decode(tiny_model("llama"), drafter, backend)
+    assert not draft_failures
+
+
+def test_our_own_rows_hand_over_what_the_target_reads(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+
+    def noted(newest: mx.array, proposals: Proposals) -> mx.array:
+        inputs = behind(newest, proposals)
+        given.append(inputs is getattr(proposals, "inputs", None))
+        assert mx.array_equal(inputs[:, :1], newest)
+        return inputs
+
+    monkeypatch.setattr("specdec.batch.behind", noted)
+    decode(tiny_model("llama"), NgramDrafter(NgramOptions(min_ngram=1)))
+    assert given
+    assert all(given)
+
+
+def test_a_round_made_by_position_has_the_lengths_of_its_draws() -> None:
+    sampling = RowSampling.of([SamplingParams()] * 2, vocab_size=VOCAB)
+    recent, active = mx.array([[1, 2], [3, 4]]), mx.array([True, True])
+    draws = sampling.draws(mx.array([7, 9]), 3)
+    given = Proposals(mx.array([[1, 2], [3, 4]]))
+    made = Round(2, recent, active, sampling, draws, True, given)
+    assert made.active is active
+    assert made.needs_probabilities
+    assert made.given is given
+    assert made.lengths.tolist() == [7, 9]
+    lengths = mx.array([5, 6])
+    known = Round(2, recent, active, sampling, draws, lengths=lengths)
+    assert known.lengths is lengths
+    assert replace(known, given=given).lengths is lengths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -44,7 +46,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return reference(q, k, v, scale, mask)
 
     monkeypatch.setattr(few_queries, "attention", stand_in)
-    monkeypatch.setattr(few_queries, "proven", lambda: True)
+    monkeypatch.setattr(few_queries, "_proven", dict.fromkeys((8, 16, 64), True))
     monkeypatch.setattr(few_queries, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
     return calls
 
@@ -109,6 +111,95 @@ def test_what_trains_or_has_no_cache_is_left_to_mlx(
     assert not asked
 
 
+def test_modules_are_copied_as_they_are_and_pickled_as_mlx_lms(
+    tiny_model: TinyModel, asked: list[tuple[int, ...]]
+) -> None:
+    model = model_of(tiny_model)
+    take_few_queries(model)
+    attention: Any = model.layers[0].self_attn
+    assert type(attention) is not llama.Attention
+    assert type(copy.deepcopy(attention)) is type(attention)
+    for protocol in range(2, pickle.HIGHEST_PROTOCOL + 1):
+        found = pickle.loads(pickle.dumps(attention, protocol))
+        assert type(found) is llama.Attention
+        assert found.scale == attention.scale
+        assert mx.array_equal(found.q_proj.weight, attention.q_proj.weight)
+    assert b"specdec" not in pickle.dumps(attention.__class__)
+
+
+class Tried:
+    """A stand-in for what tries the kernel: right for all sizes but ``wrong``."""
+
+    def __init__(self, patch: pytest.MonkeyPatch, wrong: int | None = None):
+        self.sizes: list[int] = []
+        self._wrong = wrong
+        patch.setattr(few_queries, "_proven", {})
+        patch.setattr(few_queries, "_agrees", self)
+        patch.setattr(few_queries, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
+
+    def __call__(self, size: int) -> bool:
+        self.sizes.append(size)
+        return size != self._wrong
+
+
+def of_size(tiny_model: TinyModel, kind: str, size: int) -> nn.Module:
+    """A model of 16-bit weights with heads of that size."""
+    model = tiny_model(kind, hidden_size=4 * size, head_dim=size)
+    precision.cast(model, mx.bfloat16)
+    return model.eval()
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
+@pytest.mark.parametrize(("size", "tried"), [(8, [8]), (16, [16]), (12, [])])
+def test_a_models_own_head_sizes_are_tried(
+    tiny_model: TinyModel,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    size: int,
+    tried: list[int],
+) -> None:
+    model, found = of_size(tiny_model, kind, size), Tried(monkeypatch)
+    usual = type(model.layers[0].self_attn)
+    take_few_queries(model)
+    take_few_queries(model)
+    assert found.sizes == tried
+    assert (type(model.layers[0].self_attn) is not usual) is bool(tried)
+
+
+def test_modules_that_tell_no_size_have_all_tried(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is wrong does not turn off the others."""
+    model, found = of_size(tiny_model, "llama", 8), Tried(monkeypatch, wrong=64)
+    for layer in model.layers:
+        vars(layer.self_attn).pop("head_dim", None)
+        layer.self_attn.n_heads = 0
+    take_few_queries(model)
+    assert found.sizes == [8, 16, 64]
+    assert type(model.layers[0].self_attn) is not llama.Attention
+    for size in (8, 16, 64):
+        assert few_queries.takes(**arrays(size=size)) is (size != 64)
+
+
+def test_nothing_is_tried_for_weights_of_32_bits(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, found = tiny_model("llama"), Tried(monkeypatch)
+    take_few_queries(model)
+    assert not found.sizes
+    assert type(model.layers[0].self_attn) is llama.Attention
+
+
+def test_nothing_is_tried_while_attention_is_traced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    found = Tried(monkeypatch)
+    assert not few_queries.takes(**arrays())
+    assert not found.sizes
+    assert few_queries.proven(64)
+    assert few_queries.takes(**arrays())
+
+
 def arrays(**changes: Any) -> dict[str, Any]:
     """Arguments of :func:`few_queries.takes` that it accepts, but for ``changes``."""
     sizes = {"rows": 2, "heads": 6, "tokens": 3, "size": 64, "kv": 2, "columns": 40}
@@ -145,11 +236,19 @@ def arrays(**changes: Any) -> dict[str, Any]:
         ({"mask": mx.ones((3, 40), mx.bool_)}, False),
         ({"mask": mx.zeros((2, 1, 3, 40), mx.float32)}, False),
         ({"values": mx.zeros((2, 2, 40, 128), mx.bfloat16)}, False),
+        (
+            dict.fromkeys(("keys", "values"), mx.zeros((1, 2, 40, 64), mx.bfloat16)),
+            False,
+        ),
         ({"keys": (mx.zeros((2, 2, 40, 8)),) * 3}, False),
         ({"tokens": 1, "mask": "causal"}, False),
     ],
 )
-def test_what_the_kernel_takes(changes: dict[str, Any], taken: bool) -> None:
+def test_what_the_kernel_takes(
+    changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    everything = dict.fromkeys(few_queries.MOST_COLUMNS, True)
+    monkeypatch.setattr(few_queries, "_proven", everything)
     assert few_queries.takes(**arrays(**changes)) is taken
 
 
@@ -174,7 +273,8 @@ def test_decoding_asks_for_it_and_says_the_same(
     monkeypatch.setattr(backend, "defaults", lambda: made)
     model = tiny_model("llama").eval()
     # In float32 the stand-in rounds nothing, so that tokens are the same.
-    monkeypatch.setattr(few_queries, "TYPES", {mx.float32: "f32"})
+    for module in (few_queries, attending):
+        monkeypatch.setattr(module, "TYPES", {mx.float32: "f32"})
     config = EngineConfig(batch_size=3, num_draft_tokens=2)
     prompts, params = [[1, 2, 3], [4, 5], [6] * 30], SamplingParams(max_tokens=20)
 
@@ -190,8 +290,9 @@ def test_decoding_asks_for_it_and_says_the_same(
 
 
 @needs_cuda
-def test_the_kernel_is_proven() -> None:
-    assert few_queries.proven()
+@pytest.mark.parametrize("size", few_queries.MOST_COLUMNS)
+def test_the_kernel_is_proven(size: int) -> None:
+    assert few_queries.proven(size)
 
 
 @needs_cuda

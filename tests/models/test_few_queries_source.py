@@ -7,6 +7,7 @@ from math import prod
 from typing import Any
 
 import mlx.core as mx
+import numpy as np
 import pytest
 
 from specdec.models import few_queries
@@ -62,8 +63,30 @@ def test_a_mask_that_adds_numbers() -> None:
     assert close(found, reference(q, k, v, 0.1, mask))
 
 
-def test_proven() -> None:
-    assert few_queries.proven.__wrapped__()
+def test_a_scale_of_any_kind() -> None:
+    q, k, v = drawn(1, 4, 2, 3, 40, 64, mx.bfloat16)
+    found = few_queries.attention(q, k, v, 0.5, "causal")
+    scale: Any = np.float32(0.5)
+    assert mx.array_equal(few_queries.attention(q, k, v, scale, "causal"), found)
+
+
+@pytest.mark.parametrize("size", few_queries.MOST_COLUMNS)
+def test_proven(size: int) -> None:
+    assert few_queries._agrees(size)
+
+
+def test_a_fault_with_one_size_leaves_the_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    old, new = "sum / all", "D == 256 ? 0.0f : sum / all"
+    assert few_queries._SOURCE.count(old) == 1
+    monkeypatch.setattr(few_queries, "_SOURCE", few_queries._SOURCE.replace(old, new))
+    monkeypatch.setattr(few_queries, "_proven", {})
+    assert {s: few_queries.proven(s) for s in few_queries.MOST_COLUMNS} == {
+        64: True,
+        128: True,
+        256: False,
+    }
 
 
 @pytest.mark.parametrize("size", [64, 128])
@@ -86,7 +109,7 @@ def test_a_querys_bits_do_not_depend_on_what_is_beside_it(size: int) -> None:
 def gaps(x: mx.array, between: int, offset: int = 0) -> Any:
     """The same numbers, with others ``between`` every two of them."""
     step = between + 1
-    flat = mx.full((x.size * step + offset,), mx.nan, x.dtype)
+    flat = mx.full((x.size * step + offset,), mx.nan).astype(x.dtype)
     flat[offset + step * mx.arange(x.size)] = x.reshape(-1)
     strides = [step * prod(x.shape[i + 1 :]) for i in range(x.ndim)]
     return Strided(flat, x.shape, tuple(strides), offset)
@@ -103,6 +126,10 @@ def test_arrays_with_gaps_and_odd_beginnings(between: int, offset: int) -> None:
         inputs[which] = gaps(inputs[which], between, offset)
         found = few_queries.attention(inputs[0], inputs[1], inputs[2], 0.1, seen)
         assert mx.array_equal(found, exact), which
+    added = mx.where(seen, 0.0, -mx.inf).astype(mx.bfloat16)
+    for mask in (seen, added):
+        found = few_queries.attention(q, k, v, 0.1, gaps(mask, between, offset))
+        assert mx.array_equal(found, exact), mask.dtype
 
 
 def test_what_sees_nothing_has_nothing_and_what_is_no_number_stays_so() -> None:
@@ -182,7 +209,11 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     ("kind", "old", "new"),
     [
         ("bool", "asks * mask_strides[2]", "0"),
+        ("bool", "asks * mask_strides[2]", "asks * mask_shape[3]"),
         ("bool", "batch * mask_strides[0]", "0"),
+        ("bool", "at * mask_strides[3]", "at"),
+        ("added", "asks * mask_strides[2]", "asks * mask_shape[3]"),
+        ("added", "at * mask_strides[3]", "at"),
         ("added", "1.44", "1.0"),
         ("causal", "L - S + asks", "L - S + asks + 1"),
     ],
@@ -201,5 +232,9 @@ def test_faults_of_masks_are_found(
         "added": some.astype(mx.float16),
         "causal": "causal",
     }
-    found = few_queries.attention(q, k, v, 0.3, masks[kind])
-    assert not close(found, reference(q, k, v, 0.3, masks[kind]))
+    exact = reference(q, k, v, 0.3, masks[kind])
+    right = close(few_queries.attention(q, k, v, 0.3, masks[kind]), exact)
+    if right and kind != "causal":
+        odd = gaps(masks[kind], 1)
+        right = close(few_queries.attention(q, k, v, 0.3, odd), exact)
+    assert not right

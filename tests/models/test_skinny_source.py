@@ -104,6 +104,25 @@ def test_proven() -> None:
     assert skinny.proven.__wrapped__()
 
 
+@pytest.mark.parametrize(
+    "fault", ["WARPS == 4", "WARPS == 16", "WIDE == 1", "WIDE > 2"]
+)
+def test_what_is_wrong_with_some_kernels_is_not_proven(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Few warps share the rows of some matrices, many those of others."""
+    old, source = "float sum = 0.0f;", skinny._SOURCE
+    assert source.count(old) == 1
+    new = f"float sum = {fault} ? 1.0f : 0.0f;"
+    monkeypatch.setattr(skinny, "_SOURCE", source.replace(old, new))
+    assert not skinny.proven.__wrapped__()
+
+
+def test_sizes_here_are_of_either_kind() -> None:
+    assert {skinny._warps(HIGH, length) for length in (64, 96)} == {4}
+    assert {skinny._warps(40, length) for length in (32, 96, LONG)} == {16}
+
+
 FAULTS = {
     "half of the products": (
         "SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);",
