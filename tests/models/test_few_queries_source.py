@@ -20,7 +20,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, few_queries._kernel)
+    yield from emulated(monkeypatch, few_queries._kernel, few_queries._gathering)
 
 
 def close(found: mx.array, exact: mx.array) -> bool:
@@ -56,6 +56,70 @@ def test_attention_with_any_mask(size: int, dtype: mx.Dtype) -> None:
             assert close(found, exact), (rows, tokens, held, heads, kv)
 
 
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+@pytest.mark.parametrize("size", [64, 256])
+def test_blocks_share_the_keys_of_long_rows(
+    monkeypatch: pytest.MonkeyPatch, size: int, dtype: mx.Dtype
+) -> None:
+    monkeypatch.setattr(few_queries, "SPAN", 128)
+    for rows, tokens, held, heads, kv in ((1, 1, 300, 6, 2), (3, 5, 257, 12, 2)):
+        q, k, v = drawn(rows, heads, kv, tokens, held, size, dtype)
+        seen = visible(rows, tokens, held)
+        # A row that sees nothing of the first piece, one nothing of the last.
+        seen = seen & (
+            mx.arange(held) >= (140 * (mx.arange(rows) == 1))[:, None, None, None]
+        )
+        added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
+        for mask in (seen, added, "causal"):
+            exact = reference(q, k, v, 0.1, mask)
+            found = few_queries.attention(q, k, v, 0.1, mask)
+            assert close(found, exact), (rows, tokens, held)
+
+
+def test_bits_do_not_depend_on_whether_blocks_share_keys() -> None:
+    """A row that needs no second block has the same, read beside a longer one."""
+    held = few_queries.SPAN
+    q, k, v = drawn(1, 6, 2, 3, held + 256, 64, mx.bfloat16)
+    seen = visible(1, 3, held) & (mx.arange(held) < 900)
+    alone = few_queries.attention(q, k[:, :, :held], v[:, :, :held], 0.1, seen)
+    wider = mx.concatenate([seen, mx.zeros((1, 1, 3, 256), mx.bool_)], axis=-1)
+    assert mx.array_equal(few_queries.attention(q, k, v, 0.1, wider), alone)
+
+
+@pytest.mark.parametrize(
+    ("name", "old", "new"),
+    [
+        ("PIECE", "piece * (static_cast<size_t>(q_shape[0]) * S * H)", "0"),
+        ("PIECE", "= peak[in_tile]", "= 0.0f"),
+        ("PIECE", "= whole[in_tile]", "= 1.0f"),
+        ("PIECE", "out[at_piece * D", "out[row * D"),
+        ("GATHER", "top = fmaxf(top, seen[(p * rows + row) * 2])", "top = -1e30f"),
+        ("GATHER", "total += share *", "total +="),
+        ("GATHER", "sum += share *", "sum +="),
+        ("GATHER", "* 2 + 1]", "* 2]"),
+        ("GATHER", "at >= rows * D", "at > rows * D"),
+        ("SOURCE", "blockIdx.z % pieces", "blockIdx.z / pieces"),
+        ("SOURCE", "begin = piece * SPAN + warp * 16", "begin = warp * 16"),
+        ("SOURCE", "min(L, (piece + 1) * SPAN)", "L"),
+    ],
+)
+def test_faults_of_sharing_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
+) -> None:
+    source = getattr(few_queries, name)
+    assert source.count(old) == 1
+    monkeypatch.setattr(few_queries, name, source.replace(old, new))
+    monkeypatch.setattr(few_queries, "SPAN", 128)
+    # No whole number of blocks gathers so many numbers.
+    q, k, v = (3 * x for x in drawn(2, 3, 1, 3, 300, 64, mx.float16))
+    mask = visible(2, 3, 300)
+    try:
+        found = few_queries.attention(q, k, v, 0.5, mask)
+    except KernelFault:
+        return
+    assert not close(found, reference(q, k, v, 0.5, mask))
+
+
 def test_a_mask_that_adds_numbers() -> None:
     q, k, v = drawn(2, 6, 2, 3, 40, 64, mx.bfloat16)
     mask = mx.random.normal((2, 1, 3, 40), key=mx.random.key(9)).astype(mx.bfloat16)
@@ -79,8 +143,8 @@ def test_a_fault_with_one_size_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, new = "sum / all", "D == 256 ? 0.0f : sum / all"
-    assert few_queries._SOURCE.count(old) == 1
-    monkeypatch.setattr(few_queries, "_SOURCE", few_queries._SOURCE.replace(old, new))
+    assert few_queries.WHOLE.count(old) == 1
+    monkeypatch.setattr(few_queries, "WHOLE", few_queries.WHOLE.replace(old, new))
     monkeypatch.setattr(few_queries, "_proven", {})
     assert {s: few_queries.proven(s) for s in few_queries.MOST_COLUMNS} == {
         64: True,
@@ -190,9 +254,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     old, new = FAULTS[name]
-    source = few_queries._SOURCE
+    source = few_queries.SOURCE
     assert source.count(old) == 1
-    monkeypatch.setattr(few_queries, "_SOURCE", source.replace(old, new))
+    monkeypatch.setattr(few_queries, "SOURCE", source.replace(old, new))
     q, k, v = (mx.contiguous(3 * x) for x in drawn(2, 6, 2, 7, 150, 128, mx.float16))
     mask = mx.where(visible(2, 7, 150), 0.0, -mx.inf).astype(mx.float16)
     exact = reference(q, k, v, 0.5, mask)
@@ -221,10 +285,10 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_faults_of_masks_are_found(
     monkeypatch: pytest.MonkeyPatch, kind: str, old: str, new: str
 ) -> None:
-    text = few_queries._MASKS[kind]
+    text = few_queries.MASKS[kind]
     assert text.count(old) == 1
-    changed = {**few_queries._MASKS, kind: text.replace(old, new)}
-    monkeypatch.setattr(few_queries, "_MASKS", changed)
+    changed = {**few_queries.MASKS, kind: text.replace(old, new)}
+    monkeypatch.setattr(few_queries, "MASKS", changed)
     q, k, v = drawn(2, 4, 2, 5, 24, 64, mx.float16)
     some = 3 * mx.random.normal((2, 1, 5, 24), key=mx.random.key(4))
     masks: dict[str, Any] = {
