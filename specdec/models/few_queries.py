@@ -21,7 +21,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from .few_queries_source import GATHER, MASKS, PIECE, SOURCE, WHOLE
+from . import few_queries_source as text
 from .skinny import MMA, TYPES
 
 logger = logging.getLogger(__name__)
@@ -40,16 +40,16 @@ WARPS, TILE, SPAN = 8, 16, 1024
 @cache
 def _kernel(dtype: mx.Dtype, mask: str, scale: float, pieces: bool) -> Any:
     # Powers of two are computed, of which a score's logarithm is one.
-    source = SOURCE.replace("@SCALE@", f"{scale * log2(e)!r}")
-    source = source.replace("@MASK@", MASKS[mask])
-    source = source.replace("@WRITE@", PIECE if pieces else WHOLE)
+    source = text.SOURCE.replace("@SCALE@", f"{scale * log2(e)!r}")
+    source = source.replace("@MASK@", text.MASKS[mask])
+    source = source.replace("@WRITE@", text.PIECE if pieces else text.WHOLE)
     inputs = ["q", "k", "v", *([] if mask == "causal" else ["mask"])]
     return _made(dtype, mask, source, inputs, ["out", "seen"] if pieces else ["out"])
 
 
 @cache
 def _gathering(dtype: mx.Dtype) -> Any:
-    return _made(dtype, "gather", GATHER, ["found", "seen"], ["out"])
+    return _made(dtype, "gather", text.GATHER, ["found", "seen"], ["out"])
 
 
 def _made(

@@ -310,7 +310,7 @@ def test_the_kernel_computes_attention(
             exact = reference(q, k, v, 0.1, mask).astype(mx.float32)
             found = few_queries.attention(q, k, v, 0.1, mask).astype(mx.float32)
             off = mx.abs(found - exact).max() / mx.abs(exact).max()
-            assert off.item() < 0.02, (rows, tokens, held, mask)
+            assert (off < 0.02).item(), (rows, tokens, held, mask)
 
 
 def drawn(

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.models import few_queries
+from specdec.models import few_queries, few_queries_source
 from tests.emulation.cuda import KernelFault, Strided, emulated, needs_compiler
 
 from .test_few_queries import drawn, reference, visible
@@ -106,9 +106,9 @@ def test_bits_do_not_depend_on_whether_blocks_share_keys() -> None:
 def test_faults_of_sharing_are_found(
     monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
 ) -> None:
-    source = getattr(few_queries, name)
+    source = getattr(few_queries_source, name)
     assert source.count(old) == 1
-    monkeypatch.setattr(few_queries, name, source.replace(old, new))
+    monkeypatch.setattr(few_queries_source, name, source.replace(old, new))
     monkeypatch.setattr(few_queries, "SPAN", 128)
     # No whole number of blocks gathers so many numbers.
     q, k, v = (3 * x for x in drawn(2, 3, 1, 3, 300, 64, mx.float16))
@@ -143,8 +143,10 @@ def test_a_fault_with_one_size_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, new = "sum / all", "D == 256 ? 0.0f : sum / all"
-    assert few_queries.WHOLE.count(old) == 1
-    monkeypatch.setattr(few_queries, "WHOLE", few_queries.WHOLE.replace(old, new))
+    assert few_queries_source.WHOLE.count(old) == 1
+    monkeypatch.setattr(
+        few_queries_source, "WHOLE", few_queries_source.WHOLE.replace(old, new)
+    )
     monkeypatch.setattr(few_queries, "_proven", {})
     assert {s: few_queries.proven(s) for s in few_queries.MOST_COLUMNS} == {
         64: True,
@@ -254,9 +256,9 @@ FAULTS = {
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     old, new = FAULTS[name]
-    source = few_queries.SOURCE
+    source = few_queries_source.SOURCE
     assert source.count(old) == 1
-    monkeypatch.setattr(few_queries, "SOURCE", source.replace(old, new))
+    monkeypatch.setattr(few_queries_source, "SOURCE", source.replace(old, new))
     q, k, v = (mx.contiguous(3 * x) for x in drawn(2, 6, 2, 7, 150, 128, mx.float16))
     mask = mx.where(visible(2, 7, 150), 0.0, -mx.inf).astype(mx.float16)
     exact = reference(q, k, v, 0.5, mask)
@@ -285,10 +287,10 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_faults_of_masks_are_found(
     monkeypatch: pytest.MonkeyPatch, kind: str, old: str, new: str
 ) -> None:
-    text = few_queries.MASKS[kind]
+    text = few_queries_source.MASKS[kind]
     assert text.count(old) == 1
-    changed = {**few_queries.MASKS, kind: text.replace(old, new)}
-    monkeypatch.setattr(few_queries, "MASKS", changed)
+    changed = {**few_queries_source.MASKS, kind: text.replace(old, new)}
+    monkeypatch.setattr(few_queries_source, "MASKS", changed)
     q, k, v = drawn(2, 4, 2, 5, 24, 64, mx.float16)
     some = 3 * mx.random.normal((2, 1, 5, 24), key=mx.random.key(4))
     masks: dict[str, Any] = {
