@@ -322,7 +322,9 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
         key, equals, text = setting.partition("=")
         key = key.strip()
         if not equals or not key:
-            raise ConfigError(f"--set {setting!r}: write KEY=VALUE, as in batch=[1, 8]")
+            raise ConfigError(
+                f"--set {setting!r}: write KEY=VALUE, as in 'batch=[1, 8]'"
+            )
         section, dot, name = key.rpartition(".")
         if not dot:
             section = homes.get(name, "")

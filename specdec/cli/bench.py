@@ -30,7 +30,7 @@ DEFAULT_OUT = "specdec-bench"
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Replace a value of the recipe, as in batch=[1, 8]; repeat it for more.",
+    help="Replace a value of the recipe, as in 'batch=[1, 8]'; repeat it for more.",
 )
 @click.option(
     "--out",
