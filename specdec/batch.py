@@ -16,7 +16,8 @@ from dataclasses import replace
 import mlx.core as mx
 
 from .backend import BackendDefaults
-from .drafters import Drafter, behind
+from .drafters import Drafter
+from .drafters.ready import behind
 from .drafting import Drafting
 from .inflight import InFlight, RowOutput
 from .lengths import DraftLength

@@ -14,7 +14,6 @@ from .factory import (
 from .guarded import DraftGuard
 from .model import DraftModel
 from .ngram import NgramDrafter, NgramOptions
-from .ready import behind
 
 __all__ = [
     "ChainDrafter",
@@ -30,7 +29,6 @@ __all__ = [
     "NgramOptions",
     "Proposals",
     "Round",
-    "behind",
     "check_proposals",
     "describe",
     "factory_of",

@@ -20,8 +20,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
+from ..kernels import TYPES
 from . import few_queries
-from .skinny import TYPES
 
 _NAME = "scaled_dot_product_attention"
 _USUAL: Any = getattr(base, _NAME)

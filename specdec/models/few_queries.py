@@ -13,7 +13,6 @@ of a verification) and however many columns are read behind its last one.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from functools import cache
 from math import e, log2
@@ -21,8 +20,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from ..kernels import TYPES, cuda_kernel, tensor_cores
 from . import few_queries_source as text
-from .skinny import MMA, TYPES
 
 logger = logging.getLogger(__name__)
 
@@ -43,28 +42,20 @@ def _kernel(dtype: mx.Dtype, mask: str, scale: float, pieces: bool) -> Any:
     source = text.SOURCE.replace("@SCALE@", f"{scale * log2(e)!r}")
     source = source.replace("@MASK@", text.MASKS[mask])
     source = source.replace("@WRITE@", text.PIECE if pieces else text.WHOLE)
-    inputs = ["q", "k", "v", *([] if mask == "causal" else ["mask"])]
-    return _made(dtype, mask, source, inputs, ["out", "seen"] if pieces else ["out"])
+    return cuda_kernel(
+        f"attention_{TYPES[dtype]}_{mask}",
+        source,
+        ("q", "k", "v", *(() if mask == "causal" else ("mask",))),
+        ("out", "seen") if pieces else ("out",),
+        header=tensor_cores(dtype),
+        copies_views=False,
+    )
 
 
-@cache
 def _gathering(dtype: mx.Dtype) -> Any:
-    return _made(dtype, "gather", text.GATHER, ["found", "seen"], ["out"])
-
-
-def _made(
-    dtype: mx.Dtype, name: str, source: str, inputs: list[str], outputs: list[str]
-) -> Any:
-    header = MMA.format(TYPES[dtype])
-    # MLX keeps what it compiled on disk by name.
-    version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    return mx.fast.cuda_kernel(
-        name=f"specdec_attention_{TYPES[dtype]}_{name}_{version}",
-        input_names=inputs,
-        output_names=outputs,
-        source=source,
-        header=header,
-        ensure_row_contiguous=False,
+    inputs = ("found", "seen")
+    return cuda_kernel(
+        f"attention_gather_{TYPES[dtype]}", text.GATHER, inputs, ("out",)
     )
 
 

@@ -12,7 +12,6 @@ of a verification.
 
 from __future__ import annotations
 
-import hashlib
 import logging
 from collections.abc import Sequence
 from functools import cache
@@ -24,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from ..kernels import TYPES, cuda_kernel, tensor_cores
 from .flattened import as_kind
 
 logger = logging.getLogger(__name__)
@@ -139,15 +139,6 @@ _SOURCE = """
       __syncthreads();
     }
 """
-MMA = """
-#define SPECDEC_MMA(d, a0, a1, a2, a3, b0, b1)                              \\
-  asm volatile(                                                             \\
-      "mma.sync.aligned.m16n8k16.row.col.f32.{0}.{0}.f32 "                  \\
-      "{{%0,%1,%2,%3}}, {{%4,%5,%6,%7}}, {{%8,%9}}, {{%0,%1,%2,%3}};"       \\
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                      \\
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
-"""
-TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
 # Where a result goes: to the one array, or to that of up to MOST_PARTS that has its
 # column; the i-th ends before ends[i].
 MOST_PARTS = 3
@@ -159,16 +150,12 @@ _PARTS = """*(at < ends[0] ? out0 + row * ends[0] + at
 
 @cache
 def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
-    header = MMA.format(TYPES[dtype])
-    source = _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE)
-    # MLX keeps what it compiled on disk by name.
-    version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    return mx.fast.cuda_kernel(
-        name=f"specdec_skinny_{TYPES[dtype]}_{version}",
-        input_names=["x", "weight", "bias", *(["ends"] if parted else [])],
-        output_names=[f"out{i}" for i in range(MOST_PARTS)] if parted else ["out"],
-        source=source,
-        header=header,
+    return cuda_kernel(
+        f"skinny_{TYPES[dtype]}",
+        _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE),
+        ("x", "weight", "bias", *(("ends",) if parted else ())),
+        tuple(f"out{i}" for i in range(MOST_PARTS)) if parted else ("out",),
+        header=tensor_cores(dtype),
     )
 
 

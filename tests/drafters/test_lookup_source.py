@@ -11,7 +11,7 @@ import pytest
 
 from specdec import kernels
 from specdec.drafters import lookup, lookup_kernel
-from tests.emulation.cuda import KernelFault, emulated, needs_compiler
+from tests.emulation.cuda import KernelFault, emulated, needs_compiler, plant
 
 pytestmark = needs_compiler
 
@@ -148,9 +148,7 @@ def test_faults_of_keeping_are_found(
 def survives(
     monkeypatch: pytest.MonkeyPatch, of: str, old: str, new: str, check: Any
 ) -> bool:
-    source = getattr(lookup_kernel, of)
-    assert source.count(old) == 1
-    monkeypatch.setattr(lookup_kernel, of, source.replace(old, new))
+    plant(monkeypatch, lookup_kernel, of, old, new)
     try:
         return alike(check, 60)
     except KernelFault:

@@ -22,12 +22,11 @@ from specdec.drafters import (
     NgramOptions,
     Proposals,
     Round,
-    behind,
     check_proposals,
     guarded,
 )
 from specdec.drafters.ngram import NgramRows
-from specdec.drafters.ready import Ready
+from specdec.drafters.ready import Ready, behind
 from specdec.models.runner import ModelRunner
 from specdec.params import SamplingParams
 from specdec.sampling import RowSampling

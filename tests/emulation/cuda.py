@@ -252,3 +252,12 @@ def emulated(monkeypatch: pytest.MonkeyPatch, *caches: Any) -> Iterator[None]:
     yield
     for kept in caches:
         kept.cache_clear()
+
+
+def plant(
+    monkeypatch: pytest.MonkeyPatch, module: Any, name: str, old: str, new: str
+) -> None:
+    """Let a source be faulty: ``old``, which stands in it once, is ``new``."""
+    source: str = getattr(module, name)
+    assert source.count(old) == 1
+    monkeypatch.setattr(module, name, source.replace(old, new))

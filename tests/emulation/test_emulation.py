@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.models.skinny import MMA
+from specdec.kernels import tensor_cores
 
 from .cuda import Input, KernelFault, Strided, cuda_kernel, needs_compiler
 
@@ -226,8 +226,7 @@ def test_products_of_tensor_cores(dtype: mx.Dtype) -> None:
     for (int i = 0; i < 4; ++i)
       out[warp * 128 + (g + i / 2 * 8) * 8 + t * 2 + i % 2] = d[i];
     """
-    kind = "bf16" if dtype == mx.bfloat16 else "f16"
-    for header in ("", MMA.format(kind)):
+    for header in ("", tensor_cores(dtype)):
         found = run(
             source,
             *(a, b, c),

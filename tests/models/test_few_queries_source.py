@@ -10,17 +10,24 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from specdec import kernels
 from specdec.models import few_queries, few_queries_source
-from tests.emulation.cuda import KernelFault, Strided, emulated, needs_compiler
+from tests.emulation.cuda import (
+    KernelFault,
+    Strided,
+    emulated,
+    needs_compiler,
+    plant,
+)
 
-from .test_few_queries import drawn, reference, visible
+from .test_few_queries import alone_the_same, drawn, reference, visible
 
 pytestmark = needs_compiler
 
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, few_queries._kernel, few_queries._gathering)
+    yield from emulated(monkeypatch, few_queries._kernel, kernels.cuda_kernel)
 
 
 def close(found: mx.array, exact: mx.array) -> bool:
@@ -106,9 +113,7 @@ def test_bits_do_not_depend_on_whether_blocks_share_keys() -> None:
 def test_faults_of_sharing_are_found(
     monkeypatch: pytest.MonkeyPatch, name: str, old: str, new: str
 ) -> None:
-    source = getattr(few_queries_source, name)
-    assert source.count(old) == 1
-    monkeypatch.setattr(few_queries_source, name, source.replace(old, new))
+    plant(monkeypatch, few_queries_source, name, old, new)
     monkeypatch.setattr(few_queries, "SPAN", 128)
     # No whole number of blocks gathers so many numbers.
     q, k, v = (3 * x for x in drawn(2, 3, 1, 3, 300, 64, mx.float16))
@@ -143,10 +148,7 @@ def test_a_fault_with_one_size_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     old, new = "sum / all", "D == 256 ? 0.0f : sum / all"
-    assert few_queries_source.WHOLE.count(old) == 1
-    monkeypatch.setattr(
-        few_queries_source, "WHOLE", few_queries_source.WHOLE.replace(old, new)
-    )
+    plant(monkeypatch, few_queries_source, "WHOLE", old, new)
     monkeypatch.setattr(few_queries, "_proven", {})
     assert {s: few_queries.proven(s) for s in few_queries.MOST_COLUMNS} == {
         64: True,
@@ -162,14 +164,7 @@ def test_a_querys_bits_do_not_depend_on_what_is_beside_it(size: int) -> None:
     seen = visible(2, 5, 384) & (mx.arange(384) < 200)
     whole = few_queries.attention(q, k, v, 0.1, seen)
     for row, token in ((0, 0), (0, 4), (1, 2)):
-        one = few_queries.attention(
-            q[row : row + 1, :, token : token + 1],
-            k[row : row + 1, :, :256],
-            v[row : row + 1, :, :256],
-            0.1,
-            seen[row : row + 1, :, token : token + 1, :256],
-        )
-        assert mx.array_equal(one, whole[row : row + 1, :, token : token + 1])
+        assert alone_the_same(q, k, v, seen, whole, row, token)
 
 
 def gaps(x: mx.array, between: int, offset: int = 0) -> Any:
@@ -255,10 +250,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    old, new = FAULTS[name]
-    source = few_queries_source.SOURCE
-    assert source.count(old) == 1
-    monkeypatch.setattr(few_queries_source, "SOURCE", source.replace(old, new))
+    plant(monkeypatch, few_queries_source, "SOURCE", *FAULTS[name])
     q, k, v = (mx.contiguous(3 * x) for x in drawn(2, 6, 2, 7, 150, 128, mx.float16))
     mask = mx.where(visible(2, 7, 150), 0.0, -mx.inf).astype(mx.float16)
     exact = reference(q, k, v, 0.5, mask)

@@ -8,8 +8,9 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from specdec import kernels
 from specdec.models import skinny
-from tests.emulation.cuda import KernelFault, emulated, needs_compiler
+from tests.emulation.cuda import KernelFault, emulated, needs_compiler, plant
 
 pytestmark = needs_compiler
 
@@ -21,7 +22,7 @@ HIGH = 400
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, skinny._kernel)
+    yield from emulated(monkeypatch, skinny._kernel, kernels.cuda_kernel)
 
 
 def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> mx.array:
@@ -111,10 +112,8 @@ def test_what_is_wrong_with_some_kernels_is_not_proven(
     monkeypatch: pytest.MonkeyPatch, fault: str
 ) -> None:
     """Few warps share the rows of some matrices, many those of others."""
-    old, source = "float sum = 0.0f;", skinny._SOURCE
-    assert source.count(old) == 1
     new = f"float sum = {fault} ? 1.0f : 0.0f;"
-    monkeypatch.setattr(skinny, "_SOURCE", source.replace(old, new))
+    plant(monkeypatch, skinny, "_SOURCE", "float sum = 0.0f;", new)
     assert not skinny.proven.__wrapped__()
 
 
@@ -156,10 +155,7 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    old, new = FAULTS[name]
-    source = skinny._SOURCE
-    assert source.count(old) == 1
-    monkeypatch.setattr(skinny, "_SOURCE", source.replace(old, new))
+    plant(monkeypatch, skinny, "_SOURCE", *FAULTS[name])
     # A narrow kernel and the widest, with two blocks of rows.
     tried = ((1, 37, 544), (81, 17, 544))
     try:
@@ -181,8 +177,7 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
 def test_faults_of_parts_are_found(
     monkeypatch: pytest.MonkeyPatch, old: str, new: str
 ) -> None:
-    assert skinny._PARTS.count(old) == 1
-    monkeypatch.setattr(skinny, "_PARTS", skinny._PARTS.replace(old, new))
+    plant(monkeypatch, skinny, "_PARTS", old, new)
     x, weight = drawn(3, 64), drawn(40, 64, seed=1)
     try:
         found = skinny.parts(x, weight, None, (8, 11, 40))
@@ -192,5 +187,5 @@ def test_faults_of_parts_are_found(
 
 
 def test_a_product_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny, "TYPES", {mx.bfloat16: "f16"})
+    monkeypatch.setattr(kernels, "TYPES", {mx.bfloat16: "f16"})
     assert not agrees(3, 16, 64, mx.bfloat16, bias=False)

@@ -336,8 +336,7 @@ FAULTS = {
 @pytest.mark.parametrize("fault", FAULTS)
 def test_a_faulty_kernel_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     right, wrong = FAULTS[fault]
-    assert kernel._SETTLE.count(right) == 1
-    monkeypatch.setattr(kernel, "_SETTLE", kernel._SETTLE.replace(right, wrong))
+    cuda.plant(monkeypatch, kernel, "_SETTLE", right, wrong)
     assert not kernel.proven.__wrapped__()
     with pytest.raises((AssertionError, cuda.KernelFault)):
         check_kernel(60)
