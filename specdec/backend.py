@@ -38,8 +38,8 @@ class BackendDefaults:
         pairs: steps of one token per row are computed with a spare second one:
             CUDA's fused attention takes a mask only for several queries (where it is
             not ours). A single row would need none, but its shapes would never repeat.
-        packed_views: products with packed keys and values take views of them;
-            where not, the columns that are read are copied, still packed.
+        unpacks: packed keys and values are unpacked for attention; CUDA's products
+            with packed ones take no views, and few of the shapes that attention has.
         flattens: products with packed weights take rows and positions at once.
         joins: products of one input by several layers are computed as one.
         kernels: products of few rows, attention of few queries, prompt lookup, and
@@ -55,7 +55,7 @@ class BackendDefaults:
     new_shape_seconds: float = 0.0
     compile_after: int | None = None
     pairs: bool = False
-    packed_views: bool = True
+    unpacks: bool = False
     flattens: bool = False
     joins: bool = False
     kernels: bool = False
@@ -91,7 +91,7 @@ _DEFAULTS = {
             new_shape_seconds=0.04,
             compile_after=1,
             pairs=True,
-            packed_views=False,
+            unpacks=True,
             flattens=True,
             joins=True,
             kernels=True,

@@ -30,8 +30,8 @@ from specdec.sequence import Request
 from specdec.sequence import Sequence as TokenSequence
 
 # Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
-# compiled forwards, a spare token in plain steps of two rows or more, packed columns
-# copied for attention.
+# compiled forwards, a spare token in plain steps of two rows or more, packed keys
+# and values unpacked for attention.
 AT_ONCE = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
 BEHIND = BackendDefaults(
     "cuda",
@@ -40,7 +40,7 @@ BEHIND = BackendDefaults(
     lookahead=1,
     compile_after=1,
     pairs=True,
-    packed_views=False,
+    unpacks=True,
 )
 
 

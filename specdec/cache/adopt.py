@@ -57,7 +57,7 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity, in the type of the
             scores (faster on a GPU), in place of boolean ones; not for a model of
             which :func:`reads_boolean_masks` is true.
-        packed_views: see :class:`~specdec.cache.core.CacheCore`.
+        unpacks: see :class:`~specdec.cache.core.CacheCore`.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -71,7 +71,7 @@ class CacheOptions:
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
     additive_mask: bool = False
-    packed_views: bool | None = None
+    unpacks: bool | None = None
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
@@ -239,7 +239,7 @@ def adopt_caches(
         "max_length": options.max_length,
         "read_bucket": options.read_bucket,
         "additive_mask": options.additive_mask,
-        "packed_views": options.packed_views,
+        "unpacks": options.unpacks,
         "memo": Memo() if memo is None else memo,
     }
     return [_make(cache, batch_size, options, settings) for cache in caches]
@@ -288,7 +288,7 @@ def _like(cache: Any, other: Any) -> Any:
     if isinstance(cache, BatchCacheList):
         return BatchCacheList(*map(_like, cache.caches, other.caches))
     if isinstance(cache, Dense) and isinstance(other, Quantized):
-        return cache.to_quantized(group_size=other.group_size, bits=other.bits)
+        return cache.to_quantized(**other.packing)
     return cache
 
 

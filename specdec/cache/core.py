@@ -37,7 +37,7 @@ class Settings(TypedDict, total=False):
     max_length: int | None
     read_bucket: int
     additive_mask: bool
-    packed_views: bool | None
+    unpacks: bool | None
     memo: Memo | None
 
 
@@ -64,9 +64,9 @@ class CacheCore:
             this, so that shapes repeat; 1 hands over exactly what is held.
         additive_mask: make masks additive (faster on a GPU), not boolean as
             mlx-lm's caches do and some of its models rely on.
-        packed_views: hand attention views of packed keys and values, not copies of
-            the columns that it reads (dense ones are always views); ``None``: as
-            the backend's packed products take them.
+        unpacks: hand attention dense keys and values where packed ones are stored,
+            made anew from the columns that it reads; ``None``: as the backend's
+            products with packed ones ask for it.
         memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -84,7 +84,7 @@ class CacheCore:
         max_length: int | None = None,
         read_bucket: int = 1,
         additive_mask: bool = False,
-        packed_views: bool | None = None,
+        unpacks: bool | None = None,
         memo: Memo | None = None,
         options: Options | None = None,
     ):
@@ -97,16 +97,16 @@ class CacheCore:
         self.max_length = max_length
         self.read_bucket = read_bucket
         self.additive_mask = additive_mask
-        if packed_views is None:
-            packed_views = defaults().packed_views
-        self.packed_views = packed_views
+        if unpacks is None:
+            unpacks = defaults().unpacks
+        self.unpacks = unpacks
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
             "max_length": max_length,
             "read_bucket": read_bucket,
             "additive_mask": additive_mask,
-            "packed_views": packed_views,
+            "unpacks": unpacks,
         }
         self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
@@ -139,6 +139,11 @@ class CacheCore:
     def nbytes(self) -> int:
         """Bytes allocated."""
         return self._storage.nbytes
+
+    @property
+    def unpacked_nbytes(self) -> int:
+        """Bytes that attention is handed of all slots beside what is stored."""
+        return 0
 
     def empty(self) -> bool:
         """Whether nothing is allocated: never written, or no rows left."""
@@ -209,7 +214,8 @@ class CacheCore:
 
         Returns:
             Keys and values of ``extent`` columns, (B, kv_heads, extent, head_dim);
-            for a quantized cache, triples (packed, scales, biases).
+            for a quantized cache, triples (packed, scales, biases), unless it
+            unpacks them.
 
         Raises:
             CacheError: the rows do not fit ``max_length`` or the ring.

@@ -211,10 +211,11 @@ class BatchQuantizedKVCache(Quantized, _Linear):
         return cls(1, bits=cache.bits, group_size=cache.group_size)
 
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
-        made = self.single(group_size=self.group_size, bits=self.bits)
+        codec = self._codec()
+        made = self.single(group_size=codec.group_size, bits=codec.bits)
         if arrays is not None:
-            keys, values = self._storage.codec.present(arrays)
-            made.state = (keys, values, length, self.group_size, self.bits)
+            keys, values = codec.present(arrays)
+            made.state = (keys, values, length, codec.group_size, codec.bits)
         return made
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from typing import Any, ClassVar, Self
 
-import mlx.core as mx
-
 from ..errors import CacheError
 from .batch import BatchCache
 from .storage import QuantizedCodec
@@ -38,8 +36,21 @@ class Quantized(BatchCache):
         return codec
 
     @property
+    def packing(self) -> dict[str, int]:
+        """How keys and values are packed: ``bits`` and ``group_size``."""
+        return self._codec().options
+
+    @property
     def bits(self) -> int:
-        """Bits per stored key or value element."""
+        """Bits per stored key or value element.
+
+        By this attribute mlx-lm's attention knows a cache that hands it packed ones.
+
+        Raises:
+            AttributeError: this one hands it dense ones; see :attr:`packing`.
+        """
+        if self.unpacks:
+            raise AttributeError(f"this {type(self).__name__} hands dense keys out")
         return self._codec().bits
 
     @property
@@ -47,15 +58,25 @@ class Quantized(BatchCache):
         """Elements that share one scale and bias."""
         return self._codec().group_size
 
+    @property
+    def unpacked_nbytes(self) -> int:
+        """Dense keys and values of all slots, where they are unpacked."""
+        if not self.unpacks or self._storage.arrays is None:
+            return 0
+        keys, values = self._storage.codec.present(self._storage.arrays)
+        elements = (keys[0].nbytes + values[0].nbytes) * 8 // self._codec().bits
+        return int(elements * keys[1].itemsize)
+
     def _read(self, extent: int) -> tuple[Any, Any]:
         keys, values = super()._read(extent)
-        if self.packed_views:
+        if not self.unpacks:
             return keys, values
-        return tuple(map(mx.contiguous, keys)), tuple(map(mx.contiguous, values))
+        codec = self._codec()
+        return codec.unpack(keys), codec.unpack(values)
 
     def _matching(self, other: BatchCache) -> Self:
         if isinstance(other, Dense) and isinstance(self, other.quantized):
-            converted: Self = other.to_quantized(self.group_size, self.bits)
+            converted: Self = other.to_quantized(**self.packing)
             return converted
         return super()._matching(other)
 

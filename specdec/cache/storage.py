@@ -99,6 +99,13 @@ class QuantizedCodec:
     def _quantize(self, x: mx.array) -> Arrays:
         return tuple(mx.quantize(x, group_size=self.group_size, bits=self.bits))
 
+    def unpack(self, packed: Arrays) -> mx.array:
+        """Dense keys, or values, of a packed array, its scales and its biases."""
+        array, scales, biases = packed
+        return mx.dequantize(
+            array, scales, biases, group_size=self.group_size, bits=self.bits
+        )
+
     def present(self, arrays: Arrays) -> tuple[Any, Any]:
         return arrays[:3], arrays[3:]
 

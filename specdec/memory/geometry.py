@@ -19,12 +19,15 @@ class CacheGeometry:
             chunk; ``None``: everything.
         keep: first tokens that a ring never drops.
         packed: whether keys and values are quantized.
+        unpacked_bytes: of the same token, where packed keys and values are unpacked
+            for attention; else 0.
     """
 
     slot_bytes: int
     window: int | None = None
     keep: int = 0
     packed: bool = False
+    unpacked_bytes: int = 0
 
     def slots(self, length: int, *, max_length: int | None, max_write: int) -> int:
         """Slots per row, see :func:`~specdec.memory.capacity.cache_slots`."""
@@ -126,8 +129,8 @@ class ModelGeometry:
           queries (rotated, scaled, transposed, the output of attention);
         - eight residual streams in float32: norms compute in it;
         - a score for each head and column, and masks: up to four bytes a column;
-        - a copy of the packed keys and values of one layer, which the CPU's
-          kernel wants contiguous;
+        - a copy of the packed keys and values of one layer, which kernels want
+          contiguous, and dense ones where they are unpacked;
         - what latent attention unfolds.
 
         Args:
@@ -145,5 +148,6 @@ class ModelGeometry:
             + 4 * columns
         )
         per_column = self.elem_bytes * self.expanded_width
-        per_column += max((c.slot_bytes for c in self.caches if c.packed), default=0)
+        packed = [c for c in self.caches if c.packed]
+        per_column += max((c.slot_bytes + c.unpacked_bytes for c in packed), default=0)
         return rows * (tokens * per_token + columns * per_column)

@@ -96,12 +96,13 @@ def _caches(
 
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:
-    ring = isinstance(cache, RingCache)
+    ring, slots = isinstance(cache, RingCache), cache.capacity
     return CacheGeometry(
-        slot_bytes=cache.nbytes // cache.capacity if cache.capacity else 0,
+        slot_bytes=cache.nbytes // slots if slots else 0,
         window=cache.window if isinstance(cache, RingCache) else None,
         keep=cache.keep if ring else 0,  # type: ignore[attr-defined]
-        packed=hasattr(cache, "bits"),
+        packed=hasattr(cache, "packing"),
+        unpacked_bytes=cache.unpacked_nbytes // slots if slots else 0,
     )
 
 

@@ -159,7 +159,7 @@ class History:
         settings: dict[str, Any] = {
             "read_bucket": choices.integer(1, 3),
             "additive_mask": choices.integer(0, 1) == 1,
-            "packed_views": choices.integer(0, 1) == 1,
+            "unpacks": choices.integer(0, 1) == 1,
         }
         if kind.window is not None:
             settings["max_write"] = max_write
@@ -335,7 +335,7 @@ class History:
         size: int,
         lengths: list[int],
     ) -> None:
-        if self.kind.bits is not None:
+        if isinstance(values, tuple):
             packed, scales, biases = values
             values = mx.dequantize(
                 packed, scales, biases, group_size=GROUP, bits=self.kind.bits

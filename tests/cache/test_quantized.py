@@ -38,12 +38,14 @@ def attend(cache: Any, x: mx.array, queries: mx.array) -> mx.array:
     return output
 
 
-def dense(kind: str, rows: int = 2) -> Any:
+def dense(kind: str, rows: int = 2, *, unpacks: bool = False) -> Any:
     if kind == "linear":
-        return BatchKVCache(rows)
+        return BatchKVCache(rows, unpacks=unpacks)
     if kind == "ring":
-        return BatchRotatingKVCache(rows, max_size=16, keep=2, max_write=4)
-    return BatchChunkedKVCache(rows, chunk_size=16, max_write=4)
+        return BatchRotatingKVCache(
+            rows, max_size=16, keep=2, max_write=4, unpacks=unpacks
+        )
+    return BatchChunkedKVCache(rows, chunk_size=16, max_write=4, unpacks=unpacks)
 
 
 @pytest.mark.parametrize(
@@ -103,6 +105,53 @@ def test_attention_makes_no_dequantized_copy(queries: int) -> None:
     packed = 2 * one_side * 4.5 / 16
     assert packed + 4 * scores < one_side or queries > 1
     assert mx.get_peak_memory() - before < 1.05 * packed + 4 * scores
+
+
+@pytest.mark.parametrize("layout", ["linear", "ring", "chunked"])
+@pytest.mark.parametrize("queries", [1, 3])
+def test_what_is_unpacked_is_what_is_stored(layout: str, queries: int) -> None:
+    """Where products with packed keys are few (CUDA), attention gets dense ones."""
+    x = tokens(2, 6)
+    packed, unpacking = (
+        dense(layout, 2, unpacks=unpacks).to_quantized(group_size=32, bits=4)
+        for unpacks in (False, True)
+    )
+    for cache in (packed, unpacking):
+        cache.update_and_fetch(x, -x)
+        cache.trim_per_sequence([0, 1])
+    q, new = mx.ones((2, 4, queries, x.shape[-1])), tokens(2, queries)
+    outputs = []
+    for cache in (packed, unpacking):
+        mask: Any = cache.make_mask(queries)
+        k, v = cache.update_and_fetch(new, -new)
+        outputs.append(
+            scaled_dot_product_attention(
+                q[...], k, v, cache=cache, scale=0.1, mask=mask
+            )
+        )
+    kept = packed.keys_and_values()
+    for read, stored in zip(unpacking.keys_and_values(), kept, strict=True):
+        array, scales, biases = stored
+        exact = mx.dequantize(array, scales, biases, group_size=32, bits=4)
+        assert mx.array_equal(read, exact)
+    assert mx.allclose(outputs[0], outputs[1], atol=1e-5)
+    assert unpacking.packing == packed.packing == {"bits": 4, "group_size": 32}
+    assert (packed.bits, hasattr(unpacking, "bits")) == (4, False)
+    assert unpacking.unpacked_nbytes == 2 * 2 * HEADS * DIM * unpacking.capacity * 4
+    assert packed.unpacked_nbytes == 0
+
+
+def test_unpacked_keys_go_with_attention_sinks() -> None:
+    """mlx-lm refuses sinks where keys are packed."""
+    cache = BatchQuantizedKVCache(1, bits=8, group_size=32, unpacks=True)
+    x = tokens(1, 4)
+    k, v = cache.update_and_fetch(x, x)
+    heads = k.shape[1]
+    queries = mx.ones((1, heads, 1, x.shape[-1]))
+    out = scaled_dot_product_attention(
+        queries, k, v, cache=cache, scale=1.0, mask=None, sinks=mx.zeros((heads,))
+    )
+    assert out.shape == queries.shape
 
 
 def test_linear_exchange_with_mlx_lm() -> None:
