@@ -219,10 +219,12 @@ class RowBatch:
     def _choose_k(self) -> int:
         if self._draft.coming or not self.num_draft_tokens:
             return self._pacer.defer()
-        if self._pacer.rests(len(self.rows)):
+        if (held := self._pacer.held(len(self.rows))) == 0:
             return 0
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
+        if held is not None and held <= most:
+            return held
         room = [n for n in self._row_limits(most) if n >= 0]
         left = {s.number: s.remaining for s in unfinished}
         remaining = sum(left.values()) / len(room)

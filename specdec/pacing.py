@@ -87,13 +87,16 @@ class Pacer:
         """
         self._pending[-1] = replace(self._pending[-1], looks=True)
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether the next round of so many rows is plain, with nothing to ask."""
-        if self._fresh or any(p.num_draft_tokens for p in self._pending):
-            return False
-        rests = self._length.rests(num_rows)
-        self._forced = self._forced and not rests
-        return rests
+    def held(self, num_rows: int) -> int | None:
+        """k of the next round of so many rows, if nothing is to be asked.
+
+        For a round that drafts rows need room: else it is to be chosen.
+        """
+        held = None if self._fresh else self._length.held(num_rows)
+        if held is None or any(p.num_draft_tokens != held for p in self._pending):
+            return None
+        self._forced = False
+        return held
 
     def choose(
         self,

@@ -17,9 +17,9 @@ class Script:
         choose: Callable[[int], int],
         *,
         may_pay: bool = True,
-        rests: Callable[[int], bool] = lambda number: False,
+        held: Callable[[int], int | None] = lambda number: None,
     ):
-        self._choose, self._may_pay, self._rests = choose, may_pay, rests
+        self._choose, self._may_pay, self._held = choose, may_pay, held
         self.outcomes: list[RoundOutcome] = []
         self.states: list[BatchState] = []
         self.asked: list[BatchState] = []
@@ -31,8 +31,8 @@ class Script:
         self.asked.append(state)
         return self._may_pay
 
-    def rests(self, num_rows: int) -> bool:
-        return self._rests(len(self.outcomes))
+    def held(self, num_rows: int) -> int | None:
+        return self._held(len(self.outcomes))
 
     def choose(self, state: BatchState) -> int:
         self.states.append(state)

@@ -314,16 +314,20 @@ def test_a_rounds_time_begins_with_the_read_before_it() -> None:
 
 
 def test_a_rest_is_not_asked_about() -> None:
-    """But for a batch's first round, and behind one that drafts and is not read."""
-    script = Script(lambda number: 2, rests=lambda number: True)
+    """But for a batch's first round, and behind one of another k that is not read."""
+    script = Script(lambda number: 2, held=lambda number: 3 if number > 1 else 0)
     pacer = Pacer(script, count().__next__)
-    assert not pacer.rests(1)
+    assert pacer.held(1) is None
     pacer.begin(pacer.choose(1, [8], 9.0), (2,))
-    assert not pacer.rests(1)
+    assert pacer.held(1) is None
     pacer.read([1])
-    assert pacer.rests(1)
+    assert pacer.held(1) == 0
     pacer.begin(0, (0,))
-    assert pacer.rests(1)
+    assert pacer.held(1) == 0
+    pacer.read([1])
+    assert pacer.held(1) == 3
+    pacer.begin(3, (3,))
+    assert pacer.held(1) == 3
     assert len(script.states) == 1
 
 

@@ -187,8 +187,8 @@ class _GuardedLength:
     def may_pay(self, state: BatchState) -> bool:
         return self._guard.error is None and self._length.may_pay(state)
 
-    def rests(self, num_rows: int) -> bool:
-        return self._guard.error is not None or self._length.rests(num_rows)
+    def held(self, num_rows: int) -> int | None:
+        return 0 if self._guard.error is not None else self._length.held(num_rows)
 
     def choose(self, state: BatchState) -> int:
         return 0 if self._guard.error is not None else self._length.choose(state)

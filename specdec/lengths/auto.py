@@ -11,7 +11,7 @@ from .credit import MOST_CHARGE, Credit, Hope
 from .deadline import Deadline
 from .ladder import LADDER, Ladder
 from .peeks import Peeked
-from .rest import Rest
+from .rest import Rest, worth_resting
 from .rows import RowAcceptance, rounds_left
 
 # What is tried must promise this much more, in case it is this many standard
@@ -24,9 +24,6 @@ FIRST_PLAIN = 1
 # rounds overlap, those are timed that lie between others of their kind, and none while
 # new shapes are got ready for.
 TIMED, BURST = 2, 6
-# Behind so many plain rounds in a row the next ones are taken so many at a time: to
-# think about each takes longer than there is to gain.
-CALM, REST = 16, 8
 
 
 class AutoLength:
@@ -78,8 +75,8 @@ class AutoLength:
         self._best_known = 0
         self._run = (0, BURST, TIMED)
         self._rest = Rest()
-        # Whether the last thought came to a plain round.
-        self._plain_thought = False
+        # What the last thought came to, behind the last rest.
+        self._thought: int | None = None
         # The k that a drafter may begin late for, and whether that is a try; what is to
         # follow then.
         self._wanted, self._promised = (0, False), 0
@@ -119,19 +116,20 @@ class AutoLength:
                     return True
         return False
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether plain rounds follow each other, and the next one is another."""
-        return self._rest.covers(num_rows)
+    def held(self, num_rows: int) -> int | None:
+        """k, where rounds of one follow each other and the next one is another."""
+        return self._rest.held(num_rows)
 
     def choose(self, state: BatchState) -> int:
         """k of the next round."""
         if state.fresh:
             self._begin_batch()
-        if self.rests(state.num_rows) and not any(state.in_flight):
-            return 0
+        held = self.held(state.num_rows)
+        fits = not held or (state.begun and held <= max(state.room))
+        if held is not None and fits and all(k == held for k in state.in_flight):
+            return held
         self._learn_rested()  # it counts where rows left or joined meanwhile
-        k = self._think(state)
-        self._plain_thought = k == 0
+        k = self._thought = self._think(state)
         if not state.begun:
             self._wanted = (k, k != self._best_known)
         return k
@@ -282,9 +280,7 @@ class AutoLength:
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn what a round cost and what its rows accepted."""
-        if self._rest.add(outcome):
-            return
-        if self._learn_rested() is outcome:
+        if self._rest.add(outcome) or self._learn_rested() is outcome:
             return
         self._spend(outcome)
         num_rows, k = outcome.num_rows, outcome.num_draft_tokens
@@ -293,10 +289,11 @@ class AutoLength:
         self.costs.meet(num_rows, k)
         self._settle(outcome, extra, learnt)
         self._charge(outcome)
-        calm = self._run[1] >= CALM and self._run[0] == self._best_known == 0
-        if calm and self._plain_thought:
-            self._plain_thought = False
-            self._rest.begin(REST, num_rows)
+        if self._thought == k == self._best_known and (
+            rounds := worth_resting(k, self._run[1], self.costs.plain_seconds(num_rows))
+        ):
+            self._thought = None
+            self._rest.begin(rounds, num_rows, k)
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)
@@ -306,18 +303,27 @@ class AutoLength:
         rested = self._rest.take()
         if not rested:
             return None
+        num_rows, k = rested[0].num_rows, rested[0].num_draft_tokens
         for outcome in rested:
             self._spend(outcome)
-            self._see(outcome.peeked)
-            self._credit.earn(1)
+            self._learn_of_rows(outcome)
+            self._credit.earn(self.costs.relative(num_rows, k)[0])
         timed = sorted(o.seconds for o in rested if o.seconds is not None)
         self.costs.pass_by(len(rested) - bool(timed))
         if timed:
-            self.costs.observe(rested[0].num_rows, 0, timed[len(timed) // 2])
+            self.costs.observe(num_rows, k, timed[len(timed) // 2])
         return rested[-1]
 
     def _learn(self, outcome: RoundOutcome) -> bool:
         """What its rows accepted, and what it cost; whether that is known."""
+        self._learn_of_rows(outcome)
+        if outcome.seconds is None:
+            return False
+        n, k, undrafted = outcome.num_rows, outcome.num_draft_tokens, outcome.undrafted
+        return self.costs.observe(n, k, outcome.seconds, undrafted=undrafted)
+
+    def _learn_of_rows(self, outcome: RoundOutcome) -> None:
+        """What its rows accepted, or would have."""
         k = outcome.num_draft_tokens
         if outcome.rows:
             survival = self.acceptance.survival(k)
@@ -326,10 +332,6 @@ class AutoLength:
             self.acceptance.observe(outcome.accepted)
         else:
             self._see(outcome.peeked)
-        if outcome.seconds is None:
-            return False
-        n, undrafted = outcome.num_rows, outcome.undrafted
-        return self.costs.observe(n, k, outcome.seconds, undrafted=undrafted)
 
     def _see(self, peeked: Peeked) -> None:
         """What a plain round's rows would have accepted, where that was looked at."""

@@ -88,10 +88,10 @@ class DraftLength(Protocol):
             state: of those rows; the drafter missed their prompts.
         """
 
-    def rests(self, num_rows: int) -> bool:
-        """Whether a round of so many rows is plain, so that nothing is to be asked.
+    def held(self, num_rows: int) -> int | None:
+        """k of a round of so many rows where nothing is to be asked; else ``None``.
 
-        Not of a batch's first round, nor behind one that drafts and is not read.
+        Not of a batch's first round, nor behind one of another k that is not read.
         """
 
     def choose(self, state: BatchState) -> int:
@@ -118,9 +118,9 @@ class FixedLength:
         """It is what was asked for."""
         return True
 
-    def rests(self, num_rows: int) -> bool:
-        """Never: it is always the same."""
-        return False
+    def held(self, num_rows: int) -> int | None:
+        """Nothing: to ask takes no time."""
+        return None
 
     def choose(self, state: BatchState) -> int:
         """k."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 
@@ -17,8 +18,9 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.lengths.auto import BURST, REST, TIMED
+from specdec.lengths.auto import BURST, TIMED
 from specdec.lengths.credit import EXPLORE, Credit
+from specdec.lengths.rest import HOLD, REST
 from tests.lengths.simulation import Costs, Simulation
 
 
@@ -228,7 +230,7 @@ def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried(
     length = length_of(cost)
     state = BatchState(1, [8], 1000)
     for _ in range(200):
-        if length.rests(1):
+        if length.held(1) is not None:
             break
         observe(length, cost, length.choose(state), 0, 1)
     assert length._credit.left < -3 * REST * EXPLORE
@@ -253,6 +255,82 @@ def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried(
     thoughts = 0
     length.choose(replace(state, num_rows=2, room=[8, 8]))
     assert thoughts == 1
+
+
+def thoughts_of(length: AutoLength) -> list[int]:
+    """What it comes to from now on, one number for each thought."""
+    found: list[int] = []
+    think = length._think
+
+    def noted(state: BatchState) -> int:
+        found.append(think(state))
+        return found[-1]
+
+    length._think = noted  # type: ignore[method-assign]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("step", "least", "most"), [(0.003, 300, 700), (0.1, 1500, 1500)]
+)
+def test_short_rounds_that_draft_are_thought_about_now_and_then(
+    step: float, least: int, most: int
+) -> None:
+    """A thought takes as long, however short the round is; nothing is lost by it."""
+    cost = Costs(step, 0.05, 0.01 * step)
+    simulation = Simulation(cost, lambda number, row: 0.9, lag=1, new_shape=step)
+    forwards = ForwardCosts([cost.measured(1)])
+    length = AutoLength(RoundCosts(forwards, new_shape=step))
+    thoughts = thoughts_of(length)
+    result = simulation.run(length)
+    assert least <= len(thoughts) <= most
+    assert result.rate > 0.95 * simulation.best()[0]
+    # What was read meanwhile is learnt from, each round of it.
+    assert length.acceptance.survival(1)[0] == pytest.approx(0.9, abs=0.15)
+    assert length.costs.rounds > 1480
+
+
+def test_a_draft_that_fails_all_at_once_is_dropped_within_few_rounds() -> None:
+    """Though short rounds are not thought about one by one."""
+    cost = Costs(0.003, 0.2, 0.0001)
+    simulation = Simulation(
+        cost, lambda number, row: 0.9 if number < 500 else 0.0, rounds=600, lag=1
+    )
+    chosen = simulation.auto()[0].chosen
+    assert min(chosen[450:500]) > 0
+    assert chosen[500:].index(0) <= 3 * HOLD
+
+
+def test_what_is_held_needs_room_and_a_draft_that_has_begun() -> None:
+    cost = Costs(0.003, 0.05, 0.0001)
+    length = AutoLength(RoundCosts(ForwardCosts([cost.measured(1)])))
+    state = BatchState(1, [8], 1000)
+    while not length.held(1):
+        k = length.choose(state)
+        observe(length, cost, k, k, 1)
+    held = length.held(1)
+    assert held is not None
+    thoughts = thoughts_of(length)
+    assert length.choose(state) == held
+    assert length.choose(replace(state, in_flight=[held])) == held
+    assert not thoughts
+    assert length.choose(replace(state, room=[held - 1])) <= held - 1
+    assert len(thoughts) == 1
+
+
+@pytest.mark.parametrize(
+    "other", [{"in_flight": [1]}, {"num_rows": 2, "room": [8, 8]}, {"begun": False}]
+)
+def test_what_is_held_is_thought_about_where_something_else_came(
+    other: dict[str, Any],
+) -> None:
+    length = AutoLength(RoundCosts(ForwardCosts([gpu(0.05).measured(1)])))
+    length.observe(RoundOutcome(1, 0, [], 1.0))
+    length._rest.begin(HOLD, 1, 4)
+    thoughts = thoughts_of(length)
+    length.choose(replace(BatchState(1, [8], 1000), **other))
+    assert len(thoughts) == 1
+    assert length.held(1) is None
 
 
 def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:

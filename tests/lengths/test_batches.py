@@ -13,7 +13,7 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.lengths.auto import CALM
+from specdec.lengths.rest import CALM
 
 from .simulation import Costs
 
@@ -61,14 +61,14 @@ def resting(num_rows: int, *, spent: float) -> AutoLength:
     length._credit.left = -5.0
     left = dict.fromkeys(range(num_rows), 100)
     state = BatchState(num_rows, [8] * num_rows, 100.0, 100_000, left=left, begun=False)
-    while not length.rests(num_rows):
+    while length.held(num_rows) is None:
         length.choose(state)
         length.observe(RoundOutcome(num_rows, 0, [], 1.0))
     assert length.choose(state) == 0
     length._deadline._spent = 0.0
     for _ in range(3):
         length.observe(RoundOutcome(num_rows, 0, [], 1.0, spent=spent))
-    assert length.rests(num_rows)
+    assert length.held(num_rows) == 0
     return length
 
 
@@ -79,7 +79,7 @@ def test_a_batch_begins_with_a_thought() -> None:
     length._think = lambda state: thoughts.append(state) or 0  # type: ignore[method-assign,func-returns-value]
     length.choose(BatchState(8, [8] * 8, 100.0, fresh=True))
     assert len(thoughts) == 1
-    assert not length.rests(8)
+    assert length.held(8) is None
 
 
 def test_where_a_row_ends_what_was_rested_through_counts() -> None:
@@ -98,7 +98,7 @@ def test_a_rest_is_taken_in_by_its_median() -> None:
     length = resting(1, spent=0.0)
     for seconds in (1.0, 100.0, 1.0, 1.0, 1.0):
         length.observe(RoundOutcome(1, 0, [], seconds))
-    assert not length.rests(1)
+    assert length.held(1) is None
     assert length.costs.plain_seconds(1) == pytest.approx(1.0, rel=0.02)
 
 

@@ -158,8 +158,8 @@ class Script:
     def may_pay(self, state: BatchState) -> bool:
         return True
 
-    def rests(self, num_rows: int) -> bool:
-        return False
+    def held(self, num_rows: int) -> int | None:
+        return None
 
     def choose(self, state: BatchState) -> int:
         self.number += 1

@@ -139,7 +139,8 @@ def rate(
             # It runs alone, and nobody waits for its place.
             left = {0: tokens - at}
             state = BatchState(1, [8], tokens - at, idle, left=left)
-            k = 0 if length.rests(1) else length.choose(state)
+            held = length.held(1)
+            k = length.choose(state) if held is None else held
         right = 0
         while right < 8 and in_a_burst(at + right):
             right += 1
@@ -197,10 +198,10 @@ def test_a_rest_ends_where_a_draft_would_have_been_right() -> None:
 
 def test_a_rest_ends_with_its_last_round_or_another_kind() -> None:
     rest = Rest()
-    assert not rest.covers(2)
+    assert rest.held(2) is None
     rest.begin(3, 2)
-    assert rest.covers(2)
-    assert not rest.covers(1)
+    assert rest.held(2) == 0
+    assert rest.held(1) is None
     plain = [RoundOutcome(2, 0, [], float(n)) for n in range(3)]
     assert [rest.add(outcome) for outcome in plain] == [True, True, False]
     assert rest.take() == plain
@@ -209,5 +210,5 @@ def test_a_rest_ends_with_its_last_round_or_another_kind() -> None:
     rest.add(plain[0])
     other = RoundOutcome(2, 1, [(1, 0)] * 2)
     assert not rest.add(other)
-    assert not rest.covers(2)
+    assert rest.held(2) is None
     assert rest.take() == plain[:1]
