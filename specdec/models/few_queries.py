@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 # and heads of these sizes, with up to so many keys (``None``: any number). Of the
 # widest, more take longer than MLX's operations (benchmarks/results/attention-h200.md).
 MOST_TOKENS = 16
-MOST_COLUMNS: dict[int, int | None] = {64: None, 128: None, 256: 768}
+MOST_COLUMNS: dict[int, int | None] = {64: None, 128: None, 256: 2048}
 # Warps of a block; queries of a tile, and keys that a warp takes at a time: what a
 # tensor core's products take. Keys that a block goes through at most: blocks share
 # those of a longer row, and what they found is brought together by a second kernel.
