@@ -119,13 +119,10 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
 
 
 def _compact(raw: dict[str, Any]) -> str:
-    """Indented JSON, with lists of plain numbers on one line."""
+    """Indented JSON, with lists of plain numbers, and lists of these, on one line."""
     text = json.dumps(raw, indent=1, ensure_ascii=False)
-    return (
-        re.sub(
-            r"\[[\s\d.,eE+-]*\]",
-            lambda found: re.sub(r"\s+", " ", found.group()),
-            text,
-        )
-        + "\n"
-    )
+
+    def on_one_line(found: re.Match[str]) -> str:
+        return re.sub(r"(?<=\[) | (?=\])", "", re.sub(r"\s+", " ", found.group()))
+
+    return re.sub(r"\[[\s\d.,eE+\[\]-]*\]", on_one_line, text) + "\n"
