@@ -10,6 +10,7 @@ import traceback
 import click
 
 from ..errors import ConfigError, SpecdecError
+from .unknown import describe_unknown
 
 DEBUG = "SPECDEC_DEBUG"
 
@@ -88,7 +89,11 @@ def debugging() -> bool:
 def _describe(error: Exception) -> tuple[str, int]:
     if isinstance(error, click.UsageError):
         command = error.ctx.command_path if error.ctx else "specdec"
-        message = error.format_message() + _stray(error)
+        message = (
+            describe_unknown(error)
+            if isinstance(error, click.NoSuchOption)
+            else error.format_message() + _stray(error)
+        )
         return f"{message} (see: {command} --help)", USAGE
     if isinstance(error, click.ClickException):
         return error.format_message(), error.exit_code
