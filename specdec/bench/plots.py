@@ -18,7 +18,9 @@ from .plot_style import (
     panels,
 )
 
-MISSING = "no plots without matplotlib: pip install matplotlib"
+MISSING = "no new plots without matplotlib: pip install matplotlib"
+#: Of the plots, in the order of the report: their files are called so.
+NAMES = ("speedup", "acceptance", "round")
 
 #: Part of a round: its colour, and what the legend calls it.
 SHOWN_PARTS = {
@@ -46,12 +48,12 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
     except ImportError:
         return None
     drawn = []
-    draws: dict[str, tuple[Draw, Size]] = {
-        "speedup": (plot_speedup.draw, plot_speedup.size),
-        "acceptance": (_acceptance, lambda f: panel_size(len(_longest(f)))),
-        "round": (_round, lambda f: (8.0, 2.0 + 0.36 * len(_profiled(f)))),
-    }
-    for name, (draw, size) in draws.items():
+    draws: tuple[tuple[Draw, Size], ...] = (
+        (plot_speedup.draw, plot_speedup.size),
+        (_acceptance, lambda f: panel_size(len(_longest(f)))),
+        (_round, lambda f: (8.0, 2.0 + 0.36 * len(_profiled(f)))),
+    )
+    for name, (draw, size) in zip(NAMES, draws, strict=True):
         with rc_context(STYLE):  # type: ignore[arg-type]
             figure = Figure(figsize=size(figures))
             FigureCanvasAgg(figure)

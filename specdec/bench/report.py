@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import statistics
 from collections.abc import Sequence
 from dataclasses import replace
@@ -10,7 +11,7 @@ from pathlib import Path
 from ..names import DEFAULT_TARGET, short
 from .figures import CellFigures, Figures
 from .machine import place
-from .plots import draw_all
+from .plots import NAMES, draw_all
 from .raw import Results
 from .sections import sections
 from .waves import Record
@@ -21,8 +22,10 @@ FILE = "report.md"
 def write_report(folder: Path) -> tuple[Path, bool]:
     """Write the report, and its plots where matplotlib is installed.
 
+    Where it is not, plots that lie in the folder already are kept in the report.
+
     Returns:
-        The report's file, and whether there are plots.
+        The report's file, and whether plots were drawn.
 
     Raises:
         ConfigError: there are no results in the folder.
@@ -30,8 +33,21 @@ def write_report(folder: Path) -> tuple[Path, bool]:
     figures = Figures(Results.read(folder))
     drawn = draw_all(figures, folder)
     file = folder / FILE
-    file.write_text(report(figures, drawn or []), "utf-8")
+    plots = _earlier_plots(file) if drawn is None else drawn
+    file.write_text(report(figures, plots), "utf-8")
     return file, drawn is not None
+
+
+def _earlier_plots(file: Path) -> list[tuple[str, str]]:
+    """Plots beside the report: what each shows, as far as it said so, and its file."""
+    text = file.read_text("utf-8", errors="replace") if file.is_file() else ""
+    titles = {png: title for title, png in re.findall(r"(?m)^!\[(.*)\]\((.*)\)$", text)}
+    plots = [f"{name}.png" for name in NAMES]
+    return [
+        (titles.get(png, Path(png).stem), png)
+        for png in plots
+        if (file.parent / png).is_file()
+    ]
 
 
 def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:

@@ -291,6 +291,32 @@ def test_without_matplotlib_the_report_is_there(
     assert "![" not in (tmp_path / "report.md").read_text("utf-8")
 
 
+def test_without_matplotlib_the_plots_that_are_there_stay_in_the_report(
+    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Links dropped, or to a file that is not there; titles that are forgotten."""
+    pytest.importorskip("matplotlib")
+    (tmp_path / "raw.jsonl").write_bytes((whole / "raw.jsonl").read_bytes())
+    file, _ = write_report(tmp_path)
+    drawn = file.read_text("utf-8")
+    assert all(
+        f"]({name}.png)\n" in drawn for name in ("speedup", "acceptance", "round")
+    )
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert write_report(tmp_path) == (file, False)
+    assert file.read_text("utf-8") == drawn
+    (tmp_path / "round.png").unlink()
+    write_report(tmp_path)
+    kept = file.read_text("utf-8")
+    assert "(round.png)" not in kept
+    assert drawn.startswith(kept.partition("(acceptance.png)")[0])
+    # Nothing says what they show any more.
+    file.unlink()
+    write_report(tmp_path)
+    links = [x for x in file.read_text("utf-8").splitlines() if x.startswith("![")]
+    assert links == ["![speedup](speedup.png)", "![acceptance](acceptance.png)"]
+
+
 def test_two_runs_are_compared(whole: Path, tiny: Tiny, tmp_path: Path) -> None:
     other = tmp_path / "other"
     run(tiny("batch=2", "max_tokens=8", "mlx_lm=false", "profile_rounds=0"), other)
