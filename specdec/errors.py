@@ -3,7 +3,8 @@
     SpecdecError
     ├── ConfigError            an option has a value that cannot work (also a ValueError)
     ├── PromptError            a prompt, or a prompt file, cannot be used (also a ValueError)
-    │   └── PromptFileError        no file is there under its path (also a ConfigError)
+    │   └── PromptFileError        a file of prompts or text is not there, or not as it must
+    │                              be (also a ConfigError)
     ├── ModelError
     │   ├── ModelNotFoundError     no model under that name
     │   │   └── ModelNameError         nor can there be one: misspelt (also a ConfigError)
@@ -49,7 +50,11 @@ class PromptError(SpecdecError, ValueError):
 
 
 class PromptFileError(ConfigError, PromptError):
-    """There is no prompt file, or text file, under the given path."""
+    """A file of prompts or of text is not there, or is not as it must be.
+
+    That is told from the file alone. What only a model can tell of a prompt, such as
+    that it is longer than the context, is a :class:`PromptError`.
+    """
 
 
 class ModelError(SpecdecError):

@@ -161,22 +161,21 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     A line like that behind a first line of plain text is refused.
 
     Raises:
-        PromptFileError: there is no such file.
-        PromptError: the file cannot be read, holds no prompt, or has a line
-            that is not what was expected (named).
+        PromptFileError: there is no such file, it cannot be read, holds no prompt,
+            or has a line that is not what was expected (named).
     """
     name = _name(path)
     # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
     lines = re.split(r"\r\n?|\n", read_text(path))
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
-        raise PromptError(f"{name}: no prompts in it: give one on each line")
+        raise PromptFileError(f"{name}: no prompts in it: give one on each line")
     json_lines = Path(path).suffix.lower() in {".jsonl", ".ndjson", ".json"}
     if json_lines or _is_json_object(numbered[0][1]):
         return [_record_of(line, f"{name}:{n}") for n, line in numbered]
     for n, line in numbered:
         if _is_json_object(line, _PROMPT_KEYS):
-            raise PromptError(
+            raise PromptFileError(
                 f"{name}:{n}: a JSON line in a file that began as plain text: "
                 "make every line JSON, or none"
             )
@@ -187,8 +186,7 @@ def read_text(path: str | Path) -> str:
     """Read a UTF-8 file, or standard input for ``-``.
 
     Raises:
-        PromptFileError: there is no such file.
-        PromptError: it cannot be read, or is not UTF-8.
+        PromptFileError: there is no such file, it cannot be read, or is not UTF-8.
     """
     name = _name(path)
     data = _read(path, name)
@@ -196,7 +194,7 @@ def read_text(path: str | Path) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         line = len(re.split(rb"\r\n?|\n", data[: error.start]))
-        raise PromptError(
+        raise PromptFileError(
             f"{name}:{line}: not UTF-8 text (byte 0x{data[error.start]:02x}): "
             "save the file as UTF-8"
         ) from error
@@ -294,7 +292,7 @@ def _read(path: str | Path, name: str) -> bytes:
     except IsADirectoryError as error:
         raise PromptFileError(f"{name}: is a folder: name a file in it") from error
     except OSError as error:
-        raise PromptError(f"{name}: cannot be read: {error.strerror}") from error
+        raise PromptFileError(f"{name}: cannot be read: {error.strerror}") from error
 
 
 def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
@@ -311,16 +309,16 @@ def _record_of(line: str, where: str) -> PromptRecord:
     try:
         row = json.loads(line)
     except ValueError as error:
-        raise PromptError(
+        raise PromptFileError(
             f"{where}: not JSON ({error}): expected {_EXPECTED}"
         ) from error
     key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
     if key is None:
-        raise PromptError(f"{where}: expected {_EXPECTED}, not {_short(row)}")
+        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {_short(row)}")
     try:
         prompt = _prompt_of(key, row[key])
     except PromptError as error:
-        raise PromptError(f'{where}: "{key}": {error}') from error
+        raise PromptFileError(f'{where}: "{key}": {error}') from error
     named = next((row[k] for k in _ID_KEYS if row.get(k) is not None), None)
     return PromptRecord(prompt, where, named)
 

@@ -341,7 +341,7 @@ def test_files_that_cannot_be_used(
     write: Write, content: str | bytes, name: str, message: str
 ) -> None:
     path = write(content, name)
-    with pytest.raises(PromptError) as caught:
+    with pytest.raises(PromptFileError) as caught:
         read_prompts(path)
     assert message in str(caught.value)
     assert str(caught.value).startswith(str(path))
@@ -349,7 +349,6 @@ def test_files_that_cannot_be_used(
 
 
 def test_missing_file_and_folder(tmp_path: Path) -> None:
-    """Wrong usage, which errors of a file's contents are not."""
     with pytest.raises(PromptFileError, match="no such file: check the path"):
         read_prompts(tmp_path / "missing.txt")
     with pytest.raises(PromptFileError, match="is a folder: name a file in it"):
@@ -361,7 +360,7 @@ def test_unreadable_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
         raise PermissionError(13, "Permission denied")
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
-    with pytest.raises(PromptError, match="cannot be read: Permission denied"):
+    with pytest.raises(PromptFileError, match="cannot be read: Permission denied"):
         read_prompts(write("Hi\n"))
 
 
@@ -372,8 +371,8 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     give('{"prompt": "café"}\n'.encode())
     assert read_prompts("-") == ["café"]
     give(b"")
-    with pytest.raises(PromptError, match="standard input: no prompts in it"):
+    with pytest.raises(PromptFileError, match="standard input: no prompts in it"):
         read_prompts("-")
     give(b"\xff")
-    with pytest.raises(PromptError, match="standard input:1: not UTF-8"):
+    with pytest.raises(PromptFileError, match="standard input:1: not UTF-8"):
         read_prompts("-")

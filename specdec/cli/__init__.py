@@ -8,7 +8,7 @@ from typing import Any
 
 import click
 
-from ..errors import ConfigError
+from ..errors import ConfigError, PromptFileError
 from .advise import advise
 from .bench import bench
 from .bench import report as report_command
@@ -37,6 +37,8 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except PromptFileError:
+            raise  # the words in it are the user's, no fields
         except ConfigError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if command is None:

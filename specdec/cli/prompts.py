@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 import click
 
-from ..errors import PromptError, SpecdecError
+from ..errors import PromptFileError, SpecdecError
 from ..prompts import PromptRecord, read_records, read_text
 
 
@@ -18,7 +18,7 @@ def collect(texts: Sequence[str], file: str | None) -> list[PromptRecord]:
 
     Raises:
         click.UsageError: there are none, or standard input is asked for twice.
-        PromptError: see :func:`~specdec.prompts.read_records`.
+        PromptFileError: see :func:`~specdec.prompts.read_records`.
     """
     if not all(text.strip() for text in texts):
         raise click.UsageError("--prompt is empty: give it a text")
@@ -41,7 +41,7 @@ def _typed(text: str) -> PromptRecord:
         return PromptRecord(text)
     text = read_text("-")
     if not text.strip():
-        raise PromptError("standard input: it is empty: give it a prompt")
+        raise PromptFileError("standard input: it is empty: give it a prompt")
     return PromptRecord(text)
 
 

@@ -32,6 +32,9 @@ def files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     Path("latin1.txt").write_bytes("fine\ncafé\n".encode("latin-1"))
     Path("bad.jsonl").write_text('{"prompt": "fine"}\n{"prompt": "no end}\n')
     Path("keys.jsonl").write_text('{"text": "Hi"}\n')
+    Path("turns.jsonl").write_text('{"turns": [3]}\n')
+    Path("words.jsonl").write_text('{"of max_tokens or": "a top_p of it"}\n')
+    Path("mixed.txt").write_text('Hi\n{"prompt": "Hi"}\n')
     Path("good.txt").write_text("Hi\n")
 
 
@@ -96,7 +99,7 @@ MISTAKES = [
     ("run -p Hi --model=", 2, "--target is empty: name a model"),
     ("run -p Hi --draft=", 2, "--draft is empty: name a model"),
     ("run -p Hi --output=", 2, "--output is empty: name a file"),
-    ("run -p -", 1, "standard input: it is empty: give it a prompt"),
+    ("run -p -", 2, "standard input: it is empty: give it a prompt"),
     ("run -p - -p -", 2, "standard input can be read once: give one '-'"),
     ("run -p - --prompts -", 2, "standard input can be read once"),
     ("run -p Hi --draft self:5bit", 2, "draft 'self:5bit' is not known: use self:2"),
@@ -128,11 +131,18 @@ MISTAKES = [
     ("bench --compare folder folder", 2, "folder holds no results: there is no raw"),
     ("report missing", 2, "missing holds no results: there is no raw.jsonl in it"),
     ("cache list missing", 2, "there is no folder missing"),
-    ("run --prompts empty.txt", 1, "empty.txt: no prompts in it"),
-    ("run --prompts latin1.txt", 1, "latin1.txt:2: not UTF-8 text (byte 0xe9)"),
-    ("run --prompts bad.jsonl", 1, "bad.jsonl:2: not JSON"),
-    ("run --prompts keys.jsonl", 1, "keys.jsonl:1: expected one object per line"),
-    ("run", 1, "standard input: no prompts in it"),
+    ("run --prompts empty.txt", 2, "empty.txt: no prompts in it"),
+    ("run --prompts latin1.txt", 2, "latin1.txt:2: not UTF-8 text (byte 0xe9)"),
+    ("run --prompts bad.jsonl", 2, "bad.jsonl:2: not JSON"),
+    ("run --prompts keys.jsonl", 2, "keys.jsonl:1: expected one object per line"),
+    ("run --prompts turns.jsonl", 2, 'turns.jsonl:1: "turns": expected a list of'),
+    ("run --prompts mixed.txt", 2, "mixed.txt:2: a JSON line in a file that began a"),
+    ("advise --draft a/D --prompts keys.jsonl", 2, "keys.jsonl:1: expected one obje"),
+    ("verify --prompts keys.jsonl", 2, "keys.jsonl:1: expected one object per line"),
+    ("tune-layers --prompts keys.jsonl", 2, "keys.jsonl:1: expected one object per l"),
+    ("run", 2, "standard input: no prompts in it"),
+    # Words of a file are not taken for names of options.
+    ("run --prompts words.jsonl", 2, "not {'of max_tokens or': 'a top_p of it'}"),
     ("run -p Hi --draft no-such", 2, "no model at no-such: give a folder, a .gguf"),
     ("run -p Hi --draft no-such.gguf", 2, "no model at no-such.gguf: give a folder"),
     ("run -p Hi --draft Non", 2, "hub id (owner/name); did you mean none?"),
