@@ -113,9 +113,12 @@ def _describe(error: Exception) -> tuple[str, int]:
 
 
 def _stray(error: click.UsageError) -> str:
-    """Where words belong that stand alone, if the command takes prompts."""
+    """Where words belong that stand alone, if the command takes prompts or settings."""
     if error.ctx is None or "unexpected extra argument" not in error.message:
         return ""
+    if error.ctx.params.get("settings"):
+        # Most likely the shell has cut a list at its blanks.
+        return ": put the value of --set in quotes, as in --set 'batch=[1, 8]'"
     options = {name for each in error.ctx.command.params for name in each.opts}
     return ": a prompt goes behind --prompt, in quotes" * ("--prompt" in options)
 

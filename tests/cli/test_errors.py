@@ -128,6 +128,14 @@ MISTAKES = [
     ("convert missing.gguf out", 2, "cannot open missing.gguf: No such file or di"),
     ("convert folder out", 2, "cannot open folder: Is a directory; check the path"),
     ("bench missing.toml", 2, "missing.toml: no such file: check the path"),
+    (
+        "bench acceptance-quick --set batch=[1, 8]",
+        2,
+        "unexpected extra argument (8]): put the value of --set in quotes, as in --set "
+        "'batch=[1, 8]' (see: specdec bench --help)",
+    ),
+    ("bench --set batch=[1, 2, 8] acceptance-quick", 2, ": put the value of --set in"),
+    ("bench a.toml b.toml", 2, "unexpected extra argument (b.toml) (see: specdec b"),
     ("bench --compare folder folder", 2, "folder holds no results: there is no raw"),
     ("report missing", 2, "missing holds no results: there is no raw.jsonl in it"),
     ("cache list missing", 2, "there is no folder missing"),
