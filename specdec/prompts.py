@@ -308,7 +308,7 @@ def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
 def _record_of(line: str, where: str) -> PromptRecord:
     try:
         row = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise PromptFileError(
             f"{where}: not JSON ({error}): expected {_EXPECTED}"
         ) from error

@@ -320,6 +320,7 @@ def test_any_text_survives_json_lines(write: Write, texts: list[str]) -> None:
         ('[\n {"prompt": "a"}\n]\n', "array.json", "one object per line (JSON Lines)"),
         ('[{"prompt": "a"}]', "array.json", "one object per line (JSON Lines)"),
         ('{\n "prompt": "a"\n}\n', "pretty.json", "pretty.json:1: not JSON"),
+        ("[" * 200_000, "deep.jsonl", "deep.jsonl:1: not JSON (maximum recursion"),
         ('{\n "prompt": "a"\n}\n', "p.json", "one object per line (JSON Lines)"),
         ('\n{"text": "a"}\n', "a.jsonl", "a.jsonl:2: expected one object per line"),
         ('\n{"text": "a"}\n', "a.jsonl", ' with one of "prompt", "question", "mess'),
