@@ -223,9 +223,9 @@ class RowBatch:
             return 0
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
-        if held is not None and held <= most:
-            return held
         room = [n for n in self._row_limits(most) if n >= 0]
+        if held and held <= max(room) and not self._draft.waits:
+            return held
         left = {s.number: s.remaining for s in unfinished}
         remaining = sum(left.values()) / len(room)
         known = {} if self.replaced else left

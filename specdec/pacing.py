@@ -90,7 +90,8 @@ class Pacer:
     def held(self, num_rows: int) -> int | None:
         """k of the next round of so many rows, if nothing is to be asked.
 
-        For a round that drafts rows need room: else it is to be chosen.
+        For a round that drafts one of them needs room, and the drafter has to be there:
+        else it is to be chosen.
         """
         held = None if self._fresh else self._length.held(num_rows)
         if held is None or any(p.num_draft_tokens != held for p in self._pending):

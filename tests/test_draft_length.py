@@ -134,6 +134,32 @@ def test_auto_changes_nothing(
     assert len(set(chosen)) >= 3
 
 
+@BACKENDS
+@pytest.mark.parametrize("context", [None, 24])
+def test_what_is_held_is_not_asked_about_and_changes_nothing(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults, context: int | None
+) -> None:
+    """Where a row's end, or the draft's context, leaves less room, it is chosen."""
+    script = Script(lambda number: 3, held=lambda number: 3 if number > 2 else None)
+    params = [SamplingParams(max_tokens=40)]
+    (row,) = run_rows(
+        target,
+        target,
+        [prompts[1][:4]],
+        params,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+        draft_context=context,
+    )
+    assert row.tokens == greedy(target, prompts[1][:4], 40)
+    ks = [o.num_draft_tokens for o in script.outcomes]
+    assert ks.count(3) >= 5
+    assert len(script.states) <= 7  # the first ones, and those with less room
+    assert [o.forced for o in script.outcomes] == [not k for k in ks]
+    assert (0 in ks) is (context is not None)
+
+
 # -- catching up -----------------------------------------------------------
 
 

@@ -124,12 +124,10 @@ class AutoLength:
         """k of the next round."""
         if state.fresh:
             self._begin_batch()
-        held = self.held(state.num_rows)
-        fits = not held or (state.begun and held <= max(state.room))
-        if held is not None and fits and all(k == held for k in state.in_flight):
-            return held
         self._learn_rested()  # it counts where rows left or joined meanwhile
-        k = self._thought = self._think(state)
+        k = self._think(state)
+        # A deadline is looked at in every round that drafts.
+        self._thought = None if k and len(state.left) > 1 else k
         if not state.begun:
             self._wanted = (k, k != self._best_known)
         return k
@@ -289,11 +287,12 @@ class AutoLength:
         self.costs.meet(num_rows, k)
         self._settle(outcome, extra, learnt)
         self._charge(outcome)
-        if self._thought == k == self._best_known and (
-            rounds := worth_resting(k, self._run[1], self.costs.plain_seconds(num_rows))
-        ):
-            self._thought = None
-            self._rest.begin(rounds, num_rows, k)
+        if self._thought == k == self._best_known == self._run[0]:
+            plain = self.costs.plain_seconds(num_rows)
+            if rounds := worth_resting(k, self._run[1], plain):
+                self._thought = None
+                first = self.acceptance.survival(1)[0]
+                self._rest.begin(rounds, num_rows, k, first)
         if self._save is not None and self.costs.rounds >= self._save_at:
             self._save_at = 2 * self.costs.rounds
             self._save(self.costs)

@@ -91,11 +91,12 @@ class DraftLength(Protocol):
     def held(self, num_rows: int) -> int | None:
         """k of a round of so many rows where nothing is to be asked; else ``None``.
 
-        Not of a batch's first round, nor behind one of another k that is not read.
+        It is not for a batch's first round, nor for one behind a round of another k
+        that is not read, nor for rows without room for it.
         """
 
     def choose(self, state: BatchState) -> int:
-        """k of the next round; to ask twice is as to ask once."""
+        """k of the next round, held or not; to ask twice is as to ask once."""
 
     def observe(self, outcome: RoundOutcome) -> None:
         """Learn from a round that was read."""

@@ -14,11 +14,13 @@ from specdec import DrafterError, EngineConfig, SpecDecoder
 from specdec.backend import BackendDefaults
 from specdec.bench.models import token_level
 from specdec.drafters import Drafter, DraftRows, Proposals, Round
+from specdec.drafters.guarded import DraftGuard
 from specdec.observer import RoundObserver
 from specdec.params import VERIFICATIONS, SamplingParams
 from specdec.verification import Verdict
 from tests.drafters.repetitive import BACKENDS, make_prompts
 from tests.plain import greedy, run_rows
+from tests.scripted import Script
 
 LENGTHS = [9, 30, 4, 17, 25, 1, 12, 21]
 
@@ -175,6 +177,16 @@ def test_where_costs_are_measured(
     drafter.calls.clear()
     with pytest.raises(DrafterError, match=r"drafter Failing failed \(KeyError\)"):
         decoder.measure_forwards(1)
+
+
+def test_a_k_that_is_held_ends_with_the_drafter(draft_failures: list[str]) -> None:
+    """Nothing is told any more that would end it."""
+    guard = DraftGuard()
+    length = guard.length(Script(lambda number: 2, held=lambda number: 2))
+    assert length.held(1) == 2
+    guard.fail(ZeroDivisionError("no luck"), Failing())
+    assert length.held(1) == 0
+    draft_failures.pop()
 
 
 class Lengths(RoundObserver):

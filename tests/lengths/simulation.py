@@ -59,6 +59,16 @@ class Costs:
         )
 
 
+def ask(length: DraftLength, state: BatchState) -> int:
+    """k of the next round, as a batch comes to it."""
+    held = None if state.fresh else length.held(state.num_rows)
+    if held is None or held > max(state.room) or (held and not state.begun):
+        return length.choose(state)
+    if any(k != held for k in state.in_flight):
+        return length.choose(state)
+    return held
+
+
 @dataclass
 class Simulation:
     """Rows that decode for ``rounds`` rounds.
@@ -95,7 +105,7 @@ class Simulation:
                 undrafted,
                 [p.num_draft_tokens for p in pending],
             )
-            k = length.choose(state)
+            k = ask(length, state)
             rows = []
             for row in range(self.num_rows):
                 n = 0
@@ -154,4 +164,4 @@ class Result:
     chosen: list[int]
 
 
-__all__ = ["Costs", "Result", "Simulation", "replace"]
+__all__ = ["Costs", "Result", "Simulation", "ask", "replace"]

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
 
 import pytest
 
@@ -17,11 +16,12 @@ from specdec.lengths import (
     Forwards,
     RoundCosts,
     RoundOutcome,
+    rest,
 )
 from specdec.lengths.auto import BURST, TIMED
 from specdec.lengths.credit import EXPLORE, Credit
 from specdec.lengths.rest import HOLD, REST
-from tests.lengths.simulation import Costs, Simulation
+from tests.lengths.simulation import Costs, Simulation, ask
 
 
 def gpu(draft: float) -> Costs:
@@ -69,6 +69,15 @@ SCENARIOS = {
 MEASURED = {"right": (1.0, 1.0), "too low": (0.5, 0.5), "too high": (2.0, 2.0)}
 
 
+@pytest.fixture(params=[False, True], ids=["long rounds", "short rounds"])
+def short(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """Whether rounds are short ones, which are not all thought about."""
+    if request.param:
+        monkeypatch.setattr(rest, "SHORT", 1e9)
+    return bool(request.param)
+
+
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("measured", MEASURED)
 @pytest.mark.parametrize("scenario", SCENARIOS)
 def test_never_slower(scenario: str, measured: str) -> None:
@@ -93,6 +102,7 @@ def test_a_short_run_loses_little(scenario: str) -> None:
     assert sum(rates) / len(rates) >= 0.95 * simulation.fixed(0)
 
 
+@pytest.mark.usefixtures("short")
 @pytest.mark.parametrize(
     ("before", "after"), [(0.9, 0.0), (0.0, 0.9), (0.9, 0.3), (0.3, 0.9)]
 )
@@ -245,7 +255,7 @@ def test_plain_rounds_are_taken_in_several_at_a_time_where_nothing_can_be_tried(
     length._think = counted  # type: ignore[method-assign]
     before, rounds = length._credit.left, length.costs.rounds
     for _ in range(3 * REST):
-        assert length.choose(state) == 0
+        assert ask(length, state) == 0
         observe(length, cost, 0, 0, 1)
     assert 2 <= thoughts <= 3
     taken_in = 3 * REST - len(length._rest.take())
@@ -301,36 +311,18 @@ def test_a_draft_that_fails_all_at_once_is_dropped_within_few_rounds() -> None:
     assert chosen[500:].index(0) <= 3 * HOLD
 
 
-def test_what_is_held_needs_room_and_a_draft_that_has_begun() -> None:
+def test_a_batch_with_a_deadline_is_thought_about_in_every_round_that_drafts() -> None:
     cost = Costs(0.003, 0.05, 0.0001)
-    length = AutoLength(RoundCosts(ForwardCosts([cost.measured(1)])))
-    state = BatchState(1, [8], 1000)
-    while not length.held(1):
-        k = length.choose(state)
-        observe(length, cost, k, k, 1)
-    held = length.held(1)
-    assert held is not None
-    thoughts = thoughts_of(length)
-    assert length.choose(state) == held
-    assert length.choose(replace(state, in_flight=[held])) == held
-    assert not thoughts
-    assert length.choose(replace(state, room=[held - 1])) <= held - 1
-    assert len(thoughts) == 1
-
-
-@pytest.mark.parametrize(
-    "other", [{"in_flight": [1]}, {"num_rows": 2, "room": [8, 8]}, {"begun": False}]
-)
-def test_what_is_held_is_thought_about_where_something_else_came(
-    other: dict[str, Any],
-) -> None:
-    length = AutoLength(RoundCosts(ForwardCosts([gpu(0.05).measured(1)])))
-    length.observe(RoundOutcome(1, 0, [], 1.0))
-    length._rest.begin(HOLD, 1, 4)
-    thoughts = thoughts_of(length)
-    length.choose(replace(BatchState(1, [8], 1000), **other))
-    assert len(thoughts) == 1
-    assert length.held(1) is None
+    for left, holds in (({}, True), ({0: 900}, True), ({0: 900, 1: 900}, False)):
+        rows = max(1, len(left))
+        length = AutoLength(RoundCosts(ForwardCosts([cost.measured(rows)])))
+        state = BatchState(rows, [8] * rows, 900, left=left)
+        held = set()
+        for _ in range(40):
+            k = ask(length, state)
+            length.observe(RoundOutcome(rows, k, [(k, k)] * rows, cost(rows, k)))
+            held.add(length.held(rows))
+        assert any(held) is holds
 
 
 def test_rounds_at_what_is_thought_best_use_up_no_credit() -> None:

@@ -15,7 +15,7 @@ from specdec.lengths import (
 )
 from specdec.lengths.rest import CALM
 
-from .simulation import Costs
+from .simulation import Costs, ask
 
 GPU = Costs(1.0, 0.2, 0.005)
 
@@ -45,7 +45,7 @@ def test_a_batch_does_not_pay_for_rounds_of_the_one_before() -> None:
     length._credit.left = -5.0
     left = dict.fromkeys(range(8), 100)
     for _ in range(CALM + 4):
-        length.choose(BatchState(8, [8] * 8, 100.0, 100_000, left=left, begun=False))
+        ask(length, BatchState(8, [8] * 8, 100.0, 100_000, left=left, begun=False))
         length.observe(RoundOutcome(8, 0, [], 1.0))
     assert length._rest._read
     left = dict.fromkeys(range(8, 12), 60)
@@ -64,7 +64,6 @@ def resting(num_rows: int, *, spent: float) -> AutoLength:
     while length.held(num_rows) is None:
         length.choose(state)
         length.observe(RoundOutcome(num_rows, 0, [], 1.0))
-    assert length.choose(state) == 0
     length._deadline._spent = 0.0
     for _ in range(3):
         length.observe(RoundOutcome(num_rows, 0, [], 1.0, spent=spent))

@@ -82,7 +82,9 @@ class Overlapped:
         chosen, met = [], Counter[int]()
         for number in range(self.rounds):
             remaining = max(20.0, 127.0 - number % 127)
-            k = pacer.choose(self.num_rows, [8] * self.num_rows, remaining)
+            held = pacer.held(self.num_rows)
+            room = [8] * self.num_rows
+            k = pacer.choose(self.num_rows, room, remaining) if held is None else held
             pacer.begin(k, (k,) * self.num_rows)
             took = self.cost(self.num_rows, k) * next(pace)
             now += (0.9 if self.launching else 0.1) * took

@@ -18,7 +18,7 @@ from specdec.lengths import (
 )
 from specdec.lengths.peeks import NOTHING, OFTEN, SELDOM, VAIN
 from specdec.lengths.rest import Rest
-from tests.lengths.simulation import Costs
+from tests.lengths.simulation import Costs, ask
 
 K = 4
 
@@ -139,8 +139,7 @@ def rate(
             # It runs alone, and nobody waits for its place.
             left = {0: tokens - at}
             state = BatchState(1, [8], tokens - at, idle, left=left)
-            held = length.held(1)
-            k = length.choose(state) if held is None else held
+            k = ask(length, state)
         right = 0
         while right < 8 and in_a_burst(at + right):
             right += 1

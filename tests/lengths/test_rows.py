@@ -17,7 +17,7 @@ from specdec.lengths import (
 from specdec.lengths.deadline import Deadline
 from specdec.lengths.rows import RowAcceptance, rounds_left
 
-from .simulation import Costs
+from .simulation import Costs, ask
 
 # Launches alone cost; every token does.
 LAUNCHED = Costs(step=1.0, draft=0.2, token=0.0)
@@ -56,7 +56,7 @@ def wave(
         remaining = sum(left.values()) / n
         known = {row: left[row] for row in running} if told else {}
         room = [100] * n
-        k = length.choose(BatchState(n, room, remaining, undrafted, (), known))
+        k = ask(length, BatchState(n, room, remaining, undrafted, (), known))
         took = cost(n, k) * rng.gauss(1, 0.03) + (
             cost.catch_up(n, undrafted) if k else 0
         )
