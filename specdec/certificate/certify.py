@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import fields, replace
 
+from ..backend import defaults
 from ..checks import require_int
 from ..decoder import SpecDecoder
 from ..errors import ConfigError, PromptError
@@ -63,6 +64,7 @@ def certify(
         separated(decoder.target.model),
         kv_bits=config.kv_bits,
         kv_group_size=config.kv_group_size,
+        unpacks=defaults().unpacks,
     )
     drawn = params.temperature > 0 and params.verification != "coupled"
     tasks = []

@@ -33,21 +33,51 @@ class PlainTokens:
     logprobs: tuple[float, ...]
 
 
+class _Unpacking:
+    """A quantized cache of mlx-lm's that hands attention dense keys and values.
+
+    As the engine's do where the backend asks for it: another order of rounding.
+    """
+
+    def __init__(self, cache: Any, *, bits: int, group_size: int):
+        self._cache, self._packing = cache, (group_size, bits)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, ...]:
+        group_size, bits = self._packing
+        packed = self._cache.update_and_fetch(keys, values)
+        return tuple(
+            mx.dequantize(array, scales, biases, group_size=group_size, bits=bits)
+            for array, scales, biases in packed
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "bits":  # by which mlx-lm's attention knows packed ones
+            raise AttributeError(name)
+        return getattr(self._cache, name)
+
+
 class PlainTarget:
     """The reference.
 
     Args:
         model: an mlx-lm model.
         kv_bits, kv_group_size: quantize keys and values from the first token on.
+        unpacks: unpack them for attention, as the engine's caches do on some backends.
 
     Raises:
         ConfigError: mlx-lm has no quantized cache of a kind that the model needs.
     """
 
     def __init__(
-        self, model: Any, *, kv_bits: int | None = None, kv_group_size: int = 64
+        self,
+        model: Any,
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        unpacks: bool = False,
     ):
         self._model = model
+        self._unpacks = unpacks
         self._quantization = kv_bits, kv_group_size
         self._caches()
 
@@ -56,13 +86,15 @@ class PlainTarget:
         bits, group_size = self._quantization
         if bits is None:
             return caches
+        packing = {"group_size": group_size, "bits": bits}
         try:
-            return [c.to_quantized(group_size=group_size, bits=bits) for c in caches]
+            packed: list[Any] = [c.to_quantized(**packing) for c in caches]
         except (AttributeError, NotImplementedError):
             raise ConfigError(
                 "kv_bits cannot be verified for this target: mlx-lm cannot quantize "
                 "all of its caches; leave kv_bits out"
             ) from None
+        return [_Unpacking(c, **packing) for c in packed] if self._unpacks else packed
 
     def decode(
         self,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from specdec import SamplingParams, SpecDecoder
+from specdec import SamplingParams, SpecDecoder, backend
 from specdec.batch import RowBatch
 from specdec.cache import positions
 from specdec.certificate import TokenCertificate, certify
@@ -73,6 +74,24 @@ def test_quantized_keys_and_values(tiny_model: TinyModel, bits: int) -> None:
     )
     found = verified(decoder)
     assert found.passed, found
+    assert found.compared == found.tokens
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_the_reference_unpacks_where_the_engine_does(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch, bits: int
+) -> None:
+    """Packed and unpacked keys are rounded in another order, in 16 bits."""
+    usual = backend.defaults()
+    monkeypatch.setitem(backend._DEFAULTS, usual.name, replace(usual, unpacks=True))
+    decoder = make_decoder(
+        tiny_model,
+        head_dim=32,
+        dtype=mx.bfloat16,
+        config={"kv_bits": bits, "kv_group_size": 32, "prefill_step_size": 8},
+    )
+    found = verified(decoder)
+    assert found.passed, [d.reason for d in found.divergences]
     assert found.compared == found.tokens
 
 
