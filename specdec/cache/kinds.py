@@ -184,7 +184,7 @@ class BatchQuantizedKVCache(Quantized, _Linear):
     """Full attention on quantized keys and values: for ``QuantizedKVCache``.
 
     Tokens are quantized as they are written, and attention runs on the packed
-    form; nothing is dequantized.
+    form; or on dense columns that are unpacked for it (``unpacks``).
 
     Args:
         batch_size: number of rows.

@@ -6,6 +6,11 @@ from dataclasses import dataclass
 
 from .capacity import cache_slots, ring_slots, round_up
 
+# Layers whose arrays the device has not given back yet, at most: MLX hands CUDA a graph
+# of about a layer's operations at a time, waits where ten are under way, and gives an
+# array back with the graph that used it last.
+UNDER_WAY = 10
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGeometry:
@@ -130,7 +135,7 @@ class ModelGeometry:
         - eight residual streams in float32: norms compute in it;
         - a score for each head and column, and masks: up to four bytes a column;
         - a copy of the packed keys and values of one layer, which kernels want
-          contiguous, and dense ones where they are unpacked;
+          contiguous, and dense ones of several where they are unpacked;
         - what latent attention unfolds.
 
         Args:
@@ -148,6 +153,7 @@ class ModelGeometry:
             + 4 * columns
         )
         per_column = self.elem_bytes * self.expanded_width
-        packed = [c for c in self.caches if c.packed]
-        per_column += max((c.slot_bytes + c.unpacked_bytes for c in packed), default=0)
+        per_column += max((c.slot_bytes for c in self.caches if c.packed), default=0)
+        unpacked = sorted(c.unpacked_bytes for c in self.caches)
+        per_column += sum(unpacked[-UNDER_WAY:])
         return rows * (tokens * per_token + columns * per_column)

@@ -90,7 +90,7 @@ def test_settings_reach_the_caches() -> None:
     assert (full.max_length, full.read_bucket, full.batch_size) == (500, 4, 2)
     assert (ring.window, ring.keep, ring.max_write) == (29, 3, 16)
     assert (chunked.window, chunked.max_write) == (64, 16)
-    assert (quantized.bits, quantized.group_size) == (4, 32)
+    assert quantized.packing == {"bits": 4, "group_size": 32}
     assert [type(c).__name__ for c in several.caches] == [LINEAR, LINEAR]
     assert full.offset is ring.offset is several.offset
 
@@ -110,7 +110,7 @@ def test_kv_bits_from_the_start() -> None:
         "BatchQuantizedKVCache",
     ]
     made = adopt_caches(model, 2, options)
-    assert [(c.bits, c.group_size) for c in made] == [(4, 32)] * 3 + [(8, 64)]
+    assert [tuple(c.packing.values()) for c in made] == [(4, 32)] * 3 + [(8, 64)]
 
 
 def test_kv_bits_later() -> None:
@@ -131,7 +131,7 @@ def test_kv_bits_later() -> None:
     write()
     assert maybe_quantize(caches, options)
     assert isinstance(caches[1], BatchCacheList)
-    assert [c.bits for c in (caches[0], *caches[1].caches)] == [8, 8, 8]
+    assert [c.packing["bits"] for c in (caches[0], *caches[1].caches)] == [8, 8, 8]
     assert caches[0].offset is caches[1].offset
     write()
     assert not maybe_quantize(caches, options)
@@ -155,7 +155,7 @@ def test_rows_join_whichever_side_is_quantized(late: str) -> None:
     batch = sides["batch"]
     extend_caches(batch, sides["newcomer"])
     members = [*batch[:2], *batch[2].caches]
-    assert {hasattr(c, "bits") for c in members} == {late != "both"}
+    assert {hasattr(c, "packing") for c in members} == {late != "both"}
     assert {tuple(c.offset.tolist()) for c in members} == {
         {
             "batch": (3, 3, 6, 6),
@@ -258,7 +258,11 @@ class TestRefusals:
         arch, arguments = MODELS["gpt-oss"]
         model = tiny_model(arch, **{**arguments, "head_dim": 32})
         options = CacheOptions(
-            max_write=4, kv_bits=8, kv_group_size=32, quantized_kv_start=start
+            max_write=4,
+            kv_bits=8,
+            kv_group_size=32,
+            quantized_kv_start=start,
+            unpacks=False,
         )
         assert "attention sinks" in refusal(model, options)
 

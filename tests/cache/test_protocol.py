@@ -125,7 +125,9 @@ class TestConformance:
         assert not hasattr(cache, "__len__")
 
     def test_bits_only_where_quantized(self, name: str) -> None:
-        assert hasattr(OURS[name](1), "bits") is ("4bit" in name)
+        cache = OURS[name](1)
+        assert hasattr(cache, "packing") is ("4bit" in name)
+        assert hasattr(cache, "bits") is ("4bit" in name and not cache.unpacks)
 
     def test_state_can_be_evaluated(self, name: str) -> None:
         mx.eval([OURS[name](2).state])

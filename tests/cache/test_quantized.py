@@ -87,7 +87,7 @@ def test_attention_makes_no_dequantized_copy(queries: int) -> None:
     """Peak memory while attending: packed columns at most (the CPU copies them)."""
     columns, heads, dim = 4096, 8, 128
     x = mx.random.normal((1, heads, columns, dim)).astype(mx.bfloat16)
-    cache = BatchQuantizedKVCache(1, bits=4, group_size=64)
+    cache = BatchQuantizedKVCache(1, bits=4, group_size=64, unpacks=False)
     cache.update_and_fetch(x, x)
     cache.trim_per_sequence([queries + 3])
     new = x[:, :, :queries]
@@ -159,7 +159,7 @@ def test_linear_exchange_with_mlx_lm() -> None:
     single: Any = mlx_lm_cache.QuantizedKVCache(group_size=32, bits=4)
     single.update_and_fetch(x, -x)
     merged = BatchQuantizedKVCache.merge([single, single])
-    assert (merged.bits, merged.group_size) == (4, 32)
+    assert merged.packing == {"bits": 4, "group_size": 32}
     merged.trim_per_sequence([0, 10])
     back = merged.extract(1)
     assert type(back).__name__ == "QuantizedKVCache"

@@ -15,6 +15,7 @@ from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
 from specdec.memory import attention_slot_bytes, latent_slot_bytes, quantized_elem_bytes
+from specdec.memory.geometry import UNDER_WAY
 from specdec.models.geometry import geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
 
@@ -208,3 +209,23 @@ def test_recurrent_layers_are_refused_by_name() -> None:
     )
     with pytest.raises(UnsupportedModelError, match="mamba: layer 0 asks for a Arrays"):
         geometry_of(model, HEADS, "mamba")
+
+
+@pytest.mark.parametrize("layers", [2, 12])
+def test_what_is_unpacked_for_attention(tiny_model: TinyModel, layers: int) -> None:
+    """Dense keys and values, of as many layers as may be under way."""
+    model = tiny_model("llama", head_dim=32, num_hidden_layers=layers)
+    packed, unpacking = (
+        geometry_of(
+            model,
+            HEADS,
+            "it",
+            CacheOptions(max_write=4, kv_bits=8, kv_group_size=32, unpacks=unpacks),
+        )
+        for unpacks in (False, True)
+    )
+    dense = geometry_of(model, HEADS, "it", CacheOptions(max_write=4)).caches[0]
+    assert {c.unpacked_bytes for c in packed.caches} == {0}
+    assert {c.unpacked_bytes for c in unpacking.caches} == {dense.slot_bytes}
+    more = unpacking.workspace_bytes(3, 2, 50) - packed.workspace_bytes(3, 2, 50)
+    assert more == 3 * 50 * min(layers, UNDER_WAY) * dense.slot_bytes
