@@ -116,8 +116,9 @@ def _stray(error: click.UsageError) -> str:
     """Where words belong that stand alone, if the command takes prompts or settings."""
     if error.ctx is None or "unexpected extra argument" not in error.message:
         return ""
-    if error.ctx.params.get("settings"):
-        # Most likely the shell has cut a list at its blanks.
+    settings = error.ctx.params.get("settings") or ()
+    if any("[" in each and "]" not in each for each in map(str, settings)):
+        # The shell has cut a list at its blanks.
         return ": put the value of --set in quotes, as in --set 'batch=[1, 8]'"
     options = {name for each in error.ctx.command.params for name in each.opts}
     return ": a prompt goes behind --prompt, in quotes" * ("--prompt" in options)

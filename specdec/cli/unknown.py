@@ -70,6 +70,8 @@ def _meant(name: str, context: click.Context) -> str | None:
     for known in (name, *ELSEWHERE.get(name, ())):
         if known in long:
             return known
+    if name in ELSEWHERE:
+        return None  # what is meant is known, and this command does not have it
     begun = [opt for opt in long if opt.startswith(name)]
     if len(begun) == 1 and name.startswith("--"):
         return begun[0]
