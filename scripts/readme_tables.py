@@ -69,7 +69,7 @@ TABLES = {
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "ms", "peak"), ("specdec",)),
     "h200-batches": Table("decode-qwen-batches-h200", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
     "h200-single": Table("decode-qwen-b1-h200", "one row", ("k", "tokens/s", "first pass", "tokens per round")),
-    "h200-lengths": Table("draft-length-qwen-b8-h200", "8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
+    "h200-lengths": Table("draft-length-qwen-b8-kernel-h200", "8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
     "h200-ngram-1": Table("draft-length-ngram-b1-h200", "one row", ("k", "tokens/s", "/ no draft", "quiet", "rate")),
     "h200-ngram-8": Table("draft-length-ngram-b8-waiting-h200", "8 rows, others waiting", ("k", "/ no draft, all running", "quiet", "rate")),
     "h200-gsm8k-1": Table("draft-length-smollm2-gsm8k-b1-h200", "GSM8K, one row", ("k", "tokens/s", "/ no draft", "quiet", "rate")),

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 
 # What the kernel is given: up to MOST_TOKENS queries of a row (more are a prompt's),
 # and heads of these sizes, with up to so many keys (``None``: any number). Of the
-# widest, more take longer than MLX's operations (benchmarks/results/attention-h200.md).
+# widest, more take longer than MLX's operations where many queries are asked
+# (benchmarks/results/attention-h200.md).
 MOST_TOKENS = 16
 MOST_COLUMNS: dict[int, int | None] = {64: None, 128: None, 256: 2048}
 # Warps of a block; queries of a tile, and keys that a warp takes at a time: what a
