@@ -134,10 +134,11 @@ class Row:
         return f"{quiet_rate(self.passes) / quiet_rate(self.plain):.2f}"
 
     def accepted_over(self, name: str) -> float | None:
-        """Accepted draft tokens of the first pass over another count of it."""
-        if not total(self.first, "drafted"):
+        """Accepted draft tokens over another count, of all passes that count."""
+        if not sum(total(each, "drafted") for each in self.passes):
             return None
-        return total(self.first, "accepted") / total(self.first, name)
+        accepted = sum(total(each, "accepted") for each in self.passes)
+        return accepted / sum(total(each, name) for each in self.passes)
 
     @property
     def peak(self) -> float:

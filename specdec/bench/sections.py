@@ -65,7 +65,8 @@ def _speed(figures: Figures) -> str:
         "decode phase, all rows together; *per row*: over the batch size. */ no draft* "
         "and */ mlx-lm*: over this engine's plain decoding and over mlx-lm's batched "
         "decoding *at the same batch*, pass by pass. *ms to first token*: of a "
-        "request, its batch's prefill included. *ms per round*: median step or round "
+        "request, its batch's prefill included; a draft of this engine takes prompts "
+        "in behind it, which counts in tokens/s. *ms per round*: median step or round "
         "with all rows running. *rows busy*: of the rows of all rounds, those that "
         "had not ended.",
     )

@@ -102,6 +102,7 @@ def decode_rows(
     for task in tasks:
         session.add_encoded(task.prompt, task.params)
     results: list[GenerationResult] = []
+    progress(what, 0, len(tasks))
     with wired_memory():
         while session.busy:
             new = [e.result for e in session.step() if e.result is not None]

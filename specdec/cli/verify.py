@@ -210,12 +210,14 @@ def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) ->
     if params.temperature:
         how = f"temperature {params.temperature:g}, {params.verification}"
     rate = found.accepted / found.drafted if found.drafted else 0.0
+    bits = decoder.config.kv_bits
+    packed = f", keys and values in {bits} bits" if bits else ""
     return (
         f"target:  {short(decoder.target_name)}\n"
         f"draft:   {f'{short(draft)}, up to {k} a round' if draft else 'none'}"
         f"{f', acceptance rate {rate:.3f}' if found.drafted else ''}\n"
         f"decoded: {how}, batch {decoder.config.batch_size}, "
-        f"up to {params.max_tokens} tokens\n"
+        f"up to {params.max_tokens} tokens{packed}\n"
     )
 
 

@@ -101,15 +101,20 @@ def record(speed: float, drafted: int = 0, accepted: int = 0) -> dict[str, Any]:
     }
 
 
+def passes(*speeds_accepted: tuple[float, int]) -> list[dict[str, Any]]:
+    """Of 40 draft tokens each; what the first pass accepted does not count."""
+    return [record(speed, 40, accepted) for speed, accepted in speeds_accepted]
+
+
 @pytest.fixture
 def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder of results and a page, in the place of the repository's."""
     lengths = {
         "plain B=1 k=0": [record(5), record(10), record(30), record(20)],
-        "ngram B=1 k=2": [record(5, 40, 10), record(30), record(30), record(40)],
-        "ngram B=1 k=4": [record(5, 40, 30), record(9), record(9), record(9)],
-        "ngram B=1 k=auto": [record(5, 40, 20), record(30), record(60), record(40)],
-        "wrong:/a/model B=1 k=2": [record(5, 40), record(1), record(1), record(1)],
+        "ngram B=1 k=2": [record(5, 40, 40), *passes((30, 10), (30, 10), (40, 10))],
+        "ngram B=1 k=4": [record(5, 40, 40), *passes((9, 30), (9, 30), (9, 30))],
+        "ngram B=1 k=auto": [record(5, 40, 9), *passes((30, 10), (60, 20), (40, 30))],
+        "wrong:/a/model B=1 k=2": [record(5), *passes((1, 0), (1, 0), (1, 0))],
     }
     raw = {"machine": MACHINE, "commit": "abc", "options": {"repeat": 3}}
     lengths_json = json.dumps({**raw, "passes": lengths})
