@@ -244,7 +244,10 @@ def body(raw: dict[str, Any]) -> str:
             "*share of the limit*: auto over plain decoding, medians with all rows "
             "running, over what those rounds allow the best of all k, 0 included."
         )
-    return f"{explained.rstrip()}\n\n" + table(
+    explained = (
+        f"{explained.rstrip()} *acceptance rate*: of all fixed k, in the first pass."
+    )
+    return f"{explained}\n\n" + table(
         [names[draft] for draft in options["drafts"]],
         options["batch"],
         options["num_draft_tokens"],
