@@ -244,9 +244,7 @@ def body(raw: dict[str, Any]) -> str:
             "*share of the limit*: auto over plain decoding, medians with all rows "
             "running, over what those rounds allow the best of all k, 0 included."
         )
-    explained = (
-        f"{explained.rstrip()} *acceptance rate*: of all fixed k, in the first pass."
-    )
+    explained = f"{explained.rstrip()} *acceptance rate*: of all fixed k together."
     return f"{explained}\n\n" + table(
         [names[draft] for draft in options["drafts"]],
         options["batch"],
