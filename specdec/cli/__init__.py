@@ -37,6 +37,12 @@ class _Group(click.Group):
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)
+        except click.UsageError as error:
+            command = self.get_command(ctx, ctx.invoked_subcommand or "")
+            if error.ctx is None and command is not None:
+                # Of an option without its value click does not say whose it is.
+                error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
+            raise
         except PromptFileError:
             raise  # the words in it are the user's, no fields
         except ConfigError as error:

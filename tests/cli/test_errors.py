@@ -47,6 +47,7 @@ MISTAKES = [
         "(see: specdec run --help)",
     ),
     ("convert a b c", 2, "unexpected extra argument (c) (see: specdec convert --help)"),
+    ("verify --json", 2, "requires an argument. (see: specdec verify --help)"),
     ("run -p Hi --max-token 5", 2, "No such option '--max-token'. Did you mean '--m"),
     ("run -p Hi --json o", 2, "No such option '--json'. Did you mean '--output'? (s"),
     ("run -p Hi --max-tokens 0", 2, "'--max-tokens' / '-m': 0 is not in the range"),
