@@ -10,10 +10,10 @@ import mlx.core as mx
 
 from benchmarks.chains import chain_seconds
 from benchmarks.common import Script, header_of, write_report
-from specdec.bench.models import DTYPES
-from specdec.bench.tables import markdown_table
+from specdec.cuda import decode_attention
 from specdec.errors import ConfigError
-from specdec.models import few_queries
+from specdec.tools.bench.models import DTYPES
+from specdec.tools.bench.tables import markdown_table
 
 # (name, heads, key heads, head size)
 HEADS = (
@@ -70,7 +70,7 @@ def main(
     out: str | None,
 ) -> None:
     """Time attention of few queries with a mask, by MLX and by the kernel."""
-    if not all(few_queries.proven(size) for *_, size in HEADS):
+    if not all(decode_attention.proven(size) for *_, size in HEADS):
         raise ConfigError("the kernel needs MLX's CUDA backend and compute 8.0")
     if repeat < 2:
         raise click.UsageError("--repeat must be 2 or more")
@@ -100,9 +100,9 @@ def main(
                 mx.eval(q, mask)
                 mlx, ours = (
                     microseconds(f, q, pairs, mask, repeat)
-                    for f in (usual, few_queries.attention)
+                    for f in (usual, decode_attention.attention)
                 )
-                used = few_queries.takes(
+                used = decode_attention.takes(
                     q, pairs[0][0][..., :held, :], pairs[0][1][..., :held, :], mask
                 )
                 records.append(

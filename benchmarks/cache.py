@@ -23,8 +23,6 @@ from mlx_lm.models.base import scaled_dot_product_attention
 
 from benchmarks.common import MIB, Script, header_of, write_report
 from specdec import backend
-from specdec.bench.models import DTYPES
-from specdec.bench.tables import interleaved, markdown_table, show_spread, spread
 from specdec.cache import (
     BatchChunkedKVCache,
     BatchKVCache,
@@ -33,6 +31,8 @@ from specdec.cache import (
     BatchRotatingKVCache,
 )
 from specdec.errors import ConfigError
+from specdec.tools.bench.models import DTYPES
+from specdec.tools.bench.tables import interleaved, markdown_table, show_spread, spread
 
 PREFILL = 512  # tokens per write while a cache is filled
 ROOM = 128  # columns left for the steps measured, so that nothing grows

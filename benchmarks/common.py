@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 import click
 
-from specdec.bench.machine import commit, machine, place
-from specdec.bench.tables import interleaved
 from specdec.errors import ConfigError, PromptError, SpecdecError
-from specdec.names import short
+from specdec.model_names import short
 from specdec.prompts import encode_all, read_prompts
+from specdec.tools.bench.machine import commit, machine, place
+from specdec.tools.bench.tables import interleaved
 
 MIB = 2**20
 

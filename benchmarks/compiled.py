@@ -13,10 +13,10 @@ import mlx.nn as nn
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, backend
-from specdec.bench.models import DTYPES, SHAPES, random_model, random_prompts
-from specdec.bench.tables import markdown_table
-from specdec.models.joined import separated
+from specdec.cuda.fused_linear import separated
 from specdec.models.runner import ModelRunner
+from specdec.tools.bench.models import DTYPES, SHAPES, random_model, random_prompts
+from specdec.tools.bench.tables import markdown_table
 
 WARM_UP = 5
 # Columns of the table: tokens per row, compiled or not, layers' products apart or as

@@ -24,17 +24,17 @@ from benchmarks.common import (
     write_report,
 )
 from specdec import EngineConfig, backend
-from specdec.bench.engine import engine
-from specdec.bench.measure import measure
-from specdec.bench.models import load_model, random_prompts, token_level
-from specdec.bench.peers import mlx_lm_batch, mlx_lm_plain, mlx_lm_speculative
-from specdec.bench.tables import markdown_table, show_spread
-from specdec.bench.waves import Options, Record, Run, rate, step_ms, total
+from specdec.cuda.fused_linear import separated
 from specdec.decoder import SpecDecoder
 from specdec.errors import ConfigError
+from specdec.model_names import short
 from specdec.models import LoadedModel, check_same_vocabulary
-from specdec.models.joined import separated
-from specdec.names import short
+from specdec.tools.bench.engine import engine
+from specdec.tools.bench.measure import measure
+from specdec.tools.bench.models import load_model, random_prompts, token_level
+from specdec.tools.bench.peers import mlx_lm_batch, mlx_lm_plain, mlx_lm_speculative
+from specdec.tools.bench.tables import markdown_table, show_spread
+from specdec.tools.bench.waves import Options, Record, Run, rate, step_ms, total
 
 
 @dataclass(frozen=True)

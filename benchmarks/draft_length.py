@@ -24,22 +24,13 @@ from benchmarks.common import (
     write_report,
 )
 from specdec import EngineConfig
-from specdec.bench.engine import engine
-from specdec.bench.measure import measure
-from specdec.bench.models import load_model, random_prompts, token_level
-from specdec.bench.tables import markdown_table, show_spread
-from specdec.bench.waves import (
-    Options,
-    Record,
-    full_rate,
-    quiet_rate,
-    rate,
-    total,
-)
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
-from specdec.draft_spec import DraftSpec
-from specdec.drafters import (
+from specdec.draft_names import DraftSpec
+from specdec.errors import ConfigError
+from specdec.model_names import short
+from specdec.models import LoadedModel
+from specdec.spec_decode import (
     DraftContext,
     DrafterFactory,
     DraftModel,
@@ -47,9 +38,18 @@ from specdec.drafters import (
     Proposals,
     Round,
 )
-from specdec.errors import ConfigError
-from specdec.models import LoadedModel
-from specdec.names import short
+from specdec.tools.bench.engine import engine
+from specdec.tools.bench.measure import measure
+from specdec.tools.bench.models import load_model, random_prompts, token_level
+from specdec.tools.bench.tables import markdown_table, show_spread
+from specdec.tools.bench.waves import (
+    Options,
+    Record,
+    full_rate,
+    quiet_rate,
+    rate,
+    total,
+)
 
 TITLE = "Draft lengths"
 WRONG = "wrong:"

@@ -21,10 +21,10 @@ from mlx_lm.generate import BatchGenerator, wired_limit
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder
-from specdec.bench.models import load_model, token_level
-from specdec.bench.tables import interleaved, markdown_table, show_spread
-from specdec.models.joined import separated
-from specdec.names import short
+from specdec.cuda.fused_linear import separated
+from specdec.model_names import short
+from specdec.tools.bench.models import load_model, token_level
+from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
 
 Record = dict[str, Any]
 

@@ -15,13 +15,13 @@ import mlx.core as mx
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
-from specdec.draft_spec import draft_for
-from specdec.drafters.factory import ngram_of
+from specdec.draft_names import draft_for
+from specdec.engine.admission import row_needs
 from specdec.memory import MemoryPlan
-from specdec.models.outline import outline, outline_draft
-from specdec.models.planning import plan_memory
-from specdec.names import short
-from specdec.preflight import row_needs
+from specdec.memory.planning import plan_memory
+from specdec.model_names import short
+from specdec.models.model_outline import outline, outline_draft
+from specdec.spec_decode.factory import ngram_of
 
 TEXT = (
     "In the year {year}, a ship left the harbour with {year} sailors, and it came back "

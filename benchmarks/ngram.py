@@ -13,13 +13,13 @@ import mlx.core as mx
 import numpy as np
 
 from benchmarks.common import Script, header_of, write_report
-from specdec.bench.tables import interleaved, markdown_table, show_spread
-from specdec.drafters import NgramDrafter, NgramOptions, Round
 from specdec.errors import ConfigError
-from specdec.params import SamplingParams
-from specdec.rounds import RowRules
-from specdec.sequence import Request, Sequence
-from specdec.verification import Verdict
+from specdec.request import Request, Sequence
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import NgramDrafter, NgramOptions, Round
+from specdec.spec_decode.rejection_sampler import Verdict
+from specdec.spec_decode.verifier import RowRules
+from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
 
 VOCAB = 1000
 WARM_UP = 3

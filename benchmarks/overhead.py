@@ -17,11 +17,11 @@ import numpy as np
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, backend
-from specdec.bench.tables import markdown_table, show_spread
 from specdec.cache import CacheOptions
-from specdec.drafters import DraftModel
-from specdec.engine import Engine
-from specdec.session import Bounds, Session
+from specdec.engine.engine import Engine
+from specdec.engine.session import Bounds, Session
+from specdec.spec_decode import DraftModel
+from specdec.tools.bench.tables import markdown_table, show_spread
 
 VOCAB = 256
 WARM_UP = 20

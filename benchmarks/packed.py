@@ -13,9 +13,9 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from benchmarks.common import Script, header_of, write_report
-from specdec.bench.models import DTYPES
-from specdec.bench.tables import markdown_table
-from specdec.models.flattened import flatten_products
+from specdec.cuda.flattened_matmul import flatten_products
+from specdec.tools.bench.models import DTYPES
+from specdec.tools.bench.tables import markdown_table
 
 SHAPES = ((4096, 14336), (4096, 4096), (1536, 8960), (1536, 151936))
 TOKENS = ((1, 1), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))

@@ -25,12 +25,12 @@ import numpy as np
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder
-from specdec.bench.models import DTYPES, load_model, token_level
-from specdec.bench.tables import markdown_table
 from specdec.cache import BatchKVCache, BatchQuantizedKVCache
 from specdec.errors import ConfigError
-from specdec.prefix.session import ModelPrefixes
-from specdec.prefix.store import PrefixStore
+from specdec.prefix_cache.session import ModelPrefixes
+from specdec.prefix_cache.store import PrefixStore
+from specdec.tools.bench.models import DTYPES, load_model, token_level
+from specdec.tools.bench.tables import markdown_table
 
 GB = 1e9
 

@@ -15,10 +15,10 @@ import mlx.nn as nn
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams
-from specdec.bench.models import load_model, random_prompts, token_level
-from specdec.bench.tables import markdown_table
 from specdec.decoder import SpecDecoder
-from specdec.names import short
+from specdec.model_names import short
+from specdec.tools.bench.models import load_model, random_prompts, token_level
+from specdec.tools.bench.tables import markdown_table
 
 PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")
 WARM_UP = 4

@@ -20,20 +20,20 @@ import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
 from benchmarks.common import Script, header_of, in_time, minutes_option, write_report
-from specdec import EngineConfig, backend, rounds
-from specdec.assembly import models_of
-from specdec.bench.engine import engine
-from specdec.bench.measure import measure
-from specdec.bench.models import load_model, random_prompts, token_level
-from specdec.bench.tables import markdown_table, show_spread
-from specdec.bench.waves import Options, Record, quiet_rate, rate, total
-from specdec.calibration import measure_forwards
+from specdec import EngineConfig, backend
+from specdec.build import models_of
 from specdec.config import NumDraftTokens
 from specdec.decoder import SpecDecoder
-from specdec.drafters import NamedDrafter
-from specdec.lengths import Forwards, tokens_per_round
-from specdec.names import short
-from specdec.settling import Committed, Settled, settler
+from specdec.engine.profiler import measure_forwards
+from specdec.model_names import short
+from specdec.spec_decode import NamedDrafter, verifier
+from specdec.spec_decode.commit import Committed, Settled, settler
+from specdec.spec_decode.draft_length import Forwards, tokens_per_round
+from specdec.tools.bench.engine import engine
+from specdec.tools.bench.measure import measure
+from specdec.tools.bench.models import load_model, random_prompts, token_level
+from specdec.tools.bench.tables import markdown_table, show_spread
+from specdec.tools.bench.waves import Options, Record, quiet_rate, rate, total
 
 TITLE = "Simulated acceptance"
 #: Seconds: ``verify`` by tokens of a row, and ``draft_step``.
@@ -244,7 +244,7 @@ def main(
     records: dict[str, list[Record]] = {key: [] for key in runs}
     with (
         wired_limit(loaded.model),
-        patch.object(rounds, "settler", lambda: Drawn(acceptance)),
+        patch.object(verifier, "settler", lambda: Drawn(acceptance)),
     ):
         for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)

@@ -10,10 +10,10 @@ import mlx.core as mx
 
 from benchmarks.chains import chain_seconds
 from benchmarks.common import Script, header_of, write_report
-from specdec.bench.models import DTYPES
-from specdec.bench.tables import markdown_table
+from specdec.cuda import skinny_matmul
 from specdec.errors import ConfigError
-from specdec.models import skinny
+from specdec.tools.bench.models import DTYPES
+from specdec.tools.bench.tables import markdown_table
 
 # (name, K, N): one product with (N, K), one with (K, N), in turn.
 MATRICES = (
@@ -50,7 +50,7 @@ def usual(x: mx.array, weight: mx.array) -> mx.array:
 
 def kernel(x: mx.array, weight: mx.array) -> mx.array:
     """The kernel's, whether it pays or not."""
-    return skinny.product(x, weight, None)
+    return skinny_matmul.product(x, weight, None)
 
 
 @click.command(cls=Script, context_settings={"show_default": True})
@@ -62,7 +62,7 @@ def kernel(x: mx.array, weight: mx.array) -> mx.array:
 @click.option("--out", help="Write OUT.json and OUT.md.")
 def main(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> None:
     """Time products of few rows by MLX and by the kernel."""
-    if not skinny.proven():
+    if not skinny_matmul.proven():
         raise ConfigError("the kernel needs MLX's CUDA backend and compute 8.0")
     if repeat < 2:
         raise click.UsageError("--repeat must be 2 or more")
@@ -84,7 +84,7 @@ def main(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> Non
             x = mx.random.normal((m, k)).astype(kind)
             mx.eval(x)
             mlx, ours = (microseconds(f, x, pairs, repeat) for f in (usual, kernel))
-            chosen = skinny.takes(x, pairs[0][0], None)
+            chosen = skinny_matmul.takes(x, pairs[0][0], None)
             records.append(
                 {"matrix": name, "rows": m, "mlx": mlx, "kernel": ours, "used": chosen}
             )

@@ -30,16 +30,16 @@ from benchmarks.common import (
     write_report,
 )
 from specdec import EngineConfig
-from specdec.bench.engine import engine
-from specdec.bench.measure import measure
-from specdec.bench.models import load_model, token_level
-from specdec.bench.tables import markdown_table, show_spread
-from specdec.bench.waves import Options, Prompts, Record, rate, total
 from specdec.decoder import SpecDecoder
-from specdec.drafters import NamedDrafter, NgramDrafter
 from specdec.errors import ConfigError
+from specdec.model_names import short
 from specdec.models import LoadedModel
-from specdec.names import short
+from specdec.spec_decode import NamedDrafter, NgramDrafter
+from specdec.tools.bench.engine import engine
+from specdec.tools.bench.measure import measure
+from specdec.tools.bench.models import load_model, token_level
+from specdec.tools.bench.tables import markdown_table, show_spread
+from specdec.tools.bench.waves import Options, Prompts, Record, rate, total
 
 
 def torch_model(loaded: LoadedModel) -> Any:

@@ -11,17 +11,17 @@ import click
 import mlx.core as mx
 
 from specdec import EngineConfig, SamplingParams, backend
-from specdec.bench.models import load_model
-from specdec.bench.tables import markdown_table
-from specdec.drafters import Drafter, DraftModel, DraftRows, Proposals, Round
-from specdec.engine import Engine
+from specdec.engine.engine import Engine
+from specdec.model_names import short
 from specdec.models.runner import ModelRunner
-from specdec.names import short
-from specdec.params import Verification
+from specdec.request import Request
+from specdec.request import Sequence as TokenSequence
 from specdec.sampling import gumbel_noise
-from specdec.sequence import Request
-from specdec.sequence import Sequence as TokenSequence
-from specdec.verification import Verdict
+from specdec.sampling_params import Verification
+from specdec.spec_decode import Drafter, DraftModel, DraftRows, Proposals, Round
+from specdec.spec_decode.rejection_sampler import Verdict
+from specdec.tools.bench.models import load_model
+from specdec.tools.bench.tables import markdown_table
 
 from . import common
 

@@ -20,9 +20,9 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from benchmarks.common import Script, header_of, write_report
-from specdec.bench.models import DTYPES, SHAPES, random_model
-from specdec.bench.tables import markdown_table
-from specdec.cache.adopt import CacheOptions, adopt_caches
+from specdec.cache.make_batch_caches import CacheOptions, adopt_caches
+from specdec.tools.bench.models import DTYPES, SHAPES, random_model
+from specdec.tools.bench.tables import markdown_table
 
 PREFILL_STEP_SIZE = 512
 Record = dict[str, Any]

@@ -100,8 +100,8 @@ html_additional_pages = {"index": "redirect.html"}
 PUBLIC = (
     "specdec",
     "specdec.cache",
-    "specdec.certificate",
-    "specdec.drafters",
+    "specdec.tools.parity",
+    "specdec.spec_decode",
     "specdec.memory",
     "specdec.models",
     "specdec.sampling",

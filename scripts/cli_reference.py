@@ -22,7 +22,7 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from specdec.cli import main as cli  # noqa: E402 - from this tree, installed or not
+from specdec.cli import main as cli
 
 PAGE = ROOT / "docs" / "cli.md"
 

@@ -28,8 +28,8 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from specdec.cache import BatchKVCache, BatchRotatingKVCache
+from specdec.model_names import DEFAULT_TARGET
 from specdec.models import load
-from specdec.names import DEFAULT_TARGET
 
 CACHE_TESTS = (
     "test_extend_with_empty_and_nonempty_batch_caches",

@@ -21,11 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from specdec.bench.figures import Figures  # noqa: E402 - from this tree
-from specdec.bench.machine import place  # noqa: E402
-from specdec.bench.raw import Results  # noqa: E402
-from specdec.bench.tables import markdown_table, show_spread  # noqa: E402
-from specdec.bench.waves import (  # noqa: E402
+from specdec.errors import SpecdecError
+from specdec.model_names import short
+from specdec.tools.bench.figures import Figures
+from specdec.tools.bench.machine import place
+from specdec.tools.bench.raw import Results
+from specdec.tools.bench.tables import markdown_table, show_spread
+from specdec.tools.bench.waves import (
     Record,
     full_rate,
     quiet_rate,
@@ -33,8 +35,6 @@ from specdec.bench.waves import (  # noqa: E402
     step_ms,
     total,
 )
-from specdec.errors import SpecdecError  # noqa: E402
-from specdec.names import short  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

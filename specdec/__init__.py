@@ -20,9 +20,9 @@ from .errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
-from .params import SamplingParams
+from .request import TokenLogprobs
 from .results import GenerationResult, StreamEvent
-from .sequence import TokenLogprobs
+from .sampling_params import SamplingParams
 from .stats import RunStats
 
 if TYPE_CHECKING:

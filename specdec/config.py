@@ -6,8 +6,8 @@ import os
 from dataclasses import dataclass
 from typing import Literal
 
-from .checks import is_int, require, require_bytes, require_int, require_one_of
 from .errors import ConfigError
+from .utils.checks import is_int, require, require_bytes, require_int, require_one_of
 
 NumDraftTokens = int | Literal["auto"]
 KvBits = int | Literal["auto"] | None

@@ -13,29 +13,24 @@ import mlx.core as mx
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .assembly import (
-    check_before_loading,
-    load_drafter,
-    models_of,
-    preflight_of,
-)
-from .calibration import draft_length, measure_forwards
+from .build import check_before_loading, load_drafter, models_of, preflight_of
 from .config import EngineConfig
-from .draft_spec import draft_for
-from .drafters import DrafterFactory, NamedDrafter, describe, factory_of
-from .engine import Engine
+from .draft_names import draft_for
+from .engine.async_server import Server
+from .engine.engine import Engine
+from .engine.observer import RoundObserver
+from .engine.profiler import draft_length, measure_forwards
+from .engine.session import Bounds, Session
 from .errors import ConfigError
-from .lengths import Forwards
+from .model_names import target_name
 from .models import LoadedModel, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
-from .names import target_name
-from .observer import RoundObserver
-from .params import SamplingParams, require_params
-from .prefix.store import PrefixStore, open_store
+from .prefix_cache.store import PrefixStore, open_store
 from .prompts import Prompt, encode_all
 from .results import GenerationResult, StreamEvent
-from .serving import Server
-from .session import Bounds, Session
+from .sampling_params import SamplingParams, require_params
+from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
+from .spec_decode.draft_length import Forwards
 from .stats import RunStats
 
 
@@ -285,7 +280,7 @@ class SpecDecoder:
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.
 
-        Entering it starts the thread; see :class:`~specdec.serving.Server`.
+        Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
         return Server(self._session_at_work)
 

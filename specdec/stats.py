@@ -7,7 +7,7 @@ from itertools import zip_longest
 
 from .errors import DrafterError
 from .memory import Fallback
-from .sequence import (
+from .request import (
     Sequence,
     acceptance_by_position,
     acceptance_length,

@@ -53,7 +53,7 @@ def draft_failures() -> Iterator[list[str]]:
     failures: list[str] = []
     handler = logging.Handler(logging.WARNING)
     handler.emit = lambda record: failures.append(record.getMessage())  # type: ignore[method-assign]
-    logger = logging.getLogger("specdec.drafters")
+    logger = logging.getLogger("specdec.spec_decode")
     logger.addHandler(handler)
     yield failures
     logger.removeHandler(handler)
@@ -64,7 +64,7 @@ def draft_failures() -> Iterator[list[str]]:
 def smollm2_path() -> Path:
     """Where the default target's GGUF file is; its absence is a failure."""
     from specdec.errors import ModelNotFoundError
-    from specdec.names import default_target
+    from specdec.model_names import default_target
 
     try:
         return Path(default_target())

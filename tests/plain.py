@@ -21,13 +21,13 @@ from mlx_lm.sample_utils import (
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.drafters import Drafter, DraftModel
-from specdec.engine import Engine
-from specdec.lengths import DraftLength
+from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
-from specdec.params import SamplingParams
-from specdec.sequence import Request
-from specdec.sequence import Sequence as TokenSequence
+from specdec.request import Request
+from specdec.request import Sequence as TokenSequence
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import Drafter, DraftModel
+from specdec.spec_decode.draft_length import DraftLength
 
 # Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
 # compiled forwards, a spare token in plain steps of two rows or more, packed keys

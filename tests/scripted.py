@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specdec.lengths import BatchState, RoundOutcome
+from specdec.spec_decode.draft_length import BatchState, RoundOutcome
 
 
 class Script:

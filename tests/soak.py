@@ -25,9 +25,13 @@ from mlx_lm.sample_utils import make_sampler
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig, NumDraftTokens
-from specdec.drafters import Drafter, DraftModel
-from specdec.engine import Engine
-from specdec.lengths import (
+from specdec.engine.engine import Engine
+from specdec.engine.session import Bounds, Session
+from specdec.models.runner import ModelRows, ModelRunner
+from specdec.results import GenerationResult
+from specdec.sampling_params import VERIFICATIONS, SamplingParams
+from specdec.spec_decode import Drafter, DraftModel
+from specdec.spec_decode.draft_length import (
     AutoLength,
     BatchState,
     DraftLength,
@@ -37,10 +41,6 @@ from specdec.lengths import (
     RoundCosts,
     RoundOutcome,
 )
-from specdec.models.runner import ModelRows, ModelRunner
-from specdec.params import VERIFICATIONS, SamplingParams
-from specdec.results import GenerationResult
-from specdec.session import Bounds, Session
 from tests.cache.small_models import MODELS
 from tests.conftest import _tiny_model
 from tests.plain import AT_ONCE, BEHIND, plainly

@@ -20,10 +20,10 @@ from benchmarks.profile_round import main as profile_round
 from benchmarks.report import main as report
 from benchmarks.report import rebuilt
 from specdec import EngineConfig, backend
-from specdec.bench.models import token_level
-from specdec.drafters import ChainDrafter, DraftContext, DraftModel
 from specdec.errors import ConfigError
 from specdec.models.runner import ModelRunner
+from specdec.spec_decode import ChainDrafter, DraftContext, DraftModel
+from specdec.tools.bench.models import token_level
 
 from .models.folders import write_folder
 

@@ -8,11 +8,9 @@ from typing import Any
 
 import pytest
 
-from specdec.config import (
-    EngineConfig,
-)
+from specdec.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.params import SamplingParams
+from specdec.sampling_params import SamplingParams
 
 
 @pytest.mark.parametrize(

@@ -20,15 +20,15 @@ from specdec import (
     SpecDecoder,
     VocabularyMismatchError,
 )
-from specdec.draft_spec import DraftSpec
-from specdec.drafters import (
+from specdec.draft_names import DraftSpec
+from specdec.models import LoadedModel
+from specdec.spec_decode import (
     DraftContext,
     DraftModel,
     NamedDrafter,
     NgramDrafter,
     NgramOptions,
 )
-from specdec.models import LoadedModel
 from tests.plain import greedy
 
 # Counts depend on k: what is asserted of them needs a fixed one.

@@ -15,7 +15,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from specdec.errors import PromptError, PromptFileError
-from specdec.prompts import PromptRecord, encode, encode_all, read_prompts, read_records
+from specdec.prompts import (
+    PromptRecord,
+    encode,
+    encode_all,
+    read_prompts,
+    read_records,
+)
 
 if TYPE_CHECKING:
     from specdec.models import LoadedModel

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from specdec.config import EngineConfig
-from specdec.names import DEFAULT_DRAFT
-from specdec.params import SamplingParams
+from specdec.model_names import DEFAULT_DRAFT
+from specdec.sampling_params import SamplingParams
 from tests.plain import greedy, sampled
 
 if TYPE_CHECKING:

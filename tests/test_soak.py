@@ -8,10 +8,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.batch import RowBatch
-from specdec.engine import Engine
+from specdec.engine.decode_batch import RowBatch
+from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRows
-from specdec.text import OutputText
+from specdec.output_text import OutputText
 from tests.soak import KINDS, soak
 
 WORLDS = 2 * len(KINDS)

@@ -1,13 +1,5 @@
 """Batch KV caches with per-sequence trim, on one invariant (docs/caches.md)."""
 
-from .adopt import (
-    CacheOptions,
-    adopt_caches,
-    check_caches,
-    extend_caches,
-    maybe_quantize,
-    reads_boolean_masks,
-)
 from .batch import BatchCache
 from .kinds import (
     BatchChunkedKVCache,
@@ -16,6 +8,14 @@ from .kinds import (
     BatchQuantizedKVCache,
     BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
+)
+from .make_batch_caches import (
+    CacheOptions,
+    adopt_caches,
+    check_caches,
+    extend_caches,
+    maybe_quantize,
+    reads_boolean_masks,
 )
 from .members import BatchCacheList
 from .memo import Memo

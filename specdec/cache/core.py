@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..backend import defaults
 from ..errors import CacheError
-from ..memory.capacity import grown_capacity, round_up
+from .capacity import grown_capacity, round_up
 from .memo import Memo
 from .positions import (
     Layout,

@@ -18,7 +18,7 @@ from typing import Self
 
 import mlx.core as mx
 
-from ..memory.capacity import round_up
+from .capacity import round_up
 from .core import CacheCore
 from .memo import Memo
 from .storage import Arrays, Storage

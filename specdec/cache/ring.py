@@ -15,8 +15,8 @@ from typing import Self, Unpack
 import mlx.core as mx
 
 from ..errors import CacheError
-from ..memory.capacity import grown_capacity, ring_slots
 from .batch import BatchCache
+from .capacity import grown_capacity, ring_slots
 from .core import Options, Settings
 from .positions import RingLayout, Rule, at_least
 from .storage import Arrays, Codec

@@ -9,15 +9,15 @@ from typing import TYPE_CHECKING
 import click
 
 from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
-from ..params import SamplingParams
 from ..prompts import read_records
+from ..sampling_params import SamplingParams
 from . import options
 from .progress import Progress
 from .prompts import places_named
 from .quiet import silence_third_parties
 
 if TYPE_CHECKING:
-    from ..lengths import Advice
+    from ..spec_decode.draft_length import Advice
 
 
 @click.command(short_help="Tell whether a draft pays, and with which settings.")
@@ -67,9 +67,9 @@ def advise(
     silence_third_parties()
     from ..backend import describe
     from ..decoder import SpecDecoder
-    from ..lengths import ForwardCosts, survival_of
-    from ..lengths import advise as advice_of
-    from ..names import short
+    from ..model_names import short
+    from ..spec_decode.draft_length import ForwardCosts, survival_of
+    from ..spec_decode.draft_length import advise as advice_of
 
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)

@@ -18,7 +18,7 @@ from .quiet import silence_third_parties
 from .report import INTERRUPTED
 
 if TYPE_CHECKING:
-    from ..bench.cells import Unit
+    from ..tools.bench.cells import Unit
 
 DEFAULT_OUT = "specdec-bench"
 
@@ -65,11 +65,11 @@ def bench(
         if recipe is not None or settings or out is not None:
             raise click.UsageError("--compare takes two folders and nothing else")
         silence_third_parties()
-        from ..bench.compare import compare as compared
+        from ..tools.bench.compare import compare as compared
 
         click.echo(compared(*map(Path, compare)), nl=False)
         return
-    from ..bench.recipe import Recipe, shipped_recipes
+    from ..tools.bench.recipe import Recipe, shipped_recipes
 
     if recipe is None:
         names = ", ".join(file.stem for file in shipped_recipes())
@@ -80,9 +80,9 @@ def bench(
     folder = Path(out or Path(DEFAULT_OUT) / wanted.name)
 
     silence_third_parties()
-    from ..bench.figures import Figures
-    from ..bench.report import findings
-    from ..bench.run import run_recipe
+    from ..tools.bench.figures import Figures
+    from ..tools.bench.report import findings
+    from ..tools.bench.run import run_recipe
 
     progress = Progress(quiet=quiet)
 
@@ -120,8 +120,8 @@ def report(folder: str) -> None:
 
 
 def _write(folder: Path) -> None:
-    from ..bench.plots import MISSING
-    from ..bench.report import write_report
+    from ..tools.bench.plots import MISSING
+    from ..tools.bench.report import write_report
 
     file, has_plots = write_report(folder)
     click.echo(f"wrote {file}", err=True)
@@ -131,7 +131,7 @@ def _write(folder: Path) -> None:
 
 def _command() -> str:
     """The command, with absolute paths cut to their last part."""
-    from ..names import short
+    from ..model_names import short
 
     return shlex.join(["specdec", *map(short, sys.argv[1:])])
 

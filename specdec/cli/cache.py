@@ -8,8 +8,8 @@ from pathlib import Path
 
 import click
 
-from ..memory.sizes import format_size
-from ..prefix.audit import Audit, audit, remove
+from ..prefix_cache.audit import Audit, audit, remove
+from ..utils.sizes import format_size
 from .report import FAILURE
 
 

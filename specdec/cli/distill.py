@@ -180,13 +180,13 @@ def distill(
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()
-    from ..distill.estimate import check_target, describe
-    from ..distill.job import Job
-    from ..distill.options import Options
-    from ..distill.plots import draw_all
-    from ..distill.schedule import Budget
-    from ..distill.train import Recipe
-    from ..distill.wave import Wave
+    from ..tools.distill.estimate import check_target, describe
+    from ..tools.distill.job import Job
+    from ..tools.distill.options import Options
+    from ..tools.distill.plots import draw_all
+    from ..tools.distill.schedule import Budget
+    from ..tools.distill.train import Recipe
+    from ..tools.distill.wave import Wave
 
     if minutes is None and tokens is None:
         minutes = 5.0

@@ -6,15 +6,10 @@ import json
 
 import click
 
-from ..config import (
-    DEFAULT_PREFILL_STEP_SIZE,
-    EngineConfig,
-    KvBits,
-    NumDraftTokens,
-)
+from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, KvBits, NumDraftTokens
 from ..errors import UnsupportedModelError
 from ..memory.estimate import Estimate
-from ..memory.sizes import parse_size
+from ..utils.sizes import parse_size
 from . import options
 from .options import is_given
 from .quiet import silence_third_parties
@@ -87,15 +82,15 @@ def estimate(
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
-    from ..drafters.factory import ngram_of
+    from ..engine.admission import FALLBACK_BITS
     from ..memory import MemoryPlan
-    from ..memory.choosing import FILTERED, GREEDY
+    from ..memory.planning import plan_memory
+    from ..memory.sampling_memory import FILTERED, GREEDY
+    from ..model_names import target_name
     from ..models import context_length
-    from ..models.outline import outline, outline_draft
-    from ..models.planning import plan_memory
-    from ..models.tokens import check_tokenizers
-    from ..names import target_name
-    from ..preflight import FALLBACK_BITS
+    from ..models.model_outline import outline, outline_draft
+    from ..models.tokenizer_checks import check_tokenizers
+    from ..spec_decode.factory import ngram_of
 
     target_outline = outline(target_name(target), dtype=dtype)
     own_context = context_length(target_outline.config)

@@ -9,8 +9,8 @@ import click
 from click.core import ParameterSource
 
 from ..config import DEFAULT_NUM_DRAFT_TOKENS, KvBits, NumDraftTokens
-from ..draft_spec import DraftSpec, draft_for
-from ..names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
+from ..draft_names import DraftSpec, draft_for
+from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[F], F]

@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 
 from ..config import DEFAULT_PREFIX_CACHE_SIZE
-from ..memory.sizes import parse_size
+from ..utils.sizes import parse_size
 from .options import is_given
 
 F = TypeVar("F", bound=Callable[..., Any])

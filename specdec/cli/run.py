@@ -14,7 +14,7 @@ from ..config import (
     KvBits,
     NumDraftTokens,
 )
-from ..memory.sizes import parse_size
+from ..utils.sizes import parse_size
 from . import options
 from .interrupts import last_words
 from .options import dashed, is_given
@@ -257,7 +257,7 @@ def _check_together(
 
 
 def _summary(decoder: SpecDecoder, num_failed: int) -> str:
-    from ..names import short
+    from ..model_names import short
 
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens

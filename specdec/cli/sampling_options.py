@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import click
 
-from ..params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
+from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from . import options
 from .options import is_given
 

@@ -16,7 +16,7 @@ from .quiet import silence_third_parties
 from .report import INTERRUPTED
 
 if TYPE_CHECKING:
-    from ..tuning import Candidate
+    from ..tools.tuning import Candidate
 
 # For each layer of the target: one alone, four that a step tries, one to exchange.
 _EVALUATIONS_PER_LAYER = 6
@@ -71,12 +71,12 @@ def tune_layers(
     from ..backend import defaults
     from ..decoder import SpecDecoder
     from ..errors import ConfigError
+    from ..model_names import target_name
     from ..models import load
-    from ..models.trunk import check_trunk, layers_of
-    from ..names import target_name
-    from ..params import SamplingParams
+    from ..models.layers import check_trunk, layers_of
     from ..prompts import encode_all
-    from ..tuning import Agreement, ranked, search_layers
+    from ..sampling_params import SamplingParams
+    from ..tools.tuning import Agreement, ranked, search_layers
 
     loaded = load(target_name(target), dtype=dtype)
     check_trunk(loaded.model, loaded.name, "skipping layers")

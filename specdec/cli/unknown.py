@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import click
 
-from ..names import nearest
+from ..model_names import nearest
 
 # What is spelt otherwise elsewhere, and what it is called here: the first that the
 # command has.

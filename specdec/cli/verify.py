@@ -11,8 +11,8 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig, KvBits
-from ..params import VERIFICATIONS, SamplingParams
 from ..prompts import read_records
+from ..sampling_params import VERIFICATIONS, SamplingParams
 from . import options
 from .options import is_given
 from .output import open_output
@@ -22,8 +22,8 @@ from .quiet import silence_third_parties
 from .report import FAILURE, show_warnings
 
 if TYPE_CHECKING:
-    from ..certificate import Certificate
     from ..decoder import SpecDecoder
+    from ..tools.parity import Certificate
 
 # Enough rounds for caches to be written, trimmed and written again many times.
 DEFAULT_MAX_TOKENS = 64
@@ -140,8 +140,8 @@ def verify(
     silence_third_parties()
     show_warnings()
     from ..backend import check_compiler
-    from ..certificate import certify, summary
     from ..decoder import SpecDecoder
+    from ..tools.parity import certify, summary
 
     check_compiler()
     decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
@@ -203,7 +203,7 @@ def _check_together(
 
 
 def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
-    from ..names import short
+    from ..model_names import short
 
     draft, k = decoder.draft_name, decoder.config.max_draft_tokens
     how = "greedy"

@@ -1,10 +1,10 @@
 """Memory known beforehand: formulas, and what a run will hold (docs/memory.md).
 
-Nothing here imports mlx; :mod:`specdec.models.geometry` reads models.
+Nothing here imports mlx; :mod:`specdec.memory.model_geometry` reads models.
 """
 
-from .capacity import cache_slots, grown_capacity, ring_slots, round_up
-from .choosing import Choosing
+from ..cache.capacity import cache_slots, grown_capacity, ring_slots, round_up
+from ..utils.sizes import format_size, parse_size
 from .fallback import Fallback
 from .formulas import (
     attention_slot_bytes,
@@ -18,7 +18,7 @@ from .formulas import (
 )
 from .geometry import CacheGeometry, ModelGeometry
 from .plan import MemoryPlan, Moment, RowNeeds, largest_fitting
-from .sizes import format_size, parse_size
+from .sampling_memory import Choosing
 
 __all__ = [
     "CacheGeometry",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from .choosing import GREEDY, Choosing
+from ..utils.sizes import format_size
 from .formulas import recommend_quantization
 from .plan import (
     MAX_BATCH,
@@ -18,7 +18,7 @@ from .plan import (
     RowNeeds,
     largest_fitting,
 )
-from .sizes import format_size
+from .sampling_memory import GREEDY, Choosing
 
 
 @dataclass(frozen=True, kw_only=True)

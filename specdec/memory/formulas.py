@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from ..cache.capacity import round_up
 from ..errors import ConfigError
-from .capacity import round_up
 
 GIB = 1 << 30
 # mlx-lm's caches, and ours up to their first doubling, hold multiples of this.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from .capacity import cache_slots, ring_slots, round_up
+from ..cache.capacity import cache_slots, ring_slots, round_up
 
 # Layers whose arrays the device has not given back yet, at most: MLX hands CUDA a graph
 # of about a layer's operations at a time, waits where ten are under way, and gives an
@@ -35,7 +35,7 @@ class CacheGeometry:
     unpacked_bytes: int = 0
 
     def slots(self, length: int, *, max_length: int | None, max_write: int) -> int:
-        """Slots per row, see :func:`~specdec.memory.capacity.cache_slots`."""
+        """Slots per row, see :func:`~specdec.cache.capacity.cache_slots`."""
         return cache_slots(
             length,
             max_length=max_length,

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
-from .capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
-from .choosing import GREEDY, Choosing, choosing_bytes
+from ..cache.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
 from .formulas import logits_bytes
 from .geometry import ModelGeometry
+from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
 # Searches for what fits end here: beyond any model's positions, and any batch.
 MAX_CONTEXT = 1 << 22

@@ -20,7 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import BatchCache, BatchCacheList, Memo
-from .hidden import HiddenStates
+from .hidden_states import HiddenStates
 from .messages import shorten
 
 log = logging.getLogger("specdec.models")

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
-from .gguf_header import GGUFFile
-from .gguf_tensors import CHUNK
-from .gguf_weights import WeightFormat, describe_weights
-from .joined import joining_bytes
+from ..cuda.fused_linear import joining_bytes
+from .gguf.header import GGUFFile
+from .gguf.tensors import CHUNK
+from .gguf.weights import WeightFormat, describe_weights
 
 # Bytes of an element while it is converted.
 _FLOAT32 = 4

@@ -14,7 +14,7 @@ from mlx_lm.utils import load_tokenizer, save_config, save_model
 
 from ..errors import ConfigError, ModelError, UnsupportedModelError
 from .gguf import load_gguf
-from .gguf_weights import WeightFormat
+from .gguf.weights import WeightFormat
 from .messages import shorten
 
 _BITS = (4, 8, 16)

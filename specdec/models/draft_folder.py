@@ -18,8 +18,8 @@ from mlx_lm.utils import load_model
 
 from ..errors import ModelError
 from .fingerprint import fingerprint
+from .layers import check_trunk
 from .loaded import Described, LoadedModel
-from .trunk import check_trunk
 
 log = logging.getLogger("specdec.models")
 

@@ -35,7 +35,7 @@ class LoadedModel:
 
 
 class Described(Protocol):
-    """A :class:`LoadedModel` or a :class:`~specdec.models.outline.ModelOutline`."""
+    """A :class:`LoadedModel` or a :class:`~specdec.models.model_outline.ModelOutline`."""
 
     @property
     def model(self) -> nn.Module: ...

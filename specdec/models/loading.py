@@ -13,32 +13,26 @@ import mlx.core as mx
 import mlx_lm
 
 from ..backend import defaults
-from ..draft_spec import ModelDraft
+from ..cuda.attention_patch import take_few_queries
+from ..cuda.flattened_matmul import flatten_products
+from ..cuda.fused_linear import join_products
+from ..cuda.skinny_matmul import take_few_rows
+from ..draft_names import ModelDraft
 from ..errors import (
     ModelError,
     ModelNotFoundError,
     SpecdecError,
     UnsupportedModelError,
 )
-from ..names import locate_target
-from .attending import take_few_queries
+from ..model_names import locate_target
 from .detokenizer import ExactTokenizerWrapper
-from .draft_folder import (
-    check_target,
-    has_layers_only,
-    lend,
-    open_layers,
-    read_card,
-)
-from .flattened import flatten_products
+from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
 from .gguf import load_gguf
-from .gguf_weights import WeightFormat
-from .joined import join_products
+from .gguf.weights import WeightFormat
+from .layer_skip import SkippingModel
 from .loaded import LoadedModel
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
-from .skinny import take_few_rows
-from .skipping import SkippingModel
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
@@ -53,7 +47,7 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
 
     Args:
         source: an MLX model folder, a ``.gguf`` file, a hub id, or the default
-            target's name (:data:`specdec.names.DEFAULT_TARGET`).
+            target's name (:data:`specdec.model_names.DEFAULT_TARGET`).
         dtype: ``float32``, ``bfloat16`` or ``float16`` casts floating weights
             and dequantizes quantized ones; ``None`` leaves them as stored (on
             the CPU packed weights compute in float32, see

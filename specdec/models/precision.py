@@ -10,9 +10,9 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
+from ..cuda.flattened_matmul import FlattenedEmbedding, FlattenedLinear
+from ..cuda.fused_linear import JoinedFlattened
 from ..errors import ConfigError, UnsupportedModelError
-from .flattened import FlattenedEmbedding, FlattenedLinear
-from .joined import JoinedFlattened
 
 DTYPES = {
     "float32": mx.float32,

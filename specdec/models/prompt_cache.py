@@ -11,8 +11,8 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..cache import BatchCacheList, adopt_caches
 from ..errors import CacheError
-from ..prefix.session import ModelPrefixes
-from ..prefix.snapshot import members
+from ..prefix_cache.session import ModelPrefixes
+from ..prefix_cache.snapshot import members
 from .messages import shorten
 from .runner import ModelRunner
 

@@ -19,12 +19,12 @@ from ..cache import (
     maybe_quantize,
     reads_boolean_masks,
 )
+from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
-from ..memory.capacity import chunk_width, padded_length, round_up
-from ..prefix.session import ModelPrefixes
-from ..prefix.store import PrefixStore
+from ..prefix_cache.session import ModelPrefixes
+from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
-from .hidden import HiddenStates, record_layers
+from .hidden_states import HiddenStates, record_layers
 
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..params import SamplingParams
+from ..sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)

@@ -8,12 +8,12 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p
 
-from ..params import SamplingParams
+from ..sampling_params import SamplingParams
 
 
 @dataclass(frozen=True)
 class Filter:
-    """Which tokens may be drawn; see :class:`~specdec.params.SamplingParams`."""
+    """Which tokens may be drawn; see :class:`~specdec.sampling_params.SamplingParams`."""
 
     top_p: float = 1.0
     min_p: float = 0.0

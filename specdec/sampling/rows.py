@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..params import SamplingParams
+from ..sampling_params import SamplingParams
 from .adjustments import Adjustments
 from .filters import Filter
 from .noise import XTC, Draws, gumbel_noise, uniform_draws

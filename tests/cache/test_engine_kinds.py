@@ -10,8 +10,13 @@ import mlx.nn as nn
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.params import SamplingParams
-from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
+from specdec.sampling_params import SamplingParams
+from tests.plain import (
+    AT_ONCE,
+    BEHIND,
+    greedy,
+    run_rows,
+)
 
 from .small_models import MODELS, WINDOW, ChunkedModel
 

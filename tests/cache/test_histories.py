@@ -10,15 +10,21 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from specdec.cache import positions
+from specdec.cache import capacity, positions
 from specdec.cache.batch import BatchCache
 from specdec.cache.core import CacheCore
 from specdec.cache.positions import ChunkedRule, RingLayout, SlidingRule
 from specdec.cache.ring import RingCache
 from specdec.cache.storage import Storage
-from specdec.memory import capacity
 
-from .histories import BY_NAME, KINDS, History, Kind, Seeded, run
+from .histories import (
+    BY_NAME,
+    KINDS,
+    History,
+    Kind,
+    Seeded,
+    run,
+)
 
 CASES = 150  # per kind, of 20 steps; the rarest fault below shows in every twentieth
 Patch = pytest.MonkeyPatch

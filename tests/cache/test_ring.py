@@ -10,14 +10,15 @@ import numpy as np
 import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 
-from specdec.cache import (
-    BatchChunkedKVCache,
-    BatchRotatingKVCache,
-    RingCache,
-)
+from specdec.cache import BatchChunkedKVCache, BatchRotatingKVCache, RingCache
 from specdec.errors import CacheError
 
-from .histories import BY_NAME, KINDS, History, Seeded
+from .histories import (
+    BY_NAME,
+    KINDS,
+    History,
+    Seeded,
+)
 
 HEADS, DIM = 2, 8
 RINGS = [kind for kind in KINDS if kind.window is not None]

@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from specdec.bench.models import token_level
 from specdec.cli import main
 from specdec.decoder import SpecDecoder
+from specdec.tools.bench.models import token_level
 
 
 @pytest.fixture

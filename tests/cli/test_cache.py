@@ -14,8 +14,8 @@ import pytest
 from click.testing import Result
 
 from specdec.config import EngineConfig
-from specdec.prefix.disk import DiskTier
-from tests.prefix.entries import SIZE, served, write_chain
+from specdec.prefix_cache.disk import DiskTier
+from tests.prefix_cache.entries import SIZE, served, write_chain
 
 from .conftest import FakeDecoder
 
@@ -212,7 +212,9 @@ def test_warnings_are_lines_like_the_errors(
     specdec: Specdec, monkeypatch: pytest.MonkeyPatch, decoder: FakeDecoder
 ) -> None:
     def warn(*_: object, **__: object) -> FakeDecoder:
-        logging.getLogger("specdec.prefix").warning("prefix cache %s: full", "DIR")
+        logging.getLogger("specdec.prefix_cache").warning(
+            "prefix cache %s: full", "DIR"
+        )
         return decoder
 
     monkeypatch.setattr(decoder, "from_pretrained", warn)

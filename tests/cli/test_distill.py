@@ -16,10 +16,10 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
-from specdec.distill import checkpoint, estimate
-from specdec.distill.job import Job
-from specdec.distill.train import Trainer
-from tests.distill.harness import QUESTIONS, write_target
+from specdec.tools.distill import checkpoint, estimate
+from specdec.tools.distill.job import Job
+from specdec.tools.distill.train import Trainer
+from tests.tools.distill.harness import QUESTIONS, write_target
 
 from .signals import drop
 

@@ -19,8 +19,8 @@ from specdec.backend import BackendDefaults
 from specdec.cli.output import Sink
 from specdec.config import EngineConfig
 from specdec.memory import Fallback
-from specdec.params import SamplingParams
 from specdec.prompts import PromptRecord
+from specdec.sampling_params import SamplingParams
 from specdec.stats import RunStats
 
 from .conftest import FakeDecoder
@@ -155,7 +155,7 @@ def test_the_default_target_has_a_draft(
     specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Options of drafts go with it, unless it is unwanted, or the target another."""
-    monkeypatch.setattr("specdec.draft_spec.default_draft", lambda: "with/specdec")
+    monkeypatch.setattr("specdec.draft_names.default_draft", lambda: "with/specdec")
     for arguments, drafts in (
         ([], True),
         (["--target", "SmolLM2-135M-Instruct"], True),

@@ -10,7 +10,7 @@ from click.testing import CliRunner, Result
 
 from specdec import backend
 from specdec.cli import main
-from specdec.tuning import Agreement
+from specdec.tools.tuning import Agreement
 from tests.models.folders import write_folder
 
 PROMPTS = "Name a river in France.\nWhat is 6 times 7?\n"

@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from click.testing import CliRunner, Result
 
-import specdec.certificate
+import specdec.tools.parity
 from specdec import EngineConfig, SamplingParams
 from specdec.cli import main
 from specdec.decoder import SpecDecoder
-from tests.certificate.harness import TinyModel, make_decoder
+from tests.tools.parity.harness import TinyModel, make_decoder
 
 Verify = Callable[..., Result]
 
@@ -42,7 +42,7 @@ def verify(
 ) -> Verify:
     """The command with small random models; ``rounding`` makes ties."""
     rounding = False
-    monkeypatch.setattr("specdec.draft_spec.default_draft", lambda: None)
+    monkeypatch.setattr("specdec.draft_names.default_draft", lambda: None)
 
     def from_pretrained(
         target: str | None,
@@ -60,14 +60,14 @@ def verify(
             config=vars(config),
         )
 
-    right = specdec.certificate.certify
+    right = specdec.tools.parity.certify
 
     def certify(decoder: Any, prompts: Any, params: Any, **options: Any) -> Any:
         calls.update(prompts=prompts, params=params, options=options)
         return right(decoder, prompts, params, **options)
 
     monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
-    monkeypatch.setattr(specdec.certificate, "certify", certify)
+    monkeypatch.setattr(specdec.tools.parity, "certify", certify)
     monkeypatch.setattr("sys.argv", ["specdec", "verify", "--prompts", prompts])
 
     def invoke(*arguments: str, rounds: bool = False) -> Result:
@@ -117,7 +117,7 @@ def test_ties_pass(verify: Verify, tmp_path: Path) -> None:
 def test_a_fault_fails(
     verify: Verify, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tests.certificate.test_tokens import FAULTS
+    from tests.tools.parity.test_tokens import FAULTS
 
     FAULTS["trim one too few"](monkeypatch)
     path = tmp_path / "failure.json"

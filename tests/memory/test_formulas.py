@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.cache.capacity import padded_length
 from specdec.errors import CacheError, ConfigError
 from specdec.memory import (
     attention_slot_bytes,
@@ -23,7 +24,6 @@ from specdec.memory import (
     round_up,
     weight_bytes,
 )
-from specdec.memory.capacity import padded_length
 
 GIB = 1 << 30
 K = 1024

@@ -14,9 +14,13 @@ from specdec.backend import BackendDefaults
 from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
-from specdec.memory import attention_slot_bytes, latent_slot_bytes, quantized_elem_bytes
+from specdec.memory import (
+    attention_slot_bytes,
+    latent_slot_bytes,
+    quantized_elem_bytes,
+)
 from specdec.memory.geometry import UNDER_WAY
-from specdec.models.geometry import geometry_of
+from specdec.memory.model_geometry import geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
 
 from ..cache.small_models import MODELS, WINDOW, ChunkedModel

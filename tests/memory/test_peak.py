@@ -13,20 +13,20 @@ import pytest
 
 from specdec import backend
 from specdec.config import EngineConfig, NumDraftTokens
-from specdec.drafters import Drafter, DraftModel, NgramDrafter, NgramOptions
-from specdec.engine import Engine
-from specdec.lengths import DraftLength
+from specdec.engine.admission import row_needs
+from specdec.engine.engine import Engine
 from specdec.memory import MemoryPlan, RowNeeds
+from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel, load_draft
-from specdec.models.planning import plan_memory
 from specdec.models.runner import ModelRunner
-from specdec.params import SamplingParams
-from specdec.preflight import row_needs
-from specdec.sequence import Request
+from specdec.request import Request
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import Drafter, DraftModel, NgramDrafter, NgramOptions
+from specdec.spec_decode.draft_length import DraftLength
 
 from ..cache.small_models import MODELS
+from ..engine.test_late_drafting import Late
 from ..plain import BEHIND
-from ..test_late_drafting import Late
 
 WIDER: dict[str, Any] = {
     "hidden_size": 128,

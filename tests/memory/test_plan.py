@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.cache.capacity import CATCH_UP_STEP
 from specdec.memory import (
     CacheGeometry,
     Choosing,
@@ -17,9 +18,8 @@ from specdec.memory import (
     kv_cache_bytes,
     largest_fitting,
 )
-from specdec.memory.capacity import CATCH_UP_STEP
-from specdec.memory.choosing import COPIES, FILTERED
 from specdec.memory.estimate import Estimate
+from specdec.memory.sampling_memory import COPIES, FILTERED
 
 # An 8B model: 32 layers, 8 heads of 128 in 16 bits.
 TARGET = ModelGeometry(

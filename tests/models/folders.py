@@ -8,10 +8,16 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import save_config, save_model
 
-from specdec.models.gguf_header import read_header
-from specdec.models.gguf_tokenizer import build_tokenizer
+from specdec.models.gguf.header import read_header
+from specdec.models.gguf.tokenizer import build_tokenizer
 
-from .gguf_files import Vocabulary, arguments, byte_level, random_model, write_gguf
+from .gguf_files import (
+    Vocabulary,
+    arguments,
+    byte_level,
+    random_model,
+    write_gguf,
+)
 
 
 def tokenizer_of(folder: Path, vocabulary: Vocabulary | None = None) -> Any:

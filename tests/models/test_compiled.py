@@ -16,8 +16,8 @@ from specdec.cache import CacheOptions, Memo, adopt_caches
 from specdec.errors import CacheError
 from specdec.models import compiled
 from specdec.models.compiled import CompiledForwards
-from specdec.models.hidden import record_layers
-from specdec.params import SamplingParams
+from specdec.models.hidden_states import record_layers
+from specdec.sampling_params import SamplingParams
 
 from ..cache.small_models import MODELS
 from ..plain import BEHIND, greedy, run_rows

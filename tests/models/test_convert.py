@@ -23,7 +23,12 @@ from specdec.models import convert as convert_function
 from specdec.models.gguf import load_gguf
 from specdec.models.precision import widen_packed
 
-from .gguf_files import Vocabulary, byte_level, random_model, write_model
+from .gguf_files import (
+    Vocabulary,
+    byte_level,
+    random_model,
+    write_model,
+)
 from .test_gguf_tokenizer import SPM_TEXTS, TEXTS, sentencepiece_vocabulary
 
 KIND = gguf.GGMLQuantizationType

@@ -18,7 +18,7 @@ from specdec.errors import (
 )
 from specdec.models import load
 from specdec.models.gguf import load_gguf
-from specdec.models.gguf_header import read_header
+from specdec.models.gguf.header import read_header
 
 from .gguf_files import (
     VOCAB,

@@ -12,11 +12,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from specdec.models import gguf_config, load
+from specdec.models import load
+from specdec.models.gguf import config as gguf_config
 from specdec.models.gguf import load_gguf
-from specdec.models.gguf_config import build_config
-from specdec.models.gguf_header import read_header
-from specdec.models.gguf_tensors import read_float
+from specdec.models.gguf.config import build_config
+from specdec.models.gguf.header import read_header
+from specdec.models.gguf.tensors import read_float
 
 from .gguf_files import (
     VOCAB,

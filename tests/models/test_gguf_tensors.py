@@ -13,13 +13,9 @@ import pytest
 from gguf.quants import dequantize, quantize
 
 from specdec.errors import UnsupportedModelError
-from specdec.models import gguf_tensors
-from specdec.models.gguf_header import TENSOR_TYPES, GGUFFile, read_header
-from specdec.models.gguf_tensors import (
-    read_float,
-    read_float_rows,
-    read_packed,
-)
+from specdec.models.gguf import tensors
+from specdec.models.gguf.header import TENSOR_TYPES, GGUFFile, read_header
+from specdec.models.gguf.tensors import read_float, read_float_rows, read_packed
 
 KIND = gguf.GGMLQuantizationType
 ROWS, COLUMNS = 48, 256
@@ -28,7 +24,7 @@ ROWS, COLUMNS = 48, 256
 @pytest.fixture(autouse=True)
 def small_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """Read ten rows at a time, so that 48 rows are four whole chunks and a rest."""
-    monkeypatch.setattr(gguf_tensors, "CHUNK", 10 * COLUMNS)
+    monkeypatch.setattr(tensors, "CHUNK", 10 * COLUMNS)
 
 
 def stored_bytes(kind: KIND) -> Any:

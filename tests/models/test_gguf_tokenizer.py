@@ -10,10 +10,15 @@ import sentencepiece
 from sentencepiece import sentencepiece_model_pb2
 
 from specdec.errors import ModelError, UnsupportedModelError
-from specdec.models.gguf_header import read_header
-from specdec.models.gguf_tokenizer import build_tokenizer
+from specdec.models.gguf.header import read_header
+from specdec.models.gguf.tokenizer import build_tokenizer
 
-from .gguf_files import VOCAB, Vocabulary, byte_level, write_gguf
+from .gguf_files import (
+    VOCAB,
+    Vocabulary,
+    byte_level,
+    write_gguf,
+)
 
 PRES = ("smollm", "qwen2", "llama-bpe", "gpt-2")
 TEXTS = (

@@ -27,8 +27,8 @@ from specdec.errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from specdec.model_names import default_target
 from specdec.models import load, load_draft
-from specdec.names import default_target
 
 from .folders import write_folder
 from .gguf_files import random_model, write_model

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from specdec.draft_spec import SELF_DRAFTS
+from specdec.draft_names import SELF_DRAFTS
 from specdec.errors import UnsupportedModelError
 from specdec.models import load, load_draft
 from specdec.models.precision import cast, quantized_copy

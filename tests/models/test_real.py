@@ -11,7 +11,13 @@ import mlx_lm
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec.models import LoadedModel, check_same_vocabulary, convert, load, load_draft
+from specdec.models import (
+    LoadedModel,
+    check_same_vocabulary,
+    convert,
+    load,
+    load_draft,
+)
 from specdec.models.precision import widen_packed
 
 pytestmark = pytest.mark.real

@@ -1,0 +1,122 @@
+"""mlx-lm's attention modules, with few queries left to a kernel of ours.
+
+mlx-lm's modules call one function of its own, ``scaled_dot_product_attention``, by a
+name of the file that they are in. A module is given a class of its own whose
+``__call__`` is the same code with another function by that name; mlx-lm itself stays as
+it is, and so do modules that compute attention in another way.
+"""
+
+from __future__ import annotations
+
+import copy
+import copyreg
+from collections.abc import Iterable
+from functools import cache
+from types import FunctionType
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+from mlx_lm.models import base
+
+from . import decode_attention
+from .compile import TYPES
+
+_NAME = "scaled_dot_product_attention"
+_USUAL: Any = getattr(base, _NAME)
+
+
+def _attend(
+    queries: mx.array,
+    keys: Any,
+    values: Any,
+    cache: Any,
+    scale: float,
+    mask: Any,
+    sinks: mx.array | None = None,
+) -> mx.array:
+    """What mlx-lm's function computes, by the kernel where that takes it."""
+    # Without a cache it may be training, and the kernel has no gradient.
+    usual = cache is None or sinks is not None
+    if usual or not decode_attention.takes(queries, keys, values, mask):
+        theirs: mx.array = _USUAL(
+            queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
+        )
+        return theirs
+    return decode_attention.attention(queries, keys, values, scale, mask)
+
+
+class _Derived(type):
+    """The class of the classes made here, which have mlx-lm's names.
+
+    By name they cannot be found again: pickled, a module is mlx-lm's.
+    """
+
+
+def _pickled(kind: type) -> tuple[Any, ...]:
+    # The copy of a class is the class itself: so files need mlx-lm alone.
+    return copy.copy, (kind.__base__,)
+
+
+copyreg.pickle(_Derived, _pickled)
+
+
+@cache
+def _attending(kind: Any) -> Any:
+    """The class whose attention is ``_attend``; ``None`` where it is not asked for."""
+    call = kind.__call__
+    if (
+        not isinstance(call, FunctionType)
+        or _NAME not in call.__code__.co_names
+        or call.__globals__.get(_NAME) is not _USUAL
+    ):
+        return None
+    names = {**call.__globals__, _NAME: _attend}
+    twin = FunctionType(
+        call.__code__, names, call.__name__, call.__defaults__, call.__closure__
+    )
+    twin.__kwdefaults__ = call.__kwdefaults__
+    # Whoever asks where a module comes from is told mlx-lm's file.
+    also = {"__call__": twin, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return _Derived(kind.__name__, (kind,), also)
+
+
+def take_few_queries(model: nn.Module) -> None:
+    """Let the model's attention of few queries be computed by the kernel, in place.
+
+    For that it is tried here, for the sizes of heads that the model has.
+    """
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        kind = _attending(module.__class__)
+        if kind is None or not _is_half(module):
+            continue
+        tried = [decode_attention.proven(size) for size in _head_sizes(module)]
+        if any(tried):
+            module.__class__ = kind
+
+
+def _is_half(module: nn.Module) -> bool:
+    """Whether any of its weights, or of their scales, has 16 bits, as queries then."""
+    arrays: Any = tree_flatten(module.parameters())
+    return any(array.dtype in TYPES for _, array in arrays)
+
+
+def _head_sizes(module: Any) -> Iterable[int]:
+    """Of an attention module: what it tells, or else all that the kernel takes."""
+    told = getattr(module, "head_dim", None)
+    heads, queries = getattr(module, "n_heads", 0), getattr(module, "q_proj", None)
+    if told is None and heads and queries is not None:
+        told = queries["weight"].shape[0] // heads
+    return decode_attention.MOST_COLUMNS if told is None else (told,)
+
+
+def usual_attention(model: nn.Module) -> None:
+    """Let its modules be mlx-lm's again, in place."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        kind: Any = type(module)
+        usual: Any = kind.__base__
+        if _attending(usual) is kind:
+            module.__class__ = usual

@@ -1,0 +1,240 @@
+"""Products of one input by several layers, computed as one.
+
+Attention multiplies the same hidden states by three matrices, an MLP by two. Where
+launching a product takes longer than computing it (CUDA, narrow batches), one product
+with the stacked matrices takes three launches off every layer of a model::
+
+    [ q | k | v ] = x [ Wq ; Wk ; Wv ]^T
+
+Models call their layers one by one. The first that is asked computes for all of them,
+and the others, asked with the very same array, take their part.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Collection, Iterator, Sequence
+from itertools import accumulate
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .attention_patch import usual_attention
+from .flattened_matmul import FlattenedEmbedding, FlattenedLinear, as_kind
+from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
+
+logger = logging.getLogger(__name__)
+
+# By the names that mlx-lm's models give them.
+SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+
+# A product is given up once so many in a row were not used whole: Ctrl-C, or another
+# thread, can cut one off.
+_PATIENCE = 3
+
+
+class _Ready(NamedTuple):
+    """What one product brought, parts that were taken left out."""
+
+    by: _Product
+    x: mx.array
+    parts: dict[int, mx.array]
+
+
+class _Slot:
+    """The one product of a model whose parts are being taken."""
+
+    ready: _Ready | None = None
+
+
+class _Product:
+    """The product with the stacked matrices of some layers.
+
+    The layers' own arrays become views of the stacked ones: nothing is held twice,
+    and whoever looks for a layer's weights finds them.
+    """
+
+    def __init__(self, layers: Sequence[Any], slot: _Slot):
+        kind: Any = type(layers[0])
+        stacked: Any = kind.__new__(kind)
+        vars(stacked).update(vars(layers[0]))
+        stacked.eval()  # layers that train are not asked here
+        sizes = [layer["weight"].shape[0] for layer in layers]
+        self._ends = tuple(accumulate(sizes))
+        for name in layers[0]:
+            dict.__setitem__(
+                stacked, name, mx.concatenate([layer[name] for layer in layers])
+            )
+        mx.eval(stacked)
+        self._views: list[dict[str, mx.array]] = []
+        for layer, size, end in zip(layers, sizes, self._ends, strict=True):
+            views = {name: stacked[name][end - size : end] for name in layer}
+            mx.eval(views)
+            dict.update(layer, views)
+            self._views.append(views)
+        self._whole, self._slot = stacked, slot
+        self._wasted = 0  # in a row
+
+    @property
+    def _useless(self) -> bool:
+        """Whether its layers are not joined any more; that is for good."""
+        return self._wasted >= _PATIENCE
+
+    def _compute(self, x: mx.array) -> list[mx.array]:
+        whole, ends = self._whole, self._ends
+        if isinstance(whole, SkinnyLinear):
+            return whole.split(x, ends)
+        if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
+            # MLX has a fast kernel for one row, which adds no bias.
+            computed = x @ whole["weight"].T + whole["bias"]
+        else:
+            computed = whole(x)
+        parts: Any = mx.split(computed, list(ends[:-1]), axis=-1)
+        return list(parts)
+
+    def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
+        """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""
+        # Weights that were replaced, as training does, or added (a bias) are those of
+        # the layer alone.
+        views = self._views[i]
+        if (
+            self._useless
+            or len(layer) != len(views)
+            or any(layer.get(name) is not a for name, a in views.items())
+        ):
+            return None
+        slot = self._slot
+        ready = slot.ready
+        if ready is None or ready.by is not self or ready.x is not x:
+            if ready is not None:
+                # Others of its layers were not asked, or with something else.
+                ready.by._wasted += 1
+                if ready.by._useless:
+                    logger.debug("a joined product is not used whole: joined no more")
+            parts = self._compute(x)
+            # Another thread's input is another array: it computes its own parts.
+            ready = slot.ready = _Ready(self, x, dict(enumerate(parts)))
+        taken = ready.parts.pop(i, None)
+        if not ready.parts:
+            slot.ready, self._wasted = None, 0
+        return taken
+
+
+class _Joined:
+    """A layer that takes its part of a product, if it can."""
+
+    _product: _Product
+    _index: int
+
+    def __call__(self, x: mx.array) -> mx.array:
+        part = self._product.part(self._index, self, x)  # type: ignore[arg-type]
+        if part is None:
+            alone: Any = super()
+            part = alone.__call__(x)
+        return part
+
+
+class JoinedLinear(_Joined, nn.Linear):
+    """A linear layer that shares its product with others of the same input."""
+
+
+class JoinedFlattened(_Joined, FlattenedLinear):
+    """A packed, flattened one."""
+
+
+class JoinedSkinny(_Joined, SkinnyLinear):
+    """One whose products of few rows are a kernel of ours; alone while it trains."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        if self.training:
+            alone: mx.array = SkinnyLinear.__call__(self, x)
+            return alone
+        return super().__call__(x)
+
+
+_JOINED: dict[type, Any] = {
+    nn.Linear: JoinedLinear,
+    FlattenedLinear: JoinedFlattened,
+    SkinnyLinear: JoinedSkinny,
+}
+_PLAIN: dict[type, Any] = {
+    JoinedLinear: nn.Linear,
+    JoinedFlattened: nn.QuantizedLinear,
+    JoinedSkinny: nn.Linear,
+    FlattenedLinear: nn.QuantizedLinear,
+    FlattenedEmbedding: nn.QuantizedEmbedding,
+    SkinnyLinear: nn.Linear,
+    SkinnyEmbedding: nn.Embedding,
+}
+
+
+def join_products(model: nn.Module) -> None:
+    """Let layers of ``model`` that read the same input share a product, in place.
+
+    One group at a time: beside the model, the largest is held twice meanwhile.
+    """
+    slot = _Slot()
+    for module, names, layers in _groups(model, _JOINED):
+        product = _Product(layers, slot)
+        for i, (name, layer) in enumerate(zip(names, layers, strict=True)):
+            module[name] = joined = as_kind(layer, _JOINED[type(layer)])
+            joined._product, joined._index = product, i
+        mx.clear_cache()
+
+
+def joining_bytes(model: nn.Module) -> int:
+    """Most bytes that :func:`join_products` will hold twice; nothing is computed.
+
+    Packed layers may be flattened before, or not yet.
+    """
+    groups = _groups(model, (*_JOINED, nn.QuantizedLinear))
+    sizes = [
+        sum(a.nbytes for each in layers for a in each.values()) for *_, layers in groups
+    ]
+    return max(sizes, default=0)
+
+
+def separated(model: nn.Module) -> nn.Module:
+    """A second model with the same arrays, its layers those of mlx-lm."""
+    twin: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
+    usual_attention(twin)
+    leaves: Any = tree_flatten(twin.leaf_modules(), is_leaf=nn.Module.is_module)
+    for path, layer in leaves:
+        kind = _PLAIN.get(type(layer))
+        if kind is not None:
+            alone = as_kind(layer, kind)
+            for name in ("_product", "_index"):
+                vars(alone).pop(name, None)
+            twin.update_modules(tree_unflatten([(path, alone)]))
+    return twin
+
+
+def _groups(
+    model: nn.Module, kinds: Collection[type]
+) -> Iterator[tuple[Any, Sequence[str], list[Any]]]:
+    """Modules, names and layers of what can be joined."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    for _, module in modules:
+        for names in SIBLINGS:
+            layers = [module.get(name) for name in names]
+            if _alike(layers, kinds):
+                yield module, names, layers
+
+
+def _alike(layers: Sequence[Any], kinds: Collection[type]) -> bool:
+    """Whether the layers are of these kinds, and their matrices can be stacked."""
+    first = layers[0]
+    return type(first) in kinds and all(
+        type(layer) is type(first)
+        and vars(layer) == vars(first)
+        and layer.keys() == first.keys()
+        and all(
+            layer[name].dtype == first[name].dtype
+            and layer[name].shape[1:] == first[name].shape[1:]
+            for name in first
+        )
+        for layer in layers
+    )

@@ -1,0 +1,344 @@
+"""Products of few rows by a CUDA kernel of our own, launched as one node.
+
+A round multiplies each matrix by a handful of rows: one per sequence, or k + 1. Such a
+product is computed sooner than MLX's CUDA backend launches it: cuBLAS is captured call
+by call, which takes the host 15 to 20 microseconds, four times per layer. A kernel
+that MLX launches itself is one node of its graph.
+
+Each row is summed in an order that depends on the matrix alone. So a row's product has
+the same bits whatever is computed beside it: alone, in a batch, or as one of the tokens
+of a verification.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from itertools import product as product_of
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten, tree_unflatten
+
+from .compile import TYPES, cuda_kernel, tensor_cores
+from .flattened_matmul import as_kind
+
+logger = logging.getLogger(__name__)
+
+# What the kernel is given: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS
+# rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
+# sooner, and longer than it takes to launch (benchmarks/results/skinny-h200.md).
+MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
+# More tokens of a sequence at a time are a prompt's, whose number is always another.
+MOST_TOKENS = 16
+# A warp reads so many columns of the matrix at a time, of so many of its rows. A tensor
+# core's product takes so many rows of x, a block at most WIDEST times as many.
+COLUMNS, ROWS, TILE, WIDEST = 32, 16, 8, 8
+
+# out = x weight^T + bias; x is (..., K), M rows of it, weight (N, K). Where matrices
+# are joined, each one's product is an array of its own.
+#
+# A block computes 16 columns of the result, TILES times, for 8 * WIDE rows of x. Its
+# warps share K among themselves, 32 columns in turn, UNROLL of them in flight, and add
+# up what they found. In a tensor core's product (m16n8k16) the matrix's rows are the
+# 16 and those of x the 8. Which k is which does not matter as long as both agree: a
+# thread reads 8 neighbours at once and hands 4 of them to each of two products.
+_SOURCE = """
+  const int K = weight_shape[1], N = weight_shape[0];
+  int M = 1;
+  for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int group = lane / 4, part = lane % 4;
+  const int first = blockIdx.x * 16 * TILES, top = blockIdx.y * 8 * WIDE;
+  const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
+  // Rows beyond the last are read as the last, and not written.
+  const T* rows[TILES][2];
+  #pragma unroll
+  for (int t = 0; t < TILES; ++t)
+    #pragma unroll
+    for (int i = 0; i < 2; ++i)
+      rows[t][i] =
+          weight + static_cast<size_t>(min(first + t * 16 + i * 8 + group, N - 1)) * K;
+
+  const T* others[WIDE];
+  #pragma unroll
+  for (int j = 0; j < WIDE; ++j)
+    others[j] = x + static_cast<size_t>(min(top + j * 8 + group, M - 1)) * K;
+
+  float sums[TILES][WIDE][4];
+  #pragma unroll
+  for (int t = 0; t < TILES; ++t)
+    #pragma unroll
+    for (int j = 0; j < WIDE; ++j)
+      #pragma unroll
+      for (int c = 0; c < 4; ++c) sums[t][j][c] = 0.0f;
+
+  for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
+    // All are asked for before one is waited for, so that no branch may lie between.
+    uint4 a[UNROLL][TILES][2], b[UNROLL][WIDE];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int k = begin + u * WARPS * 32 + part * 8, at = k < K ? k : part * 8;
+      #pragma unroll
+      for (int t = 0; t < TILES; ++t)
+        #pragma unroll
+        for (int i = 0; i < 2; ++i)
+          a[u][t][i] = __ldcs(reinterpret_cast<const uint4*>(rows[t][i] + at));
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j)
+        b[u][j] = __ldg(reinterpret_cast<const uint4*>(others[j] + at));
+    }
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const bool inside = begin + u * WARPS * 32 + part * 8 < K;
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j) {
+        const uint4 one = inside ? b[u][j] : zero;
+        #pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          const uint4 upper = inside ? a[u][t][0] : zero;
+          const uint4 lower = inside ? a[u][t][1] : zero;
+          SPECDEC_MMA(sums[t][j], upper.x, lower.x, upper.y, lower.y, one.x, one.y);
+          SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);
+        }
+      }
+    }
+  }
+
+  // As many of the products' results at a time as 16 KB hold.
+  constexpr int AT_ONCE = 32 / WARPS < WIDE ? 32 / WARPS : WIDE;
+  __shared__ float found[AT_ONCE][WARPS][8][16];
+  #pragma unroll
+  for (int t = 0; t < TILES; ++t)
+    #pragma unroll
+    for (int begin = 0; begin < WIDE; begin += AT_ONCE) {
+      #pragma unroll
+      for (int i = 0; i < AT_ONCE; ++i) {
+        const float* sum = sums[t][begin + i];
+        found[i][warp][part * 2][group] = sum[0];
+        found[i][warp][part * 2 + 1][group] = sum[1];
+        found[i][warp][part * 2][8 + group] = sum[2];
+        found[i][warp][part * 2 + 1][8 + group] = sum[3];
+      }
+      __syncthreads();
+      for (int one = threadIdx.x; one < AT_ONCE * 128; one += WARPS * 32) {
+        const int n = one % 16, in_tile = one / 16 % 8, i = one / 128;
+        const int m = top + (begin + i) * 8 + in_tile, at = first + t * 16 + n;
+        if (m < M && at < N) {
+          float sum = 0.0f;
+          #pragma unroll
+          for (int w = 0; w < WARPS; ++w) sum += found[i][w][in_tile][n];
+          if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
+          const size_t row = m;
+          @WRITE@ = static_cast<T>(sum);
+        }
+      }
+      __syncthreads();
+    }
+"""
+# Where a result goes: to the one array, or to that of up to MOST_PARTS that has its
+# column; the i-th ends before ends[i].
+MOST_PARTS = 3
+_WHOLE = "out[row * N + at]"
+_PARTS = """*(at < ends[0] ? out0 + row * ends[0] + at
+        : at < ends[1] ? out1 + row * (ends[1] - ends[0]) + (at - ends[0])
+                       : out2 + row * (N - ends[1]) + (at - ends[1]))"""
+
+
+@cache
+def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
+    return cuda_kernel(
+        f"skinny_{TYPES[dtype]}",
+        _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE),
+        ("x", "weight", "bias", *(("ends",) if parted else ())),
+        tuple(f"out{i}" for i in range(MOST_PARTS)) if parted else ("out",),
+        header=tensor_cores(dtype),
+    )
+
+
+def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
+    """x (..., K) times weight (N, K) transposed, plus bias (N,): (..., N).
+
+    Summed in float32 and rounded once, the bias included. What it can compute, and
+    sooner than MLX, :func:`takes` says.
+    """
+    return _launch(x, weight, bias, [weight.shape[0]])[0]
+
+
+def parts(
+    x: mx.array, weight: mx.array, bias: mx.array | None, ends: tuple[int, ...]
+) -> list[mx.array]:
+    """The same for stacked matrices, each one's product an array of its own.
+
+    Parts of one array have rows with gaps between them, and some of what reads those
+    copies them first.
+
+    Args:
+        ends: the row of ``weight`` behind which each matrix ends, two or three.
+    """
+    sizes = [b - a for a, b in pairwise((0, *ends))]
+    return _launch(x, weight, bias, sizes, _two_ends(ends))
+
+
+@cache
+def _two_ends(ends: tuple[int, ...]) -> mx.array:
+    """Where the first matrix ends, and the second, for the kernel."""
+    return mx.array(ends[:2], mx.int32)
+
+
+def _launch(
+    x: mx.array,
+    weight: mx.array,
+    bias: mx.array | None,
+    sizes: Sequence[int],
+    ends: mx.array | None = None,
+) -> list[mx.array]:
+    """Run the kernel; its results have so many columns."""
+    rows, columns = x.size // x.shape[-1], weight.shape[0]
+    warps = _warps(*weight.shape)
+    wide, tiles, unroll = _block(rows, warps)
+    threads = 32 * warps
+    # An array that is no vector stands for no bias: a kernel less to compile.
+    inputs = [x, weight, weight if bias is None else bias]
+    shapes = [(*x.shape[:-1], size) for size in sizes]
+    if ends is not None:
+        inputs.append(ends)
+        shapes += [(1,)] * (MOST_PARTS - len(sizes))
+    results: list[mx.array] = _kernel(x.dtype, ends is not None)(
+        inputs=inputs,
+        template=[
+            ("T", x.dtype),
+            ("WARPS", warps),
+            ("WIDE", wide),
+            ("TILES", tiles),
+            ("UNROLL", unroll),
+        ],
+        grid=(-(-columns // (ROWS * tiles)) * threads, -(-rows // (TILE * wide)), 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=[x.dtype] * len(shapes),
+    )
+    return results[: len(sizes)]
+
+
+def _warps(rows: int, columns: int) -> int:
+    """Warps of a block, which share a row of the matrix: more of few, long ones.
+
+    By the matrix alone, since the order in which a row is summed follows from it.
+    """
+    return 4 if rows >= 4 * columns else 16
+
+
+def _block(rows: int, warps: int) -> tuple[int, int, int]:
+    """WIDE, TILES and UNROLL of a block, for so many rows of x.
+
+    Those that were quick on one H200 (benchmarks/results/skinny-blocks-h200.md).
+    """
+    wide = 1
+    while wide < WIDEST and wide * TILE < rows:
+        wide *= 2
+    if wide == 1:
+        return 1, 1, 4
+    # Each tile of the matrix has rows of x read again, which take their registers.
+    if wide == 8:
+        return (8, 2, 1) if warps == 4 else (4, 2, 2)
+    return wide, 2, 2
+
+
+def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
+    """Whether x (..., K) times weight (N, K) is left to :func:`product`."""
+    rows = x.size // x.shape[-1]
+    return (
+        0 < rows <= MOST_ROWS
+        and (x.ndim < 3 or x.shape[-2] <= MOST_TOKENS)
+        and weight.size <= MOST_WEIGHTS
+        and rows * weight.size <= MOST_WORK
+        and weight.shape[-1] % COLUMNS == 0
+        and x.dtype in TYPES
+        and weight.shape[-1] == x.shape[-1]
+        and weight.dtype == x.dtype
+        and (bias is None or bias.dtype == x.dtype)
+    )
+
+
+class SkinnyLinear(nn.Linear):
+    """A linear layer that computes few rows by the kernel.
+
+    While it trains, MLX's product is used, which has a gradient.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        weight, bias = self["weight"], self.get("bias")
+        if self.training or not takes(x, weight, bias):
+            usual: mx.array = super().__call__(x)
+            return usual
+        return product(x, weight, bias)
+
+    def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
+        """Its product in parts, for stacked matrices, see :func:`parts`."""
+        weight, bias = self["weight"], self.get("bias")
+        if len(ends) > MOST_PARTS or not takes(x, weight, bias):
+            usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
+            return list(usual)
+        return parts(x, weight, bias, ends)
+
+
+class SkinnyEmbedding(nn.Embedding):
+    """An embedding whose product as an output layer is such a one."""
+
+    def as_linear(self, x: mx.array) -> mx.array:
+        """Logits (..., V) of x (..., D)."""
+        weight = self["weight"]
+        if self.training or not takes(x, weight, None):
+            usual: Any = super().as_linear
+            logits: mx.array = usual(x)
+            return logits
+        return product(x, weight, None)
+
+
+_SKINNY: dict[type, Any] = {nn.Linear: SkinnyLinear, nn.Embedding: SkinnyEmbedding}
+
+
+def take_few_rows(model: nn.Module) -> None:
+    """Let the model's layers compute few rows by the kernel, in place."""
+    if not proven():
+        return
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    for path, layer in leaves:
+        kind = _SKINNY.get(type(layer))
+        if kind is not None:
+            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+@cache
+def proven() -> bool:
+    """Whether the kernel runs on this device, and computes what MLX does."""
+    try:
+        # The narrowest and the widest of the kernels, which needs the most registers,
+        # for matrices of either kind (see _warps), whose rows are longer than all
+        # warps' first turn.
+        for columns, rows in product_of((40, 4 * 544), (3, TILE * WIDEST // 2)):
+            shapes = [(columns, 544), (2, rows, 544)]
+            w, x = (
+                mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)
+                for i, shape in enumerate(shapes)
+            )
+            bias = w[:, 0] if rows > 3 else None
+            exact = x.astype(mx.float32) @ w.astype(mx.float32).T
+            if bias is not None:
+                exact = exact + bias.astype(mx.float32)
+            found = [product(x, w, bias)]
+            for ends in ((24, columns), (8, 11, columns)):
+                found.append(mx.concatenate(parts(x, w, bias, ends), axis=-1))
+            for one in found:
+                off = mx.abs(one.astype(mx.float32) - exact)
+                # Not the other way round: NaN is no agreement.
+                if not (off.max() <= 0.01 * mx.abs(exact).max()).item():
+                    return False
+        return True
+    except (RuntimeError, ValueError) as error:
+        logger.debug("no kernel for products of few rows: %s", error)
+        return False

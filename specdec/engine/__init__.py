@@ -1,0 +1,1 @@
+"""Requests in, tokens out: which rows run, one step after another."""

@@ -1,0 +1,152 @@
+"""Whether a run fits in memory, asked before it begins. No mlx here.
+
+Models are checked before they are loaded, a request when it is added, and rows
+before they get a place: what cannot fit is refused with the numbers, what does not
+fit yet waits, and where that was asked for, a request that does not fit otherwise
+has its keys and values packed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass, replace
+
+from ..errors import MemoryLimitError, UnsupportedModelError
+from ..memory import Choosing, Fallback, MemoryPlan, RowNeeds, format_size
+from ..request import Request
+from ..sampling_params import SamplingParams
+
+#: Bits in which keys and values are kept where they do not fit as they are.
+FALLBACK_BITS = (8, 4)
+
+
+@dataclass(frozen=True)
+class Preflight:
+    """A plan and what the device has.
+
+    Args:
+        plan: of the run.
+        limit: bytes for everything that MLX holds.
+        packed: the plan with keys and values in so many bits, where a request may
+            fall back to it; raises :class:`UnsupportedModelError` for models whose
+            keys cannot be packed. ``None``: no request may.
+    """
+
+    plan: MemoryPlan
+    limit: int
+    packed: Callable[[int], MemoryPlan] | None = None
+
+    def check_models(self) -> None:
+        """Refuse models that leave no room for the smallest request.
+
+        Raises:
+            MemoryLimitError: with both numbers.
+        """
+        smallest = RowNeeds(1, 1)
+        needed, weights = self.plan.peak([smallest]), self.plan.weight_bytes
+        if needed <= self.limit:
+            return
+        if any(peak <= self.limit for _, peak in self._packed_peaks(smallest)[0]):
+            return
+        share, way = self._prefix_share(smallest)
+        if self.plan.draft is not None or self.plan.lookup_bytes:
+            way = "leave the draft out, " + way
+        raise MemoryLimitError(
+            f"the models need {format_size(needed)} ({format_size(weights)} of "
+            f"weights{share}) and the memory limit is {format_size(self.limit)}: take "
+            f"models of fewer bits, {way}or raise --memory-limit (memory_limit)"
+        )
+
+    def check(self, prompt_tokens: int, params: SamplingParams) -> Fallback | None:
+        """Refuse a request that does not fit even alone.
+
+        Returns:
+            ``None`` where it fits as it is, else how it fits.
+
+        Raises:
+            MemoryLimitError: with the numbers.
+        """
+        row = row_needs(prompt_tokens, params)
+        needed = self.plan.peak([row])
+        if needed <= self.limit:
+            return None
+        packed, tried = self._packed_peaks(row)
+        for kv_bits, peak in packed:
+            if peak <= self.limit:
+                return Fallback(
+                    kv_bits=kv_bits, needed=needed, packed=peak, limit=self.limit
+                )
+            tried = f" ({format_size(peak)} with keys and values in {kv_bits} bits)"
+        share, way = self._prefix_share(row)
+        way += "add --kv-bits, " if self.packed is None else ""
+        raise MemoryLimitError(
+            f"{prompt_tokens} prompt tokens and up to {params.max_tokens} more need "
+            f"{format_size(needed)}{share}{tried} and the memory limit is "
+            f"{format_size(self.limit)}: shorten it, lower --max-tokens or "
+            f"--prefill-step-size, {way}or raise --memory-limit"
+        )
+
+    def _prefix_share(self, row: RowNeeds) -> tuple[str, str]:
+        """What the prefix store's memory has of a row's peak, and the way out."""
+        size = self.plan.prefix_bytes
+        if self.plan.peak([row]) <= replace(self.plan, prefix_bytes=0).peak([row]):
+            return "", ""
+        return (
+            f", {format_size(size)} for --prefix-cache-memory",
+            "lower --prefix-cache-memory, ",
+        )
+
+    def cost(self, requests: Sequence[Request]) -> int:
+        """Most bytes that these requests hold when they have rows together.
+
+        Args:
+            requests: one or more, of equal ``kv_bits``.
+        """
+        plan, kv_bits = self.plan, requests[0].kv_bits
+        if kv_bits is not None and self.packed is not None:
+            plan = self.packed(kv_bits)
+        return plan.peak([row_needs(len(r.prompt_tokens), r.params) for r in requests])
+
+    def _packed_peaks(self, row: RowNeeds) -> tuple[list[tuple[int, int]], str]:
+        """What a row needs alone in fewer and fewer bits, or why it cannot."""
+        if self.packed is None:
+            return [], ""
+        try:
+            return [(n, self.packed(n).peak([row])) for n in FALLBACK_BITS], ""
+        except UnsupportedModelError as error:
+            return [], f" (keys and values stay as they are: {error})"
+
+
+def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:
+    """What a request of these parameters needs."""
+    return RowNeeds(prompt_tokens, params.max_tokens, _choosing(params))
+
+
+def _choosing(params: SamplingParams) -> Choosing:
+    sampled = params.temperature > 0
+    used = {
+        "noise": sampled,
+        "logit_bias": bool(params.logit_bias),
+        "min_tokens": params.min_tokens > 0,
+        "repetition_penalty": params.repetition_penalty not in (None, 1),
+        "presence_penalty": bool(params.presence_penalty),
+        "frequency_penalty": bool(params.frequency_penalty),
+        "logprobs": params.logprobs or params.top_logprobs > 0,
+        "top_logprobs": params.top_logprobs > 0,
+        "ratio": sampled and params.verification != "coupled",
+    }
+    xtc = params.xtc_probability, params.xtc_threshold, params.xtc_special_tokens
+    filters: dict[str, tuple[bool, Hashable]] = {
+        "top_p": (params.top_p < 1, params.top_p),
+        "min_p": (params.min_p > 0, params.min_p),
+        "xtc": (params.xtc_probability > 0, xtc),
+        "top_k": (params.top_k > 0, params.top_k),
+    }
+    return Choosing(
+        frozenset(name for name, is_used in used.items() if is_used),
+        frozenset(
+            (name, setting)
+            for name, (is_used, setting) in filters.items()
+            if is_used and sampled
+        ),
+    )

@@ -1,0 +1,311 @@
+"""Requests from asyncio tasks, decoded together by one thread.
+
+The thread owns the session: MLX's streams belong to the thread that made them, and
+a round would hold the event loop up. Requests and cancels reach it through a queue,
+events go back to the loop, once a step.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import traceback
+from collections.abc import AsyncGenerator, Callable
+from contextlib import AbstractContextManager, aclosing, suppress
+from copy import copy
+from dataclasses import dataclass, field
+from functools import partial
+from queue import Empty, SimpleQueue
+from types import TracebackType
+from typing import Any, Self
+
+from ..errors import ServerError
+from ..prompts import Prompt
+from ..results import GenerationResult, StreamEvent
+from ..sampling_params import SamplingParams
+from ..stats import RunStats
+from .session import Session
+
+OpenSession = Callable[[], AbstractContextManager[Session]]
+
+
+@dataclass(eq=False)
+class _Request:
+    """A request as both sides know it: the loop reads, the thread has the index."""
+
+    add: Callable[[Session], int]
+    inbox: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
+    index: int | None = None
+
+
+_Told = list[tuple[_Request, StreamEvent | Exception]]
+
+
+class _Worker(threading.Thread):
+    """Steps the session while there is something to do, and sleeps otherwise.
+
+    Args:
+        open_session: called in the thread.
+        loop: that of the requests' readers.
+        hear: called in the loop, with what is for the requests.
+        hear_end: called in the loop, last, with what went wrong in the engine, if
+            anything did.
+    """
+
+    def __init__(
+        self,
+        open_session: OpenSession,
+        loop: asyncio.AbstractEventLoop,
+        hear: Callable[[_Told], None],
+        hear_end: Callable[[BaseException | None], None],
+    ):
+        # A loop that died without closing the server must not keep Python alive.
+        super().__init__(name="specdec server", daemon=True)
+        self.stats = RunStats()
+        self._open_session = open_session
+        self._loop = loop
+        self._hear = hear
+        self._hear_end = hear_end
+        self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
+        self._requests: dict[int, _Request] = {}
+        self._closing = False
+
+    # -- called by the loop ------------------------------------------------
+
+    def add(self, request: _Request) -> None:
+        """Let the session have a request."""
+        self._commands.put(partial(self._add, request))
+
+    def cancel(self, request: _Request) -> None:
+        """End a request, whether it has begun or not."""
+        self._commands.put(partial(self._cancel, request))
+
+    def close(self) -> None:
+        """End all requests, then the thread."""
+        self._commands.put(self._close)
+
+    # -- in the thread -----------------------------------------------------
+
+    def run(self) -> None:
+        failure: BaseException | None = None
+        try:
+            self._serve()
+        except BaseException as error:  # whatever it is, somebody waits
+            failure = error
+        if failure is not None:
+            # Its frames would keep the caches alive for as long as the error.
+            traceback.clear_frames(failure.__traceback__)
+        with suppress(RuntimeError):  # the loop has gone, and all who could hear
+            self._loop.call_soon_threadsafe(self._hear_end, failure)
+
+    def _serve(self) -> None:
+        with self._open_session() as session:
+            self.stats = session.stats
+            self._work(session)
+
+    def _work(self, session: Session) -> None:
+        while session.busy or not self._closing:
+            self._obey(session, wait=not session.busy)
+            events = session.step()
+            if events:
+                self._tell([(self._requests[e.index], e) for e in events])
+            for event in events:
+                if event.result is not None:
+                    del self._requests[event.index]
+
+    def _tell(self, told: _Told) -> None:
+        self._loop.call_soon_threadsafe(self._hear, told)
+
+    def _obey(self, session: Session, *, wait: bool) -> None:
+        """Do what was asked for; with ``wait``, until something is."""
+        try:
+            while True:
+                self._commands.get(block=wait)(session)
+                wait = False
+        except Empty:
+            pass
+
+    def _add(self, request: _Request, session: Session) -> None:
+        try:
+            request.index = request.add(session)
+        except Exception as error:  # the request's own fault: nobody else's loss
+            self._tell([(request, error)])
+        else:
+            self._requests[request.index] = request
+
+    def _cancel(self, request: _Request, session: Session) -> None:
+        if request.index is not None:
+            session.cancel(request.index)
+
+    def _close(self, session: Session) -> None:
+        self._closing = True
+        for index in self._requests:
+            session.cancel(index)
+
+
+class Server:
+    """Serves requests of one event loop; made by :meth:`specdec.SpecDecoder.serve`.
+
+    Each request is a row of its own, whoever decodes beside it::
+
+        async with decoder.serve() as server:
+            results = await asyncio.gather(
+                server.generate("What is MLX?"),
+                server.generate("Name a river.", SamplingParams(temperature=0.7)),
+            )
+            async for event in server.stream("Name a lake."):
+                print(event.text, end="")
+
+    To be used from the event loop that entered it. Its memory is bounded by what
+    its requests are: a running row by the engine's own bounds, a waiting one by its
+    prompt, events that nobody has read by ``max_tokens`` of their request. How many
+    requests there are is for the caller to limit (:attr:`pending`).
+
+    Args:
+        open_session: makes the session, in the thread that steps it.
+    """
+
+    def __init__(self, open_session: OpenSession):
+        self._open_session = open_session
+        self._worker: _Worker | None = None
+        self._open: set[_Request] = set()
+        self._ended = asyncio.Event()
+        self._closed = False
+        self._failure: BaseException | None = None
+
+    async def __aenter__(self) -> Self:
+        if self._worker is not None:
+            raise ServerError("a server is entered once: make another one")
+        loop = asyncio.get_running_loop()
+        self._worker = _Worker(self._open_session, loop, self._hear, self._hear_end)
+        self._worker.start()
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        await self.aclose()
+
+    async def aclose(self) -> None:
+        """Cancel all requests, tell their results, and end the thread.
+
+        It waits for the step that is running, for a chunk of prefill or a round.
+        """
+        if self._worker is None:
+            return
+        self._closed = True
+        self._worker.close()
+        await self._ended.wait()
+        self._worker.join()
+
+    @property
+    def pending(self) -> int:
+        """Requests that have not ended and whose readers have not left."""
+        return len(self._open)
+
+    @property
+    def stats(self) -> RunStats:
+        """What was counted and measured until now."""
+        return RunStats() if self._worker is None else copy(self._worker.stats)
+
+    async def stream(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        system_prompt: str | None = None,
+        ignore_chat_template: bool = False,
+    ) -> AsyncGenerator[StreamEvent, None]:
+        """Decode a prompt, yielding what it emits; the last event has its result.
+
+        Leaving the loop, or cancelling the task, cancels the request: when the
+        generator is closed, which :func:`contextlib.aclosing` does at once and
+        Python as soon as nobody holds it.
+
+        Args:
+            prompt: a string, chat messages or token ids, as for
+                :meth:`specdec.SpecDecoder.generate`.
+            params: how to decode it; the seed is taken as it is. A sampler and
+                logits processors are called in the server's thread: arrays that
+                they hold must have been evaluated (``mx.eval``) where they were
+                made.
+
+        Raises:
+            PromptError: the prompt cannot be encoded, or is longer than the
+                target's context.
+            ConfigError: a token id is none of the target's.
+            ServerError: the server is not open, or its engine failed; what went
+                wrong there is its ``__cause__``.
+        """
+        worker = self._checked_worker()
+        request = _Request(
+            lambda session: session.add(
+                prompt,
+                params,
+                system_prompt=system_prompt,
+                ignore_chat_template=ignore_chat_template,
+            )
+        )
+        self._open.add(request)
+        worker.add(request)
+        try:
+            while True:
+                told = await request.inbox.get()
+                if isinstance(told, Exception):
+                    raise told
+                yield told
+                if told.result is not None:
+                    return
+        finally:
+            if request in self._open:
+                self._open.remove(request)
+                worker.cancel(request)
+
+    async def generate(
+        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+    ) -> GenerationResult:
+        """As :meth:`stream`, with the result alone.
+
+        Cancelling the task cancels the request. Closing the server does as well:
+        then the result's ``finish_reason`` is ``cancelled``.
+        """
+        async with aclosing(self.stream(prompt, params, **options)) as events:
+            async for event in events:
+                if event.result is not None:
+                    return event.result
+        raise AssertionError("the last event has the result")
+
+    # -- what the thread tells, in the loop --------------------------------
+
+    def _hear(self, told: _Told) -> None:
+        for request, event in told:
+            if request not in self._open:  # its reader has left
+                continue
+            if isinstance(event, Exception) or event.result is not None:
+                self._open.remove(request)
+            request.inbox.put_nowait(event)
+
+    def _hear_end(self, failure: BaseException | None) -> None:
+        self._failure = failure
+        for request in self._open:
+            request.inbox.put_nowait(self._refusal())
+        self._open.clear()
+        self._ended.set()
+
+    def _checked_worker(self) -> _Worker:
+        if self._worker is None or self._closed or self._ended.is_set():
+            raise self._refusal()
+        return self._worker
+
+    def _refusal(self) -> ServerError:
+        if self._failure is not None:
+            what = f"{type(self._failure).__name__}: {self._failure}"
+            error = ServerError(f"the server is broken: its engine failed with {what}")
+            error.__cause__ = self._failure
+            return error
+        if self._worker is None:
+            return ServerError("the server is not open yet: use `async with`")
+        return ServerError("the server is closed: make another one")

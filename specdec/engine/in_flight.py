@@ -1,0 +1,147 @@
+"""Rounds that were handed to the device and are not read yet."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import isfinite
+from typing import Any
+
+import mlx.core as mx
+
+from ..request import Sequence
+from ..spec_decode import Proposals
+from ..spec_decode.draft_length import Peek
+from ..spec_decode.verifier import Decision
+
+
+@dataclass(frozen=True)
+class RowOutput:
+    """What a row emitted in one step; ``ended`` by the last of it."""
+
+    sequence: Sequence
+    token_ids: list[int]
+    text: str
+    ended: bool
+
+    @classmethod
+    def of(cls, sequence: Sequence) -> RowOutput:
+        """What ``sequence`` has to show and has not shown yet."""
+        token_ids, text = sequence.take()
+        return cls(sequence, token_ids, text, sequence.finish_reason is not None)
+
+
+@dataclass(frozen=True)
+class InFlight:
+    """A round that was handed to the device and not read yet.
+
+    Args:
+        rows: those that take part.
+        first: it is the prompts' last step, which counts as no round.
+        decision: what it decided, to be read.
+        peeked: what would have been proposed, where the round did not draft.
+    """
+
+    rows: tuple[Sequence, ...]
+    first: bool
+    decision: Decision
+    peeked: Proposals | None = None
+
+    @classmethod
+    def of(
+        cls,
+        rows: tuple[Sequence, ...],
+        decision: Decision,
+        offset: mx.array,
+        *,
+        first: bool,
+        peeked: Proposals | None = None,
+    ) -> InFlight:
+        """Hand what the host will read to the device, and what the next round needs.
+
+        All at once: every hand-over costs time of its own.
+
+        Args:
+            offset: of the target's cache behind the round.
+        """
+        settled = decision.settled
+        after = [settled.committed.recent, settled.committed.lengths, offset]
+        looked_up = [] if peeked is None else [peeked.tokens, peeked.lengths]
+        mx.async_eval(settled.packed, decision.peaks, after, looked_up)
+        return cls(rows, first, decision, peeked)
+
+    @property
+    def num_draft_tokens(self) -> int:
+        """k of the round."""
+        return int(self.decision.settled.packed.shape[1]) - 3
+
+    @cached_property
+    def _ids(self) -> frozenset[int]:
+        return frozenset(map(id, self.rows))
+
+    def has(self, sequence: Sequence) -> bool:
+        """Whether the row takes part."""
+        return id(sequence) in self._ids
+
+    def added_to(
+        self,
+        bounds: AbstractSequence[tuple[int, int]],
+        rows: AbstractSequence[Sequence],
+    ) -> list[tuple[int, int]]:
+        """Least and most tokens of each row behind it, from those before it."""
+        width = self.num_draft_tokens + 1
+        # Every round adds a token to a running row, none to one that has ended.
+        return [
+            (least + (s.finish_reason is None), most + width)
+            if self.has(s)
+            else (least, most)
+            for s, (least, most) in zip(rows, bounds, strict=True)
+        ]
+
+    def read(self) -> list[tuple[Sequence, int]]:
+        """Wait for the round and commit it: its rows, and how much each kept."""
+        packed: list[list[int]] = self.decision.settled.packed.tolist()  # type: ignore[assignment]
+        peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
+        logprobs = self.decision.logprobs
+        reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
+        read = []
+        for i, sequence in enumerate(self.rows):
+            kept, limit, *chosen = packed[i]
+            read.append((sequence, kept))
+            valid = next((j for j in range(kept) if _hopeless(peaks[i][j])), kept)
+            if self.first:
+                sequence.commit(chosen[:valid], reported[i][:valid])
+            elif valid:
+                drafted = max(limit, 0)
+                sequence.commit_round(chosen[:valid], drafted, reported[i][:valid])
+            at = len(sequence.tokens)
+            if valid < kept:
+                what = _COMPLAINTS[str(peaks[i][valid])]
+                sequence.fail(f"its logits {what} at token {at}")
+            elif i in self.decision.errors:
+                sequence.fail(self.decision.errors[i])
+        return read
+
+    def peeks(self) -> list[Peek]:
+        """Of every row that goes on, its token, and what it could have been."""
+        tokens: list[Any] = [None] * len(self.rows)
+        if self.peeked is not None:
+            tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]
+            if self.peeked.lengths is not None:
+                lengths: Any = self.peeked.lengths.tolist()
+                tokens = [row[:n] for row, n in zip(tokens, lengths, strict=True)]
+        return [
+            Peek(s.number, s.tokens[-1], row)
+            for s, row in zip(self.rows, tokens, strict=True)
+            if s.finish_reason is None and s.tokens
+        ]
+
+
+# By what str() makes of the largest logit.
+_COMPLAINTS = {"nan": "hold NaN", "inf": "hold infinity", "-inf": "leave no token"}
+
+
+def _hopeless(peak: float) -> bool:
+    """Whether nothing can be chosen from logits of which this is the largest."""
+    return not isfinite(peak)

@@ -1,0 +1,33 @@
+"""A seam for whoever measures rounds: what the engine tells while it decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from typing import Literal
+
+import mlx.core as mx
+
+from ..request import Sequence
+
+Part = Literal["draft", "verify", "sampling"]
+
+
+class RoundObserver:
+    """Watches the rounds of a session; this one does nothing.
+
+    Whatever an observer does, the tokens are the same. One that waits for the
+    device in :meth:`built` makes rounds slower than they are without it.
+    """
+
+    def begun(self, num_draft_tokens: int) -> None:
+        """A round of k is about to be built; a prompt's last step is one of k = 0."""
+
+    def built(self, part: Part, *arrays: mx.array) -> None:
+        """The graph of a part stands; ``arrays`` are what it computes."""
+
+    def read(self, num_draft_tokens: int, rows: AbstractSequence[Sequence]) -> None:
+        """A round of k was read and committed, for ``rows``: those that still ran.
+
+        Their counts (``rounds``, ``drafted``, ``accepted``, ``tokens``) have the
+        round in them; ``rounds`` stays where it was a prompt's last step.
+        """

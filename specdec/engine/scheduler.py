@@ -1,0 +1,102 @@
+"""Which requests decode together: first come, first served. No mlx here."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+
+from ..request import Request, Sequence
+
+# Tokens that prefill computes, over those that prompts have.
+MOST_PADDING = 2
+
+
+def _free(requests: AbstractSequence[Request]) -> int:
+    return 0
+
+
+class Scheduler:
+    """Rows that wait for a place, and whether there is one.
+
+    Nobody overtakes: a row that does not fit, or whose keys and values are kept in
+    other bits than those of the rows that run, holds those behind it back.
+
+    Args:
+        batch_size: rows that decode together at most.
+        budget: what the rows of a batch may cost together, in bytes; ``None``:
+            anything.
+        cost: what requests cost while they have rows together, in bytes: more for
+            more of them.
+    """
+
+    def __init__(
+        self,
+        batch_size: int,
+        *,
+        budget: int | None = None,
+        cost: Callable[[AbstractSequence[Request]], int] = _free,
+    ):
+        self.batch_size = batch_size
+        self.budget = budget
+        self._cost = cost
+        self._waiting: deque[Sequence] = deque()
+        # Rows last found to be too many together: while they are the same, nothing
+        # needs to be asked again.
+        self._too_many: list[Sequence] = []
+
+    @property
+    def waiting(self) -> int:
+        """Rows that have no place yet."""
+        return len(self._waiting)
+
+    def add(self, sequence: Sequence) -> None:
+        """Queue a row behind those that wait."""
+        self._waiting.append(sequence)
+
+    def ended(self) -> list[Sequence]:
+        """Take the waiting rows that have ended (cancelled, say) off the queue."""
+        gone = [s for s in self._waiting if s.finish_reason is not None]
+        if gone:
+            self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
+        return gone
+
+    def admit(self, running: AbstractSequence[Sequence]) -> list[Sequence]:
+        """Take the rows that get a place now, in the order that they came.
+
+        Args:
+            running: the rows that have one. Where there are none, the first that
+                waits gets one whatever it costs: it will not fit better later.
+        """
+        admitted: list[Sequence] = []
+        while self._waiting and len(running) + len(admitted) < self.batch_size:
+            admitted.append(self._waiting[0])
+            rows = [*running, *admitted]
+            if len(rows) > 1 and not (
+                self._may_run(rows) and _fit_each_other(admitted)
+            ):
+                return admitted[:-1]
+            self._waiting.popleft()
+        return admitted
+
+    def _may_run(self, rows: list[Sequence]) -> bool:
+        """Whether rows can be one batch: of one kind of caches, and in memory."""
+        if rows[0].request.kv_bits != rows[-1].request.kv_bits:
+            return False
+        if self.budget is None:
+            return True
+        if list(map(id, rows)) == list(map(id, self._too_many)):
+            return False
+        fits = self._cost([s.request for s in rows]) <= self.budget
+        self._too_many = [] if fits else rows
+        return fits
+
+
+def _fit_each_other(rows: AbstractSequence[Sequence]) -> bool:
+    """Whether prompts of such lengths are read together at a fair price.
+
+    They are padded to the longest of them; that may double the work, not more. Those
+    behind get their places when these have begun.
+    """
+    lengths = [len(s.request.prompt_tokens) for s in rows]
+    return max(lengths) * len(lengths) <= MOST_PADDING * sum(lengths)

@@ -1,0 +1,207 @@
+"""Requests that come and go: add, cancel, step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..errors import ConfigError, MemoryLimitError, PromptError
+from ..memory import Fallback
+from ..prompts import EncodedPrompt, Prompt, encode
+from ..request import Request
+from ..results import GenerationResult, StreamEvent
+from ..sampling_params import SamplingParams, require_params
+from ..stats import RunStats
+from .admission import Preflight
+from .engine import Engine
+from .in_flight import RowOutput
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """What a request must fit in.
+
+    Args:
+        vocab_size: the target's number of logits.
+        context_length: positions that the target serves; ``None``: not known.
+        preflight: knows what fits in memory; ``None``: nothing is asked.
+    """
+
+    vocab_size: int
+    context_length: int | None = None
+    preflight: Preflight | None = None
+
+    def check(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
+        """The parameters, with ``max_tokens`` cut to what the context leaves.
+
+        Raises:
+            PromptError, ConfigError, MemoryLimitError: see :meth:`admit`.
+        """
+        return self.admit(prompt, params)[0]
+
+    def admit(
+        self, prompt: EncodedPrompt, params: SamplingParams
+    ) -> tuple[SamplingParams, Fallback | None]:
+        """The same, and how it fits in memory where it does not as it is.
+
+        Raises:
+            PromptError: the prompt is longer than the context.
+            ConfigError: a token id is none of the target's.
+            MemoryLimitError: the request does not fit in memory even alone.
+        """
+        named = (
+            ("logit_bias", params.logit_bias or ()),
+            ("stop_token_ids", params.stop_token_ids),
+            ("xtc_special_tokens", params.xtc_special_tokens or ()),
+        )
+        for name, tokens in named:
+            if any(token >= self.vocab_size for token in tokens):
+                raise ConfigError(
+                    f"{name} names token {max(tokens)}: "
+                    f"the target's last is {self.vocab_size - 1}"
+                )
+        params = self._cut(prompt, params)
+        if self.preflight is None:
+            return params, None
+        return params, self.preflight.check(len(prompt.token_ids), params)
+
+    def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
+        if self.context_length is None:
+            return params
+        room = self.context_length - len(prompt.token_ids)
+        if room < 0:
+            raise PromptError(
+                f"it has {len(prompt.token_ids)} tokens and the target's context is "
+                f"{self.context_length}: shorten it"
+            )
+        # The last token is never fed, so a full context still gives one.
+        max_tokens = min(params.max_tokens, max(room, 1))
+        min_tokens = min(params.min_tokens, max_tokens)
+        return replace(params, max_tokens=max_tokens, min_tokens=min_tokens)
+
+
+class Session:
+    """Requests that are added while others run, and cancelled at any time.
+
+    Made by :meth:`specdec.SpecDecoder.session`. Nothing runs between two calls of
+    :meth:`step`::
+
+        session = decoder.session()
+        first = session.add("What is MLX?")
+        while session.busy:
+            for event in session.step():
+                print(event.index, event.text)
+
+    Not safe to be called from several threads at once.
+
+    Args:
+        engine: decodes.
+        tokenizer: encodes prompts.
+        bounds: what a request must fit in.
+    """
+
+    def __init__(self, engine: Engine, tokenizer: Any, bounds: Bounds):
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._bounds = bounds
+        self._next_index = 0
+
+    @property
+    def busy(self) -> bool:
+        """Whether a request has not ended yet, or its end was not told."""
+        return self._engine.busy
+
+    @property
+    def stats(self) -> RunStats:
+        """What was counted and measured since the session began."""
+        return self._engine.stats
+
+    def add(
+        self,
+        prompt: Prompt,
+        params: SamplingParams | None = None,
+        *,
+        system_prompt: str | None = None,
+        ignore_chat_template: bool = False,
+    ) -> int:
+        """Queue a prompt; rows are given first come, first served.
+
+        Args:
+            prompt: a string, chat messages or token ids, as for
+                :meth:`specdec.SpecDecoder.generate`.
+            params: how to decode it; the seed is taken as it is.
+
+        Returns:
+            The index that its events and its result carry.
+
+        Raises:
+            PromptError: the prompt cannot be encoded, or is longer than the
+                target's context.
+            ConfigError: a token id is none of the target's, or ``params`` are no
+                :class:`SamplingParams`.
+        """
+        params = SamplingParams() if params is None else require_params(params)
+        encoded = encode(
+            self._tokenizer,
+            prompt,
+            system_prompt=system_prompt,
+            ignore_chat_template=ignore_chat_template,
+        )
+        return self.add_encoded(encoded, params)
+
+    def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
+        """As :meth:`add`, for a prompt that is encoded already."""
+        if params.xtc_probability > 0 and params.xtc_special_tokens is None:
+            # As mlx-lm's command line has it: texts must be able to break and end.
+            newline = self._tokenizer.encode("\n", add_special_tokens=False)
+            special = (*newline, *sorted(self._tokenizer.eos_token_ids))
+            special = tuple(t for t in special if t < self._bounds.vocab_size)
+            params = replace(params, xtc_special_tokens=special)
+        params, fallback = self._bounds.admit(prompt, params)
+        index, kv_bits = self._next_index, None
+        if fallback is not None:
+            self.stats.fallbacks[index] = fallback
+            kv_bits = fallback.kv_bits
+        request = Request(index, prompt.text, prompt.token_ids, params, kv_bits)
+        self._engine.add(request)
+        self._next_index += 1
+        return index
+
+    def add_all(
+        self, prompts: Iterable[EncodedPrompt], params: Iterable[SamplingParams]
+    ) -> list[int]:
+        """Add several prompts, all of them or, when one cannot be, none."""
+        checked = []
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
+            try:
+                self._bounds.check(prompt, p)
+            except (PromptError, ConfigError, MemoryLimitError) as error:
+                raise type(error)(f"prompt {i}: {error}") from error
+            checked.append((prompt, p))
+        return [self.add_encoded(prompt, p) for prompt, p in checked]
+
+    def cancel(self, index: int) -> bool:
+        """End a request as it is; its last event comes with the next step.
+
+        Returns:
+            Whether it had not ended yet; an index that is none has not either.
+        """
+        return self._engine.cancel(index)
+
+    def step(self) -> list[StreamEvent]:
+        """Run one chunk of prefill, one round, or both; what rows emitted.
+
+        The list is empty while the first tokens are on their way, and when
+        nothing is left to do.
+        """
+        return [_event(output) for output in self._engine.step()]
+
+
+def _event(output: RowOutput) -> StreamEvent:
+    return StreamEvent(
+        index=output.sequence.request.index,
+        text=output.text,
+        token_ids=output.token_ids,
+        result=GenerationResult.of(output.sequence) if output.ended else None,
+    )

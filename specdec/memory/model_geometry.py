@@ -1,0 +1,162 @@
+"""A model's geometry, read off the model and the caches that it makes.
+
+Nothing is computed: a forward is built, and the caches it would fill have their
+shapes. So every kind of cache that the engine can adopt is counted as it is stored,
+for models that are loaded and for outlines.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ..cache import (
+    BatchCache,
+    BatchCacheList,
+    CacheOptions,
+    RingCache,
+    adopt_caches,
+    check_caches,
+)
+from .geometry import CacheGeometry, ModelGeometry
+
+
+def geometry_of(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    name: str,
+    options: CacheOptions | None = None,
+    loading_bytes: int = 0,
+) -> ModelGeometry:
+    """Read the geometry of an mlx-lm model, loaded or not.
+
+    Args:
+        model: the model.
+        config: its configuration, for the number of heads and of active experts.
+        name: for messages.
+        options: how its caches are made; their ``max_write`` and ``max_length`` do
+            not matter.
+        loading_bytes: as in :class:`ModelGeometry`.
+
+    Raises:
+        UnsupportedModelError: the batch caches cannot serve the model.
+    """
+    options = replace(options or CacheOptions(max_write=2), max_length=None)
+    check_caches(model, name, options)
+    at_once = replace(options, quantized_kv_start=0)
+    caches, logits = _caches(model, name, at_once)
+    dense: tuple[CacheGeometry, ...] = ()
+    if options.kv_bits is not None and options.quantized_kv_start:
+        dense, _ = _caches(model, name, replace(at_once, kv_bits=None))
+    weights = [array for _, array in _arrays(model)]
+    settings = _Settings(config)
+    heads = settings.number("num_attention_heads", "n_heads", "num_heads", "n_head")
+    hidden = settings.number("hidden_size", "d_model", "n_embd", "dim", "model_dim")
+    nope, rope, values = (
+        settings.number(key)
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent = settings.number("kv_lora_rank") > 0
+    head = settings.number("head_dim") or hidden // max(heads, 1)
+    return ModelGeometry(
+        name=name,
+        num_parameters=sum(_count(layer) for _, layer in _leaves(model)),
+        weight_bytes=sum(array.nbytes for array in weights),
+        caches=caches,
+        dense_caches=dense,
+        vocab_size=int(logits.shape[-1]),
+        elem_bytes=logits.dtype.size,
+        hidden_size=hidden,
+        layer_width=_layer_width(model, settings),
+        num_heads=heads,
+        head_width=nope + rope if latent else head,
+        score_copies=2 if latent else 1,
+        expanded_width=heads * (nope + values) if latent else 0,
+        loading_bytes=loading_bytes,
+    )
+
+
+def _caches(
+    model: nn.Module, name: str, options: CacheOptions
+) -> tuple[tuple[CacheGeometry, ...], mx.array]:
+    """The geometry of the caches behind a forward of one token, and its logits."""
+    made = adopt_caches(model, 1, options, name)
+    logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
+    flat: list[BatchCache] = []
+    for cache in made:
+        flat += cache.caches if isinstance(cache, BatchCacheList) else [cache]
+    return tuple(map(_cache_geometry, flat)), logits
+
+
+def _cache_geometry(cache: BatchCache) -> CacheGeometry:
+    ring, slots = isinstance(cache, RingCache), cache.capacity
+    return CacheGeometry(
+        slot_bytes=cache.nbytes // slots if slots else 0,
+        window=cache.window if isinstance(cache, RingCache) else None,
+        keep=cache.keep if ring else 0,  # type: ignore[attr-defined]
+        packed=hasattr(cache, "packing"),
+        unpacked_bytes=cache.unpacked_nbytes // slots if slots else 0,
+    )
+
+
+class _Settings:
+    """Numbers of a configuration, or of its text part."""
+
+    def __init__(self, config: Mapping[str, Any]):
+        self._parts = (config, config.get("text_config") or {})
+
+    def number(self, *names: str) -> int:
+        """The first of ``names`` that is there; 0 when none is."""
+        for part in self._parts:
+            for name in names:
+                if isinstance(part.get(name), int):
+                    return int(part[name])
+        return 0
+
+
+def _arrays(model: nn.Module) -> list[tuple[str, mx.array]]:
+    leaves: Any = tree_flatten(model.parameters())
+    return list(leaves)
+
+
+def _leaves(model: nn.Module) -> list[tuple[str, Any]]:
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return list(leaves)
+
+
+def _count(layer: Any) -> int:
+    """Parameters of a layer; scales and biases of a packed one are none."""
+    if not hasattr(layer, "bits"):
+        return sum(array.size for _, array in _arrays(layer))
+    bias = layer.bias.size if "bias" in layer else 0
+    packed: int = layer.weight.size * 32 // layer.bits
+    return packed + bias
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+
+
+def _layer_width(model: nn.Module, settings: _Settings) -> int:
+    """Outputs of all projections of the widest layer, for one token."""
+    active = settings.number(
+        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k"
+    )
+    widths: dict[str, int] = defaultdict(int)
+    for path, layer in _leaves(model):
+        found = _LAYER.search(path)
+        weight = layer.get("weight")
+        if found is None or weight is None or weight.ndim < 2:
+            continue
+        width = weight.shape[-2]
+        if weight.ndim == 3:  # experts
+            columns = weight.shape[-1] * 32 // getattr(layer, "bits", 32)
+            width = max(active, 1) * (width + columns)
+        widths[found[1]] += width
+    return max(widths.values(), default=0)

@@ -1,0 +1,47 @@
+"""GGUF files as models of mlx-lm: the file in, model, tokenizer and config out."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from ...errors import ModelError
+from ..messages import shorten
+from .config import build_config
+from .header import read_header
+from .tokenizer import build_tokenizer
+from .weights import WeightFormat, build_model
+
+
+def load_gguf(
+    path: str | Path, form: WeightFormat | None = None
+) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
+    """Read a GGUF file of architecture llama, qwen2, qwen3 or gemma3.
+
+    Args:
+        path: the file.
+        form: what the weights become; by default Q4_0, Q4_1 and Q8_0 stay
+            packed and everything else is in floats.
+
+    Raises:
+        ModelNotFoundError: there is no such file (ModelNameError), or it cannot be
+            opened.
+        UnsupportedModelError: something in it is not supported; it is named.
+        ModelError: the file is cut short, corrupt or incomplete.
+    """
+    file = read_header(path)
+    try:
+        # First what names an unsupported model, then what may be odd because of it.
+        config = build_config(file)
+        tokenizer = build_tokenizer(file)
+        model, config = build_model(file, config, form or WeightFormat())
+    except (ArithmeticError, LookupError, TypeError, ValueError) as error:
+        raise ModelError(
+            f"{path} has metadata that no model fits ({type(error).__name__}: "
+            f"{shorten(error)}): download it again"
+        ) from error
+    config["eos_token_id"] = sorted(tokenizer.eos_token_ids)
+    return model, tokenizer, config

@@ -1,0 +1,285 @@
+"""GGUF metadata to the configuration that mlx-lm's model classes take."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import ModelError, UnsupportedModelError
+from .header import GGUFFile
+from .tensors import read_float_rows
+
+# Architecture in the file -> model type in mlx-lm.
+ARCHITECTURES = {
+    "llama": "llama",
+    "qwen2": "qwen2",
+    "qwen3": "qwen3",
+    "gemma3": "gemma3_text",
+}
+
+# llama.cpp has these in its code, not in the file.
+_GEMMA3_SLIDING_PATTERN = 6
+_GEMMA3_LOCAL_ROPE_BASE = 10_000.0
+_GEMMA3_27B_BLOCKS = 62
+# What Llama 3.1 and later were trained with; files hold only the result.
+_LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
+# Bytes of two tensors that are compared at a time.
+_COMPARED_BYTES = 1 << 24
+
+
+@dataclass(frozen=True)
+class _Metadata:
+    """Metadata of one architecture, by the key behind its prefix."""
+
+    file: GGUFFile
+    architecture: str
+
+    def get(self, key: str, default: Any = None) -> Any:
+        return self.file.metadata.get(f"{self.architecture}.{key}", default)
+
+    def need(self, key: str) -> Any:
+        value = self.get(key)
+        if value is None:
+            raise ModelError(
+                f"{self.file.path} lacks the metadata {self.architecture}.{key}: "
+                "convert it again with a current llama.cpp"
+            )
+        return value
+
+
+def architecture_of(file: GGUFFile) -> str:
+    """The file's architecture.
+
+    Raises:
+        UnsupportedModelError: it is not one of :data:`ARCHITECTURES`.
+    """
+    name = file.metadata.get("general.architecture")
+    if name not in ARCHITECTURES:
+        raise UnsupportedModelError(
+            f"{file.path} has the GGUF architecture {name!r:.60}, which is not "
+            f"supported: use one of {', '.join(ARCHITECTURES)}, or an MLX folder"
+        )
+    return str(name)
+
+
+def stored_dtype(file: GGUFFile) -> mx.Dtype:
+    """The float type that loses least of what the file stores.
+
+    float32 for a file of float32 matrices, else :func:`half_dtype`.
+    """
+    return mx.float32 if _matrix_types(file) == {"F32"} else half_dtype(file)
+
+
+def half_dtype(file: GGUFFile) -> mx.Dtype:
+    """The 16-bit float type that loses least of what the file stores.
+
+    bfloat16, which the models were trained in and whose range their activations
+    may need (packed scales, float16 in the file, lose up to 0.4%); but float16 for
+    llama files, unless they store a wider type: there activations fit.
+
+    Packed scales pass through this type on the CPU too, which then computes in
+    float32: so one file is the same weights on every backend and in the folder
+    that it converts to.
+    """
+    wide = _matrix_types(file) & {"F32", "BF16"}
+    llama = architecture_of(file) == "llama"
+    return mx.float16 if llama and not wide else mx.bfloat16
+
+
+def _matrix_types(file: GGUFFile) -> set[str]:
+    return {info.type_name for info in file.tensors.values() if len(info.shape) == 2}
+
+
+def build_config(file: GGUFFile) -> dict[str, Any]:
+    """The configuration of the file's model, for mlx-lm's ``ModelArgs``.
+
+    Raises:
+        UnsupportedModelError: the architecture, or a feature of it, is not
+            supported.
+        ModelError: metadata is missing.
+    """
+    architecture = architecture_of(file)
+    meta = _Metadata(file, architecture)
+    heads = int(_uniform(meta, "attention.head_count"))
+    hidden = int(meta.need("embedding_length"))
+    head_dim = int(meta.get("attention.key_length", hidden // heads))
+    _refuse_unsupported(meta, hidden, heads, head_dim)
+    config: dict[str, Any] = {
+        "model_type": ARCHITECTURES[architecture],
+        "hidden_size": hidden,
+        "intermediate_size": int(_uniform(meta, "feed_forward_length")),
+        "num_hidden_layers": int(meta.need("block_count")),
+        "num_attention_heads": heads,
+        "num_key_value_heads": int(_uniform(meta, "attention.head_count_kv", heads)),
+        "head_dim": head_dim,
+        "rms_norm_eps": _tidy(meta.need("attention.layer_norm_rms_epsilon")),
+        "vocab_size": _tensor_rows(file, "token_embd.weight"),
+        "max_position_embeddings": int(meta.need("context_length")),
+        "rope_theta": _tidy(meta.get("rope.freq_base", 10_000.0)),
+        "tie_word_embeddings": is_tied(file),
+    }
+    scaling = _rope_scaling(meta, head_dim, config["rope_theta"])
+    if scaling is not None:
+        config["rope_scaling"] = scaling
+    if architecture == "llama":
+        # These files permute q and k for interleaved RoPE.
+        config["rope_traditional"] = True
+    if architecture == "gemma3":
+        config.update(_gemma3(meta, config))
+    for key in ("bos", "eos", "padding"):
+        token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
+        if token is not None:
+            config[f"{'pad' if key == 'padding' else key}_token_id"] = int(token)
+    return config
+
+
+def _tidy(value: float) -> float:
+    """A float32 as the shortest decimal that means it: 1e-06, not 9.99999997e-07."""
+    return float(str(np.float32(value)))
+
+
+def _uniform(meta: _Metadata, key: str, default: Any = None) -> Any:
+    """A value that some files give per layer; it has to be the same for all."""
+    value = meta.need(key) if default is None else meta.get(key, default)
+    if not isinstance(value, list):
+        return value
+    if len(set(value)) != 1:
+        raise UnsupportedModelError(
+            f"{meta.file.path}: {key} differs from layer to layer, which is not "
+            "supported: use another model"
+        )
+    return value[0]
+
+
+def _tensor_rows(file: GGUFFile, name: str) -> int:
+    if name not in file.tensors:
+        raise ModelError(f"{file.path} has no tensor {name}: download it again")
+    return file.tensors[name].shape[0]
+
+
+def _refuse_unsupported(
+    meta: _Metadata, hidden: int, heads: int, head_dim: int
+) -> None:
+    reason = None
+    if meta.get("expert_count", 0):
+        reason = "mixture of experts"
+    elif meta.get("rope.dimension_count", head_dim) != head_dim:
+        reason = "RoPE over a part of the head"
+    elif meta.get("attention.value_length", head_dim) != head_dim:
+        reason = "values of another width than keys"
+    elif meta.get("final_logit_softcapping", 0) or meta.get("attn_logit_softcapping"):
+        reason = "soft-capped logits"
+    elif meta.architecture == "qwen2" and head_dim * heads != hidden:
+        reason = "a head width of its own"
+    if reason is not None:
+        raise UnsupportedModelError(
+            f"{meta.file.path} uses {reason}, which is not supported for "
+            f"{meta.architecture} GGUF files: use an MLX folder"
+        )
+
+
+def _gemma3(meta: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+    pattern = meta.get("attention.sliding_window_pattern", _GEMMA3_SLIDING_PATTERN)
+    if isinstance(pattern, list):  # one flag per layer, true for a sliding one
+        period = pattern.index(False) + 1 if False in pattern else len(pattern) + 1
+        expected = [(i + 1) % period != 0 for i in range(len(pattern))]
+        if [bool(flag) for flag in pattern] != expected:
+            raise UnsupportedModelError(
+                f"{meta.file.path} has sliding-window layers without a fixed "
+                "period, which is not supported: use an MLX folder"
+            )
+        pattern = period
+    # Only the 27B model scales by something else than its head width.
+    large = config["num_hidden_layers"] == _GEMMA3_27B_BLOCKS
+    scalar = config["head_dim"]
+    if large:
+        scalar = config["hidden_size"] // config["num_attention_heads"]
+    return {
+        "sliding_window": int(meta.need("attention.sliding_window")),
+        "sliding_window_pattern": int(pattern),
+        "rope_local_base_freq": _tidy(
+            meta.get("rope.freq_base_swa", _GEMMA3_LOCAL_ROPE_BASE)
+        ),
+        "query_pre_attn_scalar": scalar,
+    }
+
+
+def _rope_scaling(
+    meta: _Metadata, head_dim: int, theta: float
+) -> dict[str, Any] | None:
+    if "rope_freqs.weight" in meta.file.tensors:
+        return _llama3_scaling(meta, head_dim, theta)
+    kind = meta.get("rope.scaling.type")
+    factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear"))
+    if kind == "none" or factor in (None, 0, 1):
+        return None
+    if kind in (None, "linear"):
+        return {"rope_type": "linear", "factor": _tidy(factor)}
+    if kind == "yarn":
+        original = meta.get("rope.scaling.original_context_length")
+        scaling = {
+            "rope_type": "yarn",
+            "factor": _tidy(factor),
+            "original_max_position_embeddings": int(
+                meta.need("context_length") if original is None else original
+            ),
+        }
+        for key in ("beta_fast", "beta_slow"):
+            value = meta.get(f"rope.scaling.yarn_{key}")
+            if value is not None:
+                scaling[key] = _tidy(value)
+        return scaling
+    raise UnsupportedModelError(
+        f"{meta.file.path} uses the RoPE scaling {kind!r:.60}, which is not supported: "
+        "use a file with none, linear or yarn"
+    )
+
+
+def _llama3_scaling(meta: _Metadata, head_dim: int, theta: float) -> dict[str, Any]:
+    """Llama 3's scaling from the frequency factors that the file stores instead."""
+    info = meta.file.tensors["rope_freqs.weight"]
+    factors = read_float_rows(meta.file, info, 0, 1).reshape(-1)
+    factor = float(factors.max())
+    wavelengths = 2 * np.pi * theta ** (np.arange(0, head_dim, 2) / head_dim)
+    turns = _LLAMA3_CONTEXT / wavelengths
+    smooth = (turns - _LLAMA3_LOW) / (_LLAMA3_HIGH - _LLAMA3_LOW)
+    expected = 1 / ((1 - smooth) / factor + smooth)
+    expected = np.where(turns < _LLAMA3_LOW, factor, expected)
+    expected = np.where(turns > _LLAMA3_HIGH, 1.0, expected)
+    if factors.shape != expected.shape or not np.allclose(factors, expected, 1e-3):
+        raise UnsupportedModelError(
+            f"{meta.file.path} stores RoPE factors other than Llama 3's, which is "
+            "not supported: use an MLX folder"
+        )
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LLAMA3_LOW,
+        "high_freq_factor": _LLAMA3_HIGH,
+        "original_max_position_embeddings": _LLAMA3_CONTEXT,
+    }
+
+
+def is_tied(file: GGUFFile) -> bool:
+    """Whether the output projection is the token embedding.
+
+    Without ``output.weight`` it is, and with one that is the embedding, byte for
+    byte. Anything else is used as it is: the small Qwen files hold one matrix
+    quantized twice, but a head that was trained a little further looks the same.
+    """
+    if "output.weight" not in file.tensors:
+        return True
+    head, embedding = file.tensors["output.weight"], file.tensors["token_embd.weight"]
+    if (head.shape, head.type_id) != (embedding.shape, embedding.type_id):
+        return False
+    step = max(1, _COMPARED_BYTES // head.row_bytes)
+    return all(
+        np.array_equal(
+            file.raw_rows(head, start, min(start + step, head.rows)),
+            file.raw_rows(embedding, start, min(start + step, head.rows)),
+        )
+        for start in range(0, head.rows, step)
+    )

@@ -1,0 +1,236 @@
+"""Models without their weights: shapes and types alone, read from headers.
+
+MLX computes nothing until it is asked to, so the model that mlx-lm itself builds
+from a folder's headers, or from a configuration, has every shape and type of the
+loaded one and takes no memory. What is told of a model before it is loaded is read
+off that, never from a second description of its architecture.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.utils import hf_repo_to_path, load_model
+
+from ..backend import defaults
+from ..draft_names import ModelDraft
+from ..errors import ModelError, ModelNotFoundError, SpecdecError
+from ..model_names import locate_target
+from .conversions import Conversions, weights_of
+from .draft_folder import has_layers_only, lend, open_layers, read_card
+from .gguf.config import build_config
+from .gguf.header import read_header
+from .gguf.weights import WeightFormat, build_model
+from .layer_skip import SkippingModel
+from .loading import QUANTIZATION_KEYS, check_folder, explain
+from .messages import shorten
+from .precision import cast, parse_dtype, quantized_copy, widen_packed
+
+
+@dataclass(frozen=True)
+class ModelOutline:
+    """A model that must not be computed with.
+
+    Args:
+        model: an mlx-lm model whose weights are not evaluated.
+        config: its configuration, as in ``config.json``.
+        name: what the user gave.
+        loading_bytes: most that loading it will hold, its weights included.
+        tokens: where its tokenizer is: a folder, a GGUF file, or a configuration
+            that has none beside it.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    name: str
+    loading_bytes: int
+    tokens: Path
+
+
+def outline(
+    source: str | os.PathLike[str], *, dtype: str | None = None
+) -> ModelOutline:
+    """The outline of what :func:`specdec.models.load` would load.
+
+    Args:
+        source: an MLX model folder, a ``.gguf`` file, a hub id that was downloaded
+            before, a ``config.json`` (a folder may hold that alone), or the default
+            target's name.
+        dtype: as for :func:`specdec.models.load`.
+
+    Raises:
+        ConfigError: another ``dtype``.
+        ModelNameError: nothing can have that name.
+        ModelNotFoundError: nothing has that name here.
+        UnsupportedModelError: the model, or a part of it, is not supported.
+        ModelError: a file is cut short or corrupt.
+    """
+    wanted, name = parse_dtype(dtype), os.fspath(source)
+    located = locate_target(name)
+    path = Path(os.path.expanduser(located))
+    conversions = Conversions()
+    try:
+        if located.lower().endswith(".gguf") and not path.is_dir():
+            file = read_header(path)
+            form = WeightFormat(dtype=wanted)
+            config = build_config(file)
+            conversions.reading(file, config, form)
+            model, config = build_model(file, config, form, lazy=True)
+        else:
+            path = _folder(located, path)
+            model, config = _from_folder(path)
+            if wanted is not None:
+                before = weights_of(model)
+                cast(model, wanted, lazy=True)
+                conversions.casting(before, weights_of(model), wanted)
+    except SpecdecError:
+        raise
+    except Exception as error:  # a folder's files can be wrong in any way
+        raise explain(name, error) from error
+    _fit(model, conversions)
+    return ModelOutline(model, config, name, conversions.peak(model), path)
+
+
+def outline_draft(
+    source: str | os.PathLike[str] | ModelDraft,
+    target: ModelOutline,
+    *,
+    dtype: str | None = None,
+) -> ModelOutline:
+    """The outline of what :func:`specdec.models.load_draft` would load.
+
+    Raises:
+        ConfigError: there is no such ``self:`` draft, or there are no such layers.
+        ModelError: see :func:`outline`.
+    """
+    draft = ModelDraft.of(source)
+    if draft.layers is not None:
+        skipping = SkippingModel(target.model, draft.layers, target.name)
+        return ModelOutline(skipping, target.config, draft.name, 0, target.tokens)
+    if draft.bits is None and has_layers_only(read_card(draft.source)):
+        return _outline_layers(draft, target, parse_dtype(dtype))
+    if draft.bits is None:
+        return replace(outline(draft.source, dtype=dtype), name=draft.name)
+    model, _ = quantized_copy(target.model, draft.bits, lazy=True)
+    conversions = Conversions()
+    conversions.quantizing(weights_of(target.model), weights_of(model))
+    _fit(model, conversions)
+    size = conversions.peak(model)
+    return ModelOutline(model, target.config, draft.name, size, target.tokens)
+
+
+def _outline_layers(
+    draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
+) -> ModelOutline:
+    """Of a draft that takes its embedding from the target."""
+    conversions = Conversions()
+    model, config = open_layers(draft.source)
+    if dtype is not None:
+        before = weights_of(model)
+        cast(model, dtype, lazy=True)
+        conversions.casting(before, weights_of(model), dtype)
+    _fit(model, conversions)
+    loading_bytes = conversions.peak(model)
+    lend(model, draft.name, target)
+    return ModelOutline(model, config, draft.name, loading_bytes, target.tokens)
+
+
+def _fit(model: nn.Module, conversions: Conversions) -> None:
+    """As :func:`specdec.models.loading.fit` does, but for what takes no memory."""
+    backend = defaults()
+    if backend.name == "cpu":
+        before = weights_of(model)
+        widen_packed(model, lazy=True)
+        conversions.widening(before, weights_of(model))
+    if backend.joins:
+        conversions.joining(model)
+
+
+def _folder(name: str, path: Path) -> Path:
+    """The folder, or the ``config.json``, that is meant."""
+    if path.is_file() and path.suffix == ".json":
+        return path
+    if path.exists():
+        check_folder(path)
+        return path
+    try:
+        return Path(hf_repo_to_path(name))
+    except Exception as error:  # the hub's client raises many kinds
+        raise ModelNotFoundError(
+            f"{name} is not a folder here, and was not downloaded from the hub: fetch "
+            f"it with hf download {name}, or give its config.json"
+        ) from error
+
+
+def _from_folder(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    if path.is_dir() and any(path.glob("model*.safetensors")):
+        model, config = load_model(path, lazy=True)
+        return model, config
+    return _from_config(path if path.is_file() else path / "config.json")
+
+
+def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
+    """A model of random weights in the type and packing that the file names.
+
+    mlx-lm packs what a folder's weights have packed; here there are none, so the
+    layers to pack are those that its own conversion would pack.
+    """
+    try:
+        config = json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path} cannot be read: {shorten(error)}") from error
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ModelError(f"{path} names no model_type: give the config of a model")
+    plain = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "config.json").write_text(json.dumps(plain), "utf-8")
+        try:
+            model, _ = load_model(Path(folder), lazy=True, strict=False)
+        except (LookupError, TypeError) as error:
+            # Some models' code wants weights to rename.
+            raise ModelError(
+                f"{path} does not say enough by itself for {config['model_type']}: "
+                "give the folder with its weights"
+            ) from error
+    stored = _first(config, "torch_dtype", "dtype") or "bfloat16"
+    dtype = parse_dtype(str(stored).removeprefix("torch."))
+    assert dtype is not None  # which it is for None alone
+    model.set_dtype(dtype)
+    packing = config.get("quantization")
+    if packing is None and config.get("quantization_config") is not None:
+        raise ModelError(
+            f"{path} names a quantization_config without MLX's own quantization: "
+            "give the folder with its weights"
+        )
+    if packing is not None:
+        _pack(model, packing)
+    return model, config
+
+
+def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
+    may_pack = getattr(model, "quant_predicate", lambda path, layer: True)
+    default = {k: packing[k] for k in ("group_size", "bits", "mode") if k in packing}
+
+    def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if path in packing:
+            chosen: bool | dict[str, Any] = packing[path]
+            return chosen
+        if not hasattr(layer, "to_quantized") or may_pack(path, layer) is False:
+            return False
+        fits: bool = layer.weight.shape[-1] % default["group_size"] == 0
+        return fits
+
+    nn.quantize(model, **default, class_predicate=choose)
+
+
+def _first(config: dict[str, Any], *keys: str) -> Any:
+    """The first of ``keys`` that the configuration, or its text part, has."""
+    parts = (config, config.get("text_config") or {})
+    return next((p[k] for k in keys for p in parts if p.get(k) is not None), None)

@@ -1,0 +1,51 @@
+"""What loading would refuse of two models' tokenizers, told before weights are read."""
+
+from __future__ import annotations
+
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import load_tokenizer
+
+from ..errors import SpecdecError
+from .gguf.header import read_header
+from .gguf.tokenizer import build_tokenizer
+from .loaded import LoadedModel
+from .loading import explain
+from .model_outline import ModelOutline
+from .vocabulary import check_same_vocabulary
+
+
+def check_tokenizers(target: ModelOutline, draft: ModelOutline) -> None:
+    """Refuse a draft of another vocabulary, and tokenizers that cannot be loaded.
+
+    Where one is a configuration without weights there is nothing to compare. A
+    vocabulary takes some seconds, so that of a target alone is not looked at.
+
+    Raises:
+        VocabularyMismatchError: see
+            :func:`~specdec.models.vocabulary.check_same_vocabulary`.
+        UnsupportedModelError: the kind of tokenizer is not supported.
+        ModelError: a tokenizer cannot be loaded.
+    """
+    if draft.tokens == target.tokens:
+        return
+    own, other = _loaded(target), _loaded(draft)
+    if own is not None and other is not None:
+        check_same_vocabulary(own, other)
+
+
+def _loaded(outline: ModelOutline) -> LoadedModel | None:
+    """The outline with its tokenizer; ``None`` for a configuration alone."""
+    path = outline.tokens
+    tokenizer: TokenizerWrapper | None = None
+    try:
+        if path.is_dir() and any(path.glob("model*.safetensors")):
+            tokenizer = load_tokenizer(path)
+        elif path.suffix.lower() == ".gguf":
+            tokenizer = build_tokenizer(read_header(path))
+    except SpecdecError:
+        raise
+    except Exception as error:  # a folder's files can be wrong in any way
+        raise explain(outline.name, error) from error
+    if tokenizer is None:
+        return None
+    return LoadedModel(outline.model, tokenizer, outline.config, outline.name)

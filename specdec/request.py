@@ -1,0 +1,217 @@
+"""A request on its way through the engine. No mlx here."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import Literal
+
+from .output_text import OutputText
+from .sampling_params import SamplingParams
+
+FinishReason = Literal["stop", "length", "cancelled", "error"]
+
+
+@dataclass(frozen=True)
+class Request:
+    """One prompt as token ids, with how to decode it.
+
+    ``index`` names it in results and events; nothing else depends on it. With
+    ``kv_bits`` its keys and values are kept in so many bits, whatever the engine does
+    otherwise.
+    """
+
+    index: int
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    params: SamplingParams
+    kv_bits: int | None = None
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the row can ever hold."""
+        return len(self.prompt_tokens) + self.params.max_tokens
+
+
+@dataclass(frozen=True)
+class TokenLogprobs:
+    """Log-probability of a token, and of the likeliest at its position.
+
+    Args:
+        logprob: of the token itself.
+        top: (token id, log-probability), the likeliest first.
+    """
+
+    logprob: float
+    top: list[tuple[int, float]] = field(default_factory=list)
+
+
+_numbers = count()
+
+
+@dataclass
+class Sequence:
+    """A request and the tokens generated for it so far.
+
+    Args:
+        request: what to decode.
+        eos_token_ids: tokens that end it, beside its own ``stop_token_ids``.
+        output: its text; ``None`` where nobody reads any.
+    """
+
+    request: Request
+    eos_token_ids: AbstractSet[int]
+    output: OutputText | None = None
+    tokens: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprobs] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    #: The stop text or token that ended it, or why it failed.
+    stop_reason: str | int | None = None
+    error: str | None = None
+    #: Bits in which its keys and values are kept; None: as they are.
+    kv_bits: int | None = None
+    #: Tokens of the prompt that were found in the prefix store.
+    prefix_tokens: int = 0
+    rounds: int = 0
+    #: Rounds that drafted, and that accepted, at least 1, 2, ... tokens.
+    drafted_at: list[int] = field(default_factory=list)
+    accepted_at: list[int] = field(default_factory=list)
+    #: Seconds on one clock: when it was queued, its first token came, it ended.
+    queued: float = 0.0
+    began: float | None = None
+    ended: float | None = None
+    #: No other sequence has it; an index of a request is that of another session's too.
+    number: int = field(default_factory=_numbers.__next__, compare=False)
+    _shown: int = 0
+
+    @cached_property
+    def end_tokens(self) -> AbstractSet[int]:
+        """Tokens that end it."""
+        return self.eos_token_ids | frozenset(self.request.params.stop_token_ids)
+
+    @property
+    def remaining(self) -> int:
+        """Tokens that ``max_tokens`` still allows."""
+        return self.request.params.max_tokens - len(self.tokens)
+
+    @property
+    def drafted(self) -> int:
+        """Draft tokens up to its end."""
+        return sum(self.drafted_at)
+
+    @property
+    def accepted(self) -> int:
+        """Draft tokens accepted, up to its end."""
+        return sum(self.accepted_at)
+
+    def commit(
+        self,
+        tokens: AbstractSequence[int],
+        logprobs: AbstractSequence[TokenLogprobs] = (),
+    ) -> int:
+        """Append ``tokens`` up to the end of the sequence.
+
+        It ends behind ``max_tokens``, before a token that ends it, which is not
+        kept, and where a stop text is complete: then tokens that have no part in
+        the text before it are dropped, those of earlier rounds too. A finished
+        sequence takes nothing.
+
+        Returns:
+            How many of ``tokens`` were used, the one that ended it included.
+        """
+        used = 0
+        end_tokens = self.end_tokens
+        for token in tokens:
+            if self.finish_reason is not None:
+                break
+            used += 1
+            if token in end_tokens:
+                self._end("stop", token)
+                break
+            self.tokens.append(token)
+            if self.output is not None and self.output.add(token):
+                self._end("stop")
+            elif self.remaining == 0:
+                self._end("length")
+        self.logprobs += logprobs[:used]
+        if self.finish_reason is not None:
+            del self.logprobs[len(self.tokens) :]
+        return used
+
+    def _end(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+        self.finish_reason, self.stop_reason = reason, stop_reason
+        if self.output is None:
+            return
+        self.output.finish(look=reason in ("stop", "length"))
+        if self.output.matched is not None:
+            self.finish_reason, self.stop_reason = "stop", self.output.matched
+            del self.tokens[self.output.num_tokens :]
+
+    def cancel(self) -> None:
+        """End it as it is; nothing, when it has ended."""
+        if self.finish_reason is None:
+            self._end("cancelled")
+
+    def fail(self, error: str) -> None:
+        """End it with an error result; nothing, when it has ended."""
+        if self.finish_reason is None:
+            self._end("error")
+            self.error = error
+
+    def commit_round(
+        self,
+        tokens: AbstractSequence[int],
+        num_draft_tokens: int,
+        logprobs: AbstractSequence[TokenLogprobs] = (),
+    ) -> None:
+        """Commit what one round kept: accepted draft tokens, then the extra token.
+
+        Counts what was used: a draft token behind the end of the sequence is
+        neither drafted nor accepted, one that proposed the end counts as both.
+        """
+        if self.finish_reason is not None:
+            return
+        used = self.commit(tokens, logprobs)
+        ended = self.finish_reason is not None
+        self.rounds += 1
+        drafted = min(used, num_draft_tokens) if ended else num_draft_tokens
+        _count(self.drafted_at, drafted)
+        _count(self.accepted_at, min(used, len(tokens) - 1))
+
+    def take(self) -> tuple[list[int], str]:
+        """Tokens and text that may be shown, and have not been taken yet."""
+        text, shown = "", len(self.tokens)
+        if self.output is not None:
+            ended = self.finish_reason is not None
+            text, shown = self.output.take(shown, ended=ended)
+        new = self.tokens[self._shown : shown]
+        self._shown = max(self._shown, shown)
+        return new, text
+
+
+def _count(at: list[int], n: int) -> None:
+    """One more round that reached 1, 2, ... ``n``."""
+    at += [0] * (n - len(at))
+    for i in range(n):
+        at[i] += 1
+
+
+def acceptance_rate(drafted: int, accepted: int) -> float:
+    """Accepted draft tokens over drafted ones; 0 when nothing was drafted."""
+    return accepted / drafted if drafted else 0.0
+
+
+def acceptance_length(rounds: int, accepted: int) -> float:
+    """Mean tokens per row and round, the round's extra token included."""
+    return 1.0 + accepted / rounds if rounds else 1.0
+
+
+def acceptance_by_position(
+    drafted_at: list[int], accepted_at: list[int]
+) -> list[float]:
+    """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
+    accepted = [*accepted_at, *([0] * len(drafted_at))]
+    return [a / d for a, d in zip(accepted, drafted_at, strict=False)]

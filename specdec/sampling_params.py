@@ -1,0 +1,254 @@
+"""How one request is decoded: a frozen dataclass that raises when built wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from .errors import ConfigError
+from .utils.checks import is_int, is_number, require, require_int, require_range
+
+DEFAULT_MAX_TOKENS = 256
+DEFAULT_CONTEXT_SIZE = 20
+# Beyond any use, and small enough for float32 arithmetic on logits.
+MAX_TEMPERATURE = 1e6
+MAX_TOP_LOGPROBS = 1000
+
+Verification = Literal["coupled", "rejection", "block"]
+VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)
+
+# mlx-lm's: a sampler takes log-probabilities (1, V) and returns a token, a
+# processor takes all tokens so far and logits (1, V) and returns logits.
+Sampler = Callable[[Any], Any]
+LogitsProcessor = Callable[[Any, Any], Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How one request is decoded.
+
+    Args:
+        max_tokens: most tokens to generate, 1 or more.
+        min_tokens: tokens that end a row (end-of-sequence and ``stop_token_ids``)
+            are not chosen before this many are generated.
+        temperature: 0 is greedy; above 0, to 1e6, the target's distribution is
+            ``softmax(logits / temperature)``.
+        seed: of the request's random draws (taken modulo 2**32); the draw at
+            a position depends on the seed and the position alone.
+        top_p: draw from the most likely tokens that together have this much
+            probability at temperature 1; 1 keeps all.
+        min_p: draw from tokens with at least this share of the likeliest one's
+            probability at temperature 1; 0 keeps all.
+        xtc_probability, xtc_threshold: with that probability, at each position,
+            leave out all tokens more probable than the threshold but the least
+            probable of them ("exclude top choices").
+        xtc_special_tokens: token ids that are never left out by it; ``None``: the
+            newline's and those that end a row.
+        top_k: draw from that many most likely tokens; 0 keeps all.
+        logit_bias: token id to what is added to its logit, before all else.
+        repetition_penalty: logits of tokens among the last
+            ``repetition_context_size`` (prompt included) are divided by it where
+            positive, multiplied where negative; ``None`` or 1 does nothing.
+        presence_penalty: subtracted from the logits of tokens among the last
+            ``presence_context_size``.
+        frequency_penalty: the same, for every occurrence among the last
+            ``frequency_context_size``.
+        logits_processors: mlx-lm's, or your own, one or several: ``f(tokens,
+            logits)`` with all tokens so far, shape (n,), and logits (1, V),
+            returning logits. Each is called once for every token of the row, in
+            order, behind the penalties.
+        sampler: mlx-lm's, or your own, in place of temperature, top_p and their
+            like: ``f(logprobs)`` with shape (1, V), returning a token. MLX's
+            global random state is seeded by seed and position before each call, and
+            stays so.
+        stop: texts that end a row. The text is cut before the first of them, the
+            tokens behind the last that has a part in what is left.
+        stop_token_ids: tokens that end a row, as the end-of-sequence token does.
+        logprobs: report the log-probability of every token: of the logits that
+            bias, penalties and processors leave, at temperature 1, unfiltered.
+        top_logprobs: report that many likeliest tokens of every position, too.
+        num_draft_tokens: most tokens to draft for this row in a round: 0 does
+            not speculate; ``None`` leaves it to the engine.
+        verification: how draft tokens of a sampling row are accepted. All keep
+            the target's distribution. ``coupled``: when equal to the target's
+            own choice under noise that the draft shares; the output is the same
+            for every draft. ``rejection``: by the ratio test (Leviathan et al.
+            2023). ``block``: block verification (Sun et al. 2024).
+
+    As in mlx-lm, ``top_p``, ``min_p``, XTC and ``top_k`` apply in this order,
+    before the temperature. At temperature 0, where they would do nothing, they are
+    refused.
+
+    Raises:
+        ConfigError: a value is out of range, two exclude each other, or one does
+            nothing without another.
+    """
+
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    min_tokens: int = 0
+    temperature: float = 0.0
+    seed: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    xtc_probability: float = 0.0
+    xtc_threshold: float = 0.1
+    xtc_special_tokens: tuple[int, ...] | None = None
+    top_k: int = 0
+    logit_bias: Mapping[int, float] | None = None
+    repetition_penalty: float | None = None
+    repetition_context_size: int = DEFAULT_CONTEXT_SIZE
+    presence_penalty: float | None = None
+    presence_context_size: int = DEFAULT_CONTEXT_SIZE
+    frequency_penalty: float | None = None
+    frequency_context_size: int = DEFAULT_CONTEXT_SIZE
+    logits_processors: tuple[LogitsProcessor, ...] = ()
+    sampler: Sampler | None = None
+    stop: tuple[str, ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    logprobs: bool = False
+    top_logprobs: int = 0
+    num_draft_tokens: int | None = None
+    verification: Verification = "coupled"
+
+    def __post_init__(self) -> None:
+        self._tidy()
+        self._check_lengths()
+        self._check_distribution()
+        self._check_penalties()
+        self._check_together()
+
+    @property
+    def stepwise(self) -> bool:
+        """Whether callables of the user's choose its tokens, one by one."""
+        return bool(self.logits_processors) or self.sampler is not None
+
+    @property
+    def context_size(self) -> int:
+        """Tokens that its penalties look back at; 0 when it has none."""
+        sizes = (
+            (self.repetition_penalty not in (None, 1), self.repetition_context_size),
+            (bool(self.presence_penalty), self.presence_context_size),
+            (bool(self.frequency_penalty), self.frequency_context_size),
+        )
+        return max((size for used, size in sizes if used), default=0)
+
+    def _tidy(self) -> None:
+        """Own immutable copies; one stop text or processor needs no tuple."""
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        object.__setattr__(self, "stop", _tuple("stop", stop))
+        if callable(self.logits_processors):
+            object.__setattr__(self, "logits_processors", (self.logits_processors,))
+        for name in ("stop_token_ids", "xtc_special_tokens", "logits_processors"):
+            if name != "xtc_special_tokens" or self.xtc_special_tokens is not None:
+                object.__setattr__(self, name, _tuple(name, getattr(self, name)))
+        if self.logit_bias is not None:
+            is_mapping = isinstance(self.logit_bias, Mapping)
+            rule = "a mapping of token ids to numbers"
+            require(is_mapping, "logit_bias", self.logit_bias, rule)
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+
+    def _check_lengths(self) -> None:
+        require_int("max_tokens", self.max_tokens, 1)
+        require_int("min_tokens", self.min_tokens, 0)
+        few = self.min_tokens <= self.max_tokens
+        rule = f"at most max_tokens ({self.max_tokens})"
+        require(few, "min_tokens", self.min_tokens, rule)
+        if self.num_draft_tokens is not None:
+            require_int("num_draft_tokens", self.num_draft_tokens, 0)
+        for text in self.stop:
+            valid = isinstance(text, str) and text != ""
+            require(valid, "stop", text, "one text or several, none of them empty")
+        for name in ("stop_token_ids", "xtc_special_tokens"):
+            for token in getattr(self, name) or ():
+                require_int(name, token, 0)
+        require(isinstance(self.logprobs, bool), "logprobs", self.logprobs, "a bool")
+        require_int("top_logprobs", self.top_logprobs, 0)
+        most, n = MAX_TOP_LOGPROBS, self.top_logprobs
+        require(n <= most, "top_logprobs", n, f"at most {most}")
+
+    def _check_distribution(self) -> None:
+        require_range("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        require_int("seed", self.seed)
+        note = "1 keeps all"
+        require_range("top_p", self.top_p, 0, 1, note=note, open_low=True)
+        require_range("min_p", self.min_p, 0, 1, note="0 keeps all")
+        require_int("top_k", self.top_k, 0)
+        require_range("xtc_probability", self.xtc_probability, 0, 1)
+        require_range("xtc_threshold", self.xtc_threshold, 0, 0.5)
+        rule = f"{', '.join(VERIFICATIONS[:-1])} or {VERIFICATIONS[-1]}"
+        known = self.verification in VERIFICATIONS
+        require(known, "verification", self.verification, rule)
+
+    def _check_penalties(self) -> None:
+        for token, bias in (self.logit_bias or {}).items():
+            rule = "of token ids (0 or more) to numbers, minus infinity included"
+            number = is_number(bias) or bias == float("-inf")
+            valid = is_int(token) and token >= 0 and number
+            require(valid, "logit_bias", {token: bias}, rule)
+        repetition = self.repetition_penalty
+        if repetition is not None:
+            valid = is_number(repetition) and repetition > 0
+            rule = "a number above 0 (1 does nothing)"
+            require(valid, "repetition_penalty", repetition, rule)
+        for name in ("presence", "frequency"):
+            value = getattr(self, f"{name}_penalty")
+            rule = "a number (0 does nothing)"
+            require(value is None or is_number(value), f"{name}_penalty", value, rule)
+        for name in ("repetition", "presence", "frequency"):
+            size = f"{name}_context_size"
+            require_int(size, getattr(self, size), 1)
+        for function in (*self.logits_processors, self.sampler):
+            if function is not None and not callable(function):
+                raise ConfigError(
+                    f"{function!r} is no sampler or logits processor: pass a function"
+                )
+
+    def _is_set(self, name: str) -> bool:
+        """Whether a field has another value than its default."""
+        default = type(self).__dataclass_fields__[name].default
+        return bool(getattr(self, name) != default)
+
+    def _check_together(self) -> None:
+        filters = ("top_p", "min_p", "top_k", "xtc_probability")
+        for name in ("temperature", *filters):
+            if self.sampler is not None and self._is_set(name):
+                raise ConfigError(
+                    f"sampler replaces {name}: leave one of them out "
+                    "(mlx-lm's make_sampler takes the same options)"
+                )
+        for name in filters:
+            if self.temperature == 0 and self._is_set(name):
+                raise ConfigError(
+                    f"{name} needs a temperature above 0: at 0 nothing is drawn"
+                )
+        if self._is_set("xtc_threshold") and not self.xtc_probability:
+            raise ConfigError("xtc_threshold needs xtc_probability: add it")
+        if self.stepwise and self.verification != "coupled":
+            raise ConfigError(
+                f"verification {self.verification!r} needs the whole distribution, "
+                "which a sampler or a logits processor does not tell: use 'coupled'"
+            )
+
+
+def _tuple(name: str, value: object) -> tuple[Any, ...]:
+    valid = isinstance(value, Iterable) and not isinstance(value, str | bytes | Mapping)
+    require(valid, name, value, "a list or a tuple")
+    return tuple(value)  # type: ignore[arg-type]
+
+
+def require_params(params: object, more: str = "") -> SamplingParams:
+    """Refuse what is no :class:`SamplingParams`.
+
+    Args:
+        more: what else may be given, for the message.
+
+    Raises:
+        ConfigError: it is something else.
+    """
+    if not isinstance(params, SamplingParams):
+        raise ConfigError(
+            f"params are of type {type(params).__name__}: give SamplingParams(...)"
+            f"{more}"
+        )
+    return params

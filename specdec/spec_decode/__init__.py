@@ -1,0 +1,36 @@
+"""Where proposals come from; docs/drafters.md tells how to add one."""
+
+from .chain import ChainDrafter
+from .draft_model import DraftModel
+from .drafter import Drafter, DraftRows, Proposals, Round, check_proposals
+from .factory import (
+    DescribedFactory,
+    DraftContext,
+    DrafterFactory,
+    NamedDrafter,
+    describe,
+    factory_of,
+    make_drafter,
+)
+from .guard import DraftGuard
+from .ngram import NgramDrafter, NgramOptions
+
+__all__ = [
+    "ChainDrafter",
+    "DescribedFactory",
+    "DraftContext",
+    "DraftGuard",
+    "DraftModel",
+    "DraftRows",
+    "Drafter",
+    "DrafterFactory",
+    "NamedDrafter",
+    "NgramDrafter",
+    "NgramOptions",
+    "Proposals",
+    "Round",
+    "check_proposals",
+    "describe",
+    "factory_of",
+    "make_drafter",
+]

@@ -1,0 +1,135 @@
+"""One drafter where it has something to say, another one elsewhere, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from .drafter import Drafter, DraftRows, Proposals, Round, late
+from .rejection_sampler import Verdict
+
+
+class ChainDrafter:
+    """Proposes what ``first`` proposes, and behind that what ``second`` does.
+
+    The second continues from the tokens of the first, so that what it has seen of
+    a row (a draft model's cache) is right whoever proposed.
+
+    Args:
+        first: may propose fewer tokens than it was asked for, or none; of
+            n-grams, those that match.
+        second: for the rest.
+
+    Attributes:
+        context_length: the smaller of the two.
+        hidden_layers: those of the first, then those of the second; each is shown
+            its own.
+    """
+
+    def __init__(self, first: Drafter, second: Drafter):
+        self.first = first
+        self.second = second
+        contexts = (first.context_length, second.context_length)
+        self.context_length = min((n for n in contexts if n is not None), default=None)
+        self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
+
+    def late(self) -> ChainDrafter:
+        """Both, for rows that have been decoded for a while."""
+        return ChainDrafter(late(self.first), late(self.second))
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
+        """Begin rows for ``prompts``."""
+        first, second = (
+            each.rows(prompts, max_length=max_length)
+            for each in (self.first, self.second)
+        )
+        counts = (len(self.first.hidden_layers), len(self.second.hidden_layers))
+        return ChainRows(first, second, counts)
+
+
+class ChainRows:
+    """The same rows, twice.
+
+    Args:
+        first, second: rows of the two drafters.
+        num_layers: how many hidden layers each of them asked for.
+    """
+
+    def __init__(
+        self, first: DraftRows, second: DraftRows, num_layers: tuple[int, int]
+    ):
+        self._first = first
+        self._second = second
+        self._num_layers = num_layers
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """Show each its layers."""
+        first, second = self._shared_out(hidden)
+        if first is not None:
+            self._first.observe(first, lengths)
+        if second is not None:
+            self._second.observe(second, lengths)
+
+    def _shared_out(
+        self, hidden: mx.array | None
+    ) -> tuple[mx.array | None, mx.array | None]:
+        """The states of each one's layers; ``None`` for one that asked for none."""
+        first, second = self._num_layers
+        if hidden is None or not first:
+            return None, hidden
+        if not second:
+            return hidden, None
+        width = hidden.shape[-1] * first // (first + second)
+        return hidden[..., :width], hidden[..., width:]
+
+    def prefill(self) -> Iterator[None]:
+        """Take the prompts."""
+        yield from self._first.prefill()
+        yield from self._second.prefill()
+
+    def propose(self, round_: Round) -> Proposals:
+        """The first's proposals, continued by the second."""
+        first = self._first.propose(round_)
+        second = self._second.propose(replace(round_, given=first))
+        return _continued(first, second, round_.sampling.vocab_size)
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        """Both learn what was kept."""
+        first, second = self._shared_out(verdict.hidden)
+        self._first.commit(round_, replace(verdict, hidden=first))
+        self._second.commit(round_, replace(verdict, hidden=second))
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """Both are told."""
+        self._first.note_lengths(longest, shortest)
+        self._second.note_lengths(longest, shortest)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows."""
+        self._first.filter(rows)
+        self._second.filter(rows)
+
+    def extend(self, other: ChainRows) -> None:
+        """Append the rows of ``other``."""
+        self._first.extend(other._first)
+        self._second.extend(other._second)
+
+
+def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
+    """Of every row what ``first`` means, and behind that what ``second`` proposes."""
+    meant = first.meant
+    probabilities = None
+    if first.probabilities is not None or second.probabilities is not None:
+        probabilities = mx.where(
+            meant[..., None],
+            first.drawn_from(vocab_size),
+            second.drawn_from(vocab_size),
+        )
+    lengths = None
+    if first.lengths is not None and second.lengths is not None:
+        lengths = mx.maximum(first.lengths, second.lengths)
+    return Proposals(
+        mx.where(meant, first.tokens, second.tokens), probabilities, lengths
+    )

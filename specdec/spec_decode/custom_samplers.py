@@ -1,0 +1,91 @@
+"""Rows whose tokens are chosen by the user's own functions, one token after another.
+
+A logits processor or a sampler sees every token of its row exactly once and in
+order, though the round verifies several: it is called for a position only when all
+draft tokens before it were kept, with the tokens that were kept.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import mlx.core as mx
+
+from ..request import Sequence
+from ..sampling import Draws, RowSampling
+
+
+@dataclass(frozen=True)
+class Stepped:
+    """What one row's functions chose in a round.
+
+    Args:
+        tokens: accepted draft tokens, then the extra token.
+        logits: what the processors left at each of them, each of shape (1, V).
+        error: what went wrong behind them, if anything did.
+    """
+
+    tokens: list[int]
+    logits: list[mx.array]
+    error: str | None = None
+
+
+def choose_stepwise(
+    sequence: Sequence,
+    logits: mx.array,
+    draws: Draws,
+    proposed: list[int],
+    sampling: RowSampling,
+) -> Stepped:
+    """Choose the tokens of one row's round.
+
+    Args:
+        sequence: the row, with all its committed tokens.
+        logits: behind bias and penalties, shape (1, k + 1, V).
+        draws: of the row's positions, batch size 1.
+        proposed: the draft tokens that it may accept.
+        sampling: how the row, alone, chooses from what its processors leave.
+    """
+    params = sequence.request.params
+    history = [*sequence.request.prompt_tokens, *sequence.tokens]
+    proposed = proposed[: sequence.remaining - 1]
+    done = Stepped([], [])
+    try:
+        for j in range(len(proposed) + 1):
+            row = logits[:, j]
+            tokens = mx.array([*history, *done.tokens])
+            for process in params.logits_processors:
+                row = _checked(process(tokens, row), row)
+            if params.sampler is None:
+                token = int(sampling.choose(row[:, None], draws.at(j)))
+            else:
+                position = len(history) + len(done.tokens)
+                token = _sample(params.sampler, row, params.seed, position)
+            done.tokens.append(token)
+            done.logits.append(row)
+            if token in sequence.end_tokens or [token] != proposed[j : j + 1]:
+                break
+    except Exception as error:  # it is the user's function: this row's loss alone
+        at = len(sequence.tokens) + len(done.tokens)
+        what = f"{type(error).__name__}: {error}"
+        error_line = f"its sampler or a logits processor failed at token {at}: {what}"
+        return replace(done, error=error_line)
+    return done
+
+
+def _checked(processed: Any, logits: mx.array) -> mx.array:
+    if not isinstance(processed, mx.array) or processed.shape != logits.shape:
+        shape = getattr(processed, "shape", type(processed).__name__)
+        raise ValueError(f"it returned {shape}, not logits of shape {logits.shape}")
+    return processed
+
+
+def _sample(sampler: Any, logits: mx.array, seed: int, position: int) -> int:
+    # The key that mx.random.key makes of this number is [seed, position].
+    mx.random.seed((seed % 2**32) << 32 | position)
+    logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+    token = int(mx.array(sampler(logprobs)).reshape(()))
+    if not 0 <= token < logits.shape[-1]:
+        raise ValueError(f"token {token} is not in the vocabulary")
+    return token

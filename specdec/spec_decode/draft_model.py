@@ -1,0 +1,174 @@
+"""A draft model: a smaller model, or the target quantized, proposing in lockstep."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Sequence
+
+import mlx.core as mx
+
+from ..cache.capacity import CATCH_UP_STEP
+from ..models.runner import ModelRows, ModelRunner
+from .backlog import Missed, Piece
+from .drafter import Proposals, Round
+from .ready import Ready
+from .rejection_sampler import Verdict
+
+
+class DraftModel:
+    """Proposes k tokens with k forwards of a draft model.
+
+    Args:
+        runner: the draft model.
+        vocab_size: the target's number of logits; nothing beyond is proposed.
+        max_draft_tokens: largest k of any round.
+        context_length: positions that the draft model was made for, if known.
+    """
+
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        max_draft_tokens: int,
+        context_length: int | None = None,
+    ):
+        self.runner = runner
+        self.context_length = context_length
+        self.vocab_size = min(vocab_size, runner.vocab_size)
+        # A target may have more tokens than the draft has embeddings.
+        self.clips = runner.vocab_size < vocab_size
+        # The first forward of a round writes two tokens.
+        self.max_round = max(2, max_draft_tokens + 1)
+
+    def late(self) -> DraftModel:
+        """Rows of it take what is committed in pieces as small as in catching up."""
+        draft = copy.copy(self)
+        draft.runner = self.runner.late(CATCH_UP_STEP)
+        return draft
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> DraftModelRows:
+        """Begin rows for ``prompts``."""
+        known = [p[:-1] for p in prompts]
+        if self.clips:
+            last = self.runner.vocab_size - 1
+            known = [[min(token, last) for token in p] for p in known]
+        rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
+        return DraftModelRows(self, rows)
+
+
+class DraftModelRows:
+    """Rows of a draft model.
+
+    The first forward of a round takes each row's last *two* committed tokens.
+    The draft has seen the first of them already, unless the round before kept
+    every proposal; writing it again changes nothing, so no round is special.
+    """
+
+    def __init__(self, draft: DraftModel, rows: ModelRows):
+        self._draft = draft
+        self._rows = rows
+        self._missed = Missed(rows.num_rows)
+        # Missed tokens that were put before the round's own.
+        self._ahead = 0
+
+    def prefill(self) -> Iterator[None]:
+        """Take the prompts, but for each row's last token."""
+        return self._rows.prefill()
+
+    def propose(self, round_: Round) -> Proposals:
+        """Choose k tokens per row, one forward each."""
+        inputs = self._catch_up(round_)
+        tokens: list[mx.array] = []
+        drawn_from: list[mx.array] = []
+        for _ in range(round_.num_draft_tokens):
+            logits = self._forward(inputs)[:, -1:, : self._draft.vocab_size]
+            inputs, probabilities = round_.choose(logits, tokens)
+            tokens.append(inputs)
+            if probabilities is not None:
+                drawn_from.append(probabilities)
+        return Ready.within(
+            mx.concatenate([round_.recent[:, -1:], *tokens], axis=1),
+            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
+        )
+
+    def _forward(self, tokens: mx.array) -> mx.array:
+        if self._draft.clips:
+            tokens = mx.minimum(tokens, self._draft.runner.vocab_size - 1)
+        return self._rows.forward(tokens)
+
+    def _catch_up(self, round_: Round) -> mx.array:
+        """Write what rounds without proposals committed.
+
+        Returns:
+            The first input of the round: the last two tokens. Where shapes need not
+            repeat, a short rest of what was missed comes before them.
+        """
+        tokens = round_.tail
+        if not self._missed.width:
+            return tokens
+        narrow = self._draft.max_round
+        if self._draft.runner.backend.repeat_shapes:
+            pieces = list(self._missed.padded(narrow, CATCH_UP_STEP, self._rows.fits))
+        else:
+            *pieces, rest = self._missed.exact(narrow, CATCH_UP_STEP)
+            begun = min(rest.valid) > 0
+            if begun and rest.width + round_.num_draft_tokens + 1 <= narrow:
+                self._ahead = rest.width
+                tokens = mx.concatenate([rest.tokens, tokens], axis=1)
+            else:
+                pieces.append(rest)
+        self._missed.clear()
+        self._write(pieces, round_.active)
+        return tokens
+
+    def _write(self, pieces: Sequence[Piece], active: mx.array) -> None:
+        """Write pieces, and take their padding back; rows that ended keep nothing."""
+        narrow = self._draft.max_round
+        widest = max((piece.width for piece in pieces), default=0)
+        if widest > narrow:
+            self._rows.resize(widest)
+        for piece in pieces:
+            self._forward(piece.tokens)
+            width = piece.width
+            padding = [width - n for n in piece.valid]
+            self._rows.trim_per_sequence(
+                mx.where(active, mx.array(padding), width), width, min(padding)
+            )
+            self._rows.evaluate()
+        if widest > narrow:
+            self._rows.resize(narrow)
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        """Keep what was accepted; remember what a round without proposals added."""
+        if not round_.num_draft_tokens:
+            self._missed.add(round_.tail)
+            return
+        written = round_.num_draft_tokens + 1
+        dropped = written - verdict.kept
+        if self._ahead:
+            dropped += mx.where(round_.active, 0, self._ahead)
+        self._rows.trim_per_sequence(dropped, written + self._ahead)
+        self._ahead = 0
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """Nothing: no hidden states are asked for."""
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """The cache is two tokens behind what is committed, or more."""
+        if not self._missed.width:
+            self._rows.note_lengths(longest - 2, max(shortest - 2, 0))
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows."""
+        self._rows.filter(rows)
+        self._missed.filter(rows)
+
+    def extend(self, other: DraftModelRows) -> None:
+        """Append the rows of ``other``."""
+        self._rows.extend(other._rows)
+        self._missed.extend(other._missed)

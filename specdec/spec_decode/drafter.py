@@ -1,0 +1,245 @@
+"""The protocol that every drafter follows; docs/drafters.md explains it."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, Self
+
+import mlx.core as mx
+
+from ..errors import DrafterError
+from ..sampling import Draws, RowSampling
+from .rejection_sampler import Verdict
+
+
+@dataclass(frozen=True)
+class Proposals:
+    """What a drafter proposes in a round.
+
+    Args:
+        tokens: shape (B, k), int32.
+        probabilities: what the tokens were drawn from, shape (B, k, V), float32;
+            ``None`` when all probability was on them. Used where
+            :attr:`Round.needs_probabilities`.
+        lengths: how many of its k tokens each row means, 0 to k, shape (B,),
+            int32; ``None``: all. The others are never accepted nor counted.
+    """
+
+    tokens: mx.array
+    probabilities: mx.array | None = None
+    lengths: mx.array | None = None
+
+    @property
+    def meant(self) -> mx.array:
+        """Which tokens are meant, shape (B, k), boolean."""
+        num_rows, k = self.tokens.shape
+        if self.lengths is None:
+            return mx.ones((num_rows, k), mx.bool_)
+        return mx.arange(k) < self.lengths[:, None]
+
+    def drawn_from(self, vocab_size: int) -> mx.array:
+        """``probabilities``, made of the tokens where they are ``None``."""
+        if self.probabilities is not None:
+            return self.probabilities
+        return (self.tokens[..., None] == mx.arange(vocab_size)).astype(mx.float32)
+
+
+@dataclass(frozen=True)
+class Round:
+    """What a drafter is told when a round begins.
+
+    Args:
+        num_draft_tokens: k, how many tokens to propose for every row.
+        recent: the newest committed tokens of every row, the last one last, shape
+            (B, W), W at least 2; -1 in front of a row that has fewer.
+        active: rows still being decoded, shape (B,), boolean; what is proposed
+            for the others is ignored.
+        sampling, draws: how the target will choose. A drafter that chooses with
+            them (:meth:`choose`) is accepted most often.
+        needs_probabilities: whether a row's verification looks at them.
+        given: proposals that stand already, where another drafter came first:
+            continue each row behind those that are meant.
+        lengths: committed tokens of every row, the prompt included, shape (B,); left
+            out, the first position of ``draws``, which has to be computed.
+    """
+
+    num_draft_tokens: int
+    recent: mx.array
+    active: mx.array
+    sampling: RowSampling
+    draws: Draws
+    needs_probabilities: bool = False
+    given: Proposals | None = None
+    lengths: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
+
+    def __post_init__(self) -> None:
+        if self.lengths is None:
+            object.__setattr__(self, "lengths", self.draws.positions[:, 0])
+
+    @property
+    def tail(self) -> mx.array:
+        """The last two committed tokens of every row, shape (B, 2)."""
+        return self.recent[:, -2:]
+
+    def choose(
+        self, logits: mx.array, proposed: Sequence[mx.array]
+    ) -> tuple[mx.array, mx.array | None]:
+        """Choose the next proposal as the target would, from a draft's logits.
+
+        Where a proposal is given already, it is that one.
+
+        Args:
+            logits: of the next position, shape (B, 1, V' <= V).
+            proposed: the proposals so far, each of shape (B, 1).
+
+        Returns:
+            The tokens, shape (B, 1), and what they were drawn from, shape
+            (B, 1, V), or ``None`` where no row needs it.
+        """
+        j = len(proposed)
+        draws = self.draws.at(j)
+        if self.sampling.adjustments is not None:
+            recent = mx.concatenate([self.recent, *proposed], axis=1)[:, j:]
+            logits = self.sampling.adjusted(logits, recent, recent[:, :0], draws)
+        probabilities = None
+        if self.needs_probabilities:
+            probabilities = self.sampling.probabilities(logits, draws)
+        chosen = self.sampling.choose(logits, draws)
+        if self.given is not None:
+            meant = self.given.meant[:, j : j + 1]
+            chosen = mx.where(meant, self.given.tokens[:, j : j + 1], chosen)
+        return chosen, probabilities
+
+
+class DraftRows(Protocol):
+    """What a drafter knows of some rows that decode together.
+
+    Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
+    is 0) and :meth:`commit`. Neither may wait for the device. A class that inherits
+    from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
+    else it does not write does nothing. Where proposing costs next to nothing it may
+    have a method ``peek``, see :func:`peek`.
+    """
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        """See the target's hidden states of a chunk of the prompts.
+
+        Called before :meth:`prefill`, chunk after chunk up to the prompts' last
+        token, where the drafter asked for :attr:`Drafter.hidden_layers`.
+
+        Args:
+            hidden: shape (B, S, D), as in :class:`~specdec.spec_decode.rejection_sampler.Verdict`.
+            lengths: tokens of the chunk that each row has; what is behind them is
+                padding.
+        """
+        return
+
+    def prefill(self) -> Iterator[None]:
+        """Take the prompts, yielding behind each chunk of work."""
+        return iter(())
+
+    @abstractmethod
+    def propose(self, round_: Round) -> Proposals:
+        """``round_.num_draft_tokens`` tokens for every row."""
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        """Learn what the round kept; called for rounds with k = 0 too."""
+        return
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """Committed tokens of the longest and shortest row, as the host knows."""
+        return
+
+    @abstractmethod
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows, in that order."""
+
+    @abstractmethod
+    def extend(self, other: Self) -> None:
+        """Append the rows of ``other``, made by the same drafter and prefilled."""
+
+
+class Drafter(Protocol):
+    """Proposes tokens; whatever it proposes, the output is the target's."""
+
+    #: Positions that the drafter can serve; ``None``: any number. A row that is
+    #: longer is not drafted for any more.
+    context_length: int | None = None
+
+    #: Layers of the target whose outputs the drafter wants, counted from 0, or from
+    #: the last with -1, -2, ...
+    hidden_layers: tuple[int, ...] = ()
+
+    @abstractmethod
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
+        """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
+
+
+def late(drafter: Drafter) -> Drafter:
+    """The same drafter, for rows that have been decoded for a while without it.
+
+    What was generated counts as part of their prompts then. It is what the drafter's
+    method ``late`` gives, where it has one.
+    """
+    own = getattr(drafter, "late", None)
+    found: Drafter = drafter if own is None else own()
+    return found
+
+
+def peek(rows: DraftRows, round_: Round) -> Proposals | None:
+    """What rows would propose in a round that does not draft; ``None``: not told.
+
+    Their method ``peek`` tells, where they have one. It is given the round with the k
+    that is looked at (its draws have one position, as in a round of k = 0), and changes
+    nothing that is proposed or kept; :meth:`DraftRows.commit` follows, with k = 0. Of
+    proposals that were drawn from probabilities, what rows emit does not tell enough.
+    """
+    own = getattr(rows, "peek", None)
+    found: Proposals | None = None if own is None else own(round_)
+    return found if found is None or found.probabilities is None else None
+
+
+def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
+    """See that proposals have the shapes and types of their protocol.
+
+    Looks at no values, and so waits for nothing.
+
+    Args:
+        rows: whose they are.
+        round_: what they are for.
+
+    Raises:
+        DrafterError: they have not.
+    """
+    name = type(rows).__qualname__
+    if not isinstance(proposals, Proposals):
+        raise DrafterError(
+            f"drafter {name}: propose returned a {type(proposals).__name__}: it must "
+            "return Proposals"
+        )
+    shape = (round_.recent.shape[0], round_.num_draft_tokens)
+    vocab_size = round_.sampling.vocab_size
+    for part, array, wanted, kind in (
+        ("tokens", proposals.tokens, shape, mx.integer),
+        ("lengths", proposals.lengths, shape[:1], mx.integer),
+        ("probabilities", proposals.probabilities, (*shape, vocab_size), mx.floating),
+    ):
+        if array is None and part != "tokens":
+            continue
+        if not isinstance(array, mx.array):
+            found = f"of type {type(array).__name__}"
+        elif array.shape == wanted and mx.issubdtype(array.dtype, kind):
+            continue
+        else:
+            found = _described(array.shape, str(array.dtype))
+        dtype = "of integers" if kind is mx.integer else "of floats"
+        raise DrafterError(
+            f"drafter {name}: the {part} that it proposed are {found}: they must be "
+            f"{_described(wanted, 'an array ' + dtype)}"
+        )
+
+
+def _described(shape: Sequence[int], dtype: str) -> str:
+    return f"{dtype.removeprefix('mlx.core.')} of shape {tuple(shape)}"

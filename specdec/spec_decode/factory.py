@@ -1,0 +1,207 @@
+"""Drafters by name, and how a decoder gets its drafter."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+from ..draft_names import DraftSpec, named_draft
+from ..errors import ConfigError
+from ..models import LoadedModel, check_same_vocabulary, context_length, load_draft
+from ..models.runner import ModelRunner
+from .chain import ChainDrafter
+from .draft_model import DraftModel
+from .drafter import Drafter
+from .ngram import NgramDrafter, NgramOptions
+
+# Beside a model that can propose as well, two tokens that occurred before are a
+# weak reason.
+_MIN_NGRAM_BEFORE_A_MODEL = 3
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """What a drafter is made for.
+
+    Args:
+        target: the model that it drafts for.
+        vocab_size: the target's number of logits.
+        max_draft_tokens: largest k of any round.
+        runner: runs a model with the decoder's settings for caches and prefill.
+    """
+
+    target: LoadedModel
+    vocab_size: int
+    max_draft_tokens: int
+    runner: Callable[[LoadedModel], ModelRunner]
+
+
+#: Makes the drafter of a decoder: a function, or a class whose constructor takes the
+#: context. It may also be a :class:`DescribedFactory`.
+DrafterFactory = Callable[[DraftContext], Drafter]
+
+
+@runtime_checkable
+class DescribedFactory(Protocol):
+    """A factory that says what it makes, before it does.
+
+    Attributes:
+        name: for reports; of other factories, that of the function or class.
+        model: what the drafter will run, so that its memory is counted; ``None``:
+            no model. Of other factories nothing is counted.
+    """
+
+    @property
+    def name(self) -> str: ...
+
+    @property
+    def model(self) -> LoadedModel | None: ...
+
+    def __call__(self, context: DraftContext, /) -> Drafter: ...
+
+
+def ngram_of(spec: DraftSpec) -> NgramOptions | None:
+    """How the draft looks n-grams up; ``None``: it does not."""
+    if not spec.ngram:
+        return None
+    if spec.model is None:
+        return NgramOptions(shared=spec.shared)
+    return NgramOptions(min_ngram=_MIN_NGRAM_BEFORE_A_MODEL, shared=spec.shared)
+
+
+@dataclass(frozen=True)
+class NamedDrafter:
+    """The factory of specdec's own drafters; their models are loaded.
+
+    Args:
+        name: for reports.
+        model: what proposes; ``None``: n-grams alone.
+        ngram: looked up before the model is asked; ``None``: none are.
+    """
+
+    name: str
+    model: LoadedModel | None = None
+    ngram: NgramOptions | None = None
+
+    @classmethod
+    def load(
+        cls, spec: DraftSpec, target: LoadedModel, *, dtype: str | None = None
+    ) -> NamedDrafter:
+        """Load what a draft needs.
+
+        Raises:
+            ConfigError, ModelError: see :func:`specdec.models.load_draft`.
+        """
+        model = None
+        if spec.model is not None:
+            model = load_draft(spec.model, target, dtype=dtype)
+        return cls(spec.name, model, ngram_of(spec))
+
+    def __call__(self, context: DraftContext) -> Drafter:
+        """The drafter.
+
+        Raises:
+            VocabularyMismatchError: target and draft model do not share one.
+            UnsupportedModelError: the draft model needs a cache that is not
+                supported.
+        """
+        found: list[Drafter] = []
+        if self.ngram is not None:
+            found.append(NgramDrafter(self.ngram))
+        if self.model is not None:
+            check_same_vocabulary(context.target, self.model)
+            found.append(
+                DraftModel(
+                    context.runner(self.model),
+                    vocab_size=context.vocab_size,
+                    max_draft_tokens=context.max_draft_tokens,
+                    context_length=context_length(self.model.config),
+                )
+            )
+        return found[0] if len(found) == 1 else ChainDrafter(*found)
+
+
+def factory_of(
+    drafter: DrafterFactory | str | None,
+    draft: LoadedModel | None,
+    target: LoadedModel,
+) -> DrafterFactory | None:
+    """The factory that a decoder was given: as it is, by name, or a draft model.
+
+    Raises:
+        ConfigError: both are given, or one is something else.
+        ModelError: see :meth:`NamedDrafter.load`, whose ConfigError it may be, too.
+    """
+    if draft is not None and drafter is not None:
+        raise ConfigError("draft and drafter are both given: leave one out")
+    if draft is not None:
+        if not isinstance(draft, LoadedModel):
+            raise ConfigError(
+                f"draft is of type {type(draft).__name__}: give a LoadedModel, or the "
+                "name of a draft as drafter"
+            )
+        return NamedDrafter(draft.name, draft)
+    if isinstance(drafter, str):
+        spec = named_draft(drafter)
+        return None if spec is None else NamedDrafter.load(spec, target)
+    if drafter is not None and not _takes_one(drafter):
+        what = drafter if isinstance(drafter, type) else type(drafter)
+        kind = "the class" if isinstance(drafter, type) else "of type"
+        raise ConfigError(
+            f"drafter is {kind} {what.__name__}, which makes no drafter of a "
+            "DraftContext: give a function or a class that does, or a name such as "
+            "'ngram'"
+        )
+    return drafter
+
+
+def describe(factory: DrafterFactory) -> tuple[str, LoadedModel | None]:
+    """Its name, and the model that it says it will run.
+
+    Raises:
+        ConfigError: it says that it runs something that is no loaded model.
+    """
+    # Of a class, attributes of the same names may be its instances' properties.
+    if isinstance(factory, DescribedFactory) and not isinstance(factory, type):
+        if not isinstance(factory.model, LoadedModel | None):
+            raise ConfigError(
+                f"the model of drafter {factory.name} is of type "
+                f"{type(factory.model).__name__}: it must be a LoadedModel or None"
+            )
+        return factory.name, factory.model
+    return str(getattr(factory, "__name__", type(factory).__name__)), None
+
+
+def make_drafter(factory: DrafterFactory, context: DraftContext) -> Drafter:
+    """Call the factory, and see that a drafter comes back.
+
+    Raises:
+        ConfigError: it is none.
+    """
+    drafter = factory(context)
+    missing = [
+        name
+        for name in ("rows", "context_length", "hidden_layers")
+        if not hasattr(drafter, name)
+    ]
+    if missing:
+        raise ConfigError(
+            f"drafter {describe(factory)[0]} made a {type(drafter).__name__} without "
+            f"{', '.join(missing)}: inherit from specdec.spec_decode.Drafter"
+        )
+    return drafter
+
+
+def _takes_one(factory: object) -> bool:
+    """Whether it can be called with one argument."""
+    if not callable(factory):
+        return False
+    try:
+        inspect.signature(factory).bind(None)
+    except TypeError:
+        return False
+    except ValueError:  # of something built in nothing is known
+        pass
+    return True

@@ -1,0 +1,198 @@
+"""A drafter's failure costs its drafts alone: rows are decoded on without them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from typing import TypeVar
+
+import mlx.core as mx
+
+from ..errors import DrafterError
+from .draft_length import BatchState, DraftLength, RoundOutcome
+from .draft_model import DraftModelRows
+from .drafter import Drafter, DraftRows, Proposals, Round, check_proposals, late, peek
+from .ngram import NgramRows
+from .rejection_sampler import Verdict
+
+log = logging.getLogger("specdec.spec_decode")
+
+T = TypeVar("T")
+
+# Rows that may hand over what the target is given; of a class derived from one of them,
+# nobody knows what it does.
+_OUR_OWN = frozenset[type]({DraftModelRows, NgramRows})
+
+
+class DraftGuard:
+    """What stands between an engine and its drafters.
+
+    Whatever a drafter raises ends drafting, for all rows: a drafter that missed what a
+    round kept knows its rows no more. It is told in one warning; where it came from,
+    in a debug message of the logger ``specdec.spec_decode``.
+
+    Attributes:
+        error: what the first failure said; ``None``: there was none.
+    """
+
+    def __init__(self) -> None:
+        self.error: str | None = None
+
+    def drafter(self, drafter: Drafter) -> Drafter:
+        """The drafter, whose rows propose nothing behind a failure."""
+        return _Guarded(drafter, self)
+
+    def length(self, length: DraftLength) -> DraftLength:
+        """The choice of k: 0 behind a failure."""
+        return _GuardedLength(length, self)
+
+    def fail(self, error: Exception, what: object) -> None:
+        """Draft no more: ``what`` has raised ``error``."""
+        if self.error is not None:
+            return
+        self.error = str(described(error, what))
+        log.warning("%s: decoding goes on without a draft", self.error)
+        log.debug("the drafter's failure", exc_info=error)
+
+
+def described(error: Exception, what: object) -> DrafterError:
+    """The error of ours for what a drafter, or its rows, raised."""
+    if isinstance(error, DrafterError):
+        return error
+    name, kind = type(what).__qualname__, type(error).__name__
+    reason = f"{kind}: {error}" if str(error) else kind
+    return DrafterError(f"drafter {name} failed ({reason})")
+
+
+class _Guarded(Drafter):
+    def __init__(self, drafter: Drafter, guard: DraftGuard):
+        self._drafter, self._guard = drafter, guard
+        self.context_length = drafter.context_length
+        self.hidden_layers = drafter.hidden_layers
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> _GuardedRows:
+        rows = None
+        if self._guard.error is None:
+            try:
+                rows = self._drafter.rows(prompts, max_length=max_length)
+            except Exception as error:
+                self._guard.fail(error, self._drafter)
+        return _GuardedRows(rows, self._guard)
+
+    def late(self) -> Drafter:
+        try:
+            return _Guarded(late(self._drafter), self._guard)
+        except Exception as error:
+            self._guard.fail(error, self._drafter)
+            return self
+
+
+class _GuardedRows(DraftRows):
+    """Rows of a drafter that may fail; behind that they are ``None``."""
+
+    def __init__(self, rows: DraftRows | None, guard: DraftGuard):
+        self._rows, self._guard = rows, guard
+        # Methods of which proposals were checked: "propose", "peek".
+        self._checked: set[str] = set()
+
+    def _ask(self, ask: Callable[[DraftRows], T], otherwise: T) -> T:
+        """What ``ask`` makes of the rows; ``otherwise`` where drafting has ended."""
+        rows = self._rows
+        if rows is None or self._guard.error is not None:
+            self._rows = None  # and their memory
+            return otherwise
+        try:
+            return ask(rows)
+        except Exception as error:
+            self._rows = None
+            self._guard.fail(error, rows)
+            return otherwise
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        self._ask(lambda rows: rows.observe(hidden, lengths), None)
+
+    def prefill(self) -> Iterator[None]:
+        none: Iterator[None] = iter(())
+        chunks = self._ask(lambda rows: iter(rows.prefill()), none)
+        while self._ask(lambda _: next(chunks, _THROUGH), _THROUGH) is not _THROUGH:
+            yield
+
+    def _seen(
+        self, method: str, rows: DraftRows, round_: Round, proposals: Proposals
+    ) -> Proposals:
+        """It may never have had the right shape, or have lost a row since."""
+        if method not in self._checked:
+            check_proposals(rows, round_, proposals)
+            self._checked.add(method)
+        if type(rows) in _OUR_OWN:
+            return proposals
+        # Whatever class it is of, and whatever else it holds.
+        return Proposals(proposals.tokens, proposals.probabilities, proposals.lengths)
+
+    def peek(self, round_: Round) -> Proposals | None:
+        def checked(rows: DraftRows) -> Proposals | None:
+            found = peek(rows, round_)
+            return found and self._seen("peek", rows, round_, found)
+
+        return self._ask(checked, None)
+
+    def propose(self, round_: Round) -> Proposals:
+        def checked(rows: DraftRows) -> Proposals:
+            return self._seen("propose", rows, round_, rows.propose(round_))
+
+        num_rows, k = round_.recent.shape[0], round_.num_draft_tokens
+        nothing = Proposals(
+            mx.zeros((num_rows, k), mx.int32), lengths=mx.zeros((num_rows,), mx.int32)
+        )
+        return self._ask(checked, nothing)
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        self._ask(lambda rows: rows.commit(round_, verdict), None)
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        self._ask(lambda rows: rows.note_lengths(longest, shortest), None)
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self._checked.clear()
+        self._ask(lambda own: own.filter(rows), None)
+
+    def extend(self, other: _GuardedRows) -> None:
+        self._checked.clear()
+        theirs = other._rows
+        if theirs is not None:
+            self._ask(lambda rows: rows.extend(theirs), None)
+
+
+_THROUGH = object()
+
+
+class _GuardedLength:
+    def __init__(self, length: DraftLength, guard: DraftGuard):
+        self._length, self._guard = length, guard
+
+    @property
+    def max_draft_tokens(self) -> int:
+        return self._length.max_draft_tokens
+
+    def prepare(self, num_rows: int) -> None:
+        if self._guard.error is not None:
+            return
+        try:
+            self._length.prepare(num_rows)
+        except DrafterError as error:  # its steps are timed there
+            self._guard.fail(error, self._length)
+
+    def may_pay(self, state: BatchState) -> bool:
+        return self._guard.error is None and self._length.may_pay(state)
+
+    def held(self, num_rows: int) -> int | None:
+        return 0 if self._guard.error is not None else self._length.held(num_rows)
+
+    def choose(self, state: BatchState) -> int:
+        return 0 if self._guard.error is not None else self._length.choose(state)
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        if self._guard.error is None:
+            self._length.observe(outcome)

@@ -1,0 +1,46 @@
+"""Proposals of our own rows that stand behind each row's newest token already.
+
+The target reads that token whatever is proposed, and nothing looks at it again: so the
+output is the target's only where nobody else may hand it over. Of rows of other classes
+:class:`~specdec.spec_decode.DraftGuard` passes on nothing but the proposals.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import mlx.core as mx
+
+from .drafter import Proposals
+
+
+@dataclass(frozen=True)
+class Ready(Proposals):
+    """Proposals, and what the target is given: putting it together is a launch.
+
+    Attributes:
+        inputs: each row's newest token, then ``tokens``, shape (B, k + 1). A copy
+            (:func:`dataclasses.replace`) has none: its tokens may be others.
+    """
+
+    inputs: mx.array | None = field(default=None, init=False)
+
+    @classmethod
+    def within(
+        cls,
+        inputs: mx.array,
+        probabilities: mx.array | None = None,
+        lengths: mx.array | None = None,
+    ) -> Ready:
+        """Of ``inputs``, int32, all but the first column is proposed."""
+        made = cls(inputs[:, 1:], probabilities, lengths)
+        object.__setattr__(made, "inputs", inputs)
+        return made
+
+
+def behind(newest: mx.array, proposals: Proposals) -> mx.array:
+    """What the target is given: newest tokens (B, 1), then those proposed."""
+    inputs = proposals.inputs if type(proposals) is Ready else None
+    if inputs is None:
+        inputs = mx.concatenate([newest, proposals.tokens], axis=1)
+    return inputs

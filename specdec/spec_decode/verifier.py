@@ -1,0 +1,297 @@
+"""The decision of a round: from the target's logits to what every row commits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as AbstractSequence
+from dataclasses import dataclass, field, replace
+from math import inf
+from typing import Any
+
+import mlx.core as mx
+
+from ..request import Sequence, TokenLogprobs
+from ..sampling import Draws, RowSampling
+from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
+from . import Proposals, Round, rejection_sampler
+from .commit import Committed, Settled, Settler, settler
+from .custom_samplers import choose_stepwise
+from .rejection_sampler import Accepted, Proposed, Verdict
+
+
+@dataclass(frozen=True)
+class Logprobs:
+    """Log-probabilities of a round's tokens, for the rows that asked for them.
+
+    Args:
+        chosen: of the chosen tokens, shape (B, S).
+        top_ids, top: the likeliest tokens, the likeliest first, shape (B, S, n).
+    """
+
+    chosen: mx.array
+    top_ids: mx.array
+    top: mx.array
+
+    @classmethod
+    def of(cls, logits: mx.array, tokens: mx.array, num_top: int) -> Logprobs:
+        """Log-probabilities of ``tokens`` (B, S) under ``logits`` (B, S, V)."""
+        logits = logits.astype(mx.float32)
+        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
+        vocab_size = logits.shape[-1]
+        chosen = mx.take_along_axis(logprobs, tokens[..., None], axis=-1)[..., 0]
+        num_top = min(num_top, vocab_size)
+        ids = mx.zeros((*tokens.shape, 0), mx.int32)
+        if num_top:
+            # Sorting a whole vocabulary takes far longer than splitting it.
+            ids = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[..., :num_top]
+            order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
+            ids = mx.take_along_axis(ids, order, axis=-1)
+        return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
+
+    def read(self, rows: AbstractSequence[Sequence]) -> list[list[TokenLogprobs]]:
+        """An entry for each position of the rows that asked, with as many as it did."""
+        arrays: list[Any] = [self.chosen, self.top_ids, self.top]
+        chosen, ids, top = (array.tolist() for array in arrays)
+        read: list[list[TokenLogprobs]] = []
+        for i, sequence in enumerate(rows):
+            params = sequence.request.params
+            if not params.logprobs and not params.top_logprobs:
+                read.append([])
+                continue
+            entries = []
+            for j, logprob in enumerate(chosen[i]):
+                likeliest = zip(ids[i][j], top[i][j], strict=True)
+                # A token that bias or a processor forbids is no alternative.
+                possible = [(t, p) for t, p in likeliest if p > -inf]
+                entries.append(TokenLogprobs(logprob, possible[: params.top_logprobs]))
+            read.append(entries)
+        return read
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What a round decides, on the device but for ``errors``.
+
+    Args:
+        settled: what every row commits, and what follows from that.
+        peaks: the largest logit of every position, shape (B, k + 1): NaN where any
+            of its logits is, minus infinity where no token is possible.
+        logprobs: where a row asked for them.
+        errors: rows whose own functions failed behind what they keep, with what
+            they said.
+    """
+
+    settled: Settled
+    peaks: mx.array
+    logprobs: Logprobs | None = None
+    errors: dict[int, str] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class RowRules:
+    """How the rows of a batch decide.
+
+    Args:
+        rows: the rows.
+        sampling: how they choose.
+        rejection, block: rows with that verification, shape (B,), boolean;
+            ``None`` when there are none.
+        stepwise: running rows whose tokens the user's functions choose, with how
+            they sample behind those functions.
+        num_top: most likely tokens that any row wants reported; ``None`` when no
+            row wants log-probabilities.
+        settler: works out what follows from a round.
+    """
+
+    rows: tuple[Sequence, ...]
+    sampling: RowSampling
+    rejection: mx.array | None
+    block: mx.array | None
+    stepwise: tuple[tuple[int, RowSampling], ...]
+    num_top: int | None
+    settler: Settler
+
+    @classmethod
+    def of(cls, rows: AbstractSequence[Sequence], vocab_size: int) -> RowRules:
+        """The rules of several rows."""
+        params = [s.request.params for s in rows]
+
+        def verified_by(name: str) -> mx.array | None:
+            # At temperature 0 all rules are one, and the coupled one is cheapest.
+            found = [p.verification == name and p.temperature > 0 for p in params]
+            return mx.array(found) if any(found) else None
+
+        asked = [p.top_logprobs for p in params if p.logprobs or p.top_logprobs]
+        return cls(
+            rows=tuple(rows),
+            sampling=RowSampling.of(
+                params,
+                vocab_size=vocab_size,
+                prompt_lengths=[len(s.request.prompt_tokens) for s in rows],
+                end_tokens=[s.end_tokens for s in rows],
+            ),
+            rejection=verified_by("rejection"),
+            block=verified_by("block"),
+            stepwise=tuple(
+                (i, RowSampling.of([p], vocab_size=vocab_size, adjust=False))
+                for i, (s, p) in enumerate(zip(rows, params, strict=True))
+                if s.request.params.stepwise and s.finish_reason is None
+            ),
+            num_top=max(asked) if asked else None,
+            settler=settler(),
+        )
+
+    @property
+    def needs_probabilities(self) -> bool:
+        """Whether a row's verification looks at what drafts were drawn from."""
+        return self.rejection is not None or self.block is not None
+
+    def draws(self, first: mx.array, num_tokens: int) -> Draws:
+        """The random draws of a round, see :meth:`RowSampling.draws`."""
+        draws = self.sampling.draws(first, num_tokens)
+        if self.block is None or draws.gumbel is None:
+            return draws
+        gumbel, _ = round_draws(
+            self.sampling.seed, first, num_tokens, self.sampling.vocab_size
+        )
+        its_own = mx.where(self.block[:, None, None], gumbel, draws.gumbel)
+        return replace(draws, gumbel=its_own)
+
+    def round_of(self, k: int, committed: Committed, active: mx.array) -> Round:
+        """What a drafter is told of a round of ``k``.
+
+        Args:
+            committed: before it.
+            active: rows still being decoded, shape (B,), boolean.
+        """
+        return Round(
+            k,
+            committed.recent,
+            active,
+            self.sampling,
+            self.draws(committed.lengths, k + 1),
+            self.needs_probabilities,
+            lengths=committed.lengths,
+        )
+
+    def decide(
+        self,
+        round_: Round,
+        inputs: mx.array,
+        proposals: Proposals | None,
+        logits: mx.array,
+        limit: mx.array,
+    ) -> Decision:
+        """Decide what every row commits.
+
+        Args:
+            round_: the round.
+            inputs: the target's: the newest token, then those proposed, shape
+                (B, k + 1).
+            proposals: ``None`` when k is 0.
+            logits: the target's, shape (B, k + 1, V).
+            limit: most draft tokens that each row may accept, -1 for rows that have
+                ended, shape (B,), int32.
+        """
+        draws, proposed = round_.draws, inputs[:, 1:]
+        logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
+        chosen = self.sampling.choose(logits, draws)
+        meant = None if proposals is None else proposals.lengths
+        before = Committed(round_.recent, round_.lengths)
+        settled = self.settler.settle(inputs, chosen, limit, meant, before)
+        verdict, limit = settled.verdict, settled.limit
+        if proposals is not None and self.needs_probabilities:
+            verdict = self._by_ratio(verdict, proposals, logits, draws, limit)
+        errors: dict[int, str] = {}
+        if self.stepwise:
+            verdict, logits, errors = self._stepwise(
+                verdict, proposed, logits, draws, limit
+            )
+        if verdict is not settled.verdict:  # not equality alone has decided
+            settled = Settled.of(verdict, limit, before)
+        logprobs = None
+        if self.num_top is not None:
+            logprobs = Logprobs.of(logits, verdict.chosen, self.num_top)
+        return Decision(settled, logits.max(axis=-1), logprobs, errors)
+
+    def _by_ratio(
+        self,
+        verdict: Verdict,
+        proposals: Proposals,
+        logits: mx.array,
+        draws: Draws,
+        limit: mx.array,
+    ) -> Verdict:
+        """The verdict, with the rows that have a ratio rule decided by theirs."""
+        sampling, k = self.sampling, proposals.tokens.shape[1]
+        if proposals.probabilities is not None:
+            # What a broken draft drew says nothing: as if it had drawn nothing.
+            sound = mx.isfinite(proposals.probabilities.sum(axis=-1)).all(axis=-1)
+            limit = mx.where(sound, limit, mx.minimum(limit, 0))
+        proposed = Proposed(
+            proposals.tokens,
+            proposals.probabilities,
+            sampling.probabilities(logits, draws),
+            limit,
+        )
+        seed, first = sampling.seed, draws.positions[:, 0]
+
+        def by_position() -> mx.array:
+            return uniform_draws(seed, draws.positions[:, :k], use=ACCEPT)
+
+        def by_round() -> mx.array:
+            return round_draws(seed, first, k, vocab_size=1)[1]
+
+        for rows, rule, uniform in (
+            (self.rejection, rejection_sampler.rejection, by_position),
+            (self.block, rejection_sampler.block, by_round),
+        ):
+            if rows is None:
+                continue
+            accepted: Accepted = rule(proposed, uniform())
+            at = first[:, None] + mx.maximum(accepted.count, 0)[:, None]
+            noise = gumbel_noise(sampling.seed, at, sampling.vocab_size, use=RESIDUAL)
+            ruled = rejection_sampler.with_extra_token(proposed, accepted, noise[:, 0])
+            # One that may accept nothing is not speculating: as in a round of k = 0.
+            rows = rows & (limit > 0)
+            verdict = Verdict(
+                mx.where(rows[:, None], ruled.chosen, verdict.chosen),
+                mx.where(rows, ruled.kept, verdict.kept),
+            )
+        return verdict
+
+    def _stepwise(
+        self,
+        verdict: Verdict,
+        proposed: mx.array,
+        logits: mx.array,
+        draws: Draws,
+        limit: mx.array,
+    ) -> tuple[Verdict, mx.array, dict[int, str]]:
+        """The verdict and logits, with the stepwise rows decided by their functions."""
+        limits: list[int] = limit.tolist()  # type: ignore[assignment]
+        errors: dict[int, str] = {}
+        chosen = [mx.array(row) for row in verdict.chosen]
+        kept = [mx.array(n) for n in verdict.kept]
+        by_row: list[list[int]] = proposed.tolist()  # type: ignore[assignment]
+        for i, sampling in self.stepwise:
+            if limits[i] < 0:
+                continue
+            stepped = choose_stepwise(
+                self.rows[i],
+                logits[i : i + 1],
+                draws.row(i),
+                by_row[i][: limits[i]],
+                sampling,
+            )
+            if stepped.error is not None:
+                errors[i] = stepped.error
+            n = len(stepped.tokens)
+            kept[i] = mx.array(n, mx.int32)
+            if n == 0:
+                continue
+            padding = [0] * (verdict.chosen.shape[1] - n)
+            chosen[i] = mx.array([*stepped.tokens, *padding], mx.int32)
+            rows = mx.concatenate(stepped.logits)[None].astype(logits.dtype)
+            logits = mx.slice_update(logits, rows, mx.array([i, 0, 0]), axes=(0, 1, 2))
+        decided = replace(verdict, chosen=mx.stack(chosen), kept=mx.stack(kept))
+        return decided, logits, errors

@@ -1,0 +1,1 @@
+"""Measuring, training and proving; the engine never imports them."""

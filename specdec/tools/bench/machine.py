@@ -1,0 +1,104 @@
+"""The machine, the versions and the commit that a measurement belongs to."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ... import backend
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+def _cpu_name() -> str:
+    try:
+        text = Path("/proc/cpuinfo").read_text("utf-8")
+        found = re.search(r"^model name\s*:\s*(.+)$", text, re.MULTILINE)
+        if found:
+            return found.group(1).strip()
+    except OSError:
+        pass
+    if platform.system() == "Darwin":
+        query = ["sysctl", "-n", "machdep.cpu.brand_string"]
+        return subprocess.run(query, capture_output=True, text=True).stdout.strip()
+    return platform.processor() or "unknown"
+
+
+def _cores() -> int:
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def machine() -> dict[str, Any]:
+    """The machine and the versions that a result belongs to."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    described: dict[str, Any] = {
+        **backend.describe(),
+        "transformers": _version("transformers"),
+        "cpu": _cpu_name(),
+        "cores": _cores(),
+        "memory_gib": round(memory / 2**30, 1),
+    }
+    if backend.defaults().name != "cpu":
+        size = mx.device_info().get("memory_size")
+        if size:
+            described["device_memory_gib"] = round(int(size) / 2**30, 1)
+    return described
+
+
+def load_average() -> float | None:
+    """Processes that wanted a core in the last minute; ``None`` where nobody knows."""
+    try:
+        return round(os.getloadavg()[0], 1)
+    except (AttributeError, OSError):
+        return None
+
+
+def place(machine: Mapping[str, Any], commit: str) -> str:
+    """Machine, versions and commit, in a line of a report."""
+    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
+    if machine["backend"] != "cpu":
+        where = f"{machine['device']} ({machine['backend']}); {where}"
+    versions = (
+        f"MLX {machine['mlx']}, mlx-lm {machine['mlx_lm']}, Python {machine['python']}"
+    )
+    changed = "+changes" * commit.endswith("+changes")
+    return f"{where}; {versions}; commit {commit[:12]}{changed}"
+
+
+def _version(name: str) -> str:
+    from importlib import metadata
+
+    try:
+        return metadata.version(name)
+    except metadata.PackageNotFoundError:
+        return "unknown"
+
+
+def commit() -> str:
+    """The commit measured; ``SPECDEC_COMMIT`` for a copy without its repository."""
+    if told := os.environ.get("SPECDEC_COMMIT"):
+        return told
+    try:
+        # Fails where the package lies in somebody else's repository.
+        _git("ls-files", "--error-unmatch", "specdec/__init__.py")
+        head = _git("rev-parse", "HEAD")
+        changed = _git("status", "--porcelain", "--", "specdec", "benchmarks/*.py")
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return head + ("+changes" if changed else "")
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(
+        ["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    return done.stdout.strip()

@@ -1,0 +1,186 @@
+"""Models to measure: by name, or of a real size with random weights."""
+
+from __future__ import annotations
+
+import re
+import zlib
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models import llama
+
+from ...errors import ConfigError
+from ...models import LoadedModel, load, load_draft
+from ...models.loading import fit
+
+DTYPES = {
+    "float32": mx.float32,
+    "bfloat16": mx.bfloat16,
+    "float16": mx.float16,
+}
+
+SHAPES: dict[str, dict[str, Any]] = {
+    "8b": {
+        "hidden_size": 4096,
+        "num_hidden_layers": 32,
+        "intermediate_size": 14336,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "vocab_size": 128256,
+        "tie_word_embeddings": False,
+    },
+    "1b": {
+        "hidden_size": 2048,
+        "num_hidden_layers": 16,
+        "intermediate_size": 8192,
+        "num_attention_heads": 32,
+        "num_key_value_heads": 8,
+        "head_dim": 64,
+        "vocab_size": 128256,
+        "tie_word_embeddings": True,
+    },
+    "10m": {
+        "hidden_size": 256,
+        "num_hidden_layers": 8,
+        "intermediate_size": 768,
+        "num_attention_heads": 8,
+        "num_key_value_heads": 4,
+        "vocab_size": 8192,
+        "tie_word_embeddings": True,
+    },
+    "tiny": {
+        "hidden_size": 64,
+        "num_hidden_layers": 2,
+        "intermediate_size": 128,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "vocab_size": 256,
+        "tie_word_embeddings": False,
+    },
+}
+
+
+def random_model(
+    shape: str, dtype: str = "bfloat16", *, num_layers: int | None = None, seed: int = 0
+) -> nn.Module:
+    """A Llama of a real size with random weights, drawn on the device.
+
+    A weight depends on its name and the seed alone: a model of fewer layers has
+    the first layers of the deeper one.
+
+    Args:
+        shape: a key of ``SHAPES``.
+        num_layers: another number of layers.
+    """
+    config = {
+        "model_type": "llama",
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 500000.0,
+        "max_position_embeddings": 131072,
+        **SHAPES[shape],
+    }
+    if num_layers is not None:
+        config["num_hidden_layers"] = num_layers
+    model = llama.Model(llama.ModelArgs.from_dict(config))
+    parameters: Any = tree_flatten(model.parameters())
+    for name, array in parameters:
+        # The arrays that the layers made are lazy: replaced, they never exist.
+        # Uniform rather than normal, whose tails overflow in half precision.
+        if array.ndim == 1:
+            drawn = mx.ones(array.shape, DTYPES[dtype])
+        else:
+            bound = (3 / array.shape[-1]) ** 0.5
+            key = mx.random.key(zlib.crc32(name.encode()) ^ seed)
+            drawn = mx.random.uniform(
+                -bound, bound, array.shape, dtype=DTYPES[dtype], key=key
+            )
+        mx.eval(drawn)
+        model.update(tree_unflatten([(name, drawn)]))
+    mx.clear_cache()
+    fit(model)
+    return model.eval()
+
+
+def load_model(
+    source: str, dtype: str | None, target: LoadedModel | None = None
+) -> LoadedModel:
+    """A model by name, or ``random:SHAPE[:LAYERS]``, which has no tokenizer.
+
+    Args:
+        target: given when the model is to be its draft (``self:4bit`` and so on).
+    """
+    if source.startswith("random:"):
+        shape, num_layers = random_shape(source)
+        model = random_model(shape, dtype or "bfloat16", num_layers=num_layers)
+        no_tokenizer: Any = None
+        return LoadedModel(model, no_tokenizer, {}, source)
+    if target is not None:
+        return load_draft(source, target, dtype=dtype)
+    return load(source, dtype=dtype)
+
+
+def random_shape(source: str) -> tuple[str, int | None]:
+    """Shape and number of layers of ``random:SHAPE[:LAYERS]``.
+
+    Raises:
+        ConfigError: there is no such shape, or no such number.
+    """
+    shape, colon, layers = source.removeprefix("random:").partition(":")
+    if shape not in SHAPES:
+        raise ConfigError(
+            f"{source}: no shape {shape!r}; shapes are {', '.join(SHAPES)}"
+        )
+    if not colon:
+        return shape, None
+    if not re.fullmatch("0*[1-9][0-9]*", layers):
+        raise ConfigError(
+            f"{source}: {layers!r} is no number of layers: write random:{shape}:4, "
+            f"or random:{shape} for all; shapes are {', '.join(SHAPES)}"
+        )
+    return shape, int(layers)
+
+
+class TokenIds:
+    """Stands in for a tokenizer where text plays no part and costs nothing."""
+
+    has_chat_template = False
+    last_segment = text = ""
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()):
+        self.eos_token_ids = set(eos_token_ids)
+
+    @property
+    def detokenizer(self) -> TokenIds:
+        return self
+
+    def add_token(self, token: int) -> None:
+        pass
+
+    def finalize(self) -> None:
+        pass
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def __len__(self) -> int:
+        return 2**31
+
+
+def token_level(model: nn.Module, eos_token_ids: Iterable[int] = ()) -> LoadedModel:
+    """A model to be driven with token ids alone."""
+    tokenizer: Any = TokenIds(eos_token_ids)
+    return LoadedModel(model, tokenizer, {}, "model")
+
+
+def random_prompts(number: int, length: int, vocab_size: int) -> list[list[int]]:
+    """Prompts of random tokens, of ``length`` down to ``length - 7`` tokens."""
+    draw = np.random.default_rng(0)
+    lengths = [max(1, length - i % 8) for i in range(number)]
+    return [draw.integers(0, vocab_size, n).tolist() for n in lengths]

@@ -1,0 +1,87 @@
+"""Rounds taken apart: each part timed by itself, with the device waited for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import mlx.core as mx
+
+from ...decoder import SpecDecoder, wired_memory
+from ...engine.observer import Part, RoundObserver
+from ...request import Sequence as Row
+from ...sampling_params import SamplingParams
+from .waves import Clock, Prompts, Record
+
+#: A wave's first entries: its prompts' last step, and rounds of new shapes.
+WARM_UP = 3
+
+
+class Profile(RoundObserver):
+    """Times the parts of rounds in which ``num_rows`` run and ``k`` are drafted.
+
+    A round lasts from where it begins to be built to where the next one does; each
+    part has the time that the host takes to build its graph, and the time that the
+    device then takes.
+    """
+
+    def __init__(self, num_rows: int, k: int, clock: Clock):
+        self.rounds: list[Record] = []
+        self._num_rows, self._k, self._clock = num_rows, k, clock
+        self._seen = 0
+        self._full = False
+        self._round: Record | None = None
+        self._start = self._mark = 0.0
+
+    def begun(self, num_draft_tokens: int) -> None:
+        """End the round before; begin one."""
+        now = self._clock()
+        if self._round is not None and self._full and self._seen >= WARM_UP:
+            self.rounds.append({**self._round, "total": (now - self._start) * 1e3})
+        self._seen += 1
+        self._round = {} if num_draft_tokens == self._k else None
+        self._full = False
+        self._start = self._mark = now
+
+    def built(self, part: Part, *arrays: mx.array) -> None:
+        """Wait for what the part computes."""
+        built = self._clock()
+        mx.eval(*arrays)
+        done = self._clock()
+        if self._round is not None:
+            times = [(built - self._mark) * 1e3, (done - built) * 1e3]
+            self._round[part] = times
+        self._mark = done
+
+    def read(self, num_draft_tokens: int, rows: Sequence[Row]) -> None:
+        """Note whether all rows were running."""
+        self._full = len(rows) == self._num_rows
+
+
+def profile(
+    make: Callable[[], SpecDecoder],
+    prompts: Prompts,
+    k: int,
+    rounds: int,
+    *,
+    temperature: float,
+    clock: Clock,
+) -> list[Record]:
+    """Milliseconds of the parts of up to ``rounds`` rounds.
+
+    Each has ``total`` and, for ``draft``, ``verify`` and ``sampling``, how long the
+    host built and how long the device was waited for.
+    """
+    # Enough that no row ends, whatever is accepted.
+    params = SamplingParams(
+        max_tokens=(rounds + WARM_UP + 3) * (k + 1), temperature=temperature
+    )
+    observer = Profile(len(prompts), k, clock)
+    session = make().session(observer=observer)
+    for prompt in prompts:
+        session.add(prompt, params)
+    with wired_memory():
+        while session.busy and len(observer.rounds) < rounds:
+            session.step()
+    mx.synchronize()
+    session.stats.check_draft()
+    return observer.rounds

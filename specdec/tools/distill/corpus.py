@@ -1,0 +1,143 @@
+"""What the target wrote, on disk: a file for each wave, kept for the next run."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import mlx.core as mx
+import numpy as np
+
+from ...errors import ModelError
+from ...utils.files import remove_leftovers
+from .storage import read_arrays, write_arrays
+
+_WAVE = re.compile(r"wave-\d{5}")
+_SUFFIX = ".safetensors"
+FORMAT = "specdec distill data"
+
+#: How an answer was chosen.
+GREEDY, SAMPLED, TEXT = range(3)
+
+
+@dataclass(frozen=True)
+class Document:
+    """A text to learn from.
+
+    Args:
+        tokens: the prompt and what was written behind it.
+        prompt_length: how many of them are the prompt.
+        kind: how the rest was chosen: ``GREEDY``, ``SAMPLED``; ``TEXT`` was given.
+    """
+
+    tokens: tuple[int, ...]
+    prompt_length: int
+    kind: int
+
+
+class Corpus:
+    """A folder of named files of documents; those called ``wave-NNNNN`` are counted.
+
+    Args:
+        folder: made when the first file is written.
+        target: fingerprint of the model that writes.
+
+    Attributes:
+        waves: names, in the order in which they were written.
+        num_tokens, seconds: of all waves; how long it took to write them.
+
+    Raises:
+        ModelError: a wave cannot be read, or another target wrote it.
+    """
+
+    def __init__(self, folder: Path, target: str):
+        self.folder = folder
+        self._target = target
+        self.waves: list[str] = []
+        self.num_tokens = 0
+        self.seconds = 0.0
+        remove_leftovers(folder)
+        while self.has(self.next_wave):
+            documents, seconds = self._open(self.next_wave)
+            self._count(self.next_wave, documents, seconds)
+
+    @property
+    def next_wave(self) -> str:
+        """Name of the wave to be written next."""
+        return f"wave-{len(self.waves):05d}"
+
+    def has(self, name: str) -> bool:
+        """Whether there is a file of that name."""
+        return self._path(name).exists()
+
+    def add(
+        self, name: str, documents: Sequence[Document], seconds: float = 0.0
+    ) -> None:
+        """Write a file.
+
+        Args:
+            seconds: what it took to make them.
+
+        Raises:
+            ModelError: it cannot be written.
+        """
+        numbers = np.array(
+            [(len(d.tokens), d.prompt_length, d.kind) for d in documents], np.int32
+        ).reshape(-1, 3)
+        tokens = np.array([t for d in documents for t in d.tokens], np.int32)
+        write_arrays(
+            self._path(name),
+            {"tokens": mx.array(tokens), "documents": mx.array(numbers)},
+            {"format": FORMAT, "target": self._target, "seconds": repr(seconds)},
+        )
+        if _WAVE.fullmatch(name):
+            self._count(name, documents, seconds)
+
+    def read(self, name: str) -> list[Document]:
+        """The documents of a file.
+
+        Raises:
+            ModelError: it cannot be read, or another target wrote it.
+        """
+        return self._open(name)[0]
+
+    def documents(self, names: Iterable[str]) -> Iterator[Document]:
+        """The documents of several files."""
+        for name in names:
+            yield from self.read(name)
+
+    def digest(self, names: Iterable[str]) -> str:
+        """The hash of several files."""
+        found = hashlib.sha256()
+        for name in names:
+            found.update(self._path(name).read_bytes())
+        return found.hexdigest()
+
+    def _path(self, name: str) -> Path:
+        return self.folder / f"{name}{_SUFFIX}"
+
+    def _count(self, name: str, documents: Sequence[Document], seconds: float) -> None:
+        self.waves.append(name)
+        self.num_tokens += sum(len(d.tokens) for d in documents)
+        self.seconds += seconds
+
+    def _open(self, name: str) -> tuple[list[Document], float]:
+        path = self._path(name)
+        arrays, metadata = read_arrays(path)
+        if metadata.get("format") != FORMAT or arrays.keys() != {"tokens", "documents"}:
+            raise ModelError(f"{path} is not of specdec distill: remove it")
+        if metadata.get("target") != self._target:
+            raise ModelError(
+                f"{path} was written by another target: name another --data folder, "
+                "or remove this one"
+            )
+        tokens = np.array(arrays["tokens"]).tolist()
+        documents, first = [], 0
+        for length, prompt_length, kind in np.array(arrays["documents"]).tolist():
+            part = tuple(tokens[first : first + length])
+            documents.append(Document(part, prompt_length, kind))
+            first += length
+        return documents, float(metadata.get("seconds", 0))

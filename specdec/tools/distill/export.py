@@ -1,0 +1,122 @@
+"""A draft as a folder: one that mlx-lm loads, or its layers alone."""
+
+from __future__ import annotations
+
+import copy
+import io
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ...models import LoadedModel
+from ...models.draft_folder import CARD
+from .card import readme
+from .packing import Packing, group_size
+from .storage import write_file, write_model
+from .student import Student
+
+_DEFAULT_GROUP = 64
+# What chooses tokens is kept in more bits than layers.
+_EMBEDDING_BITS = 8
+
+
+def export(
+    folder: Path,
+    student: Student,
+    target: LoadedModel,
+    card: dict[str, Any],
+    *,
+    packing: Packing | None = None,
+    layers_only: bool = False,
+) -> None:
+    """Write a draft; an earlier one in the folder is replaced.
+
+    See :func:`specdec.tools.distill.storage.write_model` for what a kill can leave.
+
+    Args:
+        folder: where to.
+        student: the draft, its weights as they were learnt.
+        target: whose tokenizer it has.
+        card: what is known of it, for ``distill.json`` and ``README.md``.
+        packing: bits of the layers' matrices; ``None`` as they are.
+        layers_only: leave out the embedding and the tokenizer, which
+            :func:`specdec.models.load_draft` then takes from the target.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    model, quantization = packed(student.model, packing)
+    config = dict(student.config)
+    if quantization is not None:
+        config["quantization"] = quantization
+        config["quantization_config"] = quantization
+    leaves: Any = tree_flatten(model.parameters())
+    weights = dict(leaves)
+    if layers_only:
+        weights = {k: v for k, v in weights.items() if not _is_target_s(k)}
+    buffer = io.BytesIO()
+    mx.save_safetensors(buffer, weights, {"format": "mlx"})
+    # The card first: a folder that is half replaced can then be told from another.
+    files = {**_card_files(card), "model.safetensors": buffer.getvalue()}
+    if not layers_only:
+        with tempfile.TemporaryDirectory() as work:
+            target.tokenizer.save_pretrained(work)
+            for file in sorted(Path(work).rglob("*")):
+                if file.is_file():
+                    files[str(file.relative_to(work))] = file.read_bytes()
+    files["config.json"] = _json(config)
+    write_model(folder, files)
+
+
+def write_card(folder: Path, card: dict[str, Any]) -> None:
+    """Write what is known of a draft, for programs and for people.
+
+    Raises:
+        ModelError: it cannot be written.
+    """
+    for name, data in _card_files(card).items():
+        write_file(folder / name, data)
+
+
+def _card_files(card: dict[str, Any]) -> dict[str, bytes]:
+    return {CARD: _json(card), "README.md": readme(card).encode()}
+
+
+def packed(
+    model: nn.Module, packing: Packing | None
+) -> tuple[nn.Module, dict[str, Any] | None]:
+    """A copy with packed matrices, and how they are packed, for ``config.json``."""
+    if packing is None:
+        return model, None
+    made: nn.Module = copy.deepcopy(model)
+    entry: dict[str, Any] = {"group_size": _DEFAULT_GROUP, "bits": packing.bits}
+
+    def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:
+        if not hasattr(layer, "to_quantized"):
+            return False
+        bits = packing.bits
+        if _is_target_s(path):
+            bits = max(bits, _EMBEDDING_BITS)
+        size = group_size(layer["weight"].shape[-1])
+        chosen: bool | dict[str, Any] = False
+        if size is not None:
+            chosen = {"group_size": size, "bits": bits}
+        if chosen != {"group_size": entry["group_size"], "bits": entry["bits"]}:
+            entry[path] = chosen
+        return chosen
+
+    nn.quantize(made, class_predicate=choose)
+    return made, entry
+
+
+def _is_target_s(path: str) -> bool:
+    return path.startswith(("model.embed_tokens", "lm_head"))
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return (json.dumps(value, indent=2, sort_keys=True) + "\n").encode()

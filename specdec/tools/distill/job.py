@@ -1,0 +1,356 @@
+"""A whole run of ``specdec distill``: write, learn, measure, export."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ... import backend
+from ...decoder import wired_memory
+from ...errors import ModelError
+from ...model_names import DEFAULT_TARGET
+from ...models import load, load_draft
+from ...models.draft_folder import FORMAT, read_card
+from ...models.fingerprint import fingerprint
+from ...models.layers import layers_of
+from ...models.precision import DTYPES
+from ...utils.files import remove_leftovers
+from . import checkpoint
+from .cancellation import Check, go_on
+from .evaluate import HeldOut, measure_rounds
+from .export import export, write_card
+from .loss import ChunkedLoss
+from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
+from .options import Options
+from .plan import computing_dtype, sizes_of
+from .states import TargetStates
+from .student import choose_layers, head_of, make_student, text_model
+from .train import Trainer, count
+
+Say = Callable[[str], None]
+
+_CHECKPOINT_SECONDS = 60
+_LINE_SECONDS = 10
+# Times that held-out texts are measured on the way.
+_MEASUREMENTS = 20
+# Most rows that decode together when rounds are measured.
+_ROUNDS_BATCH = 64
+
+
+class Job:
+    """A target, and a draft that is made for it.
+
+    Args:
+        options: what the user asked for.
+        say: shows a line of progress.
+        check: called in every long loop; what it raises ends the run, and what was
+            done is kept.
+
+    Raises:
+        UnsupportedModelError: the target's architecture is not supported.
+        ConfigError: it has no such layers.
+        ModelError: the target cannot be loaded.
+        PromptError: a file of the user's cannot be read.
+    """
+
+    def __init__(self, options: Options, say: Say, check: Check = go_on):
+        self.options = options
+        self._say = say
+        self._check = check
+        self._given = Given.read(options)  # before a model is loaded
+        self.dtype = computing_dtype(options)
+        self.target = load(options.target or DEFAULT_TARGET, dtype=self.dtype)
+        self._text_model = text_model(self.target)
+        layers = choose_layers(options.layers, len(layers_of(self.target.model)))
+        self.student = make_student(self.target, layers, widen=options.widen)
+        self._head = head_of(self._text_model)
+        self.sizes = sizes_of(
+            self.target.model,
+            self.target.config,
+            self.target.name,
+            vocab_size=self._head.shape[0],
+            writers=options.writers,
+            block_tokens=options.block_tokens,
+        )
+        self._fingerprint = fingerprint(self.target.model)
+
+    def run(self) -> dict[str, Any]:
+        """Do all of it.
+
+        Returns:
+            The card, as it was written.
+
+        Raises:
+            ModelError: a file cannot be written; what was there before is whole.
+        """
+        options = self.options
+        for folder in (options.folder, options.work):
+            remove_leftovers(folder)
+        with wired_memory():
+            material = self._gather()
+            loss = ChunkedLoss(
+                self._head, hard=options.recipe.hard, chunk=self.sizes.chunk
+            )
+            trainer = self._trainer(material, loss)
+            held_out = [
+                HeldOut(
+                    name, self._text_model, blocks, budget=self.sizes.states_bytes // 4
+                )
+                for name, blocks in material.held_out.items()
+            ]
+            self._train(trainer, held_out, loss, material.digest)
+            trainer.install()
+            agreement = self._agreement(held_out, loss)
+            card = self._card(trainer, material, agreement)
+            trainer.install(packed=False)  # packed when it is stored
+            export(
+                options.folder,
+                self.student,
+                self.target,
+                card,
+                packing=options.packing,
+                layers_only=options.layers_only,
+            )
+            self._say(f"wrote {options.folder}")
+            return self._measure_rounds(card)
+
+    def _gather(self) -> Material:
+        options = self.options
+        gatherer = Gatherer(
+            options,
+            self._given,
+            self.target,
+            fingerprint=self._fingerprint,
+            sizes=self.sizes,
+            say=self._say,
+            check=self._check,
+        )
+        # A checkpoint goes on with the data that it was made with.
+        begun = options.resume and checkpoint.exists(options.work)
+        material = gatherer.gather(write=not begun)
+        mx.clear_cache()
+        return material
+
+    def _trainer(self, material: Material, loss: ChunkedLoss) -> Trainer:
+        blocks = material.blocks
+        return Trainer(
+            self.student,
+            TargetStates(self._text_model, blocks, budget=self.sizes.states_bytes),
+            blocks,
+            loss,
+            replace(self.options.recipe, packing=self.options.packing),
+            self.options.budget,
+            dtype=DTYPES[self.dtype],
+        )
+
+    def _train(
+        self,
+        trainer: Trainer,
+        held_out: Sequence[HeldOut],
+        loss: ChunkedLoss,
+        digest: str,
+    ) -> None:
+        identity = self._identity(digest)
+        if self.options.resume:
+            found = checkpoint.load(
+                self.options.work,
+                identity,
+                like=(trainer.parameters, trainer.optimizer_state),
+                say=self._say,
+            )
+            if found is not None:
+                trainer.restore(*found)
+                self._say(f"going on behind step {trainer.progress.step}")
+        saved = shown = time.perf_counter()
+        tokens, told = trainer.progress.tokens, False
+        measured = int(trainer.share * _MEASUREMENTS)
+        try:
+            while not trainer.done:
+                self._check()
+                trainer.step()
+                due = int(trainer.share * _MEASUREMENTS)
+                if due > measured:
+                    measured = due
+                    self._measure(trainer, held_out, loss)
+                now = time.perf_counter()
+                if not told or now - shown > _LINE_SECONDS or trainer.done:
+                    told = True
+                    rate = (trainer.progress.tokens - tokens) / (now - shown)
+                    self._show(trainer, rate)
+                    shown, tokens = time.perf_counter(), trainer.progress.tokens
+                if now - saved > _CHECKPOINT_SECONDS:
+                    self._save(trainer, identity)
+                    saved = time.perf_counter()
+        finally:  # where it is interrupted, too; nothing is checked in here
+            if trainer.progress.step and trainer.whole:
+                self._save(trainer, identity)
+
+    def _identity(self, digest: str) -> dict[str, Any]:
+        """What a checkpoint must have been made with."""
+        recipe = self.options.recipe
+        return {
+            "target": self._fingerprint,
+            "layers": list(self.student.layers),
+            "widen": self.options.widen,
+            "data": digest,
+            "dtype": self.dtype,
+            "block_tokens": self.sizes.block_tokens,
+            "chunk": self.sizes.chunk,
+            "bits": self.options.bits,
+            "seed": recipe.seed,
+            "optimizer": recipe.optimizer,
+            "learning_rate": recipe.learning_rate,
+        }
+
+    def _save(self, trainer: Trainer, identity: dict[str, Any]) -> None:
+        """Save a checkpoint; that it cannot be saved does not end the training."""
+        try:
+            checkpoint.save(
+                self.options.work,
+                parameters=trainer.parameters,
+                optimizer=trainer.optimizer_state,
+                progress=trainer.progress,
+                identity=identity,
+            )
+        except ModelError as error:
+            self._say(f"warning: no checkpoint: {error}")
+
+    def _measure(
+        self, trainer: Trainer, held_out: Sequence[HeldOut], loss: ChunkedLoss
+    ) -> None:
+        trainer.install()
+        found = self._agreement(held_out, loss)
+        progress = trainer.progress
+        progress.history.append(
+            {
+                "step": progress.step,
+                "tokens": progress.tokens,
+                "seconds": progress.seconds,
+                **trainer.last(),
+                "held_out": found,
+            }
+        )
+
+    def _agreement(
+        self, held_out: Sequence[HeldOut], loss: ChunkedLoss
+    ) -> dict[str, dict[str, float]]:
+        """With each set that is held out, of what is installed."""
+        return {h.name: h.measure(self.student, loss, self._check) for h in held_out}
+
+    def _show(self, trainer: Trainer, rate: float) -> None:
+        progress, last, share = trainer.progress, trainer.last(), trainer.share
+        left = progress.seconds * (1 - share) / share if share else 0.0
+        line = (
+            f"training: step {progress.step}, {progress.tokens / 1e6:.2f} M tokens, "
+            f"{rate:.0f} tokens/s, loss {last['loss']:.3f}, agreement "
+            f"{last['agreement']:.3f}, {clock(left)} left"
+        )
+        sets = progress.history[-1]["held_out"].items() if progress.history else ()
+        if sets:
+            line += "; held out: " + ", ".join(
+                f"{name} {found['agreement']:.3f}" for name, found in sets
+            )
+        self._say(line)
+
+    def _card(
+        self,
+        trainer: Trainer,
+        material: Material,
+        agreement: dict[str, dict[str, float]],
+    ) -> dict[str, Any]:
+        progress, recipe = trainer.progress, self.options.recipe
+        training = {
+            "steps": progress.step,
+            "tokens": progress.tokens,
+            "seconds": progress.seconds,
+            "optimizer": recipe.optimizer,
+            "learning_rate": recipe.learning_rate,
+            "hard": recipe.hard,
+            "block_tokens": self.sizes.block_tokens,
+            "history": progress.history,
+        }
+        return {
+            "format": FORMAT,
+            "version": 1,
+            "target": {
+                "name": Path(self.target.name).name,
+                "fingerprint": self._fingerprint,
+            },
+            "layers": list(self.student.layers),
+            "widen": self.options.widen,
+            "parameters": count(trainer.parameters),
+            "bits": self.options.bits,
+            "dtype": self.dtype,
+            "embedding": "target" if self.options.layers_only else "own",
+            "data": {
+                "documents": len(material.documents),
+                "tokens": material.num_tokens,
+                "written_by_target": material.written_by_target,
+                "digest": material.digest,
+            },
+            "training": training,
+            "agreement": agreement,
+            "rounds": self._known_rounds(training),
+            "command": self.options.command,
+            "machine": backend.describe(),
+        }
+
+    def _known_rounds(self, training: dict[str, Any]) -> list[dict[str, Any]]:
+        """Rounds that were measured before this run, of the very same training."""
+        if not self.options.resume:
+            return []
+        try:
+            card = read_card(self.options.folder) or {}
+        except ModelError:
+            return []
+        # Its seconds are like no other's.
+        same = card.get("training") == training
+        return list(card.get("rounds", [])) if same else []
+
+    def _measure_rounds(self, card: dict[str, Any]) -> dict[str, Any]:
+        """Decode held-out prompts with what was written; the card with the results."""
+        options = self.options
+        if not self._given.holdout:
+            return card
+        draft = load_draft(str(options.folder), self.target, dtype=self.dtype)
+        settings = [(length, 0.0) for length in options.num_draft_tokens]
+        settings.insert(1, (options.num_draft_tokens[0], options.wave.temperature))
+        known = {_setting(found) for found in card["rounds"]}
+        for name, prompts in self._given.holdout.items():
+            for length, temperature in settings:
+                taken = min(len(prompts), options.rounds)
+                if (name, taken, length, temperature) in known:
+                    continue
+                found = measure_rounds(
+                    self.target,
+                    draft,
+                    prompts[:taken],
+                    temperature=temperature,
+                    num_draft_tokens=length,
+                    max_tokens=HOLDOUT_TOKENS,
+                    batch_size=min(_ROUNDS_BATCH, options.rounds),
+                    check=self._check,
+                )
+                card["rounds"].append({"set": name, **found.to_dict()})
+                write_card(options.folder, card)
+                self._say(
+                    f"{name}, k = {length}, temperature {temperature:g}: "
+                    f"{found.acceptance_rate:.3f} of draft tokens accepted, "
+                    f"{found.acceptance_length:.2f} tokens a round"
+                )
+        return card
+
+
+def _setting(found: dict[str, Any]) -> tuple[str, int, int, float]:
+    """What tells rounds on a card apart."""
+    return (
+        found["set"],
+        found["prompts"],
+        found["num_draft_tokens"],
+        found["temperature"],
+    )

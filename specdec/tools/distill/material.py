@@ -1,0 +1,266 @@
+"""What is learnt and what is held out: written by the target, given by the user."""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ... import backend
+from ...errors import ConfigError, ModelError
+from ...models import LoadedModel
+from ...models.runner import ModelRunner
+from ...prompts import Prompt, encode_all, read_prompts, read_text
+from .blocks import Block, Shapes, make_blocks
+from .cancellation import Check
+from .corpus import GREEDY, SAMPLED, Corpus, Document
+from .options import Options
+from .plan import Sizes, engine_config, longest_document
+from .wave import Author, text_documents
+
+Say = Callable[[str], None]
+
+# One in so many prompts of the target's own is held out, up to so many texts.
+_HELD_OUT, _MOST_HELD_OUT = 64, 256
+# Of held-out prompts so many tokens of the answer are measured.
+HOLDOUT_TOKENS = 128
+_LONGEST_ROW = 512
+
+
+@dataclass(frozen=True)
+class Given:
+    """What the user's files hold.
+
+    Args:
+        prompts: to answer and learn from.
+        texts: to learn from.
+        holdout: prompts to measure with, by the name of their file.
+    """
+
+    prompts: tuple[Prompt, ...]
+    texts: tuple[str, ...]
+    holdout: dict[str, list[Prompt]]
+
+    @classmethod
+    def read(cls, options: Options) -> Given:
+        """Read them.
+
+        Raises:
+            PromptError: one cannot be read.
+            ConfigError: two holdout files have one name.
+        """
+        holdout = {Path(file).stem: read_prompts(file) for file in options.holdout}
+        if len(holdout) < len(options.holdout):
+            raise ConfigError("two holdout files have one name: rename one")
+        prompts = [p for file in options.prompts for p in read_prompts(file)]
+        texts = [read_text(file) for file in options.texts]
+        return cls(tuple(prompts), tuple(texts), holdout)
+
+
+@dataclass(frozen=True)
+class Material:
+    """What a run learns from.
+
+    Args:
+        documents: to learn from.
+        blocks: the same, cut to shapes.
+        held_out: blocks to measure with, by name; ``own`` are the target's own.
+        digest: of the files that they come from.
+    """
+
+    documents: list[Document]
+    blocks: list[Block]
+    held_out: dict[str, list[Block]]
+    digest: str
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to learn from, once through."""
+        return sum(len(d.tokens) for d in self.documents)
+
+    @property
+    def written_by_target(self) -> int:
+        """Those in texts of the target's."""
+        own = (d for d in self.documents if d.kind in (GREEDY, SAMPLED))
+        return sum(len(d.tokens) for d in own)
+
+
+class Gatherer:
+    """Has the target write, and puts everything together.
+
+    Args:
+        options: what the user asked for.
+        given: what the user's files hold.
+        target: writes.
+        fingerprint: of the target.
+        sizes: rows that write together, shapes of blocks.
+        say: shows a line of progress.
+        check: called while the target writes.
+
+    Raises:
+        ModelError: what is there already cannot be read, or is of another target.
+    """
+
+    def __init__(
+        self,
+        options: Options,
+        given: Given,
+        target: LoadedModel,
+        *,
+        fingerprint: str,
+        sizes: Sizes,
+        say: Say,
+        check: Check,
+    ):
+        self._options = options
+        self._given = given
+        self._target = target
+        self._sizes = sizes
+        self._say = say
+        self._wave = replace(options.wave, batch_size=sizes.writers)
+        folder = options.data or options.work / "data"
+        self._corpus = Corpus(folder, fingerprint)
+        runner = ModelRunner(
+            target.model, target.name, engine_config(sizes), backend.defaults()
+        )
+        self._author = Author(runner, target.tokenizer, self._wave, check)
+
+    def gather(self, *, write: bool = True) -> Material:
+        """Everything, written where it is not there yet.
+
+        Args:
+            write: whether more waves may be written.
+
+        Raises:
+            ModelError: a file cannot be written, or there is nothing to learn from.
+        """
+        corpus = self._corpus
+        names = [
+            *self._answered("prompts", self._given.prompts, sampled=True),
+            *self._texts(),
+        ]
+        if write:
+            self._write_waves()
+        names = [*corpus.waves, *names]
+        held_out = {
+            name: [
+                _cut(document, HOLDOUT_TOKENS)
+                for file in self._answered(f"holdout-{name}", prompts, sampled=False)
+                for document in corpus.read(file)
+            ]
+            for name, prompts in self._given.holdout.items()
+        }
+        known = {_prompt(d) for found in held_out.values() for d in found}
+        documents, own = _held_back(corpus.documents(names), known)
+        if not documents:
+            raise ModelError("there is nothing to learn from: raise the data's budget")
+        shapes = Shapes(self._sizes.block_tokens, _LONGEST_ROW, self._sizes.chunk)
+        # Of what is held out, greedy answers alone are measured.
+        answers = replace(shapes, prompt_weight=0.0)
+        held_out = {"own": [d for d in own if d.kind == GREEDY], **held_out}
+        seed = self._options.recipe.seed
+        return Material(
+            documents,
+            make_blocks(documents, shapes, seed=seed),
+            {
+                name: make_blocks(found, answers, seed=seed)
+                for name, found in held_out.items()
+                if found
+            },
+            corpus.digest(names),
+        )
+
+    def _write_waves(self) -> None:
+        corpus = self._corpus
+        minutes, tokens = self._options.data_budget
+        while corpus.num_tokens < tokens and corpus.seconds < 60 * minutes:
+            start = time.perf_counter()
+            documents = self._author.wave(len(corpus.waves))
+            seconds = time.perf_counter() - start
+            written = sum(len(d.tokens) for d in documents)
+            if not written:
+                raise ModelError(
+                    f"{self._target.name} writes nothing that can be learnt from: give "
+                    "--prompts or --text, and --data-tokens 0"
+                )
+            corpus.add(corpus.next_wave, documents, seconds)
+            left = min(
+                60 * minutes - corpus.seconds,
+                (tokens - corpus.num_tokens) * seconds / written,
+            )
+            self._say(
+                f"writing: wave {len(corpus.waves)}, {corpus.num_tokens / 1e6:.2f} M "
+                f"tokens, {written / seconds:.0f} tokens/s, {clock(left)} left"
+            )
+
+    def _texts(self) -> list[str]:
+        if not self._given.texts:
+            return []
+        name = f"text-{_digest(self._given.texts)}"
+        if not self._corpus.has(name):
+            documents = text_documents(
+                self._target.tokenizer,
+                self._given.texts,
+                max_tokens=longest_document(self._wave),
+            )
+            self._corpus.add(name, documents)
+        return [name]
+
+    def _answered(
+        self, kind: str, prompts: Sequence[Prompt], *, sampled: bool
+    ) -> list[str]:
+        """Files of the answers to prompts, a file for each batch of them."""
+        encoded = [e.token_ids for e in encode_all(self._target.tokenizer, prompts)]
+        names = []
+        for first in range(0, len(encoded), self._sizes.writers):
+            part = encoded[first : first + self._sizes.writers]
+            name = f"{kind}-{_digest(part)}"
+            if not self._corpus.has(name):
+                self._say(f"answering {len(part)} prompts ({kind})")
+                documents = self._author.answers(part, 0, sampled=sampled)
+                self._corpus.add(name, documents)
+            names.append(name)
+        return names
+
+
+def clock(seconds: float) -> str:
+    """Seconds as minutes and seconds."""
+    whole = max(int(seconds), 0)
+    return f"{whole // 60}:{whole % 60:02d}"
+
+
+def _held_back(
+    documents: Iterator[Document], known: set[tuple[int, ...]]
+) -> tuple[list[Document], list[Document]]:
+    """Documents to learn from, and some to measure with; by their prompts.
+
+    Args:
+        known: prompts that nothing may be learnt from.
+    """
+    learnt: list[Document] = []
+    held: list[Document] = []
+    for document in documents:
+        prompt = _prompt(document)
+        if prompt in known:
+            continue
+        if int(_digest(prompt)[:8], 16) % _HELD_OUT:
+            learnt.append(document)
+        elif len(held) < _MOST_HELD_OUT:
+            held.append(document)
+    return learnt, held
+
+
+def _digest(values: Iterable[object]) -> str:
+    return hashlib.sha256(repr(list(values)).encode()).hexdigest()[:16]
+
+
+def _prompt(document: Document) -> tuple[int, ...]:
+    """What tells texts apart that must not be on both sides."""
+    return document.tokens[: max(document.prompt_length, 16)]
+
+
+def _cut(document: Document, answer: int) -> Document:
+    kept = document.tokens[: document.prompt_length + answer]
+    return replace(document, tokens=kept)

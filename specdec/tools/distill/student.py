@@ -1,0 +1,199 @@
+"""The draft: some of the target's layers, under the target's own embedding and head."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_map
+
+from ...errors import ConfigError, UnsupportedModelError
+from ...models.layers import check_trunk, layers_of
+from ...models.loaded import Described
+from ...models.loading import QUANTIZATION_KEYS
+
+Parameters = Any  # a tree of arrays, as MLX has them
+
+
+@dataclass(frozen=True, eq=False)
+class Student:
+    """A draft in the making.
+
+    Args:
+        model: an mlx-lm model of the target's family, whose embedding and head are
+            the target's own arrays.
+        config: as in ``config.json``.
+        layers: of the target, that it began with.
+        name: for messages.
+    """
+
+    model: nn.Module
+    config: dict[str, Any]
+    layers: tuple[int, ...]
+    name: str
+
+    @property
+    def parameters(self) -> Parameters:
+        """What is learnt: the layers and the last norm, in float32."""
+        trunk = self.model["model"]
+        learnt = {
+            "layers": [layer.parameters() for layer in trunk["layers"]],
+            "norm": trunk["norm"].parameters(),
+        }
+        return tree_map(lambda array: array.astype(mx.float32), learnt)
+
+    def load(self, parameters: Parameters) -> None:
+        """Put what was learnt in the model, in whatever type it comes."""
+        self.model["model"].update(parameters)
+
+    def hidden(self, tokens: mx.array) -> mx.array:
+        """Hidden states behind the last norm, shape (B, L, D)."""
+        states: mx.array = self.model["model"](tokens)
+        return states
+
+
+def text_model(target: Described) -> nn.Module:
+    """The part of a target that reads and writes text, an mlx-lm model too.
+
+    Raises:
+        UnsupportedModelError: its architecture is not supported.
+    """
+    check_trunk(target.model, target.name, "distilling a draft")
+    model: nn.Module = target.model.get("language_model", target.model)
+    return model
+
+
+def head_of(model: nn.Module) -> mx.array:
+    """The matrix of a text model's head, shape (V, D).
+
+    Raises:
+        UnsupportedModelError: it is packed.
+    """
+    layer = model["lm_head"] if "lm_head" in model else model["model"]["embed_tokens"]
+    if "scales" in layer:
+        raise UnsupportedModelError(
+            "the target's head is packed: load it in a floating type"
+        )
+    weight: mx.array = layer["weight"]
+    return weight
+
+
+def choose_layers(text: str, num_layers: int) -> tuple[int, ...]:
+    """The layers of ``4`` (that many, spread evenly) or of ``0,10,20,29``.
+
+    Raises:
+        ConfigError: there are no such layers.
+    """
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and len(part) < 7 for part in parts):
+        raise ConfigError(
+            f"layers is {text!r}: write a number of layers, or 0,10,20,29"
+        )
+    numbers = [int(part) for part in parts]
+    if len(numbers) > 1:
+        if max(numbers) >= num_layers or len(set(numbers)) != len(numbers):
+            raise ConfigError(
+                f"layers is {text!r}: the target has layers 0 to {num_layers - 1}, "
+                "name each once at most"
+            )
+        return tuple(numbers)
+    (count,) = numbers
+    if not 1 <= count < num_layers:
+        raise ConfigError(
+            f"layers is {count}: the target has {num_layers}, take fewer, at least 1"
+        )
+    last = num_layers - 1
+    if count == 1:
+        return (0,)
+    return tuple(round(i * last / (count - 1)) for i in range(count))
+
+
+def make_student(
+    target: Described, layers: Sequence[int], *, widen: int = 1
+) -> Student:
+    """A draft of these layers of the target, in the order given.
+
+    Args:
+        widen: MLPs of the target that each layer joins side by side: its own, and
+            those of layers between it and the next one. A step of a small batch is
+            bound by launches on a GPU, which a wider matrix does not add to.
+
+    Raises:
+        UnsupportedModelError: the target's architecture is not supported.
+    """
+    source = text_model(target)
+    every = layers_of(target.model)
+    known: Any = source.args
+    changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
+    names = {field.name for field in fields(known)}
+    if widen > 1:
+        changes["intermediate_size"] = widen * known.intermediate_size
+    kinds = getattr(known, "layer_types", None)
+    if kinds:
+        changes["layer_types"] = [kinds[i] for i in layers]
+        if "full_attention" not in changes["layer_types"]:
+            # mlx-lm looks for one.
+            changes["layer_types"][-1] = "full_attention"
+    if "sliding_window_pattern" in names:
+        # The last layer sees everything.
+        changes["sliding_window_pattern"] = len(layers)
+    made: Any = type(source)
+    model: nn.Module = made(replace(known, **changes))
+    trunk = model["model"]
+    trunk["embed_tokens"] = source["model"]["embed_tokens"]
+    if "lm_head" in source:
+        model["lm_head"] = source["lm_head"]
+    elif "lm_head" in model:  # Gemma 3 has one until it finds that nothing is stored
+        model.sanitize({})
+    for place, new in enumerate(trunk["layers"]):
+        own = every[layers[place]].parameters()
+        beside = [every[i]["mlp"] for i in _beside(layers, place, widen, len(every))]
+        new.update(own | {"mlp": _joined([own["mlp"], *beside])})
+    trunk["norm"].update(source["model"]["norm"].parameters())
+    config = _text_config(target.config) | changes
+    model.eval()
+    return Student(model, config, tuple(layers), f"{len(layers)} layers")
+
+
+def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
+    """The layers whose MLPs join that of a place, spread up to the next one."""
+    first = layers[place]
+    last = layers[place + 1] if place + 1 < len(layers) else count
+    if last <= first + 1:  # nothing in between: those before
+        last = layers[place - 1] if place else 0
+    found = (first + round(i * (last - first) / widen) for i in range(1, widen))
+    return [min(max(i, 0), count - 1) for i in found]
+
+
+def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
+    """One MLP that computes the sum of several.
+
+    ``down(act(gate x) * up x)``: the rows of ``gate`` and ``up`` stand one below the
+    other, the columns of ``down`` one beside the other.
+    """
+    joined: dict[str, Any] = {}
+    for name, axis in (("gate_proj", 0), ("up_proj", 0), ("down_proj", 1)):
+        weights = [mlp[name]["weight"] for mlp in mlps]
+        joined[name] = {"weight": mx.concatenate(weights, axis=axis)}
+        if "bias" in mlps[0][name]:
+            biases = [mlp[name]["bias"] for mlp in mlps]
+            whole = mx.concatenate(biases) if axis == 0 else sum(biases[1:], biases[0])
+            joined[name]["bias"] = whole
+    return joined
+
+
+def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    inner = config.get("text_config")
+    outer = {
+        key: value
+        for key, value in config.items()
+        if key not in (*QUANTIZATION_KEYS, "text_config", "vision_config")
+    }
+    if not isinstance(inner, dict):
+        return outer
+    kept = {k: v for k, v in inner.items() if k not in QUANTIZATION_KEYS}
+    above = ("eos_token_id", "vocab_size")
+    return kept | {key: outer[key] for key in above if key in outer}

@@ -1,0 +1,164 @@
+"""Rules whose text depends on the draft: is the distribution the target's?"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Literal
+
+import mlx.core as mx
+import numpy as np
+
+from ...decoder import SpecDecoder
+from .plain import PlainTarget
+from .statistics import MIN_EXPECTED, Fit, chi_square_tail, fit, rare_tail
+from .tokens import Progress, Task, decode_rows, with_end
+
+# That an engine without fault fails.
+FALSE_ALARM = 1e-6
+# The smallest number of draws that two cells can be made of.
+MIN_DRAWS = int(2 * MIN_EXPECTED)
+
+
+@dataclass(frozen=True)
+class PrefixTest:
+    """The tokens that came behind one prefix.
+
+    Args:
+        prompt: index of the prompt.
+        tokens: generated tokens behind it, before those that are tested.
+        fit: how they fit the target's probabilities.
+    """
+
+    prompt: int
+    tokens: tuple[int, ...]
+    fit: Fit
+
+
+@dataclass(frozen=True, kw_only=True)
+class DistributionCertificate:
+    """What many draws of every prompt found.
+
+    Three tests share :data:`FALSE_ALARM`: all prefixes together, rare tokens of all
+    prefixes together, and the worst prefix, corrected for their number.
+
+    Args:
+        prompts: how many.
+        draws: decodings of each.
+        drafted, accepted: draft tokens of all rows.
+        prefixes: every prefix that came often enough to be tested.
+        errors: (prompt, message) of rows that the engine ended with an error.
+    """
+
+    prompts: int
+    draws: int
+    drafted: int
+    accepted: int
+    prefixes: tuple[PrefixTest, ...]
+    errors: tuple[tuple[int, str], ...]
+
+    @property
+    def statistic(self) -> float:
+        """Chi-square of all prefixes together."""
+        return sum(t.fit.statistic for t in self.prefixes)
+
+    @property
+    def df(self) -> int:
+        """Its degrees of freedom."""
+        return sum(t.fit.df for t in self.prefixes)
+
+    @property
+    def p_values(self) -> dict[str, float]:
+        """Of the three tests; each fails below a third of the false-alarm chance."""
+        rare = sum(t.fit.rare for t in self.prefixes)
+        expected = sum(t.fit.rare_expected for t in self.prefixes)
+        worst = min((t.fit.p_value for t in self.prefixes), default=1.0)
+        return {
+            "all prefixes": chi_square_tail(self.statistic, self.df),
+            "rare tokens": rare_tail(rare, expected),
+            "worst prefix": min(1.0, worst * len(self.prefixes)),
+        }
+
+    @property
+    def verdict(self) -> Literal["consistent", "incomplete", "failure"]:
+        """``incomplete``: no draft token, or no prefix, was there to be tested."""
+        p_values = self.p_values
+        if self.errors or min(p_values.values()) < FALSE_ALARM / len(p_values):
+            return "failure"
+        if not self.drafted or not any(t.tokens for t in self.prefixes):
+            return "incomplete"
+        return "consistent"
+
+    @property
+    def passed(self) -> bool:
+        """Whether the draws are consistent with the target's distribution."""
+        return self.verdict == "consistent"
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything, for JSON."""
+        return {
+            "prompts": self.prompts,
+            "draws": self.draws,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "false_alarm": FALSE_ALARM,
+            "statistic": self.statistic,
+            "df": self.df,
+            "p_values": self.p_values,
+            "prefixes": [
+                {**asdict(t), "p_value": t.fit.p_value} for t in self.prefixes
+            ],
+            "errors": [{"prompt": i, "error": e} for i, e in self.errors],
+        }
+
+
+def certify_distribution(
+    decoder: SpecDecoder,
+    plain: PlainTarget,
+    tasks: Sequence[Task],
+    *,
+    draws: int,
+    progress: Progress,
+) -> DistributionCertificate:
+    """Decode every prompt ``draws`` times and test what came behind each prefix.
+
+    Given that a prefix came, the token behind it is a draw from the target's
+    distribution there, whatever came before: each prefix is a test of its own, and
+    their sum is one too. The first token of a row is no draft's; those behind it are.
+    """
+    rows = [
+        # No two rows share a seed.
+        replace(task, params=replace(task.params, seed=task.params.seed * draws + n))
+        for task in tasks
+        for n in range(draws)
+    ]
+    results = decode_rows(decoder, rows, progress, "speculative")
+    seen: dict[tuple[int, tuple[int, ...]], Counter[int]] = {}
+    errors = []
+    for row, result in enumerate(results):
+        prompt = row // draws
+        if result.finish_reason == "error":
+            errors.append((prompt, result.error or ""))
+            continue
+        tokens = with_end(result)
+        for at, token in enumerate(tokens):
+            seen.setdefault((prompt, tokens[:at]), Counter())[token] += 1
+    often = {at: c for at, c in sorted(seen.items()) if c.total() >= MIN_DRAWS}
+    tests: list[PrefixTest] = []
+    for (prompt, tokens), counts in often.items():
+        progress("plain", len(tests), len(often))
+        task = tasks[prompt]
+        logits = plain.logits((*task.prompt.token_ids, *tokens))
+        probabilities = mx.softmax(logits / task.params.temperature)
+        found = fit(counts, np.array(probabilities))
+        tests.append(PrefixTest(prompt, tokens, found))
+    progress("plain", len(tests), len(often))
+    return DistributionCertificate(
+        prompts=len(tasks),
+        draws=draws,
+        drafted=sum(r.drafted for r in results),
+        accepted=sum(r.accepted for r in results),
+        prefixes=tuple(tests),
+        errors=tuple(errors),
+    )

@@ -1,0 +1,196 @@
+"""The target alone, through mlx-lm's own generation and caches.
+
+Nothing of this engine's rounds, caches or sampling is used here: what it is compared
+with must not share its faults. Nor should the model's layers be: where loading fitted
+them to the backend (:func:`specdec.models.loading.fit`), the reference is given
+mlx-lm's own, over the same weights (:func:`specdec.cuda.fused_linear.separated`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import make_prompt_cache
+
+from ...errors import ConfigError
+
+
+@dataclass(frozen=True)
+class PlainTokens:
+    """Plain decoding of one prompt.
+
+    Args:
+        tokens: as generated, the token that ended it included.
+        logprobs: of each token, at temperature 1, in float32.
+    """
+
+    tokens: tuple[int, ...]
+    logprobs: tuple[float, ...]
+
+
+class _Unpacking:
+    """A quantized cache of mlx-lm's that hands attention dense keys and values.
+
+    As the engine's do where the backend asks for it: another order of rounding.
+    """
+
+    def __init__(self, cache: Any, *, bits: int, group_size: int):
+        self._cache, self._packing = cache, (group_size, bits)
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, ...]:
+        group_size, bits = self._packing
+        packed = self._cache.update_and_fetch(keys, values)
+        return tuple(
+            mx.dequantize(array, scales, biases, group_size=group_size, bits=bits)
+            for array, scales, biases in packed
+        )
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "bits":  # by which mlx-lm's attention knows packed ones
+            raise AttributeError(name)
+        return getattr(self._cache, name)
+
+
+class PlainTarget:
+    """The reference.
+
+    Args:
+        model: an mlx-lm model.
+        kv_bits, kv_group_size: quantize keys and values from the first token on.
+        unpacks: unpack them for attention, as the engine's caches do on some backends.
+
+    Raises:
+        ConfigError: mlx-lm has no quantized cache of a kind that the model needs.
+    """
+
+    def __init__(
+        self,
+        model: Any,
+        *,
+        kv_bits: int | None = None,
+        kv_group_size: int = 64,
+        unpacks: bool = False,
+    ):
+        self._model = model
+        self._unpacks = unpacks
+        self._quantization = kv_bits, kv_group_size
+        self._caches()
+
+    def _caches(self) -> list[Any]:
+        caches = make_prompt_cache(self._model)
+        bits, group_size = self._quantization
+        if bits is None:
+            return caches
+        packing = {"group_size": group_size, "bits": bits}
+        try:
+            packed: list[Any] = [c.to_quantized(**packing) for c in caches]
+        except (AttributeError, NotImplementedError):
+            raise ConfigError(
+                "kv_bits cannot be verified for this target: mlx-lm cannot quantize "
+                "all of its caches; leave kv_bits out"
+            ) from None
+        return [_Unpacking(c, **packing) for c in packed] if self._unpacks else packed
+
+    def decode(
+        self,
+        prompt: Sequence[int],
+        *,
+        max_tokens: int,
+        ends: AbstractSet[int],
+        temperature: float = 0.0,
+        seed: int = 0,
+    ) -> PlainTokens:
+        """Decode one prompt with mlx-lm's ``generate_step``.
+
+        Args:
+            ends: tokens that end it.
+            temperature, seed: above 0, a position's token is the arg-max of logits
+                plus temperature times Gumbel noise of the key (seed, position).
+        """
+        position = len(prompt) - 1
+
+        def choose(logprobs: mx.array) -> mx.array:
+            nonlocal position
+            position += 1
+            return mx.argmax(
+                scores(logprobs, temperature=temperature, seed=seed, position=position),
+                axis=-1,
+            )
+
+        steps = generate_step(
+            mx.array(list(prompt)),
+            self._model,
+            max_tokens=max_tokens,
+            sampler=choose,
+            # In 16 bits, subtracting the logsumexp would tie logits that differ.
+            logits_processors=[lambda _, logits: logits.astype(mx.float32)],
+            prompt_cache=self._caches(),
+        )
+        tokens, found = [], []
+        for token, logprobs in steps:
+            tokens.append(int(token))
+            found.append(float(logprobs[token]))
+            if token in ends:
+                break
+        return PlainTokens(tuple(tokens), tuple(found))
+
+    def logits(
+        self,
+        prompt: Sequence[int],
+        tokens: Sequence[int] = (),
+        *,
+        batch_size: int = 1,
+        width: int = 1,
+        prefill_step_size: int = 2048,
+    ) -> mx.array:
+        """Logits behind ``tokens``, written behind ``prompt`` in one shape of forward.
+
+        The prompt but for its last token is prefilled, the last is a step of its own,
+        as in every decoding; the tokens follow, ``width`` at a time. All rows are the
+        same text, so that nothing is padded or masked but the future.
+
+        Args:
+            prefill_step_size: the default is that of ``generate_step``.
+
+        Returns:
+            Shape (V,), float32, of the first row.
+        """
+        caches = self._caches()
+        *prefill, last = prompt
+        for first in range(0, len(prefill), prefill_step_size):
+            self._forward(
+                prefill[first : first + prefill_step_size], caches, batch_size
+            )
+            mx.eval([c.state for c in caches])
+        logits = self._forward([last], caches, batch_size)[0, -1]
+        for first in range(0, len(tokens), width):
+            block = list(tokens[first : first + width])
+            query = len(block) - 1
+            # Tokens behind the query change the shape and nothing that it sees.
+            block += [block[-1]] * (width - len(block))
+            logits = self._forward(block, caches, batch_size)[0, query]
+            mx.eval(logits)
+        return logits.astype(mx.float32)
+
+    def _forward(
+        self, tokens: Sequence[int], caches: list[Any], batch_size: int
+    ) -> mx.array:
+        rows = mx.broadcast_to(mx.array(list(tokens)), (batch_size, len(tokens)))
+        logits: mx.array = self._model(rows, cache=caches)
+        return logits
+
+
+def scores(
+    logits: mx.array, *, temperature: float, seed: int, position: int
+) -> mx.array:
+    """What the largest of is chosen, shape (..., V), float32; see docs/exactness.md."""
+    logits = logits.astype(mx.float32)
+    if not temperature:
+        return logits
+    key = mx.array([seed % 2**32, position], mx.uint32)
+    return logits + temperature * mx.random.gumbel((logits.shape[-1],), key=key)

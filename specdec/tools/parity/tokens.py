@@ -1,0 +1,310 @@
+"""Token for token: greedy rows, and coupled sampling with the same draws."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import mlx.core as mx
+
+from ...decoder import SpecDecoder, wired_memory
+from ...prompts import EncodedPrompt
+from ...results import GenerationResult
+from ...sampling_params import SamplingParams
+from .compare import Divergence, Evidence, Scores, Token, first_difference
+from .plain import PlainTarget, PlainTokens, scores
+
+#: Called with what is being done, how much of it is done, and how much there is.
+Progress = Callable[[str, int, int], None]
+Verdict = Literal["exact", "ties", "incomplete", "failure"]
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt to compare."""
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+
+@dataclass(frozen=True, kw_only=True)
+class TokenCertificate:
+    """What comparing token for token found.
+
+    Args:
+        prompts, tokens: that plain decoding gave, ends of rows included.
+        compared: tokens of those that the engine was compared with.
+        restarts: rows decoded again, from behind a tie.
+        drafted, accepted: draft tokens of all rows.
+        divergences: in the order in which they were found.
+        errors: (prompt, message) of rows that the engine ended with an error.
+        logprob_difference: the largest difference of a token's log-probability
+            between the engine and plain decoding, over all tokens that agree.
+    """
+
+    prompts: int
+    tokens: int
+    compared: int
+    restarts: int
+    drafted: int
+    accepted: int
+    divergences: tuple[Divergence, ...]
+    errors: tuple[tuple[int, str], ...]
+    logprob_difference: float
+
+    @property
+    def ties(self) -> int:
+        """Divergences that rounding explains."""
+        return sum(d.kind == "tie" for d in self.divergences)
+
+    @property
+    def failures(self) -> int:
+        """Divergences that it does not, and rows that failed."""
+        return len(self.divergences) - self.ties + len(self.errors)
+
+    @property
+    def verdict(self) -> Verdict:
+        """``incomplete``: tokens behind the last restart were not compared."""
+        if self.failures:
+            return "failure"
+        if self.compared < self.tokens:
+            return "incomplete"
+        return "ties" if self.ties else "exact"
+
+    @property
+    def passed(self) -> bool:
+        """Whether all tokens were compared, and all are equal or ties."""
+        return self.verdict in ("exact", "ties")
+
+    def to_dict(self) -> dict[str, object]:
+        """Everything, for JSON."""
+        return {
+            "prompts": self.prompts,
+            "tokens": self.tokens,
+            "compared": self.compared,
+            "restarts": self.restarts,
+            "drafted": self.drafted,
+            "accepted": self.accepted,
+            "ties": self.ties,
+            "failures": self.failures,
+            "logprob_difference": self.logprob_difference,
+            "divergences": [d.to_dict() for d in self.divergences],
+            "errors": [{"prompt": i, "error": e} for i, e in self.errors],
+        }
+
+
+def decode_rows(
+    decoder: SpecDecoder, tasks: Sequence[Task], progress: Progress, what: str
+) -> list[GenerationResult]:
+    """Decode through the engine, as many at once as its batch size says."""
+    session = decoder.session()
+    for task in tasks:
+        session.add_encoded(task.prompt, task.params)
+    results: list[GenerationResult] = []
+    progress(what, 0, len(tasks))
+    with wired_memory():
+        while session.busy:
+            new = [e.result for e in session.step() if e.result is not None]
+            if new:
+                results += new
+                progress(what, len(results), len(tasks))
+    session.stats.check_draft()
+    return sorted(results, key=lambda result: result.index)
+
+
+def certify_tokens(
+    decoder: SpecDecoder,
+    plain: PlainTarget,
+    tasks: Sequence[Task],
+    *,
+    max_restarts: int,
+    progress: Progress,
+) -> TokenCertificate:
+    """Compare the engine's tokens with plain decoding's.
+
+    Behind a tie the two rows rightly differ, so the engine decodes the rest again
+    from the plain tokens, up to ``max_restarts`` times a prompt.
+    """
+    results = decode_rows(decoder, tasks, progress, "speculative")
+    expected = []
+    for i, task in enumerate(tasks):
+        progress("plain", i, len(tasks))
+        expected.append(_plainly(plain, task, decoder.tokenizer))
+    progress("plain", len(tasks), len(tasks))
+    comparison = _Comparison(decoder, plain, tasks, expected)
+    begun = dict.fromkeys(range(len(tasks)), 0)
+    restarts = 0
+    for restart in range(max_restarts + 1):
+        behind = [comparison.take(i, begun[i], results[n]) for n, i in enumerate(begun)]
+        pairs = zip(begun, behind, strict=True)
+        begun = {i: position for i, position in pairs if position is not None}
+        if not begun or restart == max_restarts:
+            break
+        restarts += len(begun)
+        again = [comparison.rest(i, position) for i, position in begun.items()]
+        results = decode_rows(decoder, again, progress, "behind ties")
+    return comparison.certificate(restarts)
+
+
+def _plainly(plain: PlainTarget, task: Task, tokenizer: Any) -> PlainTokens:
+    params = task.params
+    return plain.decode(
+        task.prompt.token_ids,
+        max_tokens=params.max_tokens,
+        ends=frozenset(tokenizer.eos_token_ids),
+        temperature=params.temperature,
+        seed=params.seed,
+    )
+
+
+class _Comparison:
+    """Takes the engine's rows one by one, and keeps what it finds."""
+
+    def __init__(
+        self,
+        decoder: SpecDecoder,
+        plain: PlainTarget,
+        tasks: Sequence[Task],
+        expected: Sequence[PlainTokens],
+    ):
+        self._decoder = decoder
+        self._plain = plain
+        self._tasks = tasks
+        self._expected = expected
+        self._compared = [0] * len(tasks)
+        self._divergences: list[Divergence] = []
+        self._errors: list[tuple[int, str]] = []
+        self._drafted = self._accepted = 0
+        self._logprob_difference = 0.0
+
+    def take(self, i: int, begun: int, result: GenerationResult) -> int | None:
+        """Compare row ``i``, which the engine began at generated token ``begun``.
+
+        Returns:
+            Where to begin again, behind a tie; ``None`` when there is nothing left.
+        """
+        self._drafted += result.drafted
+        self._accepted += result.accepted
+        if result.finish_reason == "error":
+            self._errors.append((i, result.error or ""))
+            return None
+        tokens, expected = with_end(result), self._expected[i].tokens
+        at = first_difference(tokens, expected[begun:])
+        agreed = len(tokens) if at is None else at
+        reported = [t.logprob for t in result.logprobs or ()]
+        self._compare_logprobs(reported[:agreed], self._expected[i].logprobs[begun:])
+        if at is None:
+            self._compared[i] = len(expected)
+            return None
+        divergence = self._divergence(
+            i,
+            begun + at,
+            tokens[at] if at < len(tokens) else None,
+            reported[at] if at < len(reported) else None,
+        )
+        self._divergences.append(divergence)
+        if divergence.kind == "failure":
+            self._compared[i] = begun + at
+            return None
+        self._compared[i] = begun + at + 1
+        return self._compared[i] if self._compared[i] < len(expected) else None
+
+    def _compare_logprobs(self, a: Sequence[float], b: Sequence[float]) -> None:
+        for x, y in zip(a, b, strict=False):
+            self._logprob_difference = max(self._logprob_difference, abs(x - y))
+
+    def rest(self, i: int, position: int) -> Task:
+        """What is left of row ``i`` from generated token ``position`` on."""
+        task, expected = self._tasks[i], self._expected[i].tokens
+        ids = (*task.prompt.token_ids, *expected[:position])
+        left = len(expected) - position
+        return Task(
+            EncodedPrompt(task.prompt.text, ids), replace(task.params, max_tokens=left)
+        )
+
+    def _divergence(
+        self, i: int, position: int, token: int | None, logprob: float | None
+    ) -> Divergence:
+        expected, prompt = self._expected[i].tokens, self._tasks[i].prompt.token_ids
+        wanted = expected[position] if position < len(expected) else None
+        evidence = None
+        if wanted is not None and token is not None:
+            evidence = self._evidence(i, position, wanted, token, logprob)
+        return Divergence(
+            prompt=i,
+            position=position,
+            prefix_tokens=len(prompt) + position,
+            plain=self._token(wanted),
+            engine=self._token(token),
+            evidence=evidence,
+        )
+
+    def _token(self, token: int | None) -> Token | None:
+        if token is None:
+            return None
+        return Token(token, self._decoder.tokenizer.decode([token]))
+
+    def _evidence(
+        self, i: int, position: int, wanted: int, token: int, logprob: float | None
+    ) -> Evidence:
+        """Score the prefix at both widths, by the target alone."""
+        task, config = self._tasks[i], self._decoder.config
+        prompt, prefix = task.prompt.token_ids, self._expected[i].tokens[:position]
+        k = config.max_draft_tokens if self._decoder.draft_name else 0
+        batch_size = min(config.batch_size, len(self._tasks))
+        # One row without a draft has one width only: then two tokens are the other.
+        width = max(k + 1, 2)
+        step = self._plain.logits(prompt, prefix)
+        verify = self._plain.logits(
+            prompt,
+            prefix,
+            batch_size=batch_size,
+            width=width,
+            prefill_step_size=config.prefill_step_size,
+        )
+        if logprob is not None:
+            logprob -= float(step[token] - mx.logsumexp(step))
+
+        def scored(logits: mx.array, rows: int, columns: int) -> Scores:
+            params = task.params
+            found = scores(
+                logits,
+                temperature=params.temperature,
+                seed=params.seed,
+                position=len(prompt) + position,
+            )
+            best = mx.sort(found)[-2:]
+            return Scores(
+                batch_size=rows,
+                width=columns,
+                top2_gap=float(best[1] - best[0]),
+                gap=float(found[wanted] - found[token]),
+            )
+
+        return Evidence(
+            step=scored(step, 1, 1),
+            verify=scored(verify, batch_size, width),
+            noise=float(mx.abs(step - verify).max()),
+            logprob_difference=logprob,
+        )
+
+    def certificate(self, restarts: int) -> TokenCertificate:
+        """What was found."""
+        return TokenCertificate(
+            prompts=len(self._tasks),
+            tokens=sum(len(e.tokens) for e in self._expected),
+            compared=sum(self._compared),
+            restarts=restarts,
+            drafted=self._drafted,
+            accepted=self._accepted,
+            divergences=tuple(self._divergences),
+            errors=tuple(self._errors),
+            logprob_difference=self._logprob_difference,
+        )
+
+
+def with_end(result: GenerationResult) -> tuple[int, ...]:
+    """The tokens of a row, with the one that ended it."""
+    end = result.stop_reason
+    return (*result.token_ids, *([end] if isinstance(end, int) else []))

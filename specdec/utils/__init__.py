@@ -1,0 +1,1 @@
+"""Small things that every package may use; they know nothing of models."""

@@ -1,0 +1,66 @@
+"""Checks of option values: what is out of range raises, in one line."""
+
+from __future__ import annotations
+
+import math
+
+from ..errors import ConfigError
+
+
+def require(condition: bool, name: str, value: object, rule: str) -> None:
+    """Raise :class:`ConfigError` unless ``condition`` holds."""
+    if not condition:
+        raise ConfigError(f"{name} is {value!r}: it must be {rule}")
+
+
+def is_int(value: object) -> bool:
+    """Whether ``value`` is a whole number, and no truth value."""
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def is_number(value: object) -> bool:
+    """Whether ``value`` is a finite number, and no truth value."""
+    known = isinstance(value, int | float) and not isinstance(value, bool)
+    return known and math.isfinite(value)  # type: ignore[arg-type]
+
+
+def require_int(
+    name: str, value: object, low: int | None = None, *, other: str = ""
+) -> None:
+    """Require a whole number, ``low`` or more; ``other``: what else is allowed."""
+    rule = "a whole number" if low is None else f"a whole number, {low} or more"
+    rule += f", or {other}" if other else ""
+    in_range = is_int(value) and (low is None or value >= low)  # type: ignore[operator]
+    require(in_range, name, value, rule)
+
+
+def require_bytes(name: str, value: object, low: int) -> None:
+    """Require a whole number of bytes, ``low`` or more."""
+    valid = is_int(value) and value >= low  # type: ignore[operator]
+    rule = f"a whole number of bytes, {low} or more: 8 GB are 8 * 10**9"
+    require(valid, name, value, rule)
+
+
+def require_range(
+    name: str,
+    value: object,
+    low: float,
+    high: float,
+    *,
+    note: str = "",
+    open_low: bool = False,
+) -> None:
+    """Require a number from ``low`` (or above it) to ``high``."""
+    bottom, top = (f"{x:.0f}" if x == int(x) else f"{x:g}" for x in (low, high))
+    ends = f"above {bottom}, at most {top}" if open_low else f"from {bottom} to {top}"
+    inside = is_number(value) and low <= value <= high  # type: ignore[operator]
+    inside = inside and not (open_low and value == low)
+    require(inside, name, value, f"a number {ends}" + (f" ({note})" if note else ""))
+
+
+def require_one_of(name: str, value: object, allowed: tuple[int, ...]) -> None:
+    """Require one of several whole numbers."""
+    # 4.0 == 4: what asks for a number of bits or columns needs an int.
+    *others, last = map(str, allowed)
+    rule = f"{', '.join(others)} or {last}"
+    require(is_int(value) and value in allowed, name, value, rule)

@@ -1,0 +1,47 @@
+"""What fused kernels a run compiles: the fewer, the sooner a first run is fast."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from specdec.backend import defaults
+
+RUN = """
+from dataclasses import replace
+import mlx.core as mx
+from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
+from specdec.tools.bench.models import random_model, token_level
+cpu = backend.defaults()
+made = replace(cpu, read_bucket=64, repeat_shapes=True, compile_after=0, pairs=True)
+backend.defaults = lambda: made
+target, draft = random_model("tiny", "float32"), random_model("tiny", "float32")
+for k in map(int, {ks!r}.split()):
+    config = EngineConfig(batch_size=2, num_draft_tokens=k)
+    decoder = SpecDecoder(token_level(target), token_level(draft), config=config)
+    decoder.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=90))
+"""
+
+
+def kernels(folder: Path, ks: str) -> set[str]:
+    """Names of what MLX compiled into ``folder`` for runs with these draft lengths."""
+    folder.mkdir()
+    environment = {**os.environ, "TMPDIR": str(folder)}
+    run = [sys.executable, "-c", RUN.format(ks=ks)]
+    subprocess.run(run, env=environment, check=True, timeout=300)
+    return {file.name for file in folder.rglob("*.so")}
+
+
+@pytest.mark.skipif(
+    defaults().name != "cpu" or shutil.which("g++") is None,
+    reason="MLX's CPU backend tells what it compiles, and needs g++ for that",
+)
+def test_another_draft_length_needs_no_other_kernels(tmp_path: Path) -> None:
+    one = kernels(tmp_path / "one", "2")
+    assert one
+    assert kernels(tmp_path / "more", "2 3 5") == one

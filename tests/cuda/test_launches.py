@@ -1,0 +1,164 @@
+"""What a greedy round computes outside the target's forward, operation by operation.
+
+Where launches bound a round, as on CUDA, each of them takes as long as a kernel of
+ours that does a dozen such things at once.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
+from specdec.backend import BackendDefaults
+from specdec.cuda import commit_kernel, ngram_kernel
+from specdec.engine.decode_batch import RowBatch
+from specdec.models.runner import ModelRows
+from specdec.spec_decode import NamedDrafter, ngram_search
+from specdec.spec_decode.commit import operations
+from specdec.tools.bench.models import token_level
+
+# As on a GPU, as far as a CPU can.
+LIKE_CUDA = BackendDefaults(
+    "cuda", read_bucket=64, repeat_shapes=True, lookahead=1, pairs=True, kernels=True
+)
+# They give an array another shape, and compute nothing.
+VIEWS = {"Slice", "Broadcast", "ExpandDims", "Squeeze", "Reshape", "View"}
+
+
+class Launches:
+    """Counts operations by name, round by round.
+
+    Args:
+        num_rows: only rounds of so many rows are looked at: none has left.
+
+    Attributes:
+        rounds: k of every round, and what it computed.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, folder: Path, num_rows: int):
+        self.rounds: list[tuple[int, Counter[str]]] = []
+        self._num_rows = num_rows
+        self._found: Counter[str] = Counter()
+        self._folder = folder
+        self._eval: Callable[..., None] = mx.async_eval
+        patch.setattr(mx, "async_eval", self._handed_over)
+        patch.setattr(ModelRows, "forward", self._uncounted(ModelRows.forward))
+        for module, name, stands_for in (
+            (commit_kernel, "settle", operations.settle),
+            (ngram_kernel, "search", ngram_search.search),
+            (ngram_kernel, "keep", ngram_search.keep),
+        ):
+            patch.setattr(module, name, self._kernel(name, stands_for))
+        dispatch = RowBatch._dispatch
+
+        def noted(batch: RowBatch, k: int, **options: Any) -> Any:
+            self._found.clear()
+            in_flight = dispatch(batch, k, **options)
+            if len(batch.rows) == self._num_rows and not in_flight.first:
+                found = in_flight.num_draft_tokens, Counter(self._found)
+                self.rounds.append(found)
+            return in_flight
+
+        patch.setattr(RowBatch, "_dispatch", noted)
+
+    def _count(self, *arrays: Any) -> None:
+        """Note what is still to be computed for ``arrays``, and compute it."""
+        file = self._folder / "graph.dot"
+        there = [a for a in arrays if isinstance(a, mx.array)]
+        if there:
+            mx.export_to_dot(str(file), *there)
+            self._found.update(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
+            mx.eval(there)
+
+    def _handed_over(self, *trees: Any) -> None:
+        self._count(*leaves(trees))
+        self._eval(*trees)
+
+    def _kernel(self, name: str, stands_for: Callable[..., Any]) -> Any:
+        """What a kernel is given is computed before it; it is one launch."""
+
+        def launched(*arguments: Any, **options: Any) -> Any:
+            self._count(*leaves(arguments))
+            found = stands_for(*arguments, **options)
+            mx.eval(leaves(found))
+            self._found[name] += 1
+            return found
+
+        return launched
+
+    def _uncounted(self, forward: Callable[..., mx.array]) -> Any:
+        def ran(rows: ModelRows, tokens: mx.array) -> mx.array:
+            self._count(tokens, rows.offset)
+            logits = forward(rows, tokens)
+            mx.eval(logits, [c.state for c in rows._caches], rows.offset)
+            self._found["forward"] += 1
+            return logits
+
+        return ran
+
+    def of(self, k: int) -> Counter[str]:
+        """The most of each operation that a round of k computed, views left out."""
+        most: Counter[str] = Counter()
+        for its, found in self.rounds[2:]:
+            most |= found if its == k else Counter()
+        assert most
+        return Counter({n: c for n, c in most.items() if n not in VIEWS})
+
+
+def leaves(tree: Any) -> list[mx.array]:
+    """The arrays in lists, tuples and dataclasses."""
+    if isinstance(tree, mx.array):
+        return [tree]
+    if isinstance(tree, list | tuple):
+        return [leaf for part in tree for leaf in leaves(part)]
+    return leaves(list(vars(tree).values())) if hasattr(tree, "__dict__") else []
+
+
+CHOOSING = {"forward": 1, "ArgReduce": 1, "Max": 1, "settle": 1}
+# A cache's offset, less what it takes back, 0 or more and no more than it was.
+TRIM = {"Subtract": 1, "Maximum": 1, "Minimum": 1}
+
+
+@pytest.mark.parametrize("batch_size", [1, 3])
+@pytest.mark.parametrize(
+    ("draft", "k", "allowed"),
+    [
+        (None, 0, CHOOSING),
+        # Rows are not drafted for, but the drafter is told what they keep.
+        ("ngram", 0, {**CHOOSING, "keep": 1}),
+        ("ngram", 1, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),
+        ("ngram", 4, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),
+        # Each draft forward chooses a token; then all of them are put together, and
+        # two caches trimmed, the draft's by what is counted for it.
+        ("model", 4, {**CHOOSING, "forward": 5, "ArgReduce": 5, "Concatenate": 1,
+                      "Subtract": 3, "Maximum": 2, "Minimum": 2}),
+    ],
+)  # fmt: skip
+def test_a_round_launches_no_more(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    draft: str | None,
+    k: int,
+    allowed: dict[str, int],
+    batch_size: int,
+) -> None:
+    monkeypatch.setattr(backend, "defaults", lambda: LIKE_CUDA)
+    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: commit_kernel)
+    monkeypatch.setattr("specdec.spec_decode.ngram.lookup", ngram_kernel)
+    target = token_level(tiny_model("llama", seed=0))
+    drafter: Any = NamedDrafter("itself", target) if draft == "model" else draft
+    config = EngineConfig(batch_size=batch_size, num_draft_tokens=k or "auto")
+    decoder = SpecDecoder(target, drafter=drafter, config=config)
+    launches = Launches(monkeypatch, tmp_path, batch_size)
+    asked = 0 if draft and not k else None
+    params = SamplingParams(max_tokens=20, num_draft_tokens=asked)
+    decoder.generate([[1, 2, 1, 2, 1], [5, 6], [3, 3, 3]][:batch_size], params)
+    assert launches.of(k) == allowed

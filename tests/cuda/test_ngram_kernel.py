@@ -1,0 +1,128 @@
+"""Prompt lookup by kernels: when they are used; on a GPU, that they find the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
+from specdec.cuda import ngram_kernel
+from specdec.spec_decode import NgramDrafter, NgramOptions, ngram, ngram_search
+from specdec.tools.bench.models import token_level
+
+on_cuda = backend.defaults().name == "cuda"
+needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_kernels_are_used_where_they_are_meant_to_and_proven(
+    monkeypatch: pytest.MonkeyPatch, kernels: bool, proven: bool
+) -> None:
+    defaults = replace(backend.defaults(), kernels=kernels)
+    monkeypatch.setattr(ngram, "defaults", lambda: defaults)
+    monkeypatch.setattr(ngram_kernel, "proven", lambda: proven)
+    used: Any = NgramDrafter().lookup
+    assert used is (ngram_kernel if kernels and proven else ngram_search)
+
+
+def wrong_search(*arguments: Any, **options: Any) -> tuple[mx.array, mx.array]:
+    inputs, lengths = ngram_search.search(*arguments, **options)
+    return inputs + 1, lengths
+
+
+def wrong_keep(*arguments: Any) -> mx.array:
+    return ngram_search.keep(*arguments) + 1
+
+
+@pytest.mark.parametrize(
+    ("search", "keep", "proven"),
+    [
+        (ngram_search.search, ngram_search.keep, True),
+        (wrong_search, ngram_search.keep, False),
+        (ngram_search.search, wrong_keep, False),
+    ],
+)
+def test_what_finds_something_else_is_not_proven(
+    monkeypatch: pytest.MonkeyPatch, search: Any, keep: Any, proven: bool
+) -> None:
+    monkeypatch.setattr(ngram_kernel, "search", search)
+    monkeypatch.setattr(ngram_kernel, "keep", keep)
+    assert ngram_kernel.proven.__wrapped__() is proven
+
+
+@pytest.mark.skipif(on_cuda, reason="there it is")
+def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
+    assert not ngram_kernel.proven.__wrapped__()
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+def test_what_the_kernels_are_given(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    verification: Any,
+) -> None:
+    """What they were compiled for first, and counts that they do not check."""
+    calls = []
+
+    def search(*arrays: Any, **options: Any) -> Any:
+        *inputs, k = arrays
+        assert k > 0
+        assert inputs[0].size > 0
+        calls.append({a.dtype for a in inputs})
+        return found(*arrays, **options)
+
+    def keep(*arrays: mx.array) -> mx.array:
+        *_, chosen, kept = arrays
+        assert mx.all((kept >= 0) & (kept <= chosen.shape[1])).item()
+        calls.append({a.dtype for a in arrays})
+        return kept_in(*arrays)
+
+    found, kept_in = ngram_search.search, ngram_search.keep
+    monkeypatch.setattr(ngram_search, "search", search)
+    monkeypatch.setattr(ngram_search, "keep", keep)
+    model = token_level(tiny_model("llama", seed=0))
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, verification=verification)
+        for n in (12, 1, 5)
+    ]
+    config = EngineConfig(batch_size=2, num_draft_tokens=3)
+    drafter = NgramDrafter(NgramOptions(min_ngram=1))
+    drafter.lookup = ngram_search
+    decoder = SpecDecoder(model, drafter=lambda _: drafter, config=config)
+    decoder.generate([[1, 2, 1, 2, 1], [5], [3, 3, 3]], params)
+    assert len(calls) > 4
+    assert all(dtypes == {mx.int32} for dtypes in calls)
+
+
+@needs_cuda
+def test_the_same_is_found_and_kept() -> None:
+    """Rows of few different tokens, shorter than the ring, as long, and longer."""
+    choices = random.Random(0)
+    assert ngram_kernel.proven()
+    for _ in range(60):
+        capacity, rows = choices.choice([256, 512]), choices.randint(1, 9)
+        prompts = [
+            [choices.randrange(3) for _ in range(choices.randint(1, 700))]
+            for _ in range(rows)
+        ]
+        ring = ngram_search.ring_of(prompts, capacity)
+        lengths = mx.array([len(p) + 1 for p in prompts])
+        recent = mx.array([[p[-1], choices.randrange(3)] for p in prompts])
+        k, most = choices.randint(1, 8), choices.randint(2, 6)
+        options = {"max_ngram": most, "min_ngram": choices.randint(1, most)}
+        found = ngram_kernel.search(ring, lengths, recent, k, **options)
+        wanted = ngram_search.search(ring, lengths, recent, k, **options)
+        assert mx.array_equal(found[0], wanted[0])
+        assert mx.array_equal(found[1], wanted[1])
+        chosen = mx.array([[choices.randrange(9) for _ in range(k + 1)]] * rows)
+        kept = mx.array([choices.randint(0, k + 1) for _ in range(rows)])
+        state = ring, lengths, recent, chosen, kept
+        assert mx.array_equal(ngram_kernel.keep(*state), ngram_search.keep(*state))

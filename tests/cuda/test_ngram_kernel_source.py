@@ -1,0 +1,160 @@
+"""The sources of prompt lookup's kernels, run on the CPU."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.cuda import compile, ngram_kernel
+from specdec.spec_decode import ngram_search
+from tests.cuda.emulation.cuda import (
+    KernelFault,
+    emulated,
+    needs_compiler,
+    plant,
+)
+
+pytestmark = needs_compiler
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from emulated(monkeypatch, compile.cuda_kernel)
+
+
+State = tuple[mx.array, mx.array, mx.array]
+
+
+def drawn(choices: random.Random) -> State:
+    """Rows of few different tokens: none, fewer than the ring holds, and more.
+
+    Of each, the newest token is not in the ring yet.
+    """
+    capacity = choices.choice([8, 37, 256, 300])
+    prompts = [
+        [choices.randrange(3) for _ in range(choices.choice(lengths))]
+        for lengths in choices.choices(
+            [[0], [1, 2], [capacity - 1, capacity], range(3 * capacity)],
+            weights=[1, 1, 2, 6],
+            k=choices.randint(1, 5),
+        )
+    ]
+    ring = ngram_search.ring_of(prompts, capacity)
+    lengths = mx.array([len(p) + 1 for p in prompts])
+    recent = mx.array([[p[-1] if p else 9, choices.randrange(3)] for p in prompts])
+    return ring, lengths, recent
+
+
+def searched_alike(state: State, choices: random.Random) -> bool:
+    k, most = choices.randint(1, 8), choices.randint(1, 6)
+    options: Any = {"max_ngram": most, "min_ngram": choices.randint(1, most)}
+    found = ngram_kernel.search(*state, k, **options)
+    wanted = ngram_search.search(*state, k, **options)
+    same = map(mx.array_equal, found, wanted)
+    return all(each.item() for each in same)
+
+
+def kept_alike(state: State, choices: random.Random) -> bool:
+    rows, s = state[0].shape[0], choices.randint(1, 7)
+    chosen = mx.array([[choices.randrange(9) for _ in range(s)] for _ in range(rows)])
+    kept = mx.array(
+        [choices.choice([0, s, choices.randint(0, s)]) for _ in range(rows)]
+    )
+    arrays = *state, chosen, kept
+    found, wanted = ngram_kernel.keep(*arrays), ngram_search.keep(*arrays)
+    return bool(mx.array_equal(found, wanted).item())
+
+
+def alike(check: Any, times: int, seed: int = 0) -> bool:
+    choices = random.Random(seed)
+    return all(check(drawn(choices), choices) for _ in range(times))
+
+
+def test_the_same_is_found() -> None:
+    assert alike(searched_alike, 120)
+
+
+def test_the_same_is_kept() -> None:
+    assert alike(kept_alike, 120)
+
+
+def test_matches_reach_across_the_end_of_the_ring() -> None:
+    """The whole ring repeats: the longest match ends at the ring's last slot."""
+    for length in range(8, 24):
+        prompt = [i % 4 for i in range(length)]
+        ring, lengths = ngram_search.ring_of([prompt], 8), mx.array([length + 1])
+        state = ring, lengths, mx.array([[prompt[-1], length % 4]])
+        # The eight newest are held: four of them have an equal one four before.
+        for least, there in ((4, True), (5, False)):
+            options: Any = {"max_ngram": 5, "min_ngram": least}
+            tokens, found = ngram_kernel.search(*state, 6, **options)
+            assert found.tolist() == [6 * there]
+            after = [(length + 1 + i) % 4 * there for i in range(6)]
+            assert tokens.tolist() == [[length % 4, *after]]
+
+
+def test_proven() -> None:
+    assert ngram_kernel.proven.__wrapped__()
+
+
+SEARCH_FAULTS = {
+    "itself": (" || behind == 0", ""),
+    "one too few": ("position - size >= oldest", "position - size > oldest"),
+    "beyond the oldest": ("while (size < max_ngram && position - size >= oldest)",
+                          "while (size < max_ngram)"),
+    "longer": ("size < max_ngram", "size <= max_ngram"),
+    "an older token": ("wanted = at == last ? newest : own", "wanted = own"),
+    "too short": ("size >= min_ngram", "size > min_ngram"),
+    "an older ring": ("last - (capacity - 1)", "last - capacity"),
+    "the oldest match": ("(position - oldest))", "(last - position))"),
+    "half of the threads": ("half = THREADS / 2", "half = THREADS / 4"),
+    "too soon read": ("found[threadIdx.x] = best;\n  __syncthreads();",
+                      "found[threadIdx.x] = best;"),
+    "too soon reduced": ("found[threadIdx.x + half]);\n    __syncthreads();",
+                         "found[threadIdx.x + half]);"),
+    "beyond shared memory": ("if (threadIdx.x < half)", "if (threadIdx.x <= half)"),
+    "no step": ("end + 1 + j", "end + j"),
+    "no repetition": ("j % period", "j"),
+    "no newest": ("token = at == last ? newest : own", "token = own"),
+    "another row": ("row * (k + 1) + 1 + j", "1 + j"),
+    "no newest in front": ("(k + 1)] = newest", "(k + 1)] = 9"),
+    "a place too far": ("(k + 1) + 1 + j", "(k + 1) + 2 + j"),
+    "lengths of one row": ("found_lengths[row]", "found_lengths[0]"),
+}  # fmt: skip
+KEEP_FAULTS = {
+    "one too few": ("behind <= kept[row]", "behind < kept[row]"),
+    "no newest": ("behind == 0", "behind == -1"),
+    "a place further": ("lengths[row] - 1", "lengths[row]"),
+    "an older token": ("recent_shape[1] - 1]", "recent_shape[1] - 2]"),
+    "behind the ring": ("at >= rows * capacity", "at > rows * capacity"),
+    "another row": ("chosen[row * chosen_shape[1]", "chosen[0"),
+    "the next token": ("behind - 1]", "behind]"),
+}
+
+
+@pytest.mark.parametrize("name", SEARCH_FAULTS)
+def test_faults_of_the_search_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert not survives(monkeypatch, "_SEARCH", *SEARCH_FAULTS[name], searched_alike)
+
+
+@pytest.mark.parametrize("name", KEEP_FAULTS)
+def test_faults_of_keeping_are_found(
+    monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    assert not survives(monkeypatch, "_KEEP", *KEEP_FAULTS[name], kept_alike)
+
+
+def survives(
+    monkeypatch: pytest.MonkeyPatch, of: str, old: str, new: str, check: Any
+) -> bool:
+    plant(monkeypatch, ngram_kernel, of, old, new)
+    try:
+        return alike(check, 60)
+    except KernelFault:
+        return False

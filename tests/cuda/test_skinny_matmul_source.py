@@ -1,0 +1,195 @@
+"""The source of the kernel for products of few rows, run on the CPU."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec.cuda import compile, skinny_matmul
+from tests.cuda.emulation.cuda import (
+    KernelFault,
+    emulated,
+    needs_compiler,
+    plant,
+)
+
+pytestmark = needs_compiler
+
+# Columns of which each of many warps has some, and some of them more in a second turn.
+LONG = 2112
+# Few warps share the rows of a matrix that has many.
+HIGH = 400
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from emulated(monkeypatch, skinny_matmul._kernel, compile.cuda_kernel)
+
+
+def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def rounded_once(
+    found: mx.array, x: mx.array, weight: mx.array, bias: mx.array | None
+) -> bool:
+    """Whether it is the product, but for one rounding and float32's sums."""
+    exact, most = (
+        f(x.astype(mx.float32)).astype(np.float64)
+        @ f(weight.astype(mx.float32)).astype(np.float64).T
+        for f in (np.array, lambda a: np.abs(np.array(a)))
+    )
+    if bias is not None:
+        exact = exact + np.array(bias.astype(mx.float32))
+    half_unit = 2**-8 if x.dtype == mx.bfloat16 else 2**-11
+    off = np.abs(np.array(found.astype(mx.float32)) - exact)
+    # Not the other way round: NaN is no agreement.
+    return bool((off <= half_unit * np.abs(exact) * 1.001 + 1e-6 * most).all())
+
+
+def agrees(rows: int, columns: int, length: int, dtype: mx.Dtype, bias: bool) -> bool:
+    x = drawn(rows, length, dtype=dtype)
+    weight = drawn(columns, length, dtype=dtype, seed=1)
+    added = drawn(columns, dtype=dtype, seed=2) if bias else None
+    return rounded_once(skinny_matmul.product(x, weight, added), x, weight, added)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_product_of_any_number_of_rows(dtype: mx.Dtype) -> None:
+    for rows in (*range(1, 71), 131):
+        columns = (8, 16, 21, 40)[rows % 4]
+        assert agrees(rows, columns, 96, dtype, bias=rows % 3 > 0), rows
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_the_product_with_a_high_matrix(dtype: mx.Dtype) -> None:
+    for rows in (1, 7, 8, 9, 16, 23, 31, 33, 64, 65, 70, 131):
+        columns = HIGH + rows % 4 * 5
+        assert agrees(rows, columns, 96, dtype, bias=rows % 3 > 0), rows
+    assert agrees(3, 2176, 544, dtype, bias=True)
+
+
+@pytest.mark.parametrize("dtype", [mx.bfloat16, mx.float16])
+def test_long_rows(dtype: mx.Dtype) -> None:
+    for rows in (1, 9, 17, 33, 65):
+        for length in (32, 512, 544, LONG):
+            assert agrees(rows, 17, length, dtype, rows % 4 == 1), (rows, length)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "size"),
+    [(mx.bfloat16, (41, 608)), (mx.bfloat16, (HIGH, 64)), (mx.float16, (41, 96))],
+)
+def test_parts_have_the_same_bits(dtype: mx.Dtype, size: tuple[int, int]) -> None:
+    weight, most = drawn(*size, dtype=dtype), size[0]
+    for rows, bias in ((1, None), (12, weight[:, 0]), (70, weight[:, 0])):
+        x = drawn(rows, size[1], dtype=dtype, seed=1)
+        whole = skinny_matmul.product(x, weight, bias)
+        for ends in ((24, most), (8, 11, most)):
+            found = skinny_matmul.parts(x[None], weight, bias, ends)
+            sizes = np.diff((0, *ends)).tolist()
+            assert [part.shape for part in found] == [(1, rows, n) for n in sizes]
+            assert mx.array_equal(mx.concatenate(found, axis=-1)[0], whole)
+
+
+@pytest.mark.parametrize("size", [(19, LONG), (HIGH, 96)])
+def test_a_row_s_bits_do_not_depend_on_what_is_beside_it(size: tuple[int, int]) -> None:
+    x, weight = drawn(70, size[1]), drawn(*size, seed=1)
+    everything = skinny_matmul.product(x, weight, None)
+    for rows in (1, 8, 9, 24, 40):
+        for first in (0, 70 - rows):
+            found = skinny_matmul.product(x[first : first + rows], weight, None)
+            assert mx.array_equal(found, everything[first : first + rows]), rows
+
+
+def test_proven() -> None:
+    assert skinny_matmul.proven.__wrapped__()
+
+
+@pytest.mark.parametrize(
+    "fault", ["WARPS == 4", "WARPS == 16", "WIDE == 1", "WIDE > 2"]
+)
+def test_what_is_wrong_with_some_kernels_is_not_proven(
+    monkeypatch: pytest.MonkeyPatch, fault: str
+) -> None:
+    """Few warps share the rows of some matrices, many those of others."""
+    new = f"float sum = {fault} ? 1.0f : 0.0f;"
+    plant(monkeypatch, skinny_matmul, "_SOURCE", "float sum = 0.0f;", new)
+    assert not skinny_matmul.proven.__wrapped__()
+
+
+def test_sizes_here_are_of_either_kind() -> None:
+    assert {skinny_matmul._warps(HIGH, length) for length in (64, 96)} == {4}
+    assert {skinny_matmul._warps(40, length) for length in (32, 96, LONG)} == {16}
+
+
+FAULTS = {
+    "half of the products": (
+        "SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);",
+        "",
+    ),
+    "halves swapped": ("one.x, one.y", "one.y, one.x"),
+    "fragments swapped": (
+        "upper.x, lower.x, upper.y, lower.y",
+        "upper.x, upper.y, lower.x, lower.y",
+    ),
+    "rows beyond x": ("group, M - 1)", "group, M)"),
+    "columns beyond x": ("at = k < K ?", "at = k <= K ?"),
+    "columns twice": ("part * 8 < K", "part * 8 <= K"),
+    "rows beyond the matrix": ("i * 8 + group, N - 1)", "i * 8 + group, N)"),
+    "the lower rows": ("i * 8 + group", "group"),
+    "a column more": ("at < N)", "at <= N)"),
+    "a row more": ("m < M && at", "m <= M && at"),
+    "too few warps": ("w < WARPS", "w + 1 < WARPS"),
+    "turns too early": ("begin += UNROLL * WARPS * 32", "begin += WARPS * 32"),
+    "a wrong sum": ("[8 + group] = sum[3]", "[8 + group] = sum[2]"),
+    "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
+    "the wrong tile": ("top = blockIdx.y * 8 * WIDE", "top = blockIdx.y * 8"),
+    "too soon read": ("__syncthreads();\n      for", "for"),
+    "too soon written": ("}\n      __syncthreads();\n    }", "}\n    }"),
+    "some do not wait": (
+        "  const int lane",
+        "  if (threadIdx.x < 7) return;\n  const int lane",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    plant(monkeypatch, skinny_matmul, "_SOURCE", *FAULTS[name])
+    # A narrow kernel and the widest, with two blocks of rows.
+    tried = ((1, 37, 544), (81, 17, 544))
+    try:
+        right = all(agrees(*sizes, mx.bfloat16, bias=True) for sizes in tried)
+    except KernelFault:
+        return
+    assert not right
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("row * ends[0]", "row * ends[1]"),
+        ("(at - ends[0])", "at"),
+        ("(N - ends[1])", "(N - ends[0])"),
+        ("at < ends[1]", "at <= ends[1]"),
+    ],
+)
+def test_faults_of_parts_are_found(
+    monkeypatch: pytest.MonkeyPatch, old: str, new: str
+) -> None:
+    plant(monkeypatch, skinny_matmul, "_PARTS", old, new)
+    x, weight = drawn(3, 64), drawn(40, 64, seed=1)
+    try:
+        found = skinny_matmul.parts(x, weight, None, (8, 11, 40))
+    except KernelFault:
+        return
+    assert not rounded_once(mx.concatenate(found, axis=-1), x, weight, None)
+
+
+def test_a_product_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(compile, "TYPES", {mx.bfloat16: "f16"})
+    assert not agrees(3, 16, 64, mx.bfloat16, bias=False)

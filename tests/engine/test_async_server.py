@@ -1,0 +1,455 @@
+"""The asyncio server: every request as if it were alone, and nothing left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import inspect
+import random
+import threading
+import weakref
+from collections.abc import Callable
+from contextlib import aclosing, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import (
+    ConfigError,
+    EngineConfig,
+    GenerationResult,
+    PromptError,
+    SamplingParams,
+    ServerError,
+    SpecDecoder,
+    StreamEvent,
+)
+from specdec.engine.async_server import Server
+from specdec.models.runner import ModelRows
+from tests.test_decoder import loaded
+
+VOCAB = 97
+
+
+@pytest.fixture(scope="module")
+def decoder(tiny_model: Callable[..., Any]) -> SpecDecoder:
+    draft = tiny_model("llama", seed=5, num_hidden_layers=1)
+    return SpecDecoder(
+        loaded(tiny_model("llama", seed=0)),
+        loaded(draft, "draft"),
+        config=EngineConfig(batch_size=4, num_draft_tokens=2, prefill_step_size=16),
+    )
+
+
+def requests(n: int, seed: int) -> list[tuple[list[int], SamplingParams]]:
+    rng = random.Random(seed)
+    return [
+        (
+            [rng.randrange(VOCAB) for _ in range(rng.choice((1, 3, 40)))],
+            SamplingParams(
+                max_tokens=rng.choice((1, 5, 30)),
+                temperature=rng.choice((0.0, 1.0)),
+                seed=i,
+                stop=rng.choice(((), ("7,",), ("1,2", "9"))),
+                num_draft_tokens=rng.choice((None, 0, 1)),
+            ),
+        )
+        for i in range(n)
+    ]
+
+
+def alone(
+    decoder: SpecDecoder, prompt: list[int], params: SamplingParams
+) -> GenerationResult:
+    return decoder.generate([prompt], params)[0]
+
+
+def assert_same(result: GenerationResult, expected: GenerationResult) -> None:
+    """All but what a draft's rounds depend on."""
+    result = replace(
+        result,
+        index=expected.index,
+        rounds=expected.rounds,
+        drafted=expected.drafted,
+        accepted=expected.accepted,
+        drafted_at=expected.drafted_at,
+        accepted_at=expected.accepted_at,
+    )
+    assert result == expected
+
+
+async def until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0.001)
+
+
+def server_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name == "specdec server"]
+
+
+def test_many_clients_each_get_what_they_get_alone(decoder: SpecDecoder) -> None:
+    work = requests(40, seed=0)
+
+    async def client(
+        server: Server, i: int, prompt: list[int], params: SamplingParams
+    ) -> GenerationResult:
+        await asyncio.sleep(random.Random(i).random() * 0.3)
+        if i % 2:
+            return await server.generate(prompt, params)
+        text, tokens, result = "", list[int](), None
+        async for event in server.stream(prompt, params):
+            assert result is None, "nothing may follow a result"
+            text, tokens, result = (
+                text + event.text,
+                tokens + event.token_ids,
+                event.result,
+            )
+        assert result is not None
+        assert (text, tokens) == (result.text, result.token_ids)
+        return result
+
+    async def serve() -> list[GenerationResult]:
+        async with decoder.serve() as server:
+            clients = [client(server, i, *w) for i, w in enumerate(work)]
+            results = await asyncio.gather(*clients)
+            assert server.pending == 0
+            assert server.stats.prompts == len(work)
+            assert server.stats.generated_tokens == sum(
+                r.generated_tokens for r in results
+            )
+            return results
+
+    for result, (prompt, params) in zip(asyncio.run(serve()), work, strict=True):
+        assert_same(result, alone(decoder, prompt, params))
+    assert server_threads() == []
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_cancellations_at_any_time_harm_nobody(decoder: SpecDecoder, seed: int) -> None:
+    """A third leaves after some events, a third is cancelled after some time."""
+    work = requests(30, seed=seed)
+    rng = random.Random(seed)
+
+    async def leave(server: Server, n: int, *request: Any) -> list[int]:
+        tokens: list[int] = []
+        async with aclosing(server.stream(*request)) as events:
+            async for event in events:
+                tokens += event.token_ids
+                n -= 1
+                if n <= 0:
+                    break
+        return tokens
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            stay = [
+                asyncio.create_task(server.generate(*work[i])) for i in range(0, 30, 3)
+            ]
+            left = [
+                asyncio.create_task(leave(server, rng.randrange(1, 6), *work[i]))
+                for i in range(1, 30, 3)
+            ]
+            cancelled = [
+                asyncio.create_task(server.generate(*work[i])) for i in range(2, 30, 3)
+            ]
+            for task in cancelled:
+                await asyncio.sleep(rng.random() * 0.02)
+                task.cancel()
+            await asyncio.wait([*stay, *left, *cancelled])
+            await until(lambda: server.stats.prompts == len(work))
+            assert server.pending == 0
+            for i, whole in zip(range(0, 30, 3), stay, strict=True):
+                assert_same(whole.result(), alone(decoder, *work[i]))
+            for i, part in zip(range(1, 30, 3), left, strict=True):
+                expected = alone(decoder, *work[i]).token_ids
+                assert expected[: len(part.result())] == part.result()
+            for task in cancelled:
+                assert task.cancelled() or task.result() is not None
+
+    asyncio.run(serve())
+
+
+def test_leaving_the_loop_cancels_the_row(decoder: SpecDecoder) -> None:
+    """Without aclosing too, as soon as nobody holds the generator."""
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            async for event in server.stream([1, 2], SamplingParams(max_tokens=4000)):
+                if event.token_ids:
+                    break
+            await until(lambda: server.stats.prompts == 1)
+            assert server.stats.generated_tokens < 4000
+            # A generator that nobody asked anything never was a request.
+            server.stream([1, 2])
+            result = await server.generate([3], SamplingParams(max_tokens=2))
+            assert result.generated_tokens == 2
+            assert server.stats.prompts == 2
+
+    asyncio.run(serve())
+
+
+def test_closing_while_busy_ends_every_request(decoder: SpecDecoder) -> None:
+    """Rows that run, wait, or were just asked for: each gets a cancelled result."""
+
+    async def serve() -> list[GenerationResult]:
+        async with decoder.serve() as server:
+            endless = SamplingParams(max_tokens=4000)
+            tasks = [
+                asyncio.create_task(server.generate([i, 1], endless)) for i in range(9)
+            ]
+            await until(lambda: server.stats.generated_tokens > 20)
+            tasks.append(asyncio.create_task(server.generate([50], endless)))
+            await asyncio.sleep(0)
+        assert server.pending == 0
+        with pytest.raises(ServerError, match="closed"):
+            await server.generate([1])
+        await server.aclose()
+        return await asyncio.gather(*tasks)
+
+    results = asyncio.run(serve())
+    assert {r.finish_reason for r in results} == {"cancelled"}
+    assert sum(bool(r.token_ids) for r in results) == 4
+    for result in results:
+        expected = decoder.generate(
+            [[result.index, 1]],
+            SamplingParams(max_tokens=max(1, len(result.token_ids))),
+        )
+        assert expected[0].token_ids[: len(result.token_ids)] == result.token_ids
+    assert server_threads() == []
+
+
+def test_a_request_that_cannot_be_is_the_callers_loss_alone(
+    decoder: SpecDecoder,
+) -> None:
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            good = asyncio.create_task(
+                server.generate([1, 2, 3], SamplingParams(max_tokens=30))
+            )
+            with pytest.raises(PromptError, match="empty"):
+                await server.generate([])
+            with pytest.raises(ConfigError, match="stop_token_ids names token 97"):
+                await server.generate([1], SamplingParams(stop_token_ids=(97,)))
+            with pytest.raises(PromptError, match="empty"):
+                async for _ in server.stream(""):
+                    pass
+            assert (await good).finish_reason == "length"
+            assert server.pending == 0
+
+    asyncio.run(serve())
+
+
+def test_an_engine_that_fails_fails_all_and_says_so(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """With the error as the cause, and without keeping the caches alive."""
+
+    class Failing:
+        """A model that fails at its n-th forward."""
+
+        def __init__(self, model: Any):
+            self.model, self.left = model, 10**9
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.model, name)
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            self.left -= 1
+            if self.left < 0:
+                raise RuntimeError("the device is gone")
+            return self.model(*args, **options)
+
+    failing = Failing(tiny_model("llama", seed=0))
+    decoder = SpecDecoder(loaded(failing), config=EngineConfig(batch_size=2))
+    caches: weakref.WeakSet[Any] = weakref.WeakSet()
+    made = ModelRows.__init__
+
+    def noted(self: Any, *args: Any, **options: Any) -> None:
+        caches.add(self)
+        made(self, *args, **options)
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            failing.left = 20
+            tasks = [
+                asyncio.create_task(server.generate([i], SamplingParams(max_tokens=99)))
+                for i in range(5)
+            ]
+            await asyncio.wait(tasks)
+            for task in tasks:
+                error = task.exception()
+                assert isinstance(error, ServerError)
+                assert str(error) == (
+                    "the server is broken: its engine failed with "
+                    "RuntimeError: the device is gone"
+                )
+                assert isinstance(error.__cause__, RuntimeError)
+            with pytest.raises(ServerError, match="broken"):
+                await server.generate([1])
+            assert server.pending == 0
+            await until(lambda: server_threads() == [])
+            gc.collect()
+            assert list(caches) == []
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(ModelRows, "__init__", noted)
+        asyncio.run(serve())
+
+
+def test_a_server_must_be_open_and_is_entered_once(decoder: SpecDecoder) -> None:
+    async def serve() -> None:
+        server = decoder.serve()
+        with pytest.raises(ServerError, match="not open yet: use `async with`"):
+            await server.generate([1])
+        await server.aclose()
+        async with server:
+            with pytest.raises(ServerError, match="entered once"):
+                await server.__aenter__()
+        with pytest.raises(ServerError, match="entered once"):
+            async with server:
+                pass
+
+    asyncio.run(serve())
+
+
+def test_it_sleeps_when_idle(decoder: SpecDecoder) -> None:
+    """No step is taken while there is nothing to do."""
+    steps = []
+
+    @contextmanager
+    def counted() -> Any:
+        session = decoder.session()
+        step = session.step
+        session.step = lambda: steps.append(1) or step()  # type: ignore[method-assign,func-returns-value]
+        yield session
+
+    async def serve() -> None:
+        async with Server(counted) as server:
+            await server.generate([1, 2], SamplingParams(max_tokens=3))
+            before = len(steps)
+            await asyncio.sleep(0.1)
+            assert len(steps) == before
+            await server.generate([1, 2], SamplingParams(max_tokens=3))
+            assert len(steps) > before
+
+    asyncio.run(serve())
+
+
+def test_the_event_loop_runs_while_the_engine_works(decoder: SpecDecoder) -> None:
+    """A processor waits for what only the loop can give: both go on."""
+    threads: set[str] = set()
+    entered, released = threading.Event(), threading.Event()
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        threads.add(threading.current_thread().name)
+        entered.set()
+        assert released.wait(timeout=60)
+        return logits
+
+    async def serve() -> GenerationResult:
+        async with decoder.serve() as server:
+            params = SamplingParams(max_tokens=10, logits_processors=(process,))
+            task = asyncio.create_task(server.generate([1], params))
+            await until(entered.is_set)
+            released.set()
+            return await task
+
+    assert asyncio.run(serve()).finish_reason == "length"
+    assert threads == {"specdec server"}
+
+
+def test_arrays_that_a_model_made_lazily(tiny_model: Callable[..., Any]) -> None:
+    """Frequencies of these position embeddings are no parameters to mlx-lm.
+
+    An array that is not evaluated belongs to the thread that made it.
+    """
+    scaling = {
+        "rope_type": "llama3",
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 64,
+    }
+    decoder = SpecDecoder(loaded(tiny_model("llama", rope_scaling=scaling)))
+
+    async def serve() -> GenerationResult:
+        async with decoder.serve() as server:
+            return await server.generate([1, 2, 3], SamplingParams(max_tokens=8))
+
+    assert_same(
+        asyncio.run(serve()), alone(decoder, [1, 2, 3], SamplingParams(max_tokens=8))
+    )
+
+
+def test_memory_returns(decoder: SpecDecoder) -> None:
+    def run() -> None:
+        async def serve() -> None:
+            async with decoder.serve() as server:
+                params = SamplingParams(max_tokens=40)
+                tasks = [
+                    asyncio.create_task(server.generate([i], params)) for i in range(8)
+                ]
+                await asyncio.wait(tasks[:2])
+                for task in tasks[4:]:
+                    task.cancel()
+
+        asyncio.run(serve())
+        gc.collect()
+
+    run()
+    before = mx.get_active_memory()
+    run()
+    # MLX's queue may hold a scalar until its next task; a row's caches are more.
+    assert abs(mx.get_active_memory() - before) < 64
+
+
+def test_the_example_of_the_docstring(tiny_model: Callable[..., Any]) -> None:
+    """It is executed as it stands, with a tokenizer that knows its letters."""
+    model = loaded(tiny_model("llama", seed=0))
+    model.tokenizer.vocabulary.update({chr(i): i - 32 for i in range(32, 127)})
+    doc = inspect.getdoc(Server) or ""
+    example = doc.partition("::\n\n")[2].partition("\n\nTo be used")[0]
+    code = f"async def example():\n{example}\n    return results"
+    names: dict[str, Any] = {
+        "asyncio": asyncio,
+        "SamplingParams": SamplingParams,
+        "decoder": SpecDecoder(model),
+    }
+    exec(code, names)
+    results = asyncio.run(names["example"]())
+    assert [r.finish_reason for r in results] == ["length", "length"]
+
+
+def test_the_example_of_the_page(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The program of docs/serving.md, as it stands."""
+    model = loaded(tiny_model("llama", seed=0))
+    model.tokenizer.vocabulary.update({chr(i): i - 32 for i in range(32, 127)})
+    monkeypatch.setattr(SpecDecoder, "from_pretrained", lambda: SpecDecoder(model))
+    page = Path(__file__).resolve().parents[2] / "docs" / "serving.md"
+    program = page.read_text("utf-8").split("```python\n")[1].split("```")[0]
+    exec(program, {})
+    result, streamed = capsys.readouterr().out.splitlines()
+    assert result.endswith(", length")
+    assert streamed.count(",") == 16
+
+
+def test_events_are_those_of_a_session(decoder: SpecDecoder) -> None:
+    async def serve() -> list[StreamEvent]:
+        async with decoder.serve() as server:
+            return [
+                event
+                async for event in server.stream([5, 6], SamplingParams(max_tokens=9))
+            ]
+
+    events = asyncio.run(serve())
+    assert [e.result is not None for e in events] == [False] * (len(events) - 1) + [
+        True
+    ]
+    assert {e.index for e in events} == {0}

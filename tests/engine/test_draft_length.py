@@ -1,0 +1,729 @@
+"""Draft lengths in whole runs: k that varies changes nothing; drafts catch up."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import count, pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.engine.profiler import (
+    PROPOSED,
+    VERIFIED,
+    _Stopwatch,
+    draft_length,
+    measure_forwards,
+    signature,
+    without_noise,
+)
+from specdec.models.compiled import CompiledForwards
+from specdec.models.runner import ModelRunner
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import DraftModel, DraftRows, NgramDrafter, Proposals, Round
+from specdec.spec_decode import draft_model as draft_model
+from specdec.spec_decode.backlog import Missed
+from specdec.spec_decode.draft_length import (
+    AutoLength,
+    FixedLength,
+    ForwardCosts,
+    Forwards,
+    Peek,
+    RoundCosts,
+    RoundOutcome,
+)
+from specdec.spec_decode.draft_length.pacing import Pacer
+from specdec.spec_decode.draft_length.store import CostStore
+from tests.plain import (
+    AT_ONCE,
+    BEHIND,
+    greedy,
+    run_rows,
+    sampled,
+)
+from tests.scripted import Script
+
+VOCAB = 97
+BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+# Fewer columns than a catch-up chunk, so that rings have to be re-laid for it.
+WINDOWED = {"sliding_window": 24, "sliding_window_pattern": 2}
+
+
+@pytest.fixture(scope="module")
+def prompts() -> list[list[int]]:
+    rng = random.Random(0)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in (1, 7, 30, 2, 40, 3)]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="module")
+def other(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=5, num_hidden_layers=1)
+
+
+@BACKENDS
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_k_that_varies_changes_nothing(
+    target: Any,
+    other: Any,
+    prompts: list[list[int]],
+    backend: BackendDefaults,
+    temperature: float,
+) -> None:
+    """Every k, 0 included, in every order; rows that join and leave meanwhile."""
+    rng = random.Random(3)
+    script = Script(lambda number: rng.choice((0, 0, 1, 2, 4)))
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, seed=n)
+        for n in (20, 31, 9, 26, 2, 33)
+    ]
+    rows = run_rows(
+        target,
+        other,
+        prompts,
+        params,
+        batch_size=3,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == sampled(target, prompt, p)
+    assert {o.num_draft_tokens for o in script.outcomes} >= {0, 1, 2, 4}
+
+
+@BACKENDS
+@pytest.mark.parametrize("batch_size", [1, 6])
+def test_auto_changes_nothing(
+    target: Any,
+    other: Any,
+    prompts: list[list[int]],
+    backend: BackendDefaults,
+    batch_size: int,
+) -> None:
+    """Auto itself, with costs under which several k are chosen."""
+    costs = RoundCosts(ForwardCosts([Forwards(1, {1: 1.0, 2: 1.0, 9: 1.1}, 0.01)]))
+    length = AutoLength(costs)
+    chosen: list[int] = []
+    observe = length.observe
+
+    def noted(outcome: RoundOutcome) -> None:
+        chosen.append(outcome.num_draft_tokens)
+        observe(outcome)
+
+    length.observe = noted  # type: ignore[method-assign]
+    params = [SamplingParams(max_tokens=24 + i) for i in range(6)]
+    for draft in (target, other):
+        rows = run_rows(
+            target,
+            draft,
+            prompts,
+            params,
+            batch_size=batch_size,
+            num_draft_tokens=8,
+            backend=backend,
+            length=length,
+        )
+        for row, prompt, p in zip(rows, prompts, params, strict=True):
+            assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert 0 in chosen
+    assert len(set(chosen)) >= 3
+
+
+@BACKENDS
+@pytest.mark.parametrize("context", [None, 24])
+def test_what_is_held_is_not_asked_about_and_changes_nothing(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults, context: int | None
+) -> None:
+    """Where a row's end, or the draft's context, leaves less room, it is chosen."""
+    script = Script(lambda number: 3, held=lambda number: 3 if number > 2 else None)
+    params = [SamplingParams(max_tokens=40)]
+    (row,) = run_rows(
+        target,
+        target,
+        [prompts[1][:4]],
+        params,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+        draft_context=context,
+    )
+    assert row.tokens == greedy(target, prompts[1][:4], 40)
+    ks = [o.num_draft_tokens for o in script.outcomes]
+    assert ks.count(3) >= 5
+    assert len(script.states) <= 7  # the first ones, and those with less room
+    assert [o.forced for o in script.outcomes] == [not k for k in ks]
+    assert (0 in ks) is (context is not None)
+
+
+# -- catching up -----------------------------------------------------------
+
+
+@BACKENDS
+@pytest.mark.parametrize("phase", [1, 5, 37, 150])
+def test_acceptance_after_a_long_phase_without_drafts(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults, phase: int
+) -> None:
+    """A perfect draft goes on being accepted, however long it was not asked."""
+    script = Script(lambda number: 0 if 3 <= number < 3 + phase else 2)
+    params = [SamplingParams(max_tokens=phase + 40)] * 3
+    rows = run_rows(
+        target,
+        target,
+        prompts[1:4],
+        params,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    for row, prompt in zip(rows, prompts[1:4], strict=True):
+        assert row.tokens == greedy(target, prompt, phase + 40)
+        assert row.accepted == row.drafted > 20
+
+
+@BACKENDS
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+def test_rows_that_joined_meanwhile_missed_less(
+    tiny_model: Callable[..., Any], backend: BackendDefaults, arch: str
+) -> None:
+    """Rows that join and end in phases without drafts; rings wrap meanwhile."""
+    extra = WINDOWED if arch == "gemma3_text" else {}
+    model = tiny_model(arch, seed=2, **extra)
+    rng = random.Random(5)
+    prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (30, 3, 12, 40, 2, 9)]
+    lengths = (210, 12, 30, 25, 60, 90)
+    script = Script(lambda number: 3 if number % 60 in (0, 1, 50) else 0)
+    rows = run_rows(
+        model,
+        model,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in lengths],
+        batch_size=3,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        assert row.tokens == greedy(model, prompt, n)
+    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 20
+
+
+def test_a_draft_that_does_not_catch_up_is_noticed(
+    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The test above fails for a draft that leaves out what it missed."""
+
+    def forgets(self: Any, round_: Any) -> Any:
+        self._missed.clear()
+        return round_.tail
+
+    monkeypatch.setattr(draft_model.DraftModelRows, "_catch_up", forgets)
+    script = Script(lambda number: 0 if 3 <= number < 30 else 2)
+    rows = run_rows(
+        target,
+        target,
+        prompts[1:4],
+        [SamplingParams(max_tokens=60)] * 3,
+        num_draft_tokens=4,
+        length=script,
+    )
+    assert sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+
+
+def test_catching_up_takes_chunks(
+    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """300 tokens are a few forwards, not a hundred."""
+    widths: list[int] = []
+    forward = draft_model.DraftModelRows._forward
+
+    def noted(self: Any, tokens: Any) -> Any:
+        widths.append(tokens.shape[1])
+        return forward(self, tokens)
+
+    monkeypatch.setattr(draft_model.DraftModelRows, "_forward", noted)
+    script = Script(lambda number: 0 if number < 300 else 1)
+    params = [SamplingParams(max_tokens=310)] * 2
+    run_rows(target, target, prompts[1:3], params, num_draft_tokens=4, length=script)
+    assert widths[:3] == [128, 128, 44]
+    assert set(widths[3:]) == {2}
+
+
+def test_pieces_begin_where_rows_begin() -> None:
+    missed = Missed(3)
+    missed.counts = [10, 4, 4]
+    assert list(missed.pieces(3, 100)) == [(0, 3), (3, 6), (6, 10)]
+    missed.counts = [10, 10, 0]
+    assert list(missed.pieces(4, 100)) == [(0, 4), (4, 8), (8, 10)]
+    missed.counts = [300, 300, 300]
+    assert list(missed.pieces(4, 128)) == [(0, 128), (128, 256), (256, 300)]
+
+
+# -- what lengths are told -------------------------------------------------
+
+
+@BACKENDS
+def test_outcomes_are_told_in_order(
+    target: Any, prompts: list[list[int]], backend: BackendDefaults
+) -> None:
+    at_once = backend.compile_after is not None
+    if at_once:
+        backend = replace(backend, compile_after=0)
+    ks = [0, 0, 2, 2, 0, 1]
+    script = Script(lambda number: ks[number % len(ks)])
+    rows = run_rows(
+        target,
+        target,
+        prompts[1:3],
+        [SamplingParams(max_tokens=20)] * 2,
+        num_draft_tokens=4,
+        backend=backend,
+        length=script,
+    )
+    told = script.outcomes[:10]
+    assert [o.num_draft_tokens for o in told] == (ks + ks)[:10]
+    assert [o.undrafted for o in told] == [0, 0, 2, 0, 0, 1, 0, 0, 2, 0]
+    # While the others ran, another k was built, nothing at all, or a graph.
+    if not backend.repeat_shapes:
+        assert all(o.seconds for o in told if o.num_draft_tokens)
+    elif not at_once:
+        assert [i for i, o in enumerate(told) if o.seconds] == [2, 6, 8]
+    accepted = sum(n for o in script.outcomes for _, n in o.accepted)
+    # Those behind a row's last token are accepted, and not counted there.
+    assert accepted >= sum(r.accepted for r in rows)
+    assert all(0 <= n <= limit for o in told for limit, n in o.accepted)
+
+
+def test_rounds_are_not_timed_until_their_shapes_have_settled(
+    target: Any, prompts: list[list[int]]
+) -> None:
+    """The first run as usual, the next builds a graph: neither tells the cost."""
+    backend = replace(BEHIND, compile_after=2, read_bucket=512)
+    script = Script(lambda number: 2)
+    run_rows(
+        target,
+        target,
+        prompts[1:3],
+        [SamplingParams(max_tokens=40)] * 2,
+        num_draft_tokens=2,
+        backend=backend,
+        length=script,
+    )
+    timed = [o.seconds is not None for o in script.outcomes[:8]]
+    # While the first was on its way the second was built, and so on.
+    assert timed == [False, False, *[True] * 6]
+
+
+def test_a_rounds_time_begins_with_the_read_before_it() -> None:
+    """And is known where the next one was built meanwhile, of the same k."""
+    script = Script(lambda number: 0)
+    times = iter([10.0, 11.0, 13.0, 14.0, 17.0, 18.0, 20.0, 21.0, 25.0, 26.0, 26.5])
+    pacer = Pacer(script, lambda: next(times))
+    pacer.begin(0, (0, 0))  # 10
+    pacer.begin(0, (0, 0))  # 11
+    pacer.read([1, 1])  # 13: two were built meanwhile
+    pacer.begin(0, (0, 0))  # 14
+    pacer.read([1, 1])  # 17: behind the read at 13
+    pacer.begin(2, (2, -1))  # 18
+    pacer.read([1, 1])  # 20: of another k
+    pacer.begin(2, (2, -1))  # 21
+    pacer.read([3, None])  # 25: behind the read at 20
+    pacer.interrupt()  # 26
+    pacer.read([3, None])  # 26.5: a prefill chunk ran meanwhile
+    assert [o.seconds for o in script.outcomes] == [None, 4.0, None, 5.0, None]
+    assert script.outcomes[3].accepted == [(2, 2)]
+    assert [o.undrafted for o in script.outcomes] == [0, 0, 0, 3, 0]
+
+
+def test_a_rest_is_not_asked_about() -> None:
+    """But for a batch's first round, and behind one of another k that is not read."""
+    script = Script(lambda number: 2, held=lambda number: 3 if number > 1 else 0)
+    pacer = Pacer(script, count().__next__)
+    assert pacer.held(1) is None
+    pacer.begin(pacer.choose(1, [8], 9.0), (2,))
+    assert pacer.held(1) is None
+    pacer.read([1])
+    assert pacer.held(1) == 0
+    pacer.begin(0, (0,))
+    assert pacer.held(1) == 0
+    pacer.read([1])
+    assert pacer.held(1) == 3
+    pacer.begin(3, (3,))
+    assert pacer.held(1) == 3
+    assert len(script.states) == 1
+
+
+def test_a_round_that_looks_is_not_timed() -> None:
+    """Nor the one before it, while which it was built; the deadline counts it."""
+    script = Script(lambda number: 0)
+    times = count(0.0, 1.0)
+    pacer = Pacer(script, times.__next__)
+    pacer.choose(1, [8], 9.0)
+    looked = []
+    for number in range(24):
+        pacer.begin(0, (0,))
+        looked.append(pacer.may_look(1))
+        if looked[-1]:
+            pacer.look()
+        if number:
+            proposed = [6] if looked[number - 1] else None
+            pacer.read([1], lambda: [Peek(0, 5, proposed)])  # noqa: B023
+    by_look: dict[tuple[bool, bool], set[bool]] = {}
+    for outcome, pair in zip(script.outcomes, pairwise(looked), strict=True):
+        by_look.setdefault(pair, set()).add(outcome.seconds is not None)
+        assert (outcome.spent is not None) is pair[0]
+        assert bool(outcome.peeked.rows) is pair[0]
+    assert by_look.pop((False, False)) == {True}
+    assert set(by_look) >= {(False, True), (True, False)}
+    assert all(timed == {False} for timed in by_look.values())
+
+
+def test_nothing_is_looked_at_where_nothing_can_be_drafted() -> None:
+    pacer = Pacer(Script(lambda number: 0), count().__next__)
+    pacer.begin(pacer.choose(1, [0], 9.0), (0,))
+    assert not pacer.may_look(1)
+    pacer.read([1])
+    pacer.begin(pacer.defer(), (0,))
+    assert not pacer.may_look(1)
+    pacer.read([1])
+    pacer.begin(pacer.choose(1, [8], 9.0), (0,))
+    assert pacer.may_look(1)
+
+
+def test_where_there_is_no_room_nothing_is_asked() -> None:
+    script = Script(lambda number: 2)
+    pacer = Pacer(script, count().__next__)
+    for room in ([0, 0], [0, 1], [0, 0]):
+        pacer.begin(pacer.choose(2, room, 9.0), (0, room[1]))
+        pacer.read([1, 1])
+    assert [state.room for state in script.states] == [[0, 1]]
+    assert [o.forced for o in script.outcomes] == [True, False, True]
+    assert [o.num_draft_tokens for o in script.outcomes] == [0, 2, 0]
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_last_tokens_and_rows_without_a_drafter_leave_no_choice(
+    target: Any, prompts: list[list[int]], drafts: bool
+) -> None:
+    script = Script(lambda number: 2)
+    run_rows(
+        target,
+        target if drafts else None,
+        prompts[1:2],
+        [SamplingParams(max_tokens=8)],
+        num_draft_tokens=4,
+        backend=AT_ONCE,
+        length=script,
+    )
+    # The prompt's forward brings one token, 3 + 3 tokens, and the last.
+    expected = [False, False, True] if drafts else [True] * 7
+    assert [o.forced for o in script.outcomes] == expected
+
+
+def test_rows_of_another_session_have_other_numbers(
+    target: Any, prompts: list[list[int]]
+) -> None:
+    """A length outlives sessions, and remembers what each row accepted."""
+    told: list[set[int]] = []
+    for _ in range(2):
+        script = Script(lambda number: 2)
+        params = [SamplingParams(max_tokens=8)] * 2
+        run_rows(
+            target, target, prompts[1:3], params, num_draft_tokens=4, length=script
+        )
+        told.append({row for o in script.outcomes for row in o.rows})
+        assert {row for state in script.states for row in state.left} == told[-1]
+    assert [len(rows) for rows in told] == [2, 2]
+    assert not told[0] & told[1]
+
+
+def test_a_round_that_is_waited_for_is_timed_alone() -> None:
+    script = Script(lambda number: 0)
+    pacer = Pacer(script, count(0, 3).__next__)
+    for _ in range(3):
+        pacer.begin(1, (1,))
+        pacer.read([1])
+    assert [o.seconds for o in script.outcomes] == [3, 3, 3]
+    # Nothing was built while the last one ran.
+    pacer.begin(1, (1,))
+    pacer.begin(1, (1,))
+    pacer.read([1])
+    pacer.read([1])
+    assert [o.seconds for o in script.outcomes[3:]] == [None, None]
+
+
+def test_rows_that_join_have_missed_nothing() -> None:
+    script = Script(lambda number: 0)
+    pacer = Pacer(script, count().__next__)
+    for _ in range(30):
+        pacer.begin(0, (0,))
+        pacer.read([1])
+    pacer.join(1, 2)
+    pacer.choose(3, [4, 4, 4], 100)
+    assert script.states[-1].undrafted == 10
+
+
+# -- measuring -------------------------------------------------------------
+
+
+def runners(target: Any, draft: Any) -> tuple[EngineConfig, ModelRunner, DraftModel]:
+    config = EngineConfig()
+    runner = ModelRunner(target, "target", config, AT_ONCE)
+    drafter = DraftModel(
+        ModelRunner(draft, "draft", config, AT_ONCE),
+        vocab_size=runner.vocab_size,
+        max_draft_tokens=config.max_draft_tokens,
+    )
+    return config, runner, drafter
+
+
+@pytest.mark.parametrize("kind", ["model", "ngram"])
+def test_forwards_are_measured(target: Any, other: Any, kind: str) -> None:
+    _, runner, drafter = runners(target, other)
+    drafter = NgramDrafter() if kind == "ngram" else drafter  # type: ignore[assignment]
+    forwards = measure_forwards(runner, drafter, 3, max_draft_tokens=8)
+    assert forwards.num_rows == 3
+    assert set(forwards.verify) >= {1, 2}
+    assert set(forwards.verify) <= {1, 2, 3, 5, 9}
+    assert all(seconds > 0 for seconds in forwards.verify.values())
+    assert forwards.draft_step > 0
+
+
+def test_measuring_stops_when_its_time_is_up(target: Any, other: Any) -> None:
+    _, runner, drafter = runners(target, other)
+    ticks = count(0.0, 1.0)
+    forwards = measure_forwards(
+        runner, drafter, 1, max_draft_tokens=8, clock=ticks.__next__
+    )
+    assert set(forwards.verify) == {1, 2}
+
+
+class Slow(DraftRows):
+    """Rows whose proposals take as long as they say, by a clock of their own.
+
+    Args:
+        settling: what the first proposals take, one after the other; then ``usual``.
+        first, later: what it takes to propose behind many missed rounds, the first
+            time that rows of that length do, and then.
+    """
+
+    usual, first, later = 0.003, 5.0, 0.05
+    context_length: int | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, settling: list[float]):
+        self.settling, self.now = settling, 0.0
+        self.met: list[int] = []
+        self.missed = self.length = 0
+
+    def rows(self, prompts: Any, *, max_length: int) -> Slow:
+        self.missed = self.length = 0
+        return self
+
+    def clock(self) -> float:
+        self.now += 1e-4
+        return self.now
+
+    def propose(self, round_: Round) -> Proposals:
+        took = self.settling.pop(0) if self.settling else self.usual
+        if self.missed > 100:
+            took += self.later if self.length in self.met else self.first
+            self.met.append(self.length)
+        self.now += took
+        self.missed = 0
+        return Proposals(mx.zeros((1, round_.num_draft_tokens), mx.int32))
+
+    def commit(self, round_: Round, verdict: Any) -> None:
+        self.missed += not round_.num_draft_tokens
+        self.length += not round_.num_draft_tokens
+
+    def filter(self, rows: Any) -> None: ...
+
+    def extend(self, other: Slow) -> None: ...
+
+
+def test_what_is_missed_is_measured_with_shapes_that_were_met(target: Any) -> None:
+    """The first time a kernel is made for them, say: that comes once."""
+    _, runner, _ = runners(target, target)
+    slow = Slow([])
+    forwards = measure_forwards(runner, slow, 1, max_draft_tokens=8, clock=slow.clock)
+    assert len(slow.met) > 1
+    assert forwards.taking_in == pytest.approx(slow.later, rel=0.1)
+
+
+@pytest.mark.parametrize("settling", [[18.0, 3.0], [2.0, 1.0, 0.5], [30.0, 5.0, 1.0]])
+def test_it_is_not_measured_while_kernels_are_compiled(
+    target: Any, settling: list[float]
+) -> None:
+    """However long that takes, as long as every run is quicker than the one before."""
+    _, runner, _ = runners(target, target)
+    slow = Slow(settling)
+    forwards = measure_forwards(runner, slow, 1, max_draft_tokens=8, clock=slow.clock)
+    assert forwards.draft_step == pytest.approx(slow.usual / 3, rel=0.2)
+
+
+def test_what_is_measured_is_compiled(target: Any, other: Any) -> None:
+    """As decoding will be, however often shapes have to be met for that."""
+    backend = replace(BEHIND, compile_after=1000)
+    runner = ModelRunner(target, "target", EngineConfig(), backend)
+    drafter = DraftModel(
+        ModelRunner(other, "draft", EngineConfig(), backend),
+        vocab_size=runner.vocab_size,
+        max_draft_tokens=8,
+    )
+    before = CompiledForwards.unsettled
+    forwards = measure_forwards(runner, drafter, 3, max_draft_tokens=8)
+    # A graph for each forward of the target at least, and the draft's.
+    assert CompiledForwards.unsettled - before > len(forwards.verify)
+    rows = runner.rows([[1, 2], [3, 4]], max_round=3, max_length=40)
+    for _ in rows.prefill():
+        pass
+    assert runner.compiled is not None
+    graphs = len(runner.compiled._functions)
+    rows.forward(mx.ones((2, 3), mx.int32))
+    assert len(runner.compiled._functions) == graphs
+
+
+class Device:
+    """A clock, and work that takes its time while the next is being built."""
+
+    def __init__(self, build: float, compute: float):
+        self.now, self.build, self.compute = 0.0, build, compute
+        self.free_at = 0.0
+        self.ends: dict[int, float] = {}
+        self.work: list[mx.array] = []
+
+    def run(self) -> list[mx.array]:
+        self.now += self.build
+        self.work.append(mx.zeros(1))
+        self.free_at = max(self.free_at, self.now) + self.compute
+        self.ends[id(self.work[-1])] = self.free_at
+        return [self.work[-1]]
+
+    def wait(self, *arrays: mx.array) -> None:
+        self.now = max([self.now, *(self.ends[id(a)] for a in arrays)])
+
+
+@pytest.mark.parametrize(
+    ("build", "compute", "expected"),
+    [
+        (3.0, 1.0, 3.0),  # launching takes longest: that is what a round takes
+        (1.0, 3.0, 3.0),
+        (100.0, 50.0, 150.0),  # long: waited for, as nothing is won by overlapping
+    ],
+)
+def test_work_is_timed_as_rounds_run_it(
+    monkeypatch: pytest.MonkeyPatch, build: float, compute: float, expected: float
+) -> None:
+    """Built while the work before it runs, and not one by one."""
+    device = Device(build, compute)
+    monkeypatch.setattr(mx, "eval", device.wait)
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    typical = _Stopwatch(lambda: device.now, 2, 1000.0)
+    assert typical(device.run, 0.0) == expected
+
+
+@pytest.mark.parametrize("slow", range(9))
+def test_a_slow_spell_is_no_cost(
+    monkeypatch: pytest.MonkeyPatch, target: Any, other: Any, slow: int
+) -> None:
+    """Whatever is being measured while other load lasts is measured again."""
+    found: dict[int, int] = {}
+
+    def again(self: _Stopwatch, run: Any, known: float) -> float:
+        number = found[0] = found.get(0, -1) + 1
+        return 2.0 if number == slow else 1.0
+
+    monkeypatch.setattr(_Stopwatch, "again", again)
+    _, runner, drafter = runners(target, other)
+    forwards = measure_forwards(
+        runner, drafter, 2, max_draft_tokens=4, budget_seconds=1000
+    )
+    assert found[0] + 1 == 4 * (2 + len(VERIFIED[1:-1]))
+    assert set(forwards.verify.values()) == {1.0}
+    assert forwards.draft_step == pytest.approx(1 / PROPOSED)
+
+
+def test_what_is_slow_is_timed_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind the run that builds it, or that one if it took no longer."""
+    device = Device(0.0, 1.0)
+    monkeypatch.setattr(mx, "eval", device.wait)
+    typical = _Stopwatch(lambda: device.now, 5, 1000.0)
+    typical(device.run, 0.0)
+    assert device.now > 5
+    typical = _Stopwatch(lambda: device.now, 5, 5.0)
+    begun = device.now
+    assert typical(device.run, 0.0) == 1.0
+    assert device.now == begun + 2
+    assert typical(device.run, 1.5) == 1.0
+    assert device.now == begun + 3
+    # All of it takes some plain steps, not the budget.
+    typical = _Stopwatch(lambda: device.now, 5, 10.0)
+    typical.limit(0.8)
+    assert not typical.late(6.3)
+    assert typical.late(6.5)
+
+
+def test_what_is_still_being_built_is_not_timed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels may be compiled by the second run too, for longer than the budget."""
+    device = Device(0.0, 0.01)
+    monkeypatch.setattr(mx, "eval", device.wait)
+    monkeypatch.setattr(mx, "async_eval", lambda *_: None)
+    building = [5.0, 3.0, 2.0]
+
+    def run() -> list[mx.array]:
+        device.now += building.pop(0) if building else 0.0
+        return device.run()
+
+    typical = _Stopwatch(lambda: device.now, 2, 1.5)
+    assert typical(run, 0.0) == pytest.approx(0.01)
+    assert not building
+    # There is as much time left as if nothing had been built.
+    assert not typical.late(1.3)
+    assert typical.late(1.5)
+
+
+def test_what_took_longer_than_more_tokens_is_noise() -> None:
+    measured = {1: 5.0, 2: 7.0, 3: 4.0, 5: 4.5, 9: 4.25}
+    assert without_noise(measured) == {1: 5.0, 2: 4.0, 3: 4.0, 5: 4.25, 9: 4.25}
+
+
+def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None:
+    config, runner, drafter = runners(target, other)
+    store = CostStore(tmp_path / "costs.json")
+    length = draft_length(config, runner, drafter, AT_ONCE, store=store)
+    length.prepare(2)
+    written = store.path.read_text("utf-8")
+    again = draft_length(config, runner, drafter, AT_ONCE, store=store)
+    assert isinstance(again, AutoLength)
+    assert again.costs.forwards.covers(1)
+    again.prepare(2)
+    assert store.path.read_text("utf-8") == written
+    # Other models, and other caches, are other costs.
+    keys = {
+        signature(config, runner, drafter, AT_ONCE),
+        signature(config, runner, drafter, BEHIND),
+        signature(config, runner, runners(target, target)[2], AT_ONCE),
+        signature(config, runner, NgramDrafter(), AT_ONCE),
+        signature(EngineConfig(kv_bits=8), runner, drafter, AT_ONCE),
+    }
+    assert len(keys) == 5
+
+
+def test_a_number_or_no_draft_needs_no_costs(target: Any, other: Any) -> None:
+    config, runner, drafter = runners(target, other)
+    assert draft_length(config, runner, None, AT_ONCE) == FixedLength(0)
+    three = EngineConfig(num_draft_tokens=3)
+    assert draft_length(three, runner, drafter, AT_ONCE) == FixedLength(3)

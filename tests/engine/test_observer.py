@@ -1,0 +1,101 @@
+"""What an observer of rounds is told."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from collections.abc import Sequence as AbstractSequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.engine.observer import Part, RoundObserver
+from specdec.models.runner import ModelRunner
+from specdec.request import Request, Sequence
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import DraftModel
+from tests.plain import AT_ONCE, BEHIND
+
+PROMPTS = ((1, 2, 3), (4, 5, 6, 7, 8), (9, 10))
+MAX_TOKENS = (9, 14, 5)
+
+
+class Notes(RoundObserver):
+    """Writes down all that it is told."""
+
+    def __init__(self) -> None:
+        self.told: list[Any] = []
+        self.shapes: list[tuple[Part, int]] = []
+        self.rows: dict[int, list[tuple[int, int, int]]] = {}
+
+    def begun(self, num_draft_tokens: int) -> None:
+        self.told.append(("begun", num_draft_tokens))
+
+    def built(self, part: Part, *arrays: mx.array) -> None:
+        mx.eval(*arrays)
+        self.shapes.append((part, int(arrays[0].shape[0])))
+        self.told.append(part)
+
+    def read(self, num_draft_tokens: int, rows: AbstractSequence[Sequence]) -> None:
+        self.told.append(("read", num_draft_tokens, len(rows)))
+        for s in rows:
+            counts = (s.rounds, s.drafted, s.accepted)
+            self.rows.setdefault(s.request.index, []).append(counts)
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=lambda b: b.name)
+@pytest.mark.parametrize("k", [0, 2])
+def test_an_observer_sees_every_round(
+    tiny_model: Callable[..., Any], backend: Any, k: int
+) -> None:
+    """Counts add up to the result's, and watching changes no token."""
+    config = EngineConfig(batch_size=3, num_draft_tokens=k)
+    target, draft = tiny_model(seed=1), tiny_model(seed=1, num_hidden_layers=1)
+
+    def decode(observer: RoundObserver | None) -> tuple[Any, dict[int, Sequence]]:
+        runner = ModelRunner(target, "target", config, backend)
+        drafter = DraftModel(
+            ModelRunner(draft, "draft", config, backend),
+            vocab_size=runner.vocab_size,
+            max_draft_tokens=2,
+        )
+        engine = Engine(
+            runner, drafter if k else None, config, backend, set(), observer=observer
+        )
+        for i, (prompt, n) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True)):
+            engine.add(Request(i, "", prompt, SamplingParams(max_tokens=n)))
+        ended = {}
+        while engine.busy:
+            for output in engine.step():
+                if output.ended:
+                    ended[output.sequence.request.index] = output.sequence
+        return engine.stats, ended
+
+    _, expected = decode(None)
+    notes = Notes()
+    stats, rows = decode(notes)
+    assert {i: s.tokens for i, s in rows.items()} == {
+        i: s.tokens for i, s in expected.items()
+    }
+    for i, sequence in rows.items():
+        # First what the prompt brought, then a round more each time.
+        assert [n for n, _, _ in notes.rows[i]] == list(range(sequence.rounds + 1))
+        assert notes.rows[i][-1][1:] == (sequence.drafted, sequence.accepted)
+    reads = [t for t in notes.told if t[0] == "read"]
+    assert sum(n for _, _, n in reads) == stats.row_rounds + len(rows)
+    assert max(k for _, k, _ in reads) == k
+    # Each round: begun, its parts in order.
+    orders = {
+        ("verify", "sampling"),
+        *([("draft", "verify", "sampling")] if k else []),
+    }
+    seen, parts = set(), []
+    for told in [*notes.told[1:], ("begun", 0)]:
+        if isinstance(told, str):
+            parts.append(told)
+        elif told[0] == "begun":
+            seen.add(tuple(parts))
+            parts = []
+    assert seen == orders

@@ -1,0 +1,149 @@
+"""First come, first served, within rows and memory, without a model."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Sequence_
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec.engine.scheduler import Scheduler
+from specdec.request import Request, Sequence
+from specdec.sampling_params import SamplingParams
+
+
+def row(index: int, length: int = 1) -> Sequence:
+    return Sequence(Request(index, "", (1,) * length, SamplingParams()), frozenset())
+
+
+def total(requests: Sequence_[Request]) -> int:
+    return sum(len(r.prompt_tokens) for r in requests)
+
+
+def indices(rows: list[Sequence]) -> list[int]:
+    return [s.request.index for s in rows]
+
+
+def test_requests_get_rows_in_the_order_they_came() -> None:
+    scheduler = Scheduler(3)
+    for index in range(5):
+        scheduler.add(row(index))
+    running = scheduler.admit([])
+    assert indices(running) == [0, 1, 2]
+    assert scheduler.admit(running) == []
+    assert scheduler.waiting == 2
+    assert indices(scheduler.admit(running[:2])) == [3]
+    scheduler.add(row(9))
+    assert indices(scheduler.admit(running[:1])) == [4, 9]
+    assert scheduler.waiting == 0
+    assert scheduler.admit([]) == []
+
+
+def test_rows_that_ended_while_they_waited_leave_the_queue() -> None:
+    scheduler = Scheduler(2)
+    rows = [row(index) for index in range(4)]
+    for each in rows:
+        scheduler.add(each)
+    rows[0].cancel()
+    rows[2].cancel()
+    assert indices(scheduler.ended()) == [0, 2]
+    assert scheduler.ended() == []
+    assert indices(scheduler.admit([])) == [1, 3]
+
+
+def test_nobody_overtakes_a_row_that_does_not_fit() -> None:
+    scheduler = Scheduler(8, budget=10, cost=total)
+    for index, length in enumerate((4, 7, 1)):
+        scheduler.add(row(index, length))
+    first = scheduler.admit([])
+    assert indices(first) == [0]  # 4 + 7 is too much, and 1 has to wait its turn
+    assert scheduler.admit(first) == []
+    assert indices(scheduler.admit([])) == [1, 2]
+
+
+def test_a_row_that_never_fits_runs_alone() -> None:
+    scheduler = Scheduler(8, budget=10, cost=total)
+    for index, length in enumerate((50, 1)):
+        scheduler.add(row(index, length))
+    assert indices(scheduler.admit([])) == [0]
+    assert indices(scheduler.admit([])) == [1]
+
+
+@given(
+    lengths=st.lists(st.integers(1, 9), max_size=20),
+    batch_size=st.integers(1, 5),
+    budget=st.integers(1, 20),
+    leaving=st.lists(st.integers(0, 4), max_size=40),
+)
+def test_every_row_is_admitted_once_in_order_within_bounds(
+    lengths: list[int], batch_size: int, budget: int, leaving: list[int]
+) -> None:
+    scheduler = Scheduler(batch_size, budget=budget, cost=total)
+    for index, length in enumerate(lengths):
+        scheduler.add(row(index, length))
+    running: list[Sequence] = []
+    order: list[int] = []
+    for leave in [*leaving, *([0] * len(lengths))]:
+        admitted = scheduler.admit(running)
+        order += indices(admitted)
+        running += admitted
+        cost = sum(len(s.request.prompt_tokens) for s in running)
+        assert len(running) <= batch_size
+        assert cost <= budget or len(running) == 1
+        if running:
+            running.pop(leave % len(running))
+    assert order == list(range(len(lengths)))
+
+
+def test_prompts_of_very_different_length_are_not_read_together() -> None:
+    """Seven short ones would be padded to a thousand tokens each."""
+    scheduler = Scheduler(8)
+    lengths = (1024, 3, 3, 3, 3, 3, 3, 3)
+    for index, length in enumerate(lengths):
+        scheduler.add(row(index, length))
+    groups: list[list[int]] = []
+    running: list[Sequence] = []
+    while scheduler.waiting:
+        admitted = scheduler.admit(running)
+        groups.append([len(s.request.prompt_tokens) for s in admitted])
+        running += admitted
+    assert [n for group in groups for n in group] == list(lengths)
+    assert len(groups) == 2
+    for group in groups:
+        assert max(group) * len(group) <= 2 * sum(group)
+
+
+def test_nothing_is_asked_again_while_the_rows_are_the_same() -> None:
+    asked: list[int] = []
+
+    def cost(requests: Sequence_[Request]) -> int:
+        asked.append(len(requests))
+        return total(requests)
+
+    scheduler = Scheduler(8, budget=10, cost=cost)
+    for index, length in enumerate((4, 3, 7, 1)):
+        scheduler.add(row(index, length))
+    running = scheduler.admit([])
+    assert indices(running) == [0, 1]
+    assert asked == [2, 3]
+    for _ in range(5):
+        assert scheduler.admit(running) == []
+    assert asked == [2, 3]
+    # 3 + 7 fit as soon as the first has ended; the last waits, asked about once.
+    running = [*running[1:], *scheduler.admit(running[1:])]
+    assert indices(running) == [1, 2]
+    assert scheduler.admit(running) == []
+    assert asked == [2, 3, 2, 3]
+
+
+def test_rows_of_one_batch_keep_keys_in_as_many_bits() -> None:
+    scheduler = Scheduler(8)
+    for index, kv_bits in enumerate((None, None, 8, 8, None)):
+        request = Request(index, "", (1,), SamplingParams(), kv_bits)
+        scheduler.add(Sequence(request, frozenset()))
+    first = scheduler.admit([])
+    assert indices(first) == [0, 1]
+    assert scheduler.admit(first[1:]) == []
+    packed = scheduler.admit([])
+    assert indices(packed) == [2, 3]
+    assert indices(scheduler.admit([])) == [4]

@@ -1,0 +1,159 @@
+"""Runs in which choosing tokens takes most memory: a large vocabulary, few layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from itertools import cycle, islice
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+from specdec.config import EngineConfig
+from specdec.engine.admission import row_needs
+from specdec.memory.sampling_memory import (
+    APART,
+    COPIES,
+    GREEDY,
+    Choosing,
+    choosing_bytes,
+)
+from specdec.request import Request
+from specdec.sampling_params import SamplingParams
+
+from .test_peak import fullest, loaded, measure
+
+VOCAB, ROWS = 12_000, 5
+SMALL: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 64,
+    "num_hidden_layers": 1,
+    "intermediate_size": 64,
+}
+
+WARM: dict[str, Any] = {"temperature": 0.8}
+TOP_P = {**WARM, "top_p": 0.9}
+XTC = {
+    **WARM,
+    "xtc_probability": 0.5,
+    "xtc_threshold": 0.01,
+    "xtc_special_tokens": (1, 2, 3),
+}
+FILTERS = {**TOP_P, **XTC, "min_p": 0.01, "top_k": 20}
+PENALTIES = {
+    "repetition_penalty": 1.1,
+    "presence_penalty": 0.5,
+    "frequency_penalty": 0.5,
+}
+ADJUSTED = {
+    **PENALTIES,
+    "logit_bias": {3: 1.0},
+    "min_tokens": 4,
+    "stop_token_ids": (7,),
+}
+BLOCK = {**WARM, "verification": "block"}
+RATIO = {**TOP_P, "verification": "rejection"}
+EVERYTHING = {**FILTERS, **ADJUSTED, "top_logprobs": 5, "verification": "block"}
+
+#: Options of the rows, in turn, and how many times too much may be told.
+MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
+    "greedy": ([{}], 1.75),
+    "temperature": ([WARM], 1.75),
+    "top_p": ([TOP_P], 1.5),
+    "min_p": ([{**WARM, "min_p": 0.01}], 1.5),
+    "top_k": ([{**WARM, "top_k": 20}], 1.5),
+    "xtc": ([XTC], 1.6),
+    "filters": ([FILTERS], 2),
+    "many top_p": ([{**WARM, "top_p": 0.9 + i / 100} for i in range(5)], 1.75),
+    "a filter a row": ([TOP_P, {**WARM, "min_p": 0.01}, XTC, WARM, {}], 1.6),
+    "bias": ([{"logit_bias": {3: 1.0}}], 1.75),
+    "min_tokens": ([{"min_tokens": 4, "stop_token_ids": (7,)}], 1.75),
+    "penalties": ([PENALTIES], 1.5),
+    "adjusted": ([ADJUSTED], 1.75),
+    "logprobs": ([{"logprobs": True}], 2.1),
+    "top_logprobs": ([{"top_logprobs": 5}], 1.75),
+    "block": ([BLOCK], 1.6),
+    "ratio rules": ([RATIO, BLOCK, {}], 2),
+    "everything": ([EVERYTHING], 2.5),
+    "all sorts": ([EVERYTHING, RATIO, XTC, ADJUSTED, {"logprobs": True}], 2.75),
+}
+
+
+SOME = ("top_p", "xtc", "bias", "min_tokens", "penalties", "adjusted", "top_logprobs")
+CASES = [
+    *((mix, 3, mx.float32) for mix in MIXES),
+    *((mix, 0, mx.float32) for mix in SOME),
+    *((mix, 2, mx.bfloat16) for mix in (*SOME, "a filter a row", "ratio rules")),
+]
+
+
+@pytest.mark.parametrize(("mix", "k", "dtype"), CASES, ids=str)
+def test_what_choosing_holds_is_counted(
+    tiny_model: Callable[..., nn.Module], mix: str, k: int, dtype: mx.Dtype
+) -> None:
+    """Without its part the peak would pass the plan, where that is large enough."""
+    options, most = MIXES[mix]
+    target = loaded(tiny_model, "full", **SMALL)
+    draft = loaded(tiny_model, "full", seed=1, **SMALL) if k else None
+    for model in (target, draft):
+        if model is not None:
+            model.model.set_dtype(dtype)
+    config = EngineConfig(batch_size=ROWS, num_draft_tokens=k, prefill_step_size=16)
+    requests = [
+        Request(i, "", (5 + i,) * 16, SamplingParams(max_tokens=7, **each))
+        for i, each in enumerate(islice(cycle(options), ROWS))
+    ]
+    peak, plan = measure(target, draft, config, requests)
+    rows = fullest(requests, ROWS)
+    told = plan.peak(rows)
+    assert peak <= told
+    if (k, dtype) == (3, mx.float32):
+        assert told - plan.weight_bytes <= most * (peak - plan.weight_bytes)
+        if mix not in ("greedy", "bias", "min_tokens", "logprobs"):
+            assert plan.peak([replace(r, choosing=GREEDY) for r in rows]) < peak
+
+
+@pytest.mark.parametrize("name", sorted(COPIES))
+def test_every_step_costs(name: str) -> None:
+    assert choosing_bytes([Choosing()] * 2, 3, 1000) == 0
+    each, one = COPIES[name]
+    expected = 2 * 4 * 1000 * (4 * each + one)
+    assert (
+        choosing_bytes([Choosing(frozenset({name})), Choosing()], 3, 1000) == expected
+    )
+
+
+def test_a_filter_costs_for_its_own_rows() -> None:
+    one = 4 * 1000 * 2
+
+    def cost(*filters: float | None) -> int:
+        rows = [
+            Choosing(filter=frozenset([("top_p", f)] if f is not None else []))
+            for f in filters
+        ]
+        return choosing_bytes(rows, 1, 1000)
+
+    assert cost(0.5, 0.5) == 2 * COPIES["top_p"][0] * one
+    assert cost(0.5, 0.6) == cost(0.5, 0.5) + 2 * APART[0] * one
+    assert cost(0.5, None) == (COPIES["top_p"][0] + 2 * APART[0]) * one
+
+
+def test_requests_name_what_they_use() -> None:
+    """Each option, and nothing where it has no effect."""
+
+    def steps(**options: Any) -> Choosing:
+        return row_needs(1, SamplingParams(**options)).choosing
+
+    assert steps() == Choosing()
+    assert steps(verification="block") == Choosing()
+    assert steps(repetition_penalty=1.0, presence_penalty=0.0) == Choosing()
+    assert steps(**EVERYTHING).steps == set(COPIES) - {"top_p", "min_p", "xtc", "top_k"}
+    assert {name for name, _ in steps(**EVERYTHING).filter} == {
+        "top_p",
+        "min_p",
+        "xtc",
+        "top_k",
+    }
+    assert steps(**TOP_P) != steps(**{**TOP_P, "top_p": 0.8})

@@ -1,0 +1,171 @@
+"""The engine with a prefix store: the same tokens as without one, sooner."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import SamplingParams
+from specdec.backend import BackendDefaults
+from tests.cache.small_models import MODELS, ChunkedModel
+from tests.plain import AT_ONCE, BEHIND, greedy
+
+from .harness import (
+    NEW_TOKENS,
+    Prompt,
+    TinyModel,
+    decode,
+    memory_store,
+)
+
+STEM = [(7 * i + i * i) % 97 for i in range(60)]
+
+
+def other(n: int, seed: int) -> Prompt:
+    return [(11 * i + 5 * seed + 3) % 97 for i in range(n)]
+
+
+#: One list after the other with the same store; each list decodes at once.
+CALLS: list[list[Prompt]] = [
+    [STEM[:30]],
+    [STEM[:30]],  # exactly the same
+    [STEM[:19]],  # what is stored is longer
+    [STEM[:44]],  # and shorter
+    [STEM[:26] + other(9, 1)],  # and partly the same
+    # several rows at once, which share with different ones to different lengths
+    [STEM[:30], STEM[:30], STEM[:26] + other(30, 2), other(21, 3), STEM[:2], [5]],
+    [STEM[:26] + other(12, 4), STEM[:60], other(21, 3) + STEM[:20], STEM[:3]],
+]
+#: Tokens reused, prompt by prompt. The last one of a prompt is always computed.
+LINEAR = [[0], [29], [18], [29], [26], [29, 29, 26, 0, 1, 0], [26, 43, 20, 2]]
+#: A ring serves its end and a few ends before it: not 18 of 29 (the window is 8).
+RINGS = [[0], [29], [0], [29], [26], [29, 29, 26, 0, 0, 0], [26, 43, 20, 1]]
+WITHOUT_RINGS = ("full", "latent", "list")
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_tokens_are_those_of_plain_decoding(
+    name: str, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Every kind of layer, from memory and from disk."""
+    arch, arguments = MODELS[name]
+    target, draft = tiny_model(arch, **arguments), tiny_model("llama", seed=1)
+    wanted = [[greedy(target, p, NEW_TOKENS) for p in prompts] for prompts in CALLS]
+    on_disk = {"memory": 0, "folder": tmp_path, "disk": 1 << 30}
+    cases: list[tuple[BackendDefaults, dict[str, Any]]] = [(AT_ONCE, {})]
+    cases.append((BEHIND, on_disk))
+    for backend, where in cases:
+        store = memory_store(**where)
+        reused, reused_by_draft = [], []
+        for prompts, tokens in zip(CALLS, wanted, strict=True):
+            got = decode(target, draft, prompts, store, backend=backend)
+            assert got[0] == tokens
+            reused.append(got[1])
+            reused_by_draft.append(got[2])
+        assert reused == (LINEAR if name in WITHOUT_RINGS else RINGS)
+        assert reused_by_draft == LINEAR
+        store.close()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kv_bits": 4, "kv_group_size": 32},
+        {"kv_bits": 8, "kv_group_size": 32},
+        {"max_kv_size": 16},
+        {"max_kv_size": 16, "kv_bits": 8, "kv_group_size": 32},
+    ],
+    ids=["4-bit", "8-bit", "bounded", "bounded-8-bit"],
+)
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_quantized_and_bounded_caches(
+    name: str, options: dict[str, Any], tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The same tokens as without a store, which plain decoding does not give."""
+    arch, arguments = MODELS[name]
+    target = tiny_model(arch, **{**arguments, "hidden_size": 128, "head_dim": 32})
+    store = memory_store(memory=0, folder=tmp_path, disk=1 << 30)
+    reused = []
+    for prompts in CALLS:
+        got = decode(target, None, prompts, store, **options)
+        assert got[0] == decode(target, None, prompts, None, **options)[0]
+        reused.append(got[1])
+    if name == "full" and "max_kv_size" not in options:
+        assert reused == LINEAR
+    else:
+        assert reused[1:4:2] == [[29], [29]]
+        assert reused[6][1:3] == [43, 20]
+
+
+def test_attention_chunks() -> None:
+    mx.random.seed(3)
+    target = ChunkedModel()
+    store, reused = memory_store(), []
+    for prompts in CALLS:
+        got = decode(target, None, prompts, store)
+        assert got[0] == decode(target, None, prompts, None)[0]
+        reused.append(got[1])
+    assert reused == RINGS
+
+
+def test_sampled_rows_and_rows_that_join(tiny_model: TinyModel) -> None:
+    """Prompts wait for places, so rows begin with prefixes while others decode."""
+    arch, arguments = MODELS["sliding"]
+    target, draft = tiny_model(arch, **arguments), tiny_model("llama", seed=1)
+    prompts = [prompt for prompts in CALLS for prompt in prompts]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=0.8, seed=3)
+    wanted, _, _ = decode(target, draft, prompts, None, params=params)
+    store = memory_store()
+    for batch_size in (1, 3):
+        got = decode(
+            target, draft, prompts, store, batch_size=batch_size, params=params
+        )
+        assert got[0] == wanted
+        assert sum(got[1]) > 200
+
+
+def test_another_model_or_cache_finds_nothing(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Other weights, other arguments, other bits: each has prefixes of its own."""
+    wide = {"head_dim": 64}
+    target = tiny_model("llama", **wide)
+    folder: dict[str, Any] = {"folder": tmp_path, "disk": 1 << 30}
+    store = memory_store(**folder)
+    decode(target, None, [STEM[:30]], store)
+    touched = tiny_model("llama", **wide)
+    weight = touched.layers[-1].mlp.down_proj.weight
+    weight[0, :2] = weight[0, 1::-1]  # two values have changed places
+    others: list[tuple[Any, dict[str, Any]]] = [
+        (tiny_model("llama", seed=1, **wide), {}),
+        (tiny_model("llama", rope_theta=9999.0, **wide), {}),
+        (touched, {}),
+        (target, {"kv_bits": 8}),
+        (target, {"kv_bits": 8, "kv_group_size": 32}),
+        (target, {"kv_bits": 4}),
+        (target, {"max_kv_size": 64}),
+        (target, {"max_kv_size": 65}),
+    ]
+    for model, options in others:
+        got = decode(model, None, [STEM[:30]], store, **options)
+        assert got[1] == [0], options
+    assert decode(target, None, [STEM[:30]], store)[1] == [29]
+    store.close()
+    again = memory_store(**folder)
+    assert decode(target, None, [STEM[:30]], again)[1] == [29]
+
+
+def test_rows_own_their_copies(tiny_model: TinyModel) -> None:
+    """Rows that begin alike go on differently, and leave the store as it was."""
+    target = tiny_model()
+    store = memory_store()
+    decode(target, None, [STEM[:30]], store)
+    prompts = [STEM[:30] + other(n, n) for n in (5, 7, 3)]
+    wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in prompts]
+    for expected in ([29, 29, 29], [34, 36, 32]):
+        tokens, reused, _ = decode(target, target, prompts, store)
+        assert tokens == wanted
+        assert reused == expected

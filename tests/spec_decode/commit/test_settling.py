@@ -1,0 +1,379 @@
+"""What follows from a round, by hand; by the kernel, on a CPU and on a GPU."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
+from specdec.cuda import commit_kernel, ngram_kernel
+from specdec.cuda.compile import cuda_kernel
+from specdec.engine.decode_batch import RowBatch
+from specdec.spec_decode import NamedDrafter, commit
+from specdec.spec_decode.commit import Committed, Settled, operations
+from specdec.tools.bench.models import token_level
+from tests.cuda.emulation import cuda
+
+on_cuda = backend.defaults().name == "cuda"
+needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
+
+
+@dataclass(frozen=True)
+class Played:
+    """A round as lists: each row's text, and what happens to it.
+
+    Args:
+        meant: ``None`` where the drafter does not say.
+    """
+
+    texts: list[list[int]]
+    proposed: list[list[int]]
+    chosen: list[list[int]]
+    limit: list[int]
+    meant: list[int] | None
+    window: int
+
+    @property
+    def arguments(self) -> tuple[Any, ...]:
+        """What settles it is given."""
+        inputs = [[t[-1], *p] for t, p in zip(self.texts, self.proposed, strict=True)]
+        return (
+            mx.array(inputs),
+            mx.array(self.chosen),
+            mx.array(self.limit),
+            None if self.meant is None else mx.array(self.meant),
+            Committed.of(self.texts, self.window),
+        )
+
+
+@st.composite
+def rounds(draw: st.DrawFn) -> Played:
+    """Few different tokens, so that drafts are right now and then."""
+    num_rows, k = draw(st.integers(1, 5)), draw(st.integers(0, 8))
+    tokens = st.integers(0, 1 + draw(st.integers(0, 1)))
+
+    def rows(tokens: st.SearchStrategy[int], least: int, most: int) -> list[list[int]]:
+        row = st.lists(tokens, min_size=least, max_size=most)
+        return draw(st.lists(row, min_size=num_rows, max_size=num_rows))
+
+    def numbers(least: int) -> list[int]:
+        row = st.lists(st.integers(least, k), min_size=num_rows, max_size=num_rows)
+        return draw(row)
+
+    return Played(
+        rows(st.integers(3, 99), 1, 9),
+        rows(tokens, k, k),
+        rows(tokens, k + 1, k + 1),
+        numbers(-1),
+        numbers(0) if k and draw(st.booleans()) else None,
+        draw(st.integers(2, 6)),
+    )
+
+
+def check(played: Played, settled: Settled) -> None:
+    """Against the same, row by row."""
+    after = settled.committed
+    for i, text in enumerate(played.texts):
+        drafts, chosen, limit = played.proposed[i], played.chosen[i], played.limit[i]
+        if played.meant is not None:
+            limit = min(limit, played.meant[i])
+        kept = 0 if limit < 0 else 1
+        while kept and kept <= limit and drafts[kept - 1] == chosen[kept - 1]:
+            kept += 1
+        new = [*text, *chosen[:kept]]
+        padded = [-1] * played.window + new
+        found: Any = [
+            settled.verdict.chosen,
+            settled.verdict.kept,
+            settled.limit,
+            settled.rejected,
+            settled.packed,
+            after.recent,
+            after.lengths,
+        ]
+        assert {array.dtype for array in found} == {mx.int32}
+        assert [array[i].tolist() for array in found] == [
+            chosen,
+            kept,
+            limit,
+            len(chosen) - kept,
+            [kept, limit, *chosen],
+            # What comes first of a row that was wider is its own, not -1. Plain rounds
+            # do not keep those of rows that have ended.
+            padded[len(padded) - played.window :]
+            if kept or len(chosen) > 1
+            else after.recent[i].tolist(),
+            len(new),
+        ]
+
+
+@given(rounds())
+def test_what_follows_from_a_round(played: Played) -> None:
+    check(played, operations.settle(*played.arguments))
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+def test_a_plain_round_takes_few_operations(num_rows: int, tmp_path: Path) -> None:
+    """On a CPU each of them is as long as most of a small model's."""
+    texts, chosen = [[3, 4, 5]] * num_rows, [[6]] * num_rows
+    played = Played(texts, [[]] * num_rows, chosen, [0] * num_rows, None, 3)
+    arguments = played.arguments
+    mx.eval([a for a in arguments if isinstance(a, mx.array)])
+    committed: Any = arguments[-1]
+    mx.eval(committed.recent, committed.lengths)
+    settled = operations.settle(*arguments)
+    file = tmp_path / "graph.dot"
+    after = settled.committed
+    mx.export_to_dot(str(file), settled.packed, after.recent, after.lengths)
+    found = Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
+    views = {"Slice", "ExpandDims", "Broadcast"}
+    computed = {name: n for name, n in found.items() if name not in views}
+    assert computed == {"Add": 2, "Concatenate": 2}
+
+
+@given(rounds(), st.integers(0, 9))
+def test_what_follows_from_a_verdict_that_others_made(
+    played: Played, kept: int
+) -> None:
+    """Rows may keep what equality would not have them keep."""
+    inputs, chosen, limit, _, committed = played.arguments
+    width = chosen.shape[1]
+    verdict = replace(
+        operations.settle(inputs, chosen, limit, None, committed).verdict,
+        kept=mx.full(limit.shape, min(kept, width), mx.int32),
+    )
+    settled = Settled.of(verdict, limit, committed)
+    as_if = replace(
+        played,
+        proposed=[row[:-1] for row in played.chosen],
+        limit=[min(kept, width) - 1] * len(played.texts),
+        meant=None,
+    )
+    wanted = operations.settle(*as_if.arguments)
+    assert mx.array_equal(settled.rejected, wanted.rejected)
+    assert mx.array_equal(settled.committed.recent, wanted.committed.recent)
+    assert mx.array_equal(settled.committed.lengths, wanted.committed.lengths)
+    assert mx.array_equal(settled.packed[:, 2:], wanted.packed[:, 2:])
+    assert mx.array_equal(settled.packed[:, 0], wanted.verdict.kept)
+    assert mx.array_equal(settled.packed[:, 1], limit)
+
+
+# -- when the kernel is used -------------------------------------------------
+
+
+@pytest.mark.parametrize("proven", [True, False])
+@pytest.mark.parametrize("kernels", [True, False])
+def test_the_kernel_is_used_where_it_is_meant_to_and_proven(
+    monkeypatch: pytest.MonkeyPatch, kernels: bool, proven: bool
+) -> None:
+    defaults = replace(backend.defaults(), kernels=kernels)
+    monkeypatch.setattr(commit, "defaults", lambda: defaults)
+    monkeypatch.setattr(commit_kernel, "proven", lambda: proven)
+    used: Any = commit.settler()
+    assert used is (commit_kernel if kernels and proven else operations)
+
+
+def one_too_many(*arguments: Any) -> Settled:
+    settled = operations.settle(*arguments)
+    return replace(settled, rejected=settled.rejected + 1)
+
+
+@pytest.mark.parametrize(
+    ("settle", "proven"), [(operations.settle, True), (one_too_many, False)]
+)
+def test_what_finds_something_else_is_not_proven(
+    monkeypatch: pytest.MonkeyPatch, settle: Any, proven: bool
+) -> None:
+    monkeypatch.setattr(commit_kernel, "settle", settle)
+    assert commit_kernel.proven.__wrapped__() is proven
+
+
+@pytest.mark.skipif(on_cuda, reason="there it is")
+def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
+    assert not commit_kernel.proven.__wrapped__()
+
+
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("draft", [None, "ngram", "model"])
+def test_lengths_are_those_of_the_caches(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    draft: str | None,
+    verification: Any,
+) -> None:
+    """Also behind rows that have joined, ended, or left."""
+    seen: set[int] = set()
+    step = RowBatch.step
+
+    def stepped(self: RowBatch) -> Any:
+        read = step(self)
+        lengths, offset = self._committed.lengths, self._target.offset
+        assert mx.array_equal(lengths, offset + 1).item()
+        assert self._committed.recent.shape[0] == lengths.size
+        seen.update(lengths.tolist())  # type: ignore[arg-type]
+        return read
+
+    monkeypatch.setattr(RowBatch, "step", stepped)
+    target = token_level(tiny_model("llama", seed=0))
+    drafts = {None: None, "ngram": "ngram", "model": NamedDrafter("itself", target)}
+    # As on a GPU: rows that have ended stay.
+    defaults = replace(backend.defaults(), repeat_shapes=True, read_bucket=64)
+    monkeypatch.setattr(backend, "defaults", lambda: defaults)
+    config = EngineConfig(batch_size=3, num_draft_tokens=3)
+    params = [
+        SamplingParams(max_tokens=n, temperature=n % 2, verification=verification)
+        for n in (12, 1, 5, 9, 20)
+    ]
+    prompts = [[1, 2, 1, 2, 1], [5], [3, 3, 3], [7, 8], [9]]
+    drafted: Any = drafts[draft]
+    SpecDecoder(target, drafter=drafted, config=config).generate(prompts, params)
+    assert len(seen) > 5
+
+
+# -- the kernel itself -------------------------------------------------------
+
+
+@pytest.fixture
+def emulator(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    yield from cuda.emulated(monkeypatch, cuda_kernel)
+
+
+def some_rounds(count: int) -> Iterator[Played]:
+    """Rounds of all k, with rows that have ended, and drafts that are right or not."""
+    choices = random.Random(count)
+    for number in range(count):
+        k, num_rows = number % 9, choices.randint(1, 5)
+
+        def rows(width: int, num_rows: int = num_rows) -> list[list[int]]:
+            return [
+                [int(choices.random() < 0.2) for _ in range(width)]
+                for _ in range(num_rows)
+            ]
+
+        yield Played(
+            [
+                [choices.randrange(3, 99) for _ in range(choices.randint(1, 9))]
+                for _ in range(num_rows)
+            ],
+            rows(k),
+            rows(k + 1),
+            [choices.randint(-1, k) for _ in range(num_rows)],
+            [choices.randint(0, k) for _ in range(num_rows)]
+            if k and number % 2
+            else None,
+            choices.randint(2, 6),
+        )
+
+
+def check_kernel(count: int) -> None:
+    for played in some_rounds(count):
+        check(played, commit_kernel.settle(*played.arguments))
+
+
+@cuda.needs_compiler
+@pytest.mark.usefixtures("emulator")
+def test_the_kernel_finds_what_follows() -> None:
+    assert commit_kernel.proven.__wrapped__()
+    check_kernel(60)
+
+
+@cuda.needs_compiler
+@pytest.mark.usefixtures("emulator")
+def test_the_kernel_copies_more_than_it_has_threads() -> None:
+    text = list(range(3, 200))
+    for window, kept in ((100, 2), (33, 41), (40, 0)):
+        proposed = [[0] * 40]
+        chosen = [[0] * kept + [1] * (41 - kept)]
+        check(
+            Played([text], proposed, chosen, [40 if kept else -1], None, window),
+            commit_kernel.settle(
+                mx.array([[text[-1], *proposed[0]]]),
+                mx.array(chosen),
+                mx.array([40 if kept else -1]),
+                None,
+                Committed.of([text], window),
+            ),
+        )
+
+
+@cuda.needs_compiler
+@pytest.mark.usefixtures("emulator")
+def test_what_other_drafters_propose_is_of_any_integers() -> None:
+    for played in some_rounds(9):
+        inputs, chosen, limit, _, committed = played.arguments
+        meant = limit.astype(mx.int64)
+        settled = commit_kernel.settle(
+            inputs.astype(mx.uint32), chosen, limit, meant, committed
+        )
+        check(replace(played, meant=None), settled)
+
+
+FAULTS = {
+    "one too many": ("most < 0 ? 0 : accepted + 1", "most < 0 ? 0 : accepted + 2"),
+    "ended rows keep": ("most < 0 ? 0 : accepted + 1", "accepted + 1"),
+    "beyond the limit": ("accepted < min(k, most)", "accepted < k"),
+    "what is not meant": ("min(limit[row], meant[row])", "limit[row]"),
+    "a draft too early": ("inputs + row * width + 1", "inputs + row * width"),
+    "a token ahead": ("const int at = count + j;", "const int at = count + j + 1;"),
+    "the first row's": ("chosen + row * width;", "chosen;"),
+    "not all that was chosen": ("j < width; j +=", "j < k; j +="),
+    "rejected without the extra token": ("width - count", "k - count"),
+    "length as it was": ("lengths[row] + count", "lengths[row]"),
+}
+
+
+@cuda.needs_compiler
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_faulty_kernel_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
+    right, wrong = FAULTS[fault]
+    cuda.plant(monkeypatch, commit_kernel, "_SETTLE", right, wrong)
+    assert not commit_kernel.proven.__wrapped__()
+    with pytest.raises((AssertionError, cuda.KernelFault)):
+        check_kernel(60)
+
+
+@cuda.needs_compiler
+@pytest.mark.usefixtures("emulator")
+@pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_tokens_are_the_same(
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+    temperature: float,
+    verification: Any,
+) -> None:
+    """Whole runs with all kernels, and without any."""
+    target = token_level(tiny_model("llama", seed=0))
+    params = [
+        SamplingParams(max_tokens=n, temperature=temperature, verification=verification)
+        for n in (12, 1, 9)
+    ]
+    config = EngineConfig(batch_size=2, num_draft_tokens=3)
+
+    def decoded(drafter: Any) -> list[list[int]]:
+        decoder = SpecDecoder(target, drafter=drafter, config=config)
+        results = decoder.generate([[1, 2, 1, 2, 1], [5], [3, 3, 3]], params)
+        return [result.token_ids for result in results]
+
+    drafters: list[Any] = [None, "ngram", NamedDrafter("itself", target)]
+    without = [decoded(drafter) for drafter in drafters]
+    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: commit_kernel)
+    monkeypatch.setattr("specdec.spec_decode.ngram.lookup", ngram_kernel)
+    assert [decoded(drafter) for drafter in drafters] == without
+
+
+@needs_cuda
+def test_a_gpu_finds_what_follows() -> None:
+    assert commit_kernel.proven()
+    check_kernel(90)

@@ -1,0 +1,78 @@
+"""Acceptance by position: from rounds of different k, and from changing drafts."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from specdec.spec_decode.draft_length import Acceptance, tokens_per_round
+
+
+def observed(accept: float, ks: list[int], rounds: int, seed: int = 0) -> Acceptance:
+    rng = random.Random(seed)
+    acceptance = Acceptance()
+    for _ in range(rounds):
+        rows = []
+        for k in ks:
+            n = 0
+            while n < k and rng.random() < accept:
+                n += 1
+            rows.append((k, n))
+        acceptance.observe(rows)
+    return acceptance
+
+
+@pytest.mark.parametrize("accept", [0.0, 0.3, 0.8, 1.0])
+def test_survival_is_found(accept: float) -> None:
+    """40 rows of each k over 48 rounds' memory: within 4 standard errors."""
+    acceptance = observed(accept, [4] * 40, 100)
+    for j, s in enumerate(acceptance.survival(4), 1):
+        assert s == pytest.approx(accept**j, abs=0.05)
+
+
+def test_rounds_of_different_k_share_what_they_saw() -> None:
+    """Rows that could accept fewer say nothing of the positions behind."""
+    acceptance = observed(0.8, [1] * 30 + [4] * 30, 100)
+    for j, s in enumerate(acceptance.survival(4), 1):
+        assert s == pytest.approx(0.8**j, abs=0.05)
+
+
+def test_rows_that_differ_are_averaged_as_rows() -> None:
+    """Half accept all and half nothing: s_j is 0.5 at every j, not 0.5**j."""
+    acceptance = Acceptance()
+    for _ in range(50):
+        acceptance.observe([(3, 3), (3, 0)])
+    assert acceptance.survival(3) == pytest.approx([0.5] * 3, abs=0.03)
+
+
+def test_positions_never_reached_continue_the_last() -> None:
+    acceptance = observed(0.8, [2] * 40, 100)
+    one, two, three, four = acceptance.survival(4)
+    assert three / two == pytest.approx(two / one)
+    assert four / three == pytest.approx(two / one)
+    assert acceptance.measured == 2
+
+
+def test_a_change_is_followed() -> None:
+    acceptance = Acceptance()
+    for accepted in (2, 0):
+        for _ in range(150):
+            acceptance.observe([(2, accepted)])
+    assert acceptance.survival(1)[0] < 0.1
+
+
+def test_what_grows_old_is_doubted_not_changed() -> None:
+    acceptance = observed(0.0, [1], 40)
+    before, doubted = acceptance.survival(1)[0], acceptance.survival(1, doubt=1.5)[0]
+    for _ in range(2000):
+        acceptance.observe([])
+    assert acceptance.survival(1)[0] == before < 0.1
+    assert doubted < 0.4 < acceptance.survival(1, doubt=1.5)[0]
+
+
+def test_tokens_per_round() -> None:
+    """The closed form (1 - a^(k+1)) / (1 - a) where all positions are alike."""
+    a = 0.75
+    expected = tokens_per_round([a**j for j in range(1, 5)])
+    assert expected == pytest.approx([(1 - a ** (k + 1)) / (1 - a) for k in range(5)])

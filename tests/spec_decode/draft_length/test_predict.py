@@ -1,0 +1,59 @@
+"""Predictions against the closed form, and verdicts with their reasons."""
+
+from __future__ import annotations
+
+import pytest
+
+from specdec.spec_decode.draft_length import ForwardCosts, advise, survival_of
+from tests.spec_decode.draft_length.simulation import Costs
+
+GPU = Costs(0.01, 0.2, 0.0001)
+
+
+def test_the_closed_form() -> None:
+    """(1 - a^(k+1)) / ((1 - a)(k c + v)) for acceptance alike at all positions."""
+    a = 0.8
+    costs = ForwardCosts([GPU.measured(1)])
+    found = advise([a**j for j in range(1, 5)], costs, [1], 8)
+    (prediction,) = found.predictions
+    assert prediction.speedup[0] == 1
+    for k in range(9):
+        tokens = (1 - a ** (k + 1)) / (1 - a)
+        seconds = GPU(1, k) / GPU(1, 0)
+        assert prediction.speedup[k] == pytest.approx(tokens / seconds)
+    assert prediction.best == 4
+    assert found.measured == 4
+    assert found.worth_it
+    assert "--num-draft-tokens 4 at --batch 1: 1.8" in found.verdict
+
+
+@pytest.mark.parametrize(
+    ("costs", "accept", "reason"),
+    [
+        (GPU, 0.05, "too little is accepted at batch 1: the first draft token 0.05"),
+        (Costs(0.01, 1.2, 0.0001), 1.0, ": a draft step costs too much at batch 1"),
+        (Costs(0.01, 0.1, 0.012), 1.0, "verifying a second token costs too much"),
+    ],
+)
+def test_reasons_not_to(costs: Costs, accept: float, reason: str) -> None:
+    survival = [accept**j for j in range(1, 5)]
+    found = advise(survival, ForwardCosts([costs.measured(1)]), [1], 8)
+    assert not found.worth_it
+    assert found.verdict.startswith("do not speculate with this pair: ")
+    assert reason in found.verdict
+
+
+def test_it_may_pay_at_some_batch_sizes_only() -> None:
+    cpu = Costs(0.1, 0.15, 0.036)
+    costs = ForwardCosts([cpu.measured(1), cpu.measured(32)])
+    found = advise([0.9, 0.8, 0.7], costs, [1, 32], 8)
+    assert "drafting pays at batch 1 (" in found.verdict
+
+
+def test_rounds_without_proposals_accepted_nothing() -> None:
+    found = survival_of([50, 40], [25, 10], rounds=102, rows=2)
+    assert found == pytest.approx([0.25, 10 / 90])
+    cut_short = survival_of([10, 10, 8], [8, 6, 5], rounds=10, rows=2)
+    assert cut_short == pytest.approx([0.8, 0.6, 0.6])
+    assert survival_of([], [], rounds=10, rows=1) == []
+    assert survival_of([4, 4], [2], rounds=4, rows=1) == [0.5, 0.0]

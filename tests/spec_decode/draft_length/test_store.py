@@ -1,0 +1,96 @@
+"""Costs on disk: what was saved comes back, what is broken is done without."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from specdec.spec_decode.draft_length import ForwardCosts, Forwards, RoundCosts
+from specdec.spec_decode.draft_length.pace import Correction
+from specdec.spec_decode.draft_length.store import (
+    MOST_ENTRIES,
+    CostStore,
+    default_path,
+)
+
+FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02, 0.3)
+
+
+def costs() -> RoundCosts:
+    return RoundCosts(ForwardCosts([FORWARDS]), {(8, 2): Correction(0.25, 0.01)})
+
+
+def test_saved_costs_come_back(tmp_path: Path) -> None:
+    store = CostStore(tmp_path / "new" / "costs.json")
+    store.save("a", costs())
+    found = CostStore(store.path).load("a", new_shape=0.5)
+    assert found.forwards.measured == [FORWARDS]
+    assert found.corrections == {(8, 2): Correction(0.25, 0.01)}
+    assert found.new_shape == 0.5
+    assert [p.name for p in store.path.parent.iterdir()] == ["costs.json"]
+    assert CostStore(store.path).load("b").forwards.measured == []
+
+
+def test_a_file_keeps_the_newest_pairs(tmp_path: Path) -> None:
+    store = CostStore(tmp_path / "costs.json")
+    for i in range(MOST_ENTRIES + 3):
+        store.save(str(i), costs())
+    assert store.load("2").forwards.measured == []
+    assert store.load("3").forwards.measured == [FORWARDS]
+
+
+ENTRY = {
+    "forwards": [
+        {"rows": 8, "verify": [[1, 0.1]], "draft_step": 0.1, "taking_in": None}
+    ],
+    "corrections": [],
+}
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "{",
+        "[]",
+        "null",
+        '"costs"',
+        '{"version": 2}',
+        '{"version": 2, "costs": []}',
+        '{"version": 2, "costs": {"a": null}}',
+        json.dumps({"version": 1, "costs": {"a": ENTRY}}),
+        json.dumps({"version": 2, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
+        json.dumps({"version": 2, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
+        json.dumps(
+            {"version": 2, "costs": {"a": ENTRY}}, separators=(",", ":")
+        ).replace("0.1]", "-1]"),
+        json.dumps({"version": 2, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
+        json.dumps({"version": 2, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
+    ],
+)
+def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
+    path = tmp_path / "costs.json"
+    path.write_text(text, "utf-8")
+    store = CostStore(path)
+    assert store.load("a").forwards.measured == []
+    store.save("a", costs())
+    assert store.load("a").forwards.measured == [FORWARDS]
+
+
+def test_a_folder_that_cannot_be_written_is_done_without(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    store = CostStore(tmp_path / "file" / "costs.json")
+    store.save("a", costs())
+    assert store.load("a").forwards.measured == []
+
+
+def test_the_users_cache_folder(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert default_path() == tmp_path / "specdec" / "costs.json"
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_path() == tmp_path / ".cache" / "specdec" / "costs.json"

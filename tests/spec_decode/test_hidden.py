@@ -1,0 +1,192 @@
+"""Hidden states that a drafter asks for are those of a plain forward."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec import UnsupportedModelError
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.models.runner import ModelRunner
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import ChainDrafter, Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode.rejection_sampler import Verdict
+from tests.cache.small_models import MODELS
+from tests.plain import AT_ONCE, greedy, run_rows
+from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
+from tests.spec_decode.repetitive import BACKENDS, make_prompts
+
+WANTED = (1, -1, 0)
+
+
+class Listening(Drafter):
+    """Proposes what the target will choose, but for every third token, and listens.
+
+    ``heard[prompt]`` maps positions to the hidden state of the token there.
+    """
+
+    def __init__(
+        self,
+        whole: dict[tuple[int, ...], list[int]],
+        layers: tuple[int, ...] = WANTED,
+    ):
+        self.hidden_layers = layers
+        self.whole = whole
+        self.heard: dict[tuple[int, ...], dict[int, Any]] = {}
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> ListeningRows:
+        return ListeningRows(self, [tuple(p) for p in prompts])
+
+
+class ListeningRows(DraftRows):
+    def __init__(self, drafter: Listening, prompts: list[tuple[int, ...]]):
+        self.drafter = drafter
+        self.prompts = prompts
+        self.seen = [0] * len(prompts)
+        for prompt in prompts:
+            drafter.heard[prompt] = {}
+
+    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+        assert self.drafter.hidden_layers
+        states = np.array(hidden)
+        for i, n in enumerate(lengths):
+            heard = self.drafter.heard[self.prompts[i]]
+            heard.update(
+                zip(range(self.seen[i], self.seen[i] + n), states[i], strict=False)
+            )
+            self.seen[i] += n
+
+    def propose(self, round_: Round) -> Proposals:
+        k = round_.num_draft_tokens
+        lengths: Any = round_.lengths.tolist()
+        tokens = []
+        for prompt, n in zip(self.prompts, lengths, strict=True):
+            row = self.drafter.whole[prompt]
+            right = [*row, *([0] * k)][n : n + k] if n < len(row) else [0] * k
+            tokens.append(
+                [t if (n + j) % 3 else (t + 1) % 97 for j, t in enumerate(right)]
+            )
+        return Proposals(mx.array(tokens))
+
+    def commit(self, round_: Round, verdict: Verdict) -> None:
+        if not self.drafter.hidden_layers:
+            assert verdict.hidden is None
+            return
+        assert verdict.hidden is not None
+        arrays: list[Any] = [round_.lengths, verdict.kept]
+        for i, (n, kept) in enumerate(zip(*(a.tolist() for a in arrays), strict=True)):
+            # The inputs: the last committed token, then what was accepted.
+            states = np.array(verdict.hidden[i])[:kept]
+            self.drafter.heard[self.prompts[i]].update(
+                zip(range(n - 1, n - 1 + kept), states, strict=True)
+            )
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self.prompts = [self.prompts[i] for i in rows]
+
+    def extend(self, other: ListeningRows) -> None:
+        self.prompts = self.prompts + other.prompts
+
+
+def outputs_of(model: Any) -> dict[tuple[int, ...], list[int]]:
+    return {tuple(p): [*p, *greedy(model, p, 14)] for p in make_prompts()}
+
+
+def run(
+    model: Any,
+    backend: BackendDefaults,
+    drafter: Drafter,
+    whole: dict[tuple[int, ...], list[int]],
+) -> None:
+    prompts = make_prompts()
+    rows = run_rows(
+        model,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=14)] * 8,
+        batch_size=3,
+        num_draft_tokens=3,
+        backend=backend,
+        drafter=drafter,
+    )
+    for prompt, row in zip(prompts, rows, strict=True):
+        assert [*prompt, *row.tokens] == whole[tuple(prompt)]
+    assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+
+
+def check(model: Any, drafter: Listening) -> None:
+    """Every position but the last, which was never fed."""
+    for prompt, heard in drafter.heard.items():
+        tokens = drafter.whole[prompt]
+        assert set(range(len(tokens) - 1)) <= set(heard)
+        outputs = layer_outputs(model, range(6), mx.array([tokens]))
+        wanted = [outputs[i] for i in drafter.hidden_layers]
+        expected = np.array(mx.concatenate(wanted, axis=-1)[0])
+        for position in range(len(tokens) - 1):
+            assert np.allclose(heard[position], expected[position], atol=1e-3), position
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_states_of_prompts_and_rounds_equal_a_plain_forward(
+    name: str, backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    """For rows that join too."""
+    model = build(tiny_model, name)
+    drafter = Listening(outputs_of(model))
+    run(model, backend, drafter, drafter.whole)
+    check(model, drafter)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "layers", [((2, -1), (0,)), ((0,), (0, 1)), ((1,), ()), ((), (-2, 3))]
+)
+def test_in_a_chain_each_is_shown_its_own_layers(
+    layers: tuple[tuple[int, ...], tuple[int, ...]],
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+) -> None:
+    """Prompts and rounds; who asked for none gets none."""
+    model = build(tiny_model, "llama")
+    whole = outputs_of(model)
+    both = [Listening(whole, each) for each in layers]
+    chain = ChainDrafter(*both)
+    run(model, backend, chain, whole)
+    for drafter in both:
+        if drafter.hidden_layers:
+            check(model, drafter)
+
+
+def test_the_models_own_layers_stay(tiny_model: Callable[..., Any]) -> None:
+    model = build(tiny_model, "llama")
+    layers = list(model.layers)
+    runner = ModelRunner(model, "target", EngineConfig(), AT_ONCE)
+    assert runner.recording(()) is runner
+    recording = runner.recording((0,))
+    assert list(model.layers) == layers
+    assert runner.recorder is None
+    assert recording.vocab_size == runner.vocab_size
+    with pytest.raises(
+        UnsupportedModelError, match=r"has 6 layers: .* asks for layers 6"
+    ):
+        runner.recording((6,))
+
+
+def test_architectures_that_are_not_known_are_refused(
+    tiny_model: Callable[..., Any],
+) -> None:
+    arch, options = MODELS["gpt-oss"]
+    runner = ModelRunner(tiny_model(arch, **options), "mine", EngineConfig(), AT_ONCE)
+    with pytest.raises(
+        UnsupportedModelError,
+        match="mine: reading hidden states of gpt_oss models is not supported",
+    ):
+        runner.recording((0,))

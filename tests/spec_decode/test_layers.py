@@ -1,0 +1,191 @@
+"""The target with layers skipped: shared weights, right kinds, right caches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec import ConfigError, UnsupportedModelError
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.memory.planning import plan_memory
+from specdec.models import LoadedModel
+from specdec.models.layer_skip import SkippingModel
+from specdec.sampling_params import SamplingParams
+from tests.cache.small_models import MODELS
+from tests.plain import (
+    BEHIND,
+    greedy,
+    run_rows,
+    sampled,
+)
+from tests.spec_decode.by_hand import ARCHITECTURES, build, plain_forward
+from tests.spec_decode.repetitive import BACKENDS, check_distribution, make_prompts
+
+ARCHITECTURE = pytest.mark.parametrize("name", ARCHITECTURES)
+# For gemma3 and the llama with windows, 2 and 5 see everything.
+TOKENS = mx.array([[(7 * i * i) % 97 for i in range(30)]])
+LAYERS = [(0, 1, 2, 3, 4, 5), (1, 2, 4), (2, 3), (3, 5), (0, 1), (2,), (4,)]
+
+
+def in_chunks(model: Any) -> mx.array:
+    """Logits of chunks of several widths behind each other."""
+    caches = make_prompt_cache(model)
+    done, logits = 0, []
+    for width in (12, 1, 1, 10, 6):
+        logits.append(model(TOKENS[:, done : done + width], cache=caches))
+        done += width
+    assert {cache.offset for cache in caches} == {TOKENS.shape[1]}
+    return mx.concatenate(logits, axis=1)
+
+
+@ARCHITECTURE
+@pytest.mark.parametrize("layers", LAYERS, ids=str)
+def test_only_those_layers_run(
+    name: str, layers: tuple[int, ...], tiny_model: Callable[..., Any]
+) -> None:
+    """Without caches, with mlx-lm's, and far past the window."""
+    model = build(tiny_model, name)
+    skipping = SkippingModel(model, layers)
+    expected = np.array(plain_forward(model, layers, TOKENS))
+    assert np.allclose(skipping(TOKENS), expected, atol=1e-4)
+    assert len(make_prompt_cache(skipping)) == len(layers)
+    assert np.allclose(in_chunks(skipping), expected, atol=1e-4)
+
+
+@ARCHITECTURE
+def test_no_weight_is_copied_and_the_target_stays(
+    name: str, tiny_model: Callable[..., Any]
+) -> None:
+    model = build(tiny_model, name)
+    tokens = mx.array([[1, 2, 3]])
+    before, layers = model(tokens), list(model.layers)
+    arrays: Any = tree_flatten(model.parameters())
+    held = {id(array) for _, array in arrays}
+    skipping = SkippingModel(model, (0, 4))
+    shared: Any = tree_flatten(skipping.parameters())  # type: ignore[no-untyped-call]
+    assert shared
+    assert all(id(array) in held for _, array in shared)
+    assert len(skipping.layers) == 2
+    assert list(model.layers) == layers
+    assert mx.array_equal(model(tokens), before)
+    whole = SkippingModel(model, range(6))
+    assert mx.array_equal(whole(tokens), before)
+
+
+@BACKENDS
+@ARCHITECTURE
+def test_runs_equal_plain_decoding(
+    name: str, backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    """Greedy and sampled rows, joining and leaving, past the window."""
+    model = build(tiny_model, name)
+    prompts = make_prompts()
+    params = [
+        SamplingParams(max_tokens=18 + i % 3, temperature=t, seed=i)
+        for i, t in enumerate((0.0, 0.0, 0.7, 1.0, 0.0, 1.3, 0.0, 0.5))
+    ]
+    rows = run_rows(
+        model,
+        SkippingModel(model, (0, 1, 2, 4, 5)),
+        prompts,
+        params,
+        batch_size=5,
+        num_draft_tokens=3,
+        backend=backend,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == sampled(model, prompt, p)
+    assert sum(r.accepted for r in rows) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (7, 1)])
+def test_all_layers_are_always_accepted(
+    k: int, batch_size: int, backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    model = build(tiny_model, "gemma3")
+    prompts = make_prompts()
+    rows = run_rows(
+        model,
+        SkippingModel(model, range(6)),
+        prompts,
+        [SamplingParams(max_tokens=25)] * 8,
+        batch_size=batch_size,
+        num_draft_tokens=k,
+        backend=backend,
+    )
+    assert [r.tokens for r in rows] == [greedy(model, p, 25) for p in prompts]
+    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 0
+
+
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_ratio_rules_keep_the_distribution(
+    verification: Any, tiny_model: Callable[..., Any]
+) -> None:
+    from specdec.models.runner import ModelRunner
+    from specdec.spec_decode import DraftModel
+
+    model = tiny_model("llama", seed=3, vocab_size=4, num_hidden_layers=3)
+    runner = ModelRunner(SkippingModel(model, (0, 2)), "draft", EngineConfig(), BEHIND)
+    accepted = check_distribution(
+        model,
+        DraftModel(runner, vocab_size=4, max_draft_tokens=2),
+        SamplingParams(temperature=1.0, verification=verification),
+        BEHIND,
+        prompt=[1, 2, 0, 3],
+        vocab_size=4,
+        num_rows=2048,
+    )
+    assert accepted > 100
+
+
+def test_memory_is_planned_for_its_caches_alone(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """Shared weights are counted once, keys and values of layers that run twice."""
+    model = build(tiny_model, "llama")
+    none: Any = None
+    target = LoadedModel(model, none, {"num_attention_heads": 4}, "target")
+    draft = LoadedModel(SkippingModel(model, (0, 4)), none, target.config, "layers")
+    plan = plan_memory(target, draft, EngineConfig(), BEHIND)
+    assert plan.draft is not None
+    assert plan.weight_bytes == plan.target.weight_bytes > 0
+    assert plan.draft.caches == plan.target.caches[:2]
+    alone = plan_memory(
+        target, None, EngineConfig(num_draft_tokens=3), BEHIND, drafts=True
+    )
+    assert (alone.draft, alone.num_draft_tokens) == (None, 3)
+
+
+def test_what_is_refused(tiny_model: Callable[..., Any]) -> None:
+    model = build(tiny_model, "llama")
+    with pytest.raises(ConfigError, match=r"has 6 layers, 0 to 5: .* layer 6"):
+        SkippingModel(model, (0, 6), "mine")
+    arch, options = MODELS["gpt-oss"]
+    other: nn.Module = tiny_model(arch, **options)
+    with pytest.raises(
+        UnsupportedModelError, match="mine: skipping layers of gpt_oss models"
+    ):
+        SkippingModel(other, (0,), "mine")
+
+
+def test_a_mask_of_the_wrong_kind_is_noticed(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The nearest cache, whatever its kind: its mask has another width."""
+    import specdec.models.layer_skip
+
+    model = build(tiny_model, "gemma3")
+    monkeypatch.setattr(
+        specdec.models.layer_skip, "_kind", lambda cache: (object, None)
+    )
+    with pytest.raises(ValueError, match="broadcast"):
+        in_chunks(SkippingModel(model, (1, 5)))

@@ -1,0 +1,381 @@
+"""Prompt lookup in whole runs: exact, honest about what it drafted, bounded."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import ConfigError
+from specdec.backend import BackendDefaults
+from specdec.request import Request
+from specdec.request import Sequence as TokenSequence
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import (
+    NgramDrafter,
+    NgramOptions,
+    Proposals,
+    Round,
+    ngram_search,
+)
+from specdec.spec_decode.commit import Committed
+from specdec.spec_decode.ngram import NgramRows
+from specdec.spec_decode.ngram_search import longest_match, ring_of, write
+from specdec.spec_decode.verifier import RowRules
+from tests.plain import greedy, run_rows, sampled
+from tests.spec_decode.repetitive import BACKENDS, check_distribution, make_prompts
+
+SHARED = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+def drafter(**options: Any) -> NgramDrafter:
+    return NgramDrafter(NgramOptions(**{"min_ngram": 1, "max_ngram": 3, **options}))
+
+
+@BACKENDS
+@SHARED
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (7, 1)])
+def test_greedy_equals_mlx_lm(
+    target: Any, k: int, batch_size: int, shared: bool, backend: BackendDefaults
+) -> None:
+    prompts = make_prompts()
+    params = [SamplingParams(max_tokens=31 + i % 3) for i in range(8)]
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        batch_size=batch_size,
+        num_draft_tokens=k,
+        backend=backend,
+        drafter=drafter(shared=shared),
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+    # Rounds without a match count no draft.
+    assert all(r.drafted_at[0] < r.rounds for r in rows if r.drafted_at)
+
+
+@BACKENDS
+@SHARED
+def test_sampled_rows_equal_plain_decoding(
+    target: Any, shared: bool, backend: BackendDefaults
+) -> None:
+    prompts = make_prompts(1)
+    params = [
+        SamplingParams(max_tokens=30, temperature=t, seed=100 + i)
+        for i, t in enumerate((0.0, 0.3, 0.6, 1.5, 0.0, 0.4, 0.2, 2.0))
+    ]
+    rows = run_rows(
+        target, None, prompts, params, batch_size=5, backend=backend,
+        drafter=drafter(shared=shared),
+    )  # fmt: skip
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == sampled(target, prompt, p)
+    assert sum(r.accepted for r in rows if r.request.params.temperature) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("verification", ["rejection", "block"])
+def test_ratio_rules_keep_the_distribution(
+    verification: Any, backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    """All of a proposal's probability is on it; rows without one just draw."""
+    accepted = check_distribution(
+        tiny_model("llama", seed=3, vocab_size=4),
+        drafter(),
+        SamplingParams(temperature=1.0, verification=verification),
+        backend,
+        prompt=[1, 2, 0, 3],
+        vocab_size=4,
+    )
+    assert accepted > 100
+
+
+@BACKENDS
+@pytest.mark.parametrize("seed", range(3))
+def test_rows_that_join_and_leave_change_nothing_for_the_others(
+    target: Any, backend: BackendDefaults, seed: int
+) -> None:
+    rng = random.Random(seed)
+    prompts = [rng.choice(make_prompts(seed))[:40] for _ in range(14)]
+    params = [
+        SamplingParams(
+            max_tokens=rng.choice((1, 2, 5, 17, 40)),
+            temperature=rng.choice((0.0, 0.0, 0.8, 1.3)),
+            seed=rng.randrange(100),
+            num_draft_tokens=rng.choice((None, None, 0, 1)),
+        )
+        for _ in prompts
+    ]
+    eos = frozenset({rng.randrange(97)})
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        batch_size=rng.choice((2, 3, 5)),
+        num_draft_tokens=rng.choice((1, 3)),
+        backend=backend,
+        prefill_step_size=rng.choice((4, 16)),
+        eos=eos,
+        drafter=drafter(shared=bool(seed % 2)),
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        tokens = sampled(target, prompt, p)
+        ends = [i for i, t in enumerate(tokens) if t in eos]
+        assert row.tokens == (tokens[: ends[0]] if ends else tokens)
+        if p.num_draft_tokens == 0:
+            assert row.drafted == 0
+
+
+@BACKENDS
+@SHARED
+@pytest.mark.parametrize("lengths", [(300, 3, 3), (3, 300, 3), (600, 300, 3),
+                                     (600, 3, 300), (253, 3, 600, 3)])  # fmt: skip
+def test_a_row_joins_after_a_longer_one_has_left(
+    target: Any, backend: BackendDefaults, lengths: tuple[int, ...], shared: bool
+) -> None:
+    """The ring stays as large as the longer row made it; the new row's is small."""
+    prompts = [([3 * i + 5, 3 * i + 6, 3 * i + 7] * 200)[:n] for i, n in
+               enumerate(lengths)]  # fmt: skip
+    params = [SamplingParams(max_tokens=n) for n in (4, 24, 12, 6)[: len(lengths)]]
+    rows = run_rows(
+        target, None, prompts, params, batch_size=2, backend=backend,
+        drafter=NgramDrafter(NgramOptions(shared=shared)),
+    )  # fmt: skip
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+
+
+@pytest.fixture
+def watched(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """Check at every lookup that the ring holds what the engine committed."""
+    shapes: list[tuple[int, ...]] = []
+
+    def checked(ring: mx.array, lengths: mx.array, **options: Any) -> Any:
+        shapes.append(ring.shape)
+        return longest_match(ring, lengths, **options)
+
+    monkeypatch.setattr(ngram_search, "longest_match", checked)
+    return shapes
+
+
+@BACKENDS
+def test_the_work_of_a_round_is_bounded(
+    target: Any, backend: BackendDefaults, watched: list[tuple[int, ...]]
+) -> None:
+    """However long the rows, at most max_history tokens are searched; few shapes."""
+    prompts = [make_prompts(i)[4] * n for i, n in enumerate((1, 4, 9))]
+    params = [SamplingParams(max_tokens=n) for n in (300, 40, 50)]
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        backend=backend,
+        drafter=drafter(max_history=400),
+        prefill_step_size=128,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert max(capacity for _, capacity in watched) == 400
+    assert {capacity for _, capacity in watched} <= {256, 400}
+
+
+@BACKENDS
+def test_a_row_that_repeats_itself_is_followed(
+    backend: BackendDefaults, tiny_model: Callable[..., Any]
+) -> None:
+    """A target that looks at one token only goes round in circles."""
+    target = tiny_model("llama", seed=0, num_hidden_layers=1)
+    out = target.model.layers[0].self_attn.o_proj
+    out.weight = mx.zeros_like(out.weight)
+    whole = greedy(target, [5, 6, 7], 200)
+    first = next(i for i, t in enumerate(whole) if t in whole[:i])
+    (row,) = run_rows(
+        target, None, [[5, 6, 7]], [SamplingParams(max_tokens=200)],
+        num_draft_tokens=7, backend=backend, drafter=drafter(min_ngram=2),
+    )  # fmt: skip
+    assert row.tokens == whole
+    # From the second token of the second time round, all of it.
+    assert row.rounds <= first + 2 + (200 - first) / 8
+    assert row.accepted > 0.85 * (200 - first - 2)
+
+
+@BACKENDS
+def test_other_rows_and_finished_requests_are_found(
+    target: Any, backend: BackendDefaults
+) -> None:
+    """A second request equal to the first is drafted from what the first became."""
+    shared, own = drafter(min_ngram=3, shared=True), drafter(min_ngram=3)
+    prompt = make_prompts()[1]
+    for pool, least in ((shared, 0.8), (own, 0.0)):
+        rows = run_rows(
+            target, None, [prompt, prompt], [SamplingParams(max_tokens=40)] * 2,
+            batch_size=1, backend=backend, drafter=pool,
+        )  # fmt: skip
+        assert rows[0].tokens == rows[1].tokens == greedy(target, prompt, 40)
+        assert rows[1].accepted >= least * 28
+        if pool is own:
+            assert rows[1].accepted == rows[0].accepted
+
+
+@BACKENDS
+def test_the_lookup_sees_every_committed_token(
+    target: Any, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ring holds prompt and output, whatever was kept of a round."""
+    prompts = make_prompts()
+    expected = [[*p, *greedy(target, p, 40)] for p in prompts]
+    seen: list[list[int]] = []
+    propose = NgramRows.propose
+
+    def watching(self: NgramRows, round_: Round) -> Proposals:
+        proposals = propose(self, round_)
+        newest = round_.recent[:, -1]  # comes with the round
+        arrays: list[Any] = [round_.lengths, round_.active, self._ring, newest]
+        for n, active, ring, token in zip(*(a.tolist() for a in arrays), strict=True):
+            seen.append([*ring[: n - 1], token] if active else [])
+        return proposals
+
+    monkeypatch.setattr(NgramRows, "propose", watching)
+    run_rows(
+        target, None, prompts, [SamplingParams(max_tokens=40)] * 8,
+        backend=backend, drafter=drafter(),
+    )  # fmt: skip
+    assert len(seen) > 50
+    for tokens in seen:
+        assert any(tokens == e[: len(tokens)] for e in expected)
+
+
+@pytest.mark.parametrize("fault", ["kept", "position"])
+def test_a_fault_in_the_history_is_noticed(
+    target: Any, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What is proposed does not change the output, so acceptance has to tell."""
+
+    def accepted() -> int:
+        rows = run_rows(
+            target, None, make_prompts(), [SamplingParams(max_tokens=60)] * 8,
+            drafter=drafter(min_ngram=2),
+        )  # fmt: skip
+        return sum(r.accepted for r in rows)
+
+    sound = accepted()
+
+    def faulty(ring: mx.array, first: mx.array, tokens: mx.array, n: Any) -> mx.array:
+        if tokens.shape[1] == 1:
+            return write(ring, first, tokens, n)
+        if fault == "kept":
+            return write(ring, first, tokens, 1)
+        return write(ring, first + 1, tokens, n)
+
+    monkeypatch.setattr(ngram_search, "write", faulty)
+    assert accepted() < sound
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"min_ngram": 0}, {"min_ngram": 4, "max_ngram": 3}, {"max_history": 10},
+     {"max_ngram": 256}],
+)  # fmt: skip
+def test_options_out_of_range(options: dict[str, int]) -> None:
+    with pytest.raises(ConfigError, match="must be"):
+        NgramOptions(**options)  # type: ignore[arg-type]
+
+
+class PlainRounds:
+    """Rounds without a draft of two rows, as an engine runs them.
+
+    Attributes:
+        rows: what is told of them.
+        texts: what is committed of each.
+    """
+
+    def __init__(self, *, max_history: int = 256, vocab_size: int = 97):
+        self.texts = [[1, 2, 3], [4]]
+        options = NgramOptions(min_ngram=1, max_history=max_history)
+        self.rows = NgramDrafter(options).rows(self.texts, max_length=9999)
+        request = Request(0, "", (1,), SamplingParams())
+        sequences = [TokenSequence(request, frozenset())] * 2
+        self._rules, self._vocab_size = RowRules.of(sequences, vocab_size), vocab_size
+        self._committed = Committed.of([[*t, 5] for t in self.texts], 2)
+        self.texts = [[*t, 5] for t in self.texts]
+        self._number = 0
+
+    def run(self, *, look: bool = False) -> None:
+        self._number += 1
+        active, limit = mx.array([True, True]), mx.array([0, 0])
+        round_ = self._rules.round_of(0, self._committed, active)
+        if look:
+            found = self.rows.propose(replace(round_, num_draft_tokens=2))
+            mx.eval(found.tokens, found.lengths)
+        seen = mx.arange(self._vocab_size) == self._number * 7 % 90
+        logits = mx.broadcast_to(seen, (2, 1, self._vocab_size)).astype(mx.float32)
+        inputs = self._committed.newest
+        settled = self._rules.decide(round_, inputs, None, logits, limit).settled
+        after = settled.committed
+        mx.eval(settled.packed, after.recent, after.lengths)
+        self.rows.commit(round_, settled.verdict)
+        self._committed = after
+        for text in self.texts:
+            text.append(self._number * 7 % 90)
+
+    def check(self) -> None:
+        """Every token is in the ring."""
+        wanted = ring_of(self.texts, self.rows._ring.shape[1])
+        assert mx.array_equal(self.rows._ring, wanted)
+
+
+@pytest.fixture
+def handed_over(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """An entry for each ``mx.async_eval``."""
+    calls: list[int] = []
+    usual: Callable[..., None] = mx.async_eval
+
+    def counted(*arrays: Any) -> None:
+        calls.append(len(arrays))
+        usual(*arrays)
+
+    monkeypatch.setattr(mx, "async_eval", counted)
+    return calls
+
+
+def test_plain_rounds_are_written_together(handed_over: list[int]) -> None:
+    """Now and then a round looks something up, which computes the ring, too."""
+    rounds = PlainRounds()
+    for number in range(80):
+        rounds.run()
+        if number % 16 in (3, 15):
+            rounds.check()
+    assert len(handed_over) == 10
+    handed_over.clear()
+    for number in range(80):
+        rounds.run(look=number % 4 == 0)
+    assert not handed_over
+    rounds.check()
+
+
+def test_plain_rounds_hold_no_more_memory() -> None:
+    """Nor the logits of those that wait to be written."""
+    vocab_size = 1 << 18
+    rounds = PlainRounds(vocab_size=vocab_size)
+    most = []
+    for _ in range(10):
+        for _ in range(20):
+            rounds.run()
+            most.append(mx.get_active_memory())
+    grown = max(most[20:]) - min(most[:20])
+    # Of one round they are four times as much.
+    assert grown < 2 * vocab_size

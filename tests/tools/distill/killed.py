@@ -1,0 +1,38 @@
+"""Train with a checkpoint behind every step, and be killed within one of them.
+
+Arguments: TARGET OUT CHECKPOINTS. Behind so many, at the next, it kills itself: what
+was learnt since is lost. Where a kill falls within the writing of a file is drawn in
+``test_a_file_is_one_of_its_versions``.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from pathlib import Path
+from typing import Any
+
+from specdec.tools.distill import checkpoint, job
+
+from .harness import options, run
+
+
+def main() -> None:
+    vars(job)["_CHECKPOINT_SECONDS"] = 0
+    target, out = map(Path, sys.argv[1:3])
+    left, save = int(sys.argv[3]), checkpoint.save
+
+    def killing(*arguments: Any, **named: Any) -> None:
+        nonlocal left
+        if not left:
+            os.kill(os.getpid(), signal.SIGKILL)
+        left -= 1
+        save(*arguments, **named)
+
+    vars(checkpoint)["save"] = killing
+    run(options(target, out, resume=True))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""The draft in the package is the one that its card tells of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import mlx.core as mx
+
+import specdec
+from specdec.model_names import DEFAULT_DRAFT
+from specdec.tools.distill.card import readme
+
+FOLDER = Path(specdec.__file__).parent / "drafts" / DEFAULT_DRAFT
+MOST_BYTES = 16_000_000
+
+
+def test_its_files_fit_each_other() -> None:
+    card = json.loads((FOLDER / "distill.json").read_text("utf-8"))
+    config = json.loads((FOLDER / "config.json").read_text("utf-8"))
+    weights = mx.load(str(FOLDER / "model.safetensors"))
+    assert isinstance(weights, dict)
+    layers = {name.split(".")[2] for name in weights if name.startswith("model.layers")}
+    assert len(layers) == len(card["layers"]) == config["num_hidden_layers"]
+    # A width of the MLPs that the card tells, packed in the bits that it tells.
+    packed = weights["model.layers.0.mlp.down_proj.weight"]
+    assert packed.shape[1] * 32 // card["bits"] == config["intermediate_size"]
+    assert config["quantization"]["bits"] == card["bits"]
+    assert config["intermediate_size"] == 1536 * card["widen"]
+    assert not any("embed_tokens" in name or "lm_head" in name for name in weights)
+
+
+def test_it_is_small_and_made_of_the_targets_own_text() -> None:
+    card = json.loads((FOLDER / "distill.json").read_text("utf-8"))
+    assert sum(file.stat().st_size for file in FOLDER.iterdir()) < MOST_BYTES
+    assert card["data"]["written_by_target"] == card["data"]["tokens"]
+
+
+def test_its_readme_is_its_card() -> None:
+    """With the target's licence and where that is from, which nothing else is."""
+    card = json.loads((FOLDER / "distill.json").read_text("utf-8"))
+    found = (FOLDER / "README.md").read_text("utf-8").splitlines()
+    made = readme(card).splitlines()
+    added = [line for line in found if line not in made]
+    assert [line for line in found if line and line in made] == [
+        line for line in made if line
+    ]
+    assert added[0] == "license: apache-2.0"

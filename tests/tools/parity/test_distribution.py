@@ -1,0 +1,152 @@
+"""The ratio rules: right ones are consistent with the target, wrong ones are not.
+
+Fixed seeds: no outcome ever changes. A right engine fails for 1 in 10^6 of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import SamplingParams, SpecDecoder
+from specdec.spec_decode import rejection_sampler
+from specdec.spec_decode.rejection_sampler import Accepted, Proposed, Verdict
+from specdec.tools.parity import DistributionCertificate, certify
+
+from .harness import TinyModel, make_decoder, make_prompts
+from .test_tokens import FAULTS
+
+Patch = pytest.MonkeyPatch
+BY_RULE = pytest.mark.parametrize("rule", ["rejection", "block"])
+VOCAB = 9
+
+
+@pytest.fixture
+def decoder(tiny_model: TinyModel) -> SpecDecoder:
+    return make_decoder(
+        tiny_model,
+        vocab_size=VOCAB,
+        config={"batch_size": 125, "num_draft_tokens": 2},
+    )
+
+
+def verified(
+    decoder: SpecDecoder, rule: Any, *, draws: int = 500, **changes: Any
+) -> DistributionCertificate:
+    params = SamplingParams(max_tokens=5, temperature=1.5, verification=rule, seed=11)
+    found = certify(
+        decoder, make_prompts(2, VOCAB), replace(params, **changes), draws=draws
+    )
+    assert isinstance(found, DistributionCertificate)
+    return found
+
+
+@BY_RULE
+def test_right_rules_are_consistent(decoder: SpecDecoder, rule: str) -> None:
+    found = verified(decoder, rule)
+    assert (found.verdict, found.passed) == ("consistent", True)
+    assert found.df > 30
+    assert 0 < found.accepted < found.drafted
+    assert min(found.p_values.values()) > 1e-3
+    # The prompts themselves, and what is behind some of their tokens.
+    assert [t.fit.draws for t in found.prefixes if not t.tokens] == [500, 500]
+    assert max(len(t.tokens) for t in found.prefixes) >= 3
+    assert all(t.fit.draws >= 20 for t in found.prefixes)
+    fields = found.to_dict()
+    assert fields["df"] == found.df
+    assert len(fields["prefixes"]) == len(found.prefixes)  # type: ignore[arg-type]
+
+
+@BY_RULE
+def test_a_peaked_distribution(decoder: SpecDecoder, rule: str) -> None:
+    """With one likely token there is hardly a cell; what is beside it still counts."""
+    found = verified(decoder, rule, temperature=0.05, draws=40)
+    assert found.verdict == "consistent"
+
+
+def test_nothing_drafted_certifies_nothing(tiny_model: TinyModel) -> None:
+    decoder = make_decoder(tiny_model, vocab_size=VOCAB, draft="none")
+    found = verified(decoder, "rejection", draws=40)
+    assert (found.verdict, found.passed) == ("incomplete", False)
+
+
+def test_a_row_with_an_error_is_a_failure(decoder: SpecDecoder) -> None:
+    weight = decoder.target.model.model.norm.weight
+    decoder.target.model.model.norm.weight = weight * float("nan")
+    found = verified(decoder, "rejection", draws=20)
+    assert found.verdict == "failure"
+    assert len(found.errors) == 40
+
+
+# Faults of the rules.
+
+
+def accepts_too_much(patch: Patch) -> None:
+    for name in ("rejection", "block"):
+        right = getattr(rejection_sampler, name)
+
+        def wrong(
+            proposed: Proposed, uniform: mx.array, right: Any = right
+        ) -> Accepted:
+            found: Accepted = right(proposed, uniform * uniform)
+            return found
+
+        patch.setattr(rejection_sampler, name, wrong)
+
+
+def extra_from_the_target(patch: Patch) -> None:
+    """Behind a rejection, draws from P in place of what P has over Q."""
+    right = rejection_sampler.with_extra_token
+
+    def wrong(proposed: Proposed, accepted: Accepted, gumbel: mx.array) -> Verdict:
+        spread = mx.zeros((*proposed.tokens.shape, proposed.target.shape[-1]))
+        return right(replace(proposed, draft=spread), accepted, gumbel)
+
+    patch.setattr(rejection_sampler, "with_extra_token", wrong)
+
+
+def keeps_everything(patch: Patch) -> None:
+    for name in ("rejection", "block"):
+        right = getattr(rejection_sampler, name)
+
+        def wrong(
+            proposed: Proposed, uniform: mx.array, right: Any = right
+        ) -> Accepted:
+            found: Accepted = right(proposed, uniform * 0)
+            return found
+
+        patch.setattr(rejection_sampler, name, wrong)
+
+
+RULE_FAULTS: dict[str, Callable[[Patch], None]] = {
+    "accepts too much": accepts_too_much,
+    "extra from the target": extra_from_the_target,
+    "keeps everything": keeps_everything,
+}
+# Of the caches, which no rule looks at: one rule is enough to see them.
+CACHE_FAULTS = {
+    name: FAULTS[name] for name in ("trim one too few", "stale key", "mask edge")
+}
+
+
+@pytest.mark.parametrize(
+    ("rule", "name"),
+    [
+        *((rule, name) for rule in ("rejection", "block") for name in RULE_FAULTS),
+        ("block", "trim one too few"),
+        ("rejection", "stale key"),
+        ("block", "mask edge"),
+    ],
+)
+def test_planted_faults_are_failures(
+    decoder: SpecDecoder, rule: str, name: str, monkeypatch: Patch
+) -> None:
+    (RULE_FAULTS | CACHE_FAULTS)[name](monkeypatch)
+    # A fault of a cache shows only behind the first round, and in some rows.
+    draws = 2000 if name.startswith("trim") else 1000
+    found = verified(decoder, rule, draws=draws, max_tokens=7)
+    assert (found.verdict, found.passed) == ("failure", False), found.p_values
