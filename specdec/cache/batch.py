@@ -113,6 +113,75 @@ class BatchCache(FunctionalCache):
         """
         self._join([self, self._matching(other)])
 
+    def place(self: C, rows: Sequence[int], other: C) -> None:
+        """Put the rows of ``other`` into rows of this cache, in place.
+
+        Nothing of the other rows is copied, unless the capacity has to grow; and no
+        shape changes then either.
+
+        Args:
+            rows: where each row of ``other`` goes; what they held is gone.
+            other: which should not be used any more.
+
+        Raises:
+            CacheError: ``other`` is of another kind or has other settings, or ``rows``
+                are not as many as it has, or not rows of this cache.
+        """
+        other = self._matching(other)
+        if sorted(set(rows)) != sorted(rows) or len(rows) != other.batch_size:
+            raise CacheError(
+                f"place got rows {list(rows)} for the {other.batch_size} of another cache"
+            )
+        if not all(0 <= row < self.batch_size for row in rows):
+            raise CacheError(
+                f"place got rows {list(rows)}: the batch has {self.batch_size}"
+            )
+        if not rows:
+            return
+        self._same_shape([self, other])
+        limits = self.max_length, other.max_length
+        self.max_length = None if None in limits else max(n for n in limits if n)
+        self._options["max_length"] = self.max_length
+        index = self._memo.get(
+            "places", (), tuple(rows), lambda: [mx.array([n], mx.int32) for n in rows]
+        )
+        if not other.empty():
+            if self.empty():
+                self._storage = other._storage.blank(self.batch_size)
+            capacity = max(self.capacity, self._capacity_for(other._longest))
+            self._storage.place(index, other._storage, capacity)
+        offset, new = self.offset, other.offset
+
+        def placed() -> mx.array:
+            at = mx.array(list(rows), mx.int32)
+            return mx.put_along_axis(offset, at, new, axis=0)
+
+        self.offset = self._memo.get("place", (offset, new), tuple(rows), placed)
+        everything = len(rows) == self.batch_size
+        self._uniform = other._uniform and (
+            everything or (self._uniform and self._longest == other._longest)
+        )
+        self._longest = max(other._longest, 0 if everything else self._longest)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Let the given rows hold nothing; the others, and all shapes, stay.
+
+        Raises:
+            CacheError: there is no such row.
+        """
+        if not all(0 <= row < self.batch_size for row in rows):
+            raise CacheError(
+                f"reset got rows {list(rows)}: the batch has {self.batch_size}"
+            )
+        offset = self.offset
+
+        def emptied() -> mx.array:
+            stays = [row not in rows for row in range(self.batch_size)]
+            return mx.where(mx.array(stays), offset, 0)
+
+        self.offset = self._memo.get("reset", (offset,), tuple(rows), emptied)
+        self._uniform = self._uniform and not (rows and self._longest)
+
     def _same_shape(self: C, others: Sequence[C]) -> None:
         """Make ``self`` and ``others`` joinable (equal layouts)."""
 

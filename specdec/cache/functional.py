@@ -51,14 +51,10 @@ class FunctionalCache(CacheCore):
         """
         if self.empty() or self._lengths is not None or self._exact(num_tokens):
             return None
-        capacity, longest = self.capacity, self._longest + num_tokens
-        fits = self._slots_needed(longest) <= capacity
-        if not fits:
-            longest = self._longest_after(num_tokens)
+        longest = self._longest_after(num_tokens)
         self._check_write(num_tokens, longest)
-        if not fits:
-            capacity = self._capacity_for(longest)
-            self._storage.grow(capacity)
+        capacity = self._capacity_for(longest)
+        self._storage.grow(capacity)
         extent = min(capacity, round_up(longest, self.read_bucket))
         # Only where attention reads no more than the rows hold may a mask, or one
         # of its rules, be left out.

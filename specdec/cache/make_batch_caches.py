@@ -283,6 +283,16 @@ def extend_caches(caches: list[Any], others: list[Any]) -> None:
         caches[i].extend(other)
 
 
+def place_caches(caches: list[Any], rows: Sequence[int], others: list[Any]) -> None:
+    """Put the rows of ``others`` into ``rows`` of ``caches``, in place.
+
+    Quantized and dense ones meet as in :func:`extend_caches`.
+    """
+    for i, (cache, other) in enumerate(zip(caches, others, strict=True)):
+        caches[i] = _like(cache, other)
+        caches[i].place(rows, _like(other, caches[i]))
+
+
 def _like(cache: Any, other: Any) -> Any:
     """``cache``, quantized if ``other`` is."""
     if isinstance(cache, BatchCacheList):

@@ -97,6 +97,16 @@ class BatchCacheList:
         for c in self.caches:
             c.filter(batch_indices)
 
+    def place(self, rows: Sequence[int], other: BatchCacheList) -> None:
+        """As for :class:`~specdec.cache.batch.BatchCache`."""
+        for c, o in zip(self.caches, other.caches, strict=True):
+            c.place(rows, o)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """As for :class:`~specdec.cache.batch.BatchCache`."""
+        for c in self.caches:
+            c.reset(rows)
+
     def extend(self, other: BatchCacheList) -> None:
         """Append the rows of ``other``."""
         for c, o in zip(self.caches, other.caches, strict=True):

@@ -73,10 +73,15 @@ class RingCache(BatchCache):
         """Tokens held for the longest row, at most ``keep + window``."""
         return min(self._measure_longest(), self.keep + self.window)
 
+    def _longest_after(self, num_tokens: int) -> int:
+        longest = super()._longest_after(num_tokens)
+        if num_tokens > self.max_write and longest > self._slots:
+            # A loose bound must not refuse what a short row can take.
+            longest = self._measure_longest() + num_tokens
+        return longest
+
     def _check_write(self, num_tokens: int, longest: int) -> None:
-        if num_tokens <= self.max_write or longest <= self._slots:
-            return
-        if self._measure_longest() + num_tokens > self._slots:
+        if num_tokens > self.max_write and longest > self._slots:
             raise CacheError(
                 f"{num_tokens} tokens in one write would overwrite what they attend "
                 f"to: this ring takes {self.max_write} at a time (max_write)"
@@ -149,6 +154,14 @@ class RingCache(BatchCache):
         widest = max(p.max_write for p in parts)
         for part in parts:
             part.resize(widest)
+
+    def place(self, rows: Sequence[int], other: Self) -> None:
+        super().place(
+            rows, other
+        )  # with equal layouts, which changes what each can undo
+        if rows:
+            self._reach = max(self._reach, other._reach)
+            self._undone = max(self._undone, other._undone)
 
     def _join(self, parts: Sequence[Self]) -> None:
         self._same_shape(parts)  # which changes what parts can undo

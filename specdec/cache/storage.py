@@ -177,11 +177,43 @@ class Storage:
             return self.codec.present(self.arrays)
         return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
 
+    def blank(self, rows: int) -> Storage:
+        """The like of this one, as large, with ``rows`` rows of zeros."""
+        assert self.arrays is not None
+        return Storage(
+            self.codec,
+            tuple(mx.zeros((rows, *a.shape[1:]), a.dtype) for a in self.arrays),
+        )
+
     def take_rows(self, rows: mx.array) -> None:
         """Keep the given rows, in that order; with none, let go of the arrays."""
         if self.arrays is not None:
             keep = rows.shape[0] > 0
             self.arrays = tuple(a[rows] for a in self.arrays) if keep else None
+
+    def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
+        """Put the rows of ``other`` into the given ones; no other row is touched.
+
+        Like :meth:`write`, it happens in place when nobody holds the arrays.
+
+        Args:
+            rows: where each row of ``other`` goes, shape (1,) each, int32.
+            capacity: slots per row afterwards, at least as many as there are now.
+        """
+        if other.codec != self.codec:
+            raise CacheError("caches stored differently cannot be joined")
+        if self.arrays is None or other.arrays is None:
+            raise CacheError("a cache that holds nothing cannot be placed into another")
+        self.grow(capacity)
+        slots = min(other.capacity, capacity)
+        placed = []
+        for array, update in zip(self.arrays, other.arrays, strict=True):
+            for i, row in enumerate(rows):
+                array = mx.slice_update(
+                    array, update[i : i + 1, :, :slots], row, axes=(0,)
+                )
+            placed.append(array)
+        self.arrays = tuple(placed)
 
     def take_slots(self, slots: mx.array) -> None:
         """Let slot ``j`` of row ``i`` hold what slot ``slots[i, j]`` held."""

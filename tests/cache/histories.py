@@ -272,6 +272,27 @@ class History:
         if self.kind.window is not None:
             self.max_write = max(self.max_write, other.max_write)
 
+    def place(self) -> None:
+        """Rows of another batch in place of some of these, or none left of them."""
+        places = [i for i in range(len(self.rows)) if self.choices.integer(0, 1)]
+        if self.choices.integer(0, 2) == 0:
+            self.cache.reset(places)
+            for row in places:
+                self.rows[row] = []
+            return
+        places = places[:: -1 if self.choices.integer(0, 1) else 1]
+        other = History.begin(self.kind, self.choices, len(places), self.next_token)
+        for _ in range(self.choices.integer(0, 4)):
+            other.write()
+            other.trim()
+        self.cache.place(places, other.cache)
+        for row, tokens in zip(places, other.rows, strict=True):
+            self.rows[row] = tokens
+        self.next_token = other.next_token
+        self.undoable = 0
+        if self.kind.window is not None and places:
+            self.max_write = max(self.max_write, other.max_write)
+
     def merge(self) -> None:
         """Through mlx-lm's own caches of one sequence, and back."""
         singles = self.kind.bits is None or self.kind.window is None
@@ -313,16 +334,17 @@ class History:
             )
 
     def step(self) -> None:
-        step = self.choices.integer(0, 15)
-        if step <= 6:
+        step = self.choices.integer(0, 18)
+        if step <= 8:
             self.write()
-        elif step <= 9:
+        elif step <= 11:
             self.trim()
         else:
             steps = (
-                self.filter, self.extend, self.merge, self.resize, self.copy, self.note
+                self.filter, self.extend, self.merge, self.resize, self.copy, self.note,
+                self.place,
             )  # fmt: skip
-            steps[step - 10]()
+            steps[step - 12]()
         self.check_sizes()
 
     # -- checks ------------------------------------------------------------

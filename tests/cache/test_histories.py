@@ -53,7 +53,7 @@ def test_seeded_histories(kind: Kind) -> None:
 @pytest.mark.parametrize("kind", KINDS, ids=kind_name)
 def test_long_histories(kind: Kind) -> None:
     """Rings wrap a dozen times and more."""
-    ends = [run(kind, Seeded(-seed), 150) for seed in range(1, 11)]
+    ends = [run(kind, Seeded(-seed), 200) for seed in range(1, 11)]
     assert max(len(row) for end in ends for row in end.rows) > 60
 
 
@@ -227,6 +227,25 @@ def rows_swapped(patch: Patch) -> None:
     patch.setattr(Storage, "take_rows", lambda self, rows: right(self, rows[::-1]))
 
 
+def placed_beside(patch: Patch) -> None:
+    """The contents of one row in the next, its length where it belongs."""
+    right = Storage.place
+
+    def wrong(self: Storage, rows: Any, other: Storage, capacity: int) -> None:
+        last = len(self.arrays[0]) - 1 if self.arrays else 0
+        right(self, [mx.minimum(row + 1, last) for row in rows], other, capacity)
+
+    patch.setattr(Storage, "place", wrong)
+
+
+def placed_rows_undo_as_before(patch: Patch) -> None:
+    patch.setattr(RingCache, "place", BatchCache.place)
+
+
+def reset_of_nobody(patch: Patch) -> None:
+    patch.setattr(BatchCache, "reset", lambda self, rows: None)
+
+
 LINEAR, RING, KEEP, CHUNKED = "linear", "ring", "ring-keep", "chunked"
 FAULTS = [
     (trim_one_too_few, LINEAR),
@@ -255,6 +274,12 @@ FAULTS = [
     (merge_forgets_what_is_gone, RING),
     (write_alters_what_was_handed_out, LINEAR),
     (rows_swapped, LINEAR),
+    (placed_beside, LINEAR),
+    (placed_beside, RING),
+    (placed_beside, "linear-8bit"),
+    (placed_rows_undo_as_before, RING),
+    (reset_of_nobody, LINEAR),
+    (reset_of_nobody, CHUNKED),
 ]
 
 
