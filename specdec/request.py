@@ -73,6 +73,8 @@ class Sequence:
     error: str | None = None
     #: Bits in which its keys and values are kept; None: as they are.
     kv_bits: int | None = None
+    #: Whether it is drafted for, where there is a draft.
+    drafts: bool = True
     #: Tokens of the prompt that were found in the prefix store.
     prefix_tokens: int = 0
     rounds: int = 0

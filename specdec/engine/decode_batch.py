@@ -30,6 +30,9 @@ from .in_flight import InFlight, RowOutput
 from .limits import DraftLimits
 from .observer import RoundObserver
 
+# Rounds without a draft after which it is asked again whether rows that join get one.
+IDLE = 64
+
 
 class RowBatch:
     """Rows that decode in lockstep, each keeping what was accepted for it.
@@ -44,7 +47,6 @@ class RowBatch:
         length: chooses k, how many tokens are proposed in a round.
         backend: how to shape rounds.
         observer: is told of every round.
-        late: let the drafter wait with the prompts until it is to propose.
     """
 
     def __init__(
@@ -55,8 +57,6 @@ class RowBatch:
         length: DraftLength,
         backend: BackendDefaults,
         observer: RoundObserver,
-        *,
-        late: bool = False,
     ):
         self.rows = tuple(sequences)
         # Whether others wait to take the places of rows that end.
@@ -71,17 +71,15 @@ class RowBatch:
         self._vocab_size = target.vocab_size
         prompts = [s.request.prompt_tokens for s in self.rows]
         self._pacer = Pacer(length, peek_rows=backend.peek_rows)
-        self._cut: set[int] = set()  # of these rows the drafter has a last token only
-        max_length = self._max_length()
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
             [p[:-1] for p in prompts],
             max_round=self.num_draft_tokens + 1,
-            max_length=max_length,
+            max_length=self._max_length(),
         )
         self._draft = Drafting(drafter)
-        if not late:
-            self._draft.begin(self._drafted(), max_length=max_length)
+        if self._is_drafted_for():
+            self._begin_drafting()
         self._note_rows()
         # On the device, behind all rounds that were handed out.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)
@@ -96,35 +94,30 @@ class RowBatch:
         # it stays, every round writes behind it, then trims.
         return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
-    def _drafted(self) -> list[AbstractSequence[int]]:
-        """What is committed of each row but for the newest token, for the drafter.
+    def _is_drafted(self, sequence: Sequence) -> bool:
+        """Whether a row is drafted for, at least when it begins."""
+        return self._limits.at(sequence, len(sequence.request.prompt_tokens)) > 0
 
-        Of a row that is never drafted for any more, it needs nothing but a last token.
+    def _is_drafted_for(self) -> bool:
+        """Whether the drafter needs to know the rows: all, where it sees hidden states.
+
+        Those of a prompt are there but once.
         """
-        self._cut = {s.number for s in self.rows if not self._drafted_for(s)}
-        texts = ((s, (*s.request.prompt_tokens, *s.tokens[:-1])) for s in self.rows)
-        return [text[-1:] if s.number in self._cut else text for s, text in texts]
+        sees = self._target.runner.recorder is not None
+        return sees or any(map(self._is_drafted, self.rows))
 
-    def _drafted_for(self, sequence: Sequence) -> bool:
-        """Whether a row is drafted for, as long as it is now."""
-        length = len(sequence.request.prompt_tokens) + len(sequence.tokens)
-        return sequence.finish_reason is None and self._limits.at(sequence, length) > 0
-
-    def _missing(self) -> int | None:
-        """Tokens of a row, on average, that a drafter lacks that has not begun."""
-        if not self._draft.waits:
-            return None
-        lengths = [
-            len(s.request.prompt_tokens) + len(s.tokens)
+    def _begin_drafting(self) -> None:
+        """Begin the drafter's rows; one that is not drafted for has its last token."""
+        texts = [
+            s.request.prompt_tokens[0 if self._is_drafted(s) else -1 :]
             for s in self.rows
-            if self._drafted_for(s)
         ]
-        return sum(lengths) // len(lengths) if lengths else 0
+        self._draft.begin(texts, max_length=self._max_length())
 
     @property
     def drafts(self) -> bool:
-        """Whether the drafter has its rows."""
-        return self._draft.ready
+        """Whether rows are drafted for, and one was in one of the last rounds."""
+        return self._draft.ready and self._pacer.idle < IDLE
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -163,19 +156,12 @@ class RowBatch:
 
         Returns nothing while the first rounds are on their way.
         """
-        if self._draft.coming:
-            self.begin_drafting()
         ahead = len(self._in_flight)
         if ahead <= self._backend.lookahead and self._worth_a_round():
             k = self._choose_k()
-            if k and self._draft.waits:
-                if ahead:  # what it begins with has to be known
-                    return self._read(self._in_flight.popleft())
-                k = self._pacer.begin_late(self._missing() or 0)
-                self.begin_drafting()
             lookahead = self._lookahead(k)
             if ahead <= lookahead:
-                if k and self._pacer.undrafted > self.num_draft_tokens:
+                if k and self._draft.backlog > self.num_draft_tokens:
                     # For rows that have ended there may be no room to catch up.
                     self.drop_ended()
                 self._in_flight.append(self._dispatch(k))
@@ -191,46 +177,21 @@ class RowBatch:
         """Rounds in flight that the row takes part in: each brings a token or more."""
         return sum(f.has(sequence) for f in self._in_flight)
 
-    @property
-    def idle(self) -> int:
-        """Rounds since the last one that drafted."""
-        return self._pacer.idle
-
-    def begin_drafting(self) -> bool:
-        """Take in a chunk of what is committed, beginning without a round in flight.
-
-        Returns:
-            Whether the drafter is ready.
-        """
-        if self._draft.waits:
-            self._draft.begin_late(self._drafted(), max_length=self._max_length())
-            self._note_rows()
-        elif self._draft.coming:
-            self._draft.advance()
-            self._pacer.interrupt(drafting=True)
-            if self._draft.ready:
-                self._note_lengths()
-        return self._draft.ready
-
-    def let_go_of_draft(self) -> None:
-        """Let the drafter begin anew when it is wanted."""
-        self._draft.let_go()
-
     def _choose_k(self) -> int:
-        if self._draft.coming or not self.num_draft_tokens:
+        if not self._draft.ready:
             return self._pacer.defer()
         if (held := self._pacer.held(len(self.rows))) == 0:
             return 0
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
         room = [n for n in self._row_limits(most) if n >= 0]
-        if held and held <= max(room) and not self._draft.waits:
+        if held and held <= max(room):
             return held
         left = {s.number: s.remaining for s in unfinished}
         remaining = sum(left.values()) / len(room)
         known = {} if self.replaced else left
-        missing = self._missing()
-        k = self._pacer.choose(len(self.rows), room, remaining, known, missing=missing)
+        backlog = self._draft.backlog
+        k = self._pacer.choose(len(self.rows), room, remaining, known, backlog=backlog)
         return min(most, k)
 
     def _lookahead(self, k: int) -> int:
@@ -255,7 +216,8 @@ class RowBatch:
         unsettled = CompiledForwards.unsettled
         self._observer.begun(k)
         if not first:
-            self._pacer.begin(k, limits, [s.number for s in self.rows])
+            numbers = [s.number for s in self.rows]
+            self._pacer.begin(k, limits, numbers, backlog=self._draft.backlog)
         # 1. propose
         round_ = self._rules.round_of(k, self._committed, self._active)
         inputs = self._committed.newest
@@ -335,10 +297,14 @@ class RowBatch:
         """
         self.drop_ended()
         other.drop_ended()
+        if self._draft.ready != other._draft.ready:
+            plain = other if self._draft.ready else self
+            plain._begin_drafting()
+            for _ in plain._draft.prefill():  # of last tokens there is hardly any
+                pass
+            self._pacer.idle = 0
         self._target.extend(other._target)
         self._draft.extend(other._draft)
-        self._pacer.join(len(self.rows), len(other.rows))
-        self._cut |= other._cut
         self.rows += other.rows
         self._cached += other._cached
         self._note_rows()
@@ -353,7 +319,7 @@ class RowBatch:
         self._noted = self._running_rows()
         self._active = mx.array(self._noted, mx.bool_)
         self._rules = RowRules.of(self.rows, self._vocab_size)
-        self._all_drafted = self._cut.isdisjoint(s.number for s in self.rows)
+        self._all_drafted = all(map(self._is_drafted, self.rows))
 
     def retire(self) -> None:
         """Stop decoding rows that have ended; drop them where that saves work."""
@@ -387,4 +353,7 @@ class RowBatch:
         width = self._rules.sampling.context_size
         self._committed = self._committed.only(rows, width)
         self._target.filter(rows)
-        self._draft.filter(rows)
+        if self._is_drafted_for():
+            self._draft.filter(rows)
+        else:
+            self._draft.end()

@@ -27,9 +27,6 @@ from .scheduler import Scheduler
 
 Models = tuple[ModelRunner, Drafter | None]
 
-# Rounds without a draft after which rows that join ask whether it is to be let go.
-IDLE = 64
-
 
 class Engine:
     """Decodes requests as rows become free, ``config.batch_size`` at a time.
@@ -193,10 +190,6 @@ class Engine:
             self._running.note_interruption()
         if outputs is not None and self._joining.unfinished:
             return outputs
-        # Rows that join others get a drafter where these have one, chunk by chunk too.
-        drafts = self._running is not None and self._running.drafts
-        if drafts and self._joining.unfinished and not self._joining.begin_drafting():
-            return outputs or []
         # Prefill is over. The generator holds caches that are about to be copied.
         self._chunks = iter(())
         joining, self._joining = self._joining, None
@@ -217,9 +210,10 @@ class Engine:
         models, kv_bits = self._models, sequences[0].request.kv_bits
         if kv_bits is not None and self._packed is not None:
             models = self._guarded(self._packed(kv_bits))
-        for sequence in sequences:
-            sequence.kv_bits = models[0].options.kv_bits
         target, drafter = models
+        drafts = drafter is not None and self._may_draft(drafter, running, sequences)
+        for sequence in sequences:
+            sequence.kv_bits, sequence.drafts = target.options.kv_bits, drafts
         self._joining = RowBatch(
             target,
             drafter,
@@ -227,32 +221,27 @@ class Engine:
             self._length,
             self._backend,
             self._observer,
-            late=drafter is not None and self._may_wait(drafter, running, sequences),
         )
         self._chunks = self._joining.prefill()
 
-    def _may_wait(
+    def _may_draft(
         self, drafter: Drafter, running: list[Sequence], sequences: list[Sequence]
     ) -> bool:
-        """Whether a drafter's share of prefill may wait until it is to propose.
+        """Whether rows that begin are drafted for; that holds until they end.
 
-        Rows that join do as those that they join, whose drafter is let go where it has
-        proposed nothing for long and may not pay. Hidden states are there but once.
+        They are where rows that they join draft, and otherwise where that may pay for
+        what the drafter takes for their prompts.
         """
-        if drafter.hidden_layers:
-            return False
-        joined = self._running if running else None
-        if joined is not None and (not joined.drafts or joined.idle < IDLE):
-            return not joined.drafts
-        n = len(sequences)
-        k = self._length.max_draft_tokens
-        tokens = sum(s.remaining for s in sequences) / n
-        known = sum(len(s.request.prompt_tokens) for s in sequences) // n
-        if self._length.may_pay(BatchState(n, [k] * n, tokens, known)):
-            return False
-        if joined is not None:
-            joined.let_go_of_draft()
-        return True
+        if drafter.hidden_layers:  # of these it is shown every row's
+            return True
+        if running and self._running is not None and self._running.drafts:
+            return True
+        k, rows = self._length.max_draft_tokens, [*running, *sequences]
+        n = len(rows)
+        room = [k * s.drafts for s in running] + [k] * len(sequences)
+        tokens = sum(s.remaining for s in rows) / n
+        prompts = sum(len(s.request.prompt_tokens) for s in sequences) // n
+        return self._length.may_pay(BatchState(n, room, tokens, prompts))
 
     def _round(self) -> list[RowOutput]:
         if self._running is None:

@@ -124,7 +124,7 @@ class InFlight:
         return read
 
     def peeks(self) -> list[Peek]:
-        """Of every row that goes on, its token, and what it could have been."""
+        """Of every drafted row that goes on, its token, and what it could have been."""
         tokens: list[Any] = [None] * len(self.rows)
         if self.peeked is not None:
             tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]
@@ -134,7 +134,7 @@ class InFlight:
         return [
             Peek(s.number, s.tokens[-1], row)
             for s, row in zip(self.rows, tokens, strict=True)
-            if s.finish_reason is None and s.tokens
+            if s.finish_reason is None and s.tokens and s.drafts
         ]
 
 

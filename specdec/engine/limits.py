@@ -36,7 +36,7 @@ class DraftLimits:
 
     def at(self, sequence: Sequence, length: int) -> int:
         """Draft tokens that a row of ``length`` committed tokens may accept."""
-        if length > self._longest:
+        if length > self._longest or not sequence.drafts:
             return 0
         own = sequence.request.params.num_draft_tokens
         return self.most if own is None else min(own, self.most)

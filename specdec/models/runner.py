@@ -74,8 +74,6 @@ class ModelRunner:
         mx.eval(model)
         # Builds a graph to read its shape; nothing is computed.
         self.vocab_size = int(model(mx.array([[0]])).shape[-1])
-        #: See :meth:`late`.
-        self.between_rounds = False
         #: Listens to layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
         self.backend = backend
@@ -108,20 +106,6 @@ class ModelRunner:
         runner.prefixes = None
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
-        return runner
-
-    def late(self, step: int) -> ModelRunner:
-        """The same for rows whose prompts are written between rounds of others.
-
-        Nothing of them is kept in a prefix store: they hold what was generated.
-
-        Args:
-            step: prompt tokens of each row at a time, at most.
-        """
-        runner = copy.copy(self)
-        runner.prefixes = None
-        runner.prefill_step_size = min(self.prefill_step_size, step)
-        runner.between_rounds = True
         return runner
 
     def rows(
@@ -233,9 +217,7 @@ class ModelRows:
             self.written = valid
             self._record(done, valid, width)
             done += width
-            # Rounds would have to allocate anew what is freed between them.
-            if not self.runner.between_rounds:
-                mx.clear_cache()
+            mx.clear_cache()
             yield
         lengths = [len(p) for p in self._prompts]
         self.note_lengths(max(lengths), min(lengths))

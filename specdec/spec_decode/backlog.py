@@ -52,6 +52,11 @@ class Missed:
         """Most rounds that a row missed."""
         return max(self.counts, default=0)
 
+    @property
+    def mean(self) -> int:
+        """Rounds that a row missed, on average."""
+        return round(sum(self.counts) / max(1, len(self.counts)))
+
     def add(self, tail: mx.array) -> None:
         """Note a round, by the last two tokens of each row when it began, (B, 2).
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, late
+from .drafter import Drafter, DraftRows, Proposals, Round, backlog
 from .rejection_sampler import Verdict
 
 
@@ -35,10 +35,6 @@ class ChainDrafter:
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
 
-    def late(self) -> ChainDrafter:
-        """Both, for rows that have been decoded for a while."""
-        return ChainDrafter(late(self.first), late(self.second))
-
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
         first, second = (
@@ -63,6 +59,11 @@ class ChainRows:
         self._first = first
         self._second = second
         self._num_layers = num_layers
+
+    @property
+    def backlog(self) -> int:
+        """Of the one that has more."""
+        return max(backlog(self._first), backlog(self._second))
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         """Show each its layers."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
@@ -43,12 +42,6 @@ class DraftModel:
         # The first forward of a round writes two tokens.
         self.max_round = max(2, max_draft_tokens + 1)
 
-    def late(self) -> DraftModel:
-        """Rows of it take what is committed in pieces as small as in catching up."""
-        draft = copy.copy(self)
-        draft.runner = self.runner.late(CATCH_UP_STEP)
-        return draft
-
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> DraftModelRows:
@@ -75,6 +68,11 @@ class DraftModelRows:
         self._missed = Missed(rows.num_rows)
         # Missed tokens that were put before the round's own.
         self._ahead = 0
+
+    @property
+    def backlog(self) -> int:
+        """Rounds without proposals that the next one has to take in."""
+        return self._missed.mean
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""

@@ -120,7 +120,8 @@ class DraftRows(Protocol):
     is 0) and :meth:`commit`. Neither may wait for the device. A class that inherits
     from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
     else it does not write does nothing. Where proposing costs next to nothing it may
-    have a method ``peek``, see :func:`peek`.
+    have a method ``peek``, see :func:`peek`; where rounds with k = 0 leave something to
+    do, an attribute ``backlog``, see :func:`backlog`.
     """
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
@@ -177,15 +178,12 @@ class Drafter(Protocol):
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
 
 
-def late(drafter: Drafter) -> Drafter:
-    """The same drafter, for rows that have been decoded for a while without it.
+def backlog(rows: DraftRows) -> int:
+    """Tokens of a row, on average, that the next :meth:`DraftRows.propose` takes in.
 
-    What was generated counts as part of their prompts then. It is what the drafter's
-    method ``late`` gives, where it has one.
+    Their attribute ``backlog`` says it, where they have one.
     """
-    own = getattr(drafter, "late", None)
-    found: Drafter = drafter if own is None else own()
-    return found
+    return int(getattr(rows, "backlog", 0))
 
 
 def peek(rows: DraftRows, round_: Round) -> Proposals | None:

@@ -11,7 +11,15 @@ import mlx.core as mx
 from ..errors import DrafterError
 from .draft_length import BatchState, DraftLength, RoundOutcome
 from .draft_model import DraftModelRows
-from .drafter import Drafter, DraftRows, Proposals, Round, check_proposals, late, peek
+from .drafter import (
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+    backlog,
+    check_proposals,
+    peek,
+)
 from .ngram import NgramRows
 from .rejection_sampler import Verdict
 
@@ -81,13 +89,6 @@ class _Guarded(Drafter):
                 self._guard.fail(error, self._drafter)
         return _GuardedRows(rows, self._guard)
 
-    def late(self) -> Drafter:
-        try:
-            return _Guarded(late(self._drafter), self._guard)
-        except Exception as error:
-            self._guard.fail(error, self._drafter)
-            return self
-
 
 class _GuardedRows(DraftRows):
     """Rows of a drafter that may fail; behind that they are ``None``."""
@@ -109,6 +110,10 @@ class _GuardedRows(DraftRows):
             self._rows = None
             self._guard.fail(error, rows)
             return otherwise
+
+    @property
+    def backlog(self) -> int:
+        return self._ask(backlog, 0)
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         self._ask(lambda rows: rows.observe(hidden, lengths), None)

@@ -334,7 +334,7 @@ def test_a_rounds_time_begins_with_the_read_before_it() -> None:
     pacer.read([1, 1])  # 13: two were built meanwhile
     pacer.begin(0, (0, 0))  # 14
     pacer.read([1, 1])  # 17: behind the read at 13
-    pacer.begin(2, (2, -1))  # 18
+    pacer.begin(2, (2, -1), backlog=3)  # 18
     pacer.read([1, 1])  # 20: of another k
     pacer.begin(2, (2, -1))  # 21
     pacer.read([3, None])  # 25: behind the read at 20

@@ -25,8 +25,8 @@ from specdec.spec_decode import Drafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.draft_length import DraftLength
 
 from ..cache.small_models import MODELS
-from ..engine.test_late_drafting import Late
 from ..plain import BEHIND
+from ..scripted import Script
 
 WIDER: dict[str, Any] = {
     "hidden_size": 128,
@@ -238,7 +238,6 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
     check_plan(run, lambda told, peak: told - weights <= 2 * (peak - weights))
 
 
-@pytest.mark.parametrize("may_pay", [True, False], ids=["catches-up", "begins-late"])
 @pytest.mark.parametrize(
     ("batch", "prompt", "generated", "step"),
     [(8, 30, 270, 512), (4, 200, 90, 512), (4, 30, 600, 2048)],
@@ -249,14 +248,13 @@ def test_a_draft_that_takes_in_much_stays_within_the_plan(
     prompt: int,
     generated: int,
     step: int,
-    may_pay: bool,
 ) -> None:
     """Near the rows' end, beside caches that are as long as they become."""
     config = EngineConfig(batch_size=batch, prefill_step_size=step)
     target, draft = (loaded(tiny_model, "full", seed=i) for i in (0, 1))
     requests = requests_of(batch, prompt, generated)
     rounds = generated - 30
-    length = Late(lambda number: 8 if number >= rounds else 0, may_pay=may_pay)
+    length = Script(lambda number: 8 if number >= rounds else 0)
     length.max_draft_tokens = 8
     peak, plan = measure(target, draft, config, requests, length=length)
     assert any(o.num_draft_tokens for o in length.outcomes)

@@ -231,20 +231,3 @@ def test_a_draft_whose_padding_stays_is_noticed(
     decoding.miss(12)
     with pytest.raises(AssertionError):
         decoding.draft_and_check()
-
-
-def test_buffers_are_kept_between_small_chunks(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Those of a late beginning, for one, which come between rounds."""
-    cleared: list[int] = []
-    monkeypatch.setattr(mx, "clear_cache", lambda: cleared.append(1))
-    config = EngineConfig(prefill_step_size=256)
-    runner = ModelRunner(tiny_model("llama"), "draft", config, BEHIND)
-    draft = DraftModel(runner, vocab_size=VOCAB, max_draft_tokens=4)
-    for drafter, freed in ((draft, 2), (draft.late(), 0)):
-        rows = drafter.rows(texts_of(500), max_length=600)
-        for _ in rows.prefill():
-            pass
-        assert len(cleared) == freed
-        cleared.clear()

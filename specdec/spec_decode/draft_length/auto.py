@@ -7,7 +7,7 @@ from collections.abc import Callable, Collection, Sequence
 from .acceptance import Acceptance, tokens_per_round
 from .base import BatchState, RoundOutcome
 from .costs import Forwards, RoundCosts
-from .credit import MOST_CHARGE, Credit, Hope
+from .credit import EXPLORE, MOST_CHARGE, Credit, Hope
 from .deadline import Deadline
 from .ladder import LADDER, Ladder
 from .peeks import Peeked
@@ -77,9 +77,6 @@ class AutoLength:
         self._rest = Rest()
         # What the last thought came to, behind the last rest.
         self._thought: int | None = None
-        # The k that a drafter may begin late for, and whether that is a try; what is to
-        # follow then.
-        self._wanted, self._promised = (0, False), 0
         self._hope = Hope()
 
     def prepare(self, num_rows: int) -> None:
@@ -100,10 +97,13 @@ class AutoLength:
         takes for their prompts; or would, as long as something can be tried, were
         acceptance and costs better than thought by a standard deviation. The latter is
         a try, and so is the former where nothing was drafted the last time; a try is
-        charged if nothing comes of it.
+        charged if nothing comes of it. Where the prompts take next to nothing, a draft
+        may pay that would if it were always right.
         """
         self._credit.lose(self._hope.end())
         ks = self._ladder.up_to(state.room, self.acceptance.measured)
+        if any(self._is_little(state, k) for k in ks[1:]):
+            return True
         trusted = () if self._hope.was_vain else (0.0,)
         for doubt in (0.0, 1.0) if self._credit.left > 0 else trusted:
             hopes = self._expected(state, ks[-1], doubt)
@@ -115,6 +115,13 @@ class AutoLength:
                     self._hope.begin(extra)
                     return True
         return False
+
+    def _is_little(self, state: BatchState, k: int) -> bool:
+        """Whether prompts take little of what rows may, and k can be of use at all."""
+        n, costs = state.num_rows, self.costs
+        taken_in = costs.extra(n, k, state.undrafted) - costs.extra(n, k, 0)
+        little = taken_in <= EXPLORE * state.remaining / 2
+        return little and costs.relative(n, k)[0] < k + 1
 
     def held(self, num_rows: int) -> int | None:
         """k, where rounds of one follow each other and the next one is another."""
@@ -128,14 +135,11 @@ class AutoLength:
         k = self._think(state)
         # A deadline is looked at in every round that drafts.
         self._thought = None if k and len(state.left) > 1 else k
-        if not state.begun:
-            self._wanted = (k, k != self._best_known)
         return k
 
     def _begin_batch(self) -> None:
         """What was waited for was another batch's."""
         self._learn_rested()
-        self._wanted, self._promised = (0, False), 0
         self._credit.settle()
 
     def _think(self, state: BatchState) -> int:
@@ -146,10 +150,6 @@ class AutoLength:
         rates = self._rates(state, ks)
         in_time = self._in_time(state, rates)
         self._best_known = best = self._best(state, in_time)
-        if not state.begun:
-            self._promised = 0
-        elif self._promised and self._promised in rates:
-            return self._promised
         k, run, timed = self._newest(state)
         if run < BURST and timed < TIMED and k in rates:
             return k
@@ -213,6 +213,10 @@ class AutoLength:
             run += 1
         return k, run, timed
 
+    def _is_plain(self, state: BatchState) -> bool:
+        """Whether the newest round drafts nothing."""
+        return state.undrafted > 0 or not self._newest(state)[0]
+
     def _rates(self, state: BatchState, ks: list[int]) -> dict[int, float]:
         """Expected tokens of a row in the time of a plain round, by k."""
         expected = self._expected(state, ks[-1])
@@ -229,7 +233,7 @@ class AutoLength:
 
     def _best(self, state: BatchState, rates: dict[int, float]) -> int:
         """The best k as far as is known, with a preference for the last one."""
-        last = 0 if state.undrafted else self._last
+        last = 0 if self._is_plain(state) else self._last
         stay = last if rates.get(last, 0.0) >= rates[0] * SWITCH else 0
         best, gained = stay, 0.0
         for k, rate in rates.items():
@@ -260,7 +264,7 @@ class AutoLength:
         found = [(True, self._credit.reach, best)]
         for k in rates:
             # Of one plain round after another, nothing new is learnt.
-            if k == best or (k == 0 and state.undrafted):
+            if k == best or (k == 0 and self._is_plain(state)):
                 continue
             hope = hopes[k] / self.costs.least(state.num_rows, k, DOUBT)
             if hope < rates[best] * PROMISE:
@@ -355,11 +359,7 @@ class AutoLength:
         cost = self.costs.relative(num_rows, k)[0]
         self._credit.earn(cost)
         if outcome.forced:
-            if outcome.undrafted:
-                self._begin_late(outcome)
             return
-        if k:
-            self._promised = 0
         if k == self._best_known:
             self._last = k
             if k:
@@ -389,11 +389,3 @@ class AutoLength:
             self._credit.spend(outcome.spent / plain - cost)
         if k:
             self._credit.settle()
-
-    def _begin_late(self, outcome: RoundOutcome) -> None:
-        """Charge for what a drafter takes in for a try; the try is to follow."""
-        self._promised, tried = self._wanted
-        self._credit.settle()
-        if tried:
-            k, undrafted = self._promised, outcome.undrafted
-            self._credit.foresee(self.costs.extra(outcome.num_rows, k, undrafted))

@@ -19,11 +19,10 @@ class BatchState:
         room: for each running row the most draft tokens that could be of use to it.
         remaining: tokens that the running rows may still emit, on average.
         undrafted: tokens of a row that the drafter has to catch up with first: those of
-            the rounds since the last one that drafted, or all.
+            the rounds since the last one that drafted, or those of prompts.
         in_flight: k of the rounds that were handed out and not read yet.
         left: tokens that each running row may still emit, by its number, where no
             others take the places of rows that end; else empty.
-        begun: whether the drafter has the rows; if not, all of them count as undrafted.
         fresh: whether no round of the batch was handed out before.
     """
 
@@ -33,7 +32,6 @@ class BatchState:
     undrafted: int = 0
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
-    begun: bool = True
     fresh: bool = False
 
 
@@ -48,14 +46,12 @@ class RoundOutcome:
             how many it accepted).
         seconds: how long the round took; ``None`` where that is not known, as
             other work came between.
-        undrafted: tokens of a row that the drafter caught up with first; of a round
-            without a draft, those that it has begun to take in, for the k that was
-            chosen last.
+        undrafted: tokens of a row that the drafter caught up with first.
         rows: the numbers of the rows of ``accepted``, where they are known.
         forced: nothing could be drafted, so k was not chosen.
-        spent: seconds until it was read, where drafting held it up: a drafter took
-            tokens in, shapes of a round that drafts were got ready for, or the round
-            looked what a draft would bring; such rounds have no ``seconds``.
+        spent: seconds until it was read, where drafting held it up: shapes of a round
+            that drafts were got ready for, or the round looked what a draft would
+            bring; such rounds have no ``seconds``.
         peeked: of a round without a draft, what one would have brought, as far as that
             was looked at.
     """
@@ -85,7 +81,8 @@ class DraftLength(Protocol):
         """Whether drafting may pay for rows that begin.
 
         Args:
-            state: of those rows; the drafter missed their prompts.
+            state: of those rows and the ones that they join; of a row that is not
+                drafted for, the room is 0. The drafter missed the prompts.
         """
 
     def held(self, num_rows: int) -> int | None:

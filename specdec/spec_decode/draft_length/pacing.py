@@ -56,20 +56,11 @@ class Pacer:
         self._last_read = float("-inf")
         # When work came between rounds: any, and other than drafting.
         self._interrupted = self._foreign = float("-inf")
-        # Rounds that the drafter has to catch up with, per row on average, and tokens
-        # that it has begun to take in between rounds, which the next round tells.
-        self._undrafted = 0.0
-        self._begun = 0
         self._forced = False
         self._fresh = True
         self._peeks, self._peek_rows = Peeks(), peek_rows
-        #: Rounds since the last one that drafted.
+        #: Rounds since the last one that drafted, or since rows came that may draft.
         self.idle = 0
-
-    @property
-    def undrafted(self) -> int:
-        """Rounds that the drafter has to catch up with."""
-        return round(self._undrafted)
 
     def may_look(self, num_rows: int) -> bool:
         """Whether the round just begun is to look what a draft would bring.
@@ -90,8 +81,7 @@ class Pacer:
     def held(self, num_rows: int) -> int | None:
         """k of the next round of so many rows, if nothing is to be asked.
 
-        For a round that drafts one of them needs room, and the drafter has to be there:
-        else it is to be chosen.
+        For a round that drafts one of them needs room: else it is to be chosen.
         """
         held = None if self._fresh else self._length.held(num_rows)
         if held is None or any(p.num_draft_tokens != held for p in self._pending):
@@ -106,14 +96,14 @@ class Pacer:
         remaining: float,
         left: Mapping[int, int] | None = None,
         *,
-        missing: int | None = None,
+        backlog: int = 0,
     ) -> int:
         """k of the next round; see :class:`~specdec.spec_decode.draft_length.BatchState`.
 
         0 without asking where no row has room.
 
         Args:
-            missing: tokens of a row that the drafter lacks, where it has not begun.
+            backlog: tokens of a row that the drafter has to catch up with.
         """
         self._forced = not any(room)
         if self._forced:
@@ -124,10 +114,9 @@ class Pacer:
                 num_rows,
                 room,
                 remaining,
-                self.undrafted if missing is None else missing,
+                backlog,
                 in_flight,
                 left or {},
-                missing is None,
                 self._fresh,
             )
         )
@@ -137,26 +126,27 @@ class Pacer:
         self._forced = True
         return 0
 
-    def begin_late(self, missing: int) -> int:
-        """The drafter begins to take in ``missing`` tokens; k of the round: 0."""
-        self._begun, self._undrafted = missing, 0.0
-        return self.defer()
-
     def begin(
         self,
         num_draft_tokens: int,
         limits: tuple[int, ...],
         rows: AbstractSequence[int] = (),
+        *,
+        backlog: int = 0,
     ) -> None:
-        """A round is about to be built; ``limits`` are -1 for rows that have ended."""
-        k, undrafted = num_draft_tokens, self.undrafted
-        if not k:
-            undrafted, self._begun = self._begun, 0
-        self._undrafted = 0.0 if k else self._undrafted + 1
+        """A round is about to be built.
+
+        Args:
+            num_draft_tokens: k.
+            limits: of its rows; -1 for one that has ended.
+            rows: their numbers.
+            backlog: tokens of a row that the drafter catches up with where k is not 0.
+        """
+        k, caught_up = num_draft_tokens, backlog if num_draft_tokens else 0
         self.idle = 0 if k else self.idle + 1
         self._fresh = False
         now = self._clock()
-        self._pending.append(_Pending(k, limits, now, undrafted, rows, self._forced))
+        self._pending.append(_Pending(k, limits, now, caught_up, rows, self._forced))
 
     def read(
         self,
@@ -208,12 +198,8 @@ class Pacer:
         """Work came between rounds: those in flight are not timed.
 
         Args:
-            drafting: a drafter took tokens in, or a round that drafts had new shapes.
+            drafting: a round that drafts had new shapes.
         """
         self._interrupted = self._clock()
         if not drafting:
             self._foreign = self._interrupted
-
-    def join(self, before: int, joined: int) -> None:
-        """Rows have joined, of which the drafter missed nothing yet."""
-        self._undrafted *= before / (before + joined)

@@ -62,7 +62,7 @@ class Costs:
 def ask(length: DraftLength, state: BatchState) -> int:
     """k of the next round, as a batch comes to it."""
     held = None if state.fresh else length.held(state.num_rows)
-    if held is None or held > max(state.room) or (held and not state.begun):
+    if held is None or held > max(state.room):
         return length.choose(state)
     if any(k != held for k in state.in_flight):
         return length.choose(state)

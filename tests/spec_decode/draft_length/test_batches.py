@@ -25,27 +25,13 @@ def fresh(k: int, left: dict[int, int] | None = None) -> BatchState:
     return BatchState(2, [k] * 2, 100.0, left=left or {}, fresh=True)
 
 
-def test_a_batch_is_not_given_what_another_waited_for() -> None:
-    """Its rows ended while their drafter was still taking in what they had."""
-    length = AutoLength(RoundCosts(ForwardCosts([GPU.measured(2)])))
-    length.observe(RoundOutcome(2, 0, [], 1.0))
-    late = BatchState(2, [8] * 2, 5.0, 4000, begun=False)
-    assert length.choose(late) == 0
-    length._wanted = (8, True)
-    length.observe(RoundOutcome(2, 0, [], undrafted=4000, forced=True))
-    length._credit.left = -3.0
-    expected = AutoLength(length.costs)
-    expected._credit.left = -3.0
-    assert length.choose(fresh(8)) == expected.choose(fresh(8)) != 8
-
-
 def test_a_batch_does_not_pay_for_rounds_of_the_one_before() -> None:
     """Which were plain, and not looked at one by one."""
     length = AutoLength(RoundCosts(ForwardCosts([GPU.measured(8)])))
     length._credit.left = -5.0
     left = dict.fromkeys(range(8), 100)
     for _ in range(CALM + 4):
-        ask(length, BatchState(8, [8] * 8, 100.0, 100_000, left=left, begun=False))
+        ask(length, BatchState(8, [8] * 8, 100.0, 100_000, left=left))
         length.observe(RoundOutcome(8, 0, [], 1.0))
     assert length._rest._read
     left = dict.fromkeys(range(8, 12), 60)
@@ -60,7 +46,7 @@ def resting(num_rows: int, *, spent: float) -> AutoLength:
     length = AutoLength(RoundCosts(ForwardCosts([GPU.measured(num_rows)])))
     length._credit.left = -5.0
     left = dict.fromkeys(range(num_rows), 100)
-    state = BatchState(num_rows, [8] * num_rows, 100.0, 100_000, left=left, begun=False)
+    state = BatchState(num_rows, [8] * num_rows, 100.0, 100_000, left=left)
     while length.held(num_rows) is None:
         length.choose(state)
         length.observe(RoundOutcome(num_rows, 0, [], 1.0))
@@ -87,7 +73,7 @@ def test_where_a_row_ends_what_was_rested_through_counts() -> None:
     left = dict.fromkeys(range(7), 60)
     spent: list[float] = []
     length._think = lambda state: spent.append(length._deadline._spent) or 0  # type: ignore[method-assign,func-returns-value]
-    length.choose(BatchState(7, [8] * 7, 60.0, left=left, begun=False))
+    length.choose(BatchState(7, [8] * 7, 60.0, left=left))
     one = length.costs.forwards.round(8, 0)
     assert spent[0] == pytest.approx(15 * one, rel=0.05)
 
@@ -138,9 +124,7 @@ def test_prompts_that_a_drafter_took_for_nothing_are_charged() -> None:
         begins = length.may_pay(BatchState(2, [8] * 2, 100.0, 200))
         begun += begins
         for number in range(100):
-            state = BatchState(
-                2, [8] * 2, 100.0, number and 1, fresh=not number, begun=begins
-            )
+            state = BatchState(2, [8] * 2, 100.0, number and 1, fresh=not number)
             k = length.choose(state) if begins else 0
             length.observe(RoundOutcome(2, k, [(k, 0)] * 2 if k else [], costs(2, k)))
     assert 1 <= begun <= 8
