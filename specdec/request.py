@@ -95,6 +95,11 @@ class Sequence:
         return self.eos_token_ids | frozenset(self.request.params.stop_token_ids)
 
     @property
+    def length(self) -> int:
+        """Tokens of the prompt, and those generated so far."""
+        return len(self.request.prompt_tokens) + len(self.tokens)
+
+    @property
     def remaining(self) -> int:
         """Tokens that ``max_tokens`` still allows."""
         return self.request.params.max_tokens - len(self.tokens)

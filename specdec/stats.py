@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, field
 from itertools import zip_longest
 
@@ -50,6 +51,13 @@ class RunStats:
     fallbacks: dict[int, Fallback] = field(default_factory=dict)
     draft_error: str | None = None
     peak_memory_bytes: int = 0
+
+    def take_prefilled(self, sequences: Collection[Sequence]) -> None:
+        """Count rows that have their first tokens."""
+        self.prefilled += len(sequences)
+        for s in sequences:
+            self.prompt_tokens += len(s.request.prompt_tokens)
+            self.prefix_tokens += s.prefix_tokens
 
     def take_ended(self, sequence: Sequence) -> None:
         """Count a row that has ended."""

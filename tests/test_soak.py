@@ -8,7 +8,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.engine.decode_batch import RowBatch
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRows
 from specdec.output_text import OutputText
@@ -32,10 +32,10 @@ def rows_stay(self: Engine) -> None:
     pass
 
 
-_row_limits = RowBatch._row_limits
+_row_limits = DecodeBatch._row_limits
 
 
-def limits_of_the_batch(self: RowBatch, k: int) -> tuple[int, ...]:
+def limits_of_the_batch(self: DecodeBatch, k: int) -> tuple[int, ...]:
     limits = _row_limits(self, k)
     return tuple(-1 if n < 0 else max(limits) for n in limits)
 
@@ -63,7 +63,7 @@ def holds_nothing_back(self: OutputText, text: str) -> int:
     ("owner", "name", "fault"),
     [
         (Engine, "_drop_idle", rows_stay),
-        (RowBatch, "_row_limits", limits_of_the_batch),
+        (DecodeBatch, "_row_limits", limits_of_the_batch),
         (ModelRows, "trim_per_sequence", trims_too_little),
         (OutputText, "_held_back", holds_nothing_back),
     ],
@@ -74,7 +74,7 @@ def test_it_finds_planted_faults(
 ) -> None:
     monkeypatch.setattr(owner, name, fault)
     # Room for what rows keep too much: behind the end is other memory.
-    room = RowBatch._max_length
-    monkeypatch.setattr(RowBatch, "_max_length", lambda self: room(self) + 16)
+    room = DecodeBatch._max_length
+    monkeypatch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 16)
     with pytest.raises(AssertionError):
         soak(0, lambda done: done.worlds < WORLDS, requests=REQUESTS)

@@ -15,6 +15,7 @@ from .make_batch_caches import (
     check_caches,
     extend_caches,
     maybe_quantize,
+    place_caches,
     reads_boolean_masks,
 )
 from .members import BatchCacheList
@@ -37,5 +38,6 @@ __all__ = [
     "check_caches",
     "extend_caches",
     "maybe_quantize",
+    "place_caches",
     "reads_boolean_masks",
 ]

@@ -130,7 +130,7 @@ class BatchCache(FunctionalCache):
         other = self._matching(other)
         if sorted(set(rows)) != sorted(rows) or len(rows) != other.batch_size:
             raise CacheError(
-                f"place got rows {list(rows)} for the {other.batch_size} of another cache"
+                f"place got rows {list(rows)} for {other.batch_size} rows to place"
             )
         if not all(0 <= row < self.batch_size for row in rows):
             raise CacheError(

@@ -1,9 +1,12 @@
-"""Rows that decode in lockstep, and the round that they go through together.
+"""Rows that decode together, and the round that they go through.
 
-    propose -> verify -> accept -> trim -> commit -> read
+    propose -> verify -> accept -> trim -> commit
 
-What decides the next round's inputs (kept counts, last tokens, offsets) stays
-on the device; the host reads a round's tokens while the next one runs.
+A batch has a fixed number of slots. A row that ends leaves its slot idle; a row that
+joins is written into an idle one, and nothing else is copied or changes its shape.
+
+What decides the next round's inputs (kept counts, last tokens, offsets) stays on the
+device. The host reads a round's tokens while the next one runs.
 """
 
 from __future__ import annotations
@@ -19,48 +22,62 @@ from ..backend import BackendDefaults
 from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
 from ..request import Sequence
-from ..spec_decode import Drafter
+from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
 from ..spec_decode.draft_length.pacing import Pacer
+from ..spec_decode.drafter import backlog, peek
 from ..spec_decode.ready import behind
 from ..spec_decode.verifier import RowRules
-from .drafting import Drafting
-from .in_flight import InFlight, RowOutput
+from .in_flight import InFlight
 from .limits import DraftLimits
 from .observer import RoundObserver
 
 # Rounds without a draft after which it is asked again whether rows that join get one.
 IDLE = 64
+NO_TOKENS: tuple[int, ...] = ()
 
 
-class RowBatch:
+class DecodeBatch:
     """Rows that decode in lockstep, each keeping what was accepted for it.
 
     Between rounds the target's cache holds all committed tokens of a row but the
-    last, which is the first input of its next verification.
+    last, which is the first input of its next verification. That of an idle slot holds
+    nothing.
 
     Args:
         target: runs the target model.
         drafter: proposes; ``None`` decodes plainly.
-        sequences: the rows, one or more, none of them begun.
+        rows: those to begin with, one or more, none of them begun.
         length: chooses k, how many tokens are proposed in a round.
         backend: how to shape rounds.
-        observer: is told of every round.
+        observer: sees every round.
+        in_flight: rounds that were handed out and not read yet, of this batch and of
+            those that it joins or is joined by.
+        num_slots: as many as ``rows`` or more.
+
+    Attributes:
+        slots: the row of each slot; ``None`` where it is idle.
+        replaced: whether other rows wait to take the places of those that end.
+        alone: whether no other rows decode meanwhile; then first tokens do not wait for
+            the drafter's prompts.
     """
 
     def __init__(
         self,
         target: ModelRunner,
         drafter: Drafter | None,
-        sequences: AbstractSequence[Sequence],
+        rows: AbstractSequence[Sequence],
         length: DraftLength,
         backend: BackendDefaults,
         observer: RoundObserver,
+        in_flight: deque[InFlight],
+        num_slots: int,
     ):
-        self.rows = tuple(sequences)
-        # Whether others wait to take the places of rows that end.
+        self.slots: list[Sequence | None] = [*rows, *[None] * (num_slots - len(rows))]
         self.replaced = False
+        self.alone = True
+        self._in_flight = in_flight
         self._limits = DraftLimits(
             drafter, length.max_draft_tokens, every_use=backend.repeat_shapes
         )
@@ -69,107 +86,80 @@ class RowBatch:
         self._backend = backend
         self._observer = observer
         self._vocab_size = target.vocab_size
-        prompts = [s.request.prompt_tokens for s in self.rows]
         self._pacer = Pacer(length, peek_rows=backend.peek_rows)
+        prompts = [s.request.prompt_tokens if s else NO_TOKENS for s in self.slots]
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
             [p[:-1] for p in prompts],
             max_round=self.num_draft_tokens + 1,
             max_length=self._max_length(),
         )
-        self._draft = Drafting(drafter)
-        if self._is_drafted_for():
-            self._begin_drafting()
+        self._draft: DraftRows | None = None
+        if drafter is not None:
+            # Of a row that is not drafted for, the drafter needs no more than a token.
+            texts = [
+                p[0 if s and self._is_drafted(s) else -1 :] or (0,)
+                for s, p in zip(self.slots, prompts, strict=True)
+            ]
+            self._draft = drafter.rows(texts, max_length=self._max_length())
         self._note_rows()
-        # On the device, behind all rounds that were handed out.
+        # On the device, after all rounds that were handed out.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)
-        # Tokens in the target's cache per row, as far as the host has read.
-        self._cached = [len(p) - 1 for p in prompts]
-        self._in_flight: deque[InFlight] = deque()
 
     def _max_length(self) -> int:
         """Tokens that the longest row can ever hold, rejected ones included."""
-        longest = max(s.request.max_length for s in self.rows)
-        # A row that has ended may be past its end by rounds that were not read; while
-        # it stays, every round writes behind it, then trims.
+        longest = max(s.request.max_length for s in self.slots if s)
+        # A row that has ended may be past its end by rounds that were not read.
         return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
     def _is_drafted(self, sequence: Sequence) -> bool:
         """Whether a row is drafted for, at least when it begins."""
         return self._limits.at(sequence, len(sequence.request.prompt_tokens)) > 0
 
-    def _is_drafted_for(self) -> bool:
-        """Whether the drafter needs to know the rows: all, where it sees hidden states.
-
-        Those of a prompt are there but once.
-        """
-        sees = self._target.runner.recorder is not None
-        return sees or any(map(self._is_drafted, self.rows))
-
-    def _begin_drafting(self) -> None:
-        """Begin the drafter's rows; one that is not drafted for has its last token."""
-        texts = [
-            s.request.prompt_tokens[0 if self._is_drafted(s) else -1 :]
-            for s in self.rows
-        ]
-        self._draft.begin(texts, max_length=self._max_length())
-
-    @property
-    def drafts(self) -> bool:
-        """Whether rows are drafted for, and one was in one of the last rounds."""
-        return self._draft.ready and self._pacer.idle < IDLE
-
     @property
     def unfinished(self) -> list[Sequence]:
         """Rows that are still being decoded."""
-        return [s for s in self.rows if s.finish_reason is None]
+        return [s for s in self.slots if s is not None and s.finish_reason is None]
+
+    @property
+    def drafts(self) -> bool:
+        """Whether a row was drafted for in one of the last rounds."""
+        return self._draft is not None and self._pacer.idle < IDLE
 
     # -- prefill -----------------------------------------------------------
 
-    def prefill(self) -> Iterator[list[RowOutput]]:
-        """Run the prompts, yielding behind each chunk; the first tokens among it."""
-        for _ in self._target.prefill():
+    def prefill(self) -> Iterator[None]:
+        """Hand the prompts to the device, yielding between chunks.
+
+        The target's come first, then the first token of every row, which goes to those
+        in flight, then the drafter's.
+        """
+        for more in self._target.prefill():
             self._observe(self._target.written)
-            yield []
-        for sequence, reused in zip(self.rows, self._target.reused, strict=True):
-            sequence.prefix_tokens = reused
-        in_flight = self._dispatch(0, first=True)
-        self._observe([1] * len(self.rows))
-        yield self._read(in_flight)  # they do not wait for the drafter
-        for _ in self._draft.prefill():
-            yield []
-        self.retire()
+            if more:
+                yield
+        for sequence, reused in zip(self.slots, self._target.reused, strict=True):
+            if sequence is not None:
+                sequence.prefix_tokens = reused
+        self._in_flight.append(self.dispatch(0, first=True))
+        self._observe([1] * len(self.slots))
+        if self._draft is not None:
+            if self.alone:
+                yield
+            yield from self._draft.prefill()
 
     def _observe(self, lengths: AbstractSequence[int]) -> None:
         """Show the drafter the hidden states that it asked for."""
-        if self._target.hidden is not None:
+        if self._target.hidden is not None and self._draft is not None:
             drafted = [
-                n if self._limits.at(s, len(s.request.prompt_tokens)) else 0
-                for s, n in zip(self.rows, lengths, strict=True)
+                n if s and self._is_drafted(s) else 0
+                for s, n in zip(self.slots, lengths, strict=True)
             ]
             self._draft.observe(self._target.hidden, drafted)
 
     # -- rounds ------------------------------------------------------------
 
-    def step(self) -> list[RowOutput]:
-        """Hand a round to the device, if one is of use; read the one before it.
-
-        Returns nothing while the first rounds are on their way.
-        """
-        ahead = len(self._in_flight)
-        if ahead <= self._backend.lookahead and self._worth_a_round():
-            k = self._choose_k()
-            lookahead = self._lookahead(k)
-            if ahead <= lookahead:
-                if k and self._draft.backlog > self.num_draft_tokens:
-                    # For rows that have ended there may be no room to catch up.
-                    self.drop_ended()
-                self._in_flight.append(self._dispatch(k))
-            if ahead < lookahead:
-                return []
-        return self._read(self._in_flight.popleft()) if self._in_flight else []
-
-    def _worth_a_round(self) -> bool:
+    def needs_a_round(self) -> bool:
         """Whether a row can need more than the rounds in flight surely bring."""
         return any(s.remaining > self._pending(s) for s in self.unfinished)
 
@@ -177,10 +167,11 @@ class RowBatch:
         """Rounds in flight that the row takes part in: each brings a token or more."""
         return sum(f.has(sequence) for f in self._in_flight)
 
-    def _choose_k(self) -> int:
-        if not self._draft.ready:
+    def choose_k(self) -> int:
+        """Tokens to propose in the next round; to ask twice is as to ask once."""
+        if self._draft is None:
             return self._pacer.defer()
-        if (held := self._pacer.held(len(self.rows))) == 0:
+        if (held := self._pacer.held(len(self.slots))) == 0:
             return 0
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
@@ -190,11 +181,11 @@ class RowBatch:
         left = {s.number: s.remaining for s in unfinished}
         remaining = sum(left.values()) / len(room)
         known = {} if self.replaced else left
-        backlog = self._draft.backlog
-        k = self._pacer.choose(len(self.rows), room, remaining, known, backlog=backlog)
+        missed = backlog(self._draft)
+        k = self._pacer.choose(len(self.slots), room, remaining, known, backlog=missed)
         return min(most, k)
 
-    def _lookahead(self, k: int) -> int:
+    def lookahead(self, k: int) -> int:
         """Rounds that may be on their way when one of k is handed out.
 
         A round that turns out to be of no use is dear where tokens, not launches,
@@ -206,28 +197,33 @@ class RowBatch:
 
     def _row_limits(self, k: int) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended."""
-        return self._limits.of(k, self.rows, self._bounds, self._pending)
+        return self._limits.of(k, self.slots, self._bounds, self._pending)
 
-    def _dispatch(self, k: int, *, first: bool = False) -> InFlight:
-        """Build one round and hand it to the device; nothing here waits for it."""
-        limits = self._row_limits(k if self._draft.ready else 0)
+    def dispatch(self, k: int, *, first: bool = False) -> InFlight:
+        """Build one round and hand it to the device; nothing here waits for it.
+
+        Args:
+            k: tokens to propose.
+            first: it is the last step of the prompts, and brings the first tokens.
+        """
+        limits = self._row_limits(k if self._draft is not None else 0)
         k = max(0, *limits)
         limit = self._limits.array(limits, self._bounds, self._committed.lengths)
         unsettled = CompiledForwards.unsettled
         self._observer.begun(k)
         if not first:
-            numbers = [s.number for s in self.rows]
-            self._pacer.begin(k, limits, numbers, backlog=self._draft.backlog)
+            numbers = [-1 if s is None else s.number for s in self.slots]
+            missed = 0 if self._draft is None else backlog(self._draft)
+            self._pacer.begin(k, limits, numbers, backlog=missed)
         # 1. propose
         round_ = self._rules.round_of(k, self._committed, self._active)
-        inputs = self._committed.newest
-        if (proposals := self._draft.propose(round_)) is not None:
+        inputs, proposals, peeked = self._committed.newest, None, None
+        if k and self._draft is not None:
+            proposals = self._draft.propose(round_)
             inputs = behind(inputs, proposals)
             self._observer.built("draft", inputs)
-        looks = not (k or first) and self._pacer.may_look(len(self.rows))
-        peeked = self._draft.peek(round_, self.num_draft_tokens * looks)
-        if peeked is not None:
-            self._pacer.look()
+        elif not first and self._pacer.may_look(len(self.slots)):
+            peeked = self._peek(round_)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
@@ -238,122 +234,136 @@ class RowBatch:
         if k or min(limits) < 0 or decision.errors:
             self._target.trim_per_sequence(settled.rejected, k + 1)
         # 5. commit
-        if not first:
+        if self._draft is not None and not first:
             self._draft.commit(round_, replace(verdict, hidden=self._target.hidden))
         self._committed = settled.committed
         if CompiledForwards.unsettled > unsettled:
             self._pacer.interrupt(drafting=k > 0)  # rounds that waited are not timed
-        offset = self._target.offset
-        return InFlight.of(self.rows, decision, offset, first=first, peeked=peeked)
+        rows, offset = tuple(self.slots), self._target.offset
+        return InFlight.of(rows, decision, offset, first=first, peeked=peeked)
 
-    def _read(self, in_flight: InFlight) -> list[RowOutput]:
-        """Wait for a round; append its tokens to the rows and retire those that end."""
-        cached = dict(zip(map(id, self.rows), self._cached, strict=True))
-        running = [s for s in in_flight.rows if s.finish_reason is None]
-        read = in_flight.read()
-        for sequence, kept in read:
-            if id(sequence) in cached:
-                cached[id(sequence)] += kept
-        if not in_flight.first:
-            ran = set(map(id, running))
-            counts = [n if id(s) in ran else None for s, n in read]
-            self._pacer.read(counts, in_flight.peeks)
-        self._observer.read(in_flight.num_draft_tokens, running)
-        self._cached = [cached[id(s)] for s in self.rows]
-        if not in_flight.first:
-            self.retire()
-        return [RowOutput.of(s) for s in running]
+    def _peek(self, round_: Round) -> Proposals | None:
+        """What would be proposed in a round that does not draft, where that is told."""
+        if self._draft is None or not self.num_draft_tokens:
+            return None
+        asked = replace(round_, num_draft_tokens=self.num_draft_tokens)
+        if (peeked := peek(self._draft, asked)) is not None:
+            self._pacer.look()
+        return peeked
+
+    def learn(self, in_flight: InFlight, kept: AbstractSequence[int | None]) -> None:
+        """Note what a round brought, which was the oldest in flight.
+
+        Args:
+            kept: tokens of each slot; ``None`` where no row was running.
+        """
+        self._pacer.read(kept, in_flight.peeks)
+
+    def note_interruption(self) -> None:
+        """Other work was handed out between two rounds."""
+        self._pacer.interrupt()
 
     def _bounds(self) -> list[tuple[int, int]]:
         """Least and most tokens of each row in the target's cache.
 
         As many as were read, plus what the rounds in flight may add.
         """
-        bounds = list(zip(self._cached, self._cached, strict=True))
-        for flying in self._in_flight:
-            bounds = flying.added_to(bounds, self.rows)
+        bounds = []
+        for s in self.slots:
+            if s is None:
+                bounds.append((0, 0))
+                continue
+            least = most = s.length - 1
+            for flying in self._in_flight:
+                if flying.has(s):
+                    least += s.finish_reason is None
+                    most += flying.num_draft_tokens + 1
+            bounds.append((least, most))
         return bounds
 
     def _note_lengths(self) -> None:
         """Tell the caches what the host knows of their rows."""
-        if not self.rows:
-            return
         least, most = zip(*self._bounds(), strict=True)
         self._target.note_lengths(max(most), min(least))
-        # A row that is not drafted for may be shorter with the drafter.
-        shortest = min(least) + 1 if self._all_drafted else 0
-        self._draft.note_lengths(max(most) + 1, shortest)
+        if self._draft is not None:
+            # A row that is not drafted for may be shorter with the drafter.
+            shortest = min(least) + 1 if self._all_drafted else 0
+            self._draft.note_lengths(max(most) + 1, shortest)
 
     # -- rows --------------------------------------------------------------
 
-    def note_interruption(self) -> None:
-        """Other work ran on the device between two rounds."""
-        self._pacer.interrupt()
-
-    def extend(self, other: RowBatch) -> None:
-        """Append the rows of ``other``, which has been prefilled and not stepped.
-
-        Rows that have ended are dropped; one of each batch must be running.
-        """
-        self.drop_ended()
-        other.drop_ended()
-        if self._draft.ready != other._draft.ready:
-            plain = other if self._draft.ready else self
-            plain._begin_drafting()
-            for _ in plain._draft.prefill():  # of last tokens there is hardly any
-                pass
-            self._pacer.idle = 0
-        self._target.extend(other._target)
-        self._draft.extend(other._draft)
-        self.rows += other.rows
-        self._cached += other._cached
-        self._note_rows()
-        self._committed = self._committed.joined(other._committed)
-        self._note_lengths()
-
-    def _running_rows(self) -> tuple[bool, ...]:
-        return tuple(s.finish_reason is None for s in self.rows)
-
     def _note_rows(self) -> None:
-        """Work out what depends on which rows there are and which are running."""
-        self._noted = self._running_rows()
-        self._active = mx.array(self._noted, mx.bool_)
-        self._rules = RowRules.of(self.rows, self._vocab_size)
-        self._all_drafted = all(map(self._is_drafted, self.rows))
+        """Work out what depends on which rows there are."""
+        running = [s is not None and s.finish_reason is None for s in self.slots]
+        self._active = mx.array(running, mx.bool_)
+        self._rules = RowRules.of(self.slots, self._vocab_size)
+        self._all_drafted = all(s and self._is_drafted(s) for s in self.slots)
 
     def retire(self) -> None:
-        """Stop decoding rows that have ended; drop them where that saves work."""
-        running = len(self.unfinished)
-        if running < len(self.rows):
-            size = self._backend.rows_to_keep(len(self.rows), running)
-            if size < len(self.rows):
-                self.drop_ended(size)
-            elif self._running_rows() != self._noted:
-                self._note_rows()
+        """Let go of rows that have ended.
+
+        Their slots stay where other rows wait for them; else they go, as far as that
+        saves work.
+        """
+        ended = [
+            i for i, s in enumerate(self.slots) if s and s.finish_reason is not None
+        ]
+        for i in ended:
+            self.slots[i] = None
+        running, size = len(self.unfinished), len(self.slots)
+        if not running:
+            return
+        if running < size and not self.replaced:
+            size = self._backend.rows_to_keep(size, running)
+        if size < len(self.slots):
+            self._resize(size)
+        elif ended:
+            self._target.reset(ended)
+            if self._draft is not None:
+                self._draft.reset(ended)
+            self._note_rows()
         self._note_lengths()
 
-    def drop_ended(self, size: int = 0) -> None:
-        """Drop the rows that have ended, and their memory.
+    def place(self, other: DecodeBatch, num_slots: int) -> None:
+        """Take the running rows of ``other`` into idle slots.
 
         Args:
-            size: rows to keep, ended ones among them where too few are running.
+            other: a batch whose prompts were handed out, and no round.
+            num_slots: how many there are to be where there are too few.
         """
-        running: list[int] = []
-        ended: list[int] = []
-        for i, sequence in enumerate(self.rows):
-            (running if sequence.finish_reason is None else ended).append(i)
-        rows = sorted(running + ended[: max(0, size - len(running))])
-        if len(rows) == len(self.rows):
-            return
-        self.rows = tuple(self.rows[i] for i in rows)
-        self._cached = [self._cached[i] for i in rows]
+        rows = [i for i, s in enumerate(other.slots) if s and s.finish_reason is None]
+        if len(rows) < len(other.slots):
+            other._resize(len(rows))
+        free = [i for i, s in enumerate(self.slots) if s is None]
+        if len(free) < len(rows):
+            self._resize(num_slots)
+            free = [i for i, s in enumerate(self.slots) if s is None]
+        free = free[: len(rows)]
+        self._target.place(free, other._target)
+        if self._draft is not None and other._draft is not None:
+            self._draft.place(free, other._draft, len(self.slots))
+        for slot, sequence in zip(free, other.slots, strict=True):
+            self.slots[slot] = sequence
         self._note_rows()
-        if not rows:
-            return
+        width = self._rules.sampling.context_size
+        self._committed = self._committed.placed(free, other._committed, width)
+        self._note_lengths()
+
+    def _resize(self, size: int) -> None:
+        """Have ``size`` slots, as many as rows are running or more: copies them all."""
+        running = [i for i, s in enumerate(self.slots) if s and s.finish_reason is None]
+        idle = [i for i in range(len(self.slots)) if i not in running]
+        rows = sorted(running + idle[: max(0, size - len(running))])
+        self.slots = [self.slots[i] if i in running else None for i in rows]
+        # A slot is never empty of tokens when it is made of another one.
+        added = size - len(rows)
+        rows += [0] * added
+        self.slots += [None] * added
+        self._note_rows()
         width = self._rules.sampling.context_size
         self._committed = self._committed.only(rows, width)
-        self._target.filter(rows)
-        if self._is_drafted_for():
-            self._draft.filter(rows)
-        else:
-            self._draft.end()
+        empty = [i for i, s in enumerate(self.slots) if s is None]
+        for part in (self._target, self._draft):
+            if part is not None:
+                part.filter(rows)
+                part.reset(empty)

@@ -6,12 +6,14 @@ admit -> prefill, a chunk a step -> join -> round after round -> finish
 from __future__ import annotations
 
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
 
 import mlx.core as mx
 
 from ..backend import BackendDefaults
+from ..cache.capacity import slots_for
 from ..config import EngineConfig
 from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
@@ -20,8 +22,8 @@ from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
 from ..stats import RunStats
 from .admission import Preflight
-from .decode_batch import RowBatch
-from .in_flight import RowOutput
+from .decode_batch import DecodeBatch
+from .in_flight import InFlight, RowOutput
 from .observer import RoundObserver
 from .scheduler import Scheduler
 
@@ -83,10 +85,12 @@ class Engine:
             )
         self._alive: dict[int, Sequence] = {}
         self._cancelled: list[Sequence] = []
-        self._running: RowBatch | None = None
-        self._joining: RowBatch | None = None
-        self._chunks: Iterator[list[RowOutput]] = iter(())
-        self._round_is_due = False
+        # Rows that decode, those whose prompts are being taken in, and rounds of both
+        # that the host has not read.
+        self._running: DecodeBatch | None = None
+        self._joining: DecodeBatch | None = None
+        self._chunks: Iterator[None] = iter(())
+        self._in_flight: deque[InFlight] = deque()
 
     def _guarded(self, models: Models) -> Models:
         target, drafter = models
@@ -125,45 +129,30 @@ class Engine:
         return True
 
     def step(self) -> list[RowOutput]:
-        """One chunk of prefill, one round, or both; what the rows emitted."""
-        outputs = self._leave() if self._cancelled else []
-        if self._running is None and self._joining is None and self._scheduler.waiting:
-            waiting = min(self._scheduler.waiting, self._config.batch_size)
-            self._length.prepare(waiting)
-        start = time.perf_counter()
-        if not outputs and not self._round_is_due:
-            self._round_is_due = True
-            outputs = self._prefill_chunk()
-            elapsed = time.perf_counter() - start
-            self.stats.prefill_seconds += elapsed
-            start += elapsed
-            if outputs:
-                self.stats.prefilled += len(outputs)
-                sequences = [o.sequence for o in outputs]
-                self.stats.prompt_tokens += sum(
-                    len(s.request.prompt_tokens) for s in sequences
-                )
-                self.stats.prefix_tokens += sum(s.prefix_tokens for s in sequences)
-        # First tokens do not wait for a round.
-        if not outputs:
-            self._round_is_due = False
-            outputs = self._round()
-            self.stats.decode_seconds += time.perf_counter() - start
-            self.stats.decode_tokens += sum(len(o.token_ids) for o in outputs)
-            self.stats.rounds += bool(outputs)
+        """Hand a chunk of prefill and a round to the device; read the round before.
+
+        Returns:
+            What rows emitted: nothing while first rounds are on their way.
+        """
+        if self._cancelled:
+            outputs = self._leave()
+        else:
+            start = time.perf_counter()
+            self._admit()
+            self._prefill_chunk()
+            self.stats.prefill_seconds += time.perf_counter() - start
+            outputs = [] if self._dispatch() else self._read()
         self._count(outputs)
         return outputs
 
     def _leave(self) -> list[RowOutput]:
-        """Take rows that were cancelled out of wherever they are."""
+        """Let go of rows that were cancelled, wherever they are."""
         outputs = [RowOutput.of(s) for s in self._cancelled]
         self._cancelled = []
         self._scheduler.ended()
         if self._joining is not None and not self._joining.unfinished:
             self._joining, self._chunks = None, iter(())
-        if self._running is not None:
-            self._running.retire()
-            self._drop_idle()
+        self._retire()
         return outputs
 
     def _count(self, outputs: list[RowOutput]) -> None:
@@ -171,8 +160,10 @@ class Engine:
         for output in outputs:
             sequence = output.sequence
             stats.generated_tokens += len(output.token_ids)
+            stats.decode_tokens += len(output.token_ids)
             if sequence.began is None and sequence.tokens:
                 sequence.began = now
+                stats.decode_tokens -= bool(output.token_ids)
             if output.ended:
                 sequence.ended = now
                 del self._alive[sequence.request.index]
@@ -180,33 +171,50 @@ class Engine:
         stats.draft_error = self._guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
 
-    def _prefill_chunk(self) -> list[RowOutput]:
-        if self._joining is None:
-            self._admit()
-        if self._joining is None:
-            return []
-        outputs = next(self._chunks, None)
+    def _prefill_chunk(self) -> None:
+        """Hand a chunk of the joining rows' prompts over; after the last they join."""
+        joining = self._joining
+        if joining is None:
+            return
         if self._running is not None:
             self._running.note_interruption()
-        if outputs is not None and self._joining.unfinished:
-            return outputs
-        # Prefill is over. The generator holds caches that are about to be copied.
-        self._chunks = iter(())
-        joining, self._joining = self._joining, None
-        if joining.unfinished:
-            if self._running is None or not self._running.unfinished:
-                self._running = joining
-            else:
-                self._running.extend(joining)
-        return outputs or []
+        joining.alone = self._running is None
+        more = next(self._chunks, _DONE) is not _DONE
+        if self._running is None:
+            # Nothing is drained by waiting, and what is held meanwhile has a bound.
+            mx.synchronize()
+            mx.clear_cache()
+        if more and joining.unfinished:
+            return
+        # The generator holds caches that are about to be copied.
+        self._joining, self._chunks = None, iter(())
+        if not joining.unfinished:
+            return
+        if self._running is None:
+            self._running = joining
+            self._retire()
+        else:
+            rows = len(self._running.unfinished) + len(joining.unfinished)
+            self._running.place(joining, self._num_slots(rows))
+
+    def _num_slots(self, rows: int) -> int:
+        return slots_for(
+            rows,
+            self._config.batch_size,
+            static_shapes=self._backend.repeat_shapes,
+        )
 
     def _admit(self) -> None:
+        """Give rows that wait a place, where there is one and no others are joining."""
+        if self._joining is not None or not self._scheduler.waiting:
+            return
         running = [] if self._running is None else self._running.unfinished
+        if not running:
+            waiting = min(self._scheduler.waiting, self._config.batch_size)
+            self._length.prepare(waiting)
         sequences = self._scheduler.admit(running)
         if not sequences:
             return
-        if self._running is not None:  # what it takes was not counted
-            self._running.drop_ended()
         models, kv_bits = self._models, sequences[0].request.kv_bits
         if kv_bits is not None and self._packed is not None:
             models = self._guarded(self._packed(kv_bits))
@@ -214,13 +222,15 @@ class Engine:
         drafts = drafter is not None and self._may_draft(drafter, running, sequences)
         for sequence in sequences:
             sequence.kv_bits, sequence.drafts = target.options.kv_bits, drafts
-        self._joining = RowBatch(
+        self._joining = DecodeBatch(
             target,
             drafter,
             sequences,
             self._length,
             self._backend,
             self._observer,
+            self._in_flight,
+            self._num_slots(len(sequences)),
         )
         self._chunks = self._joining.prefill()
 
@@ -243,16 +253,59 @@ class Engine:
         prompts = sum(len(s.request.prompt_tokens) for s in sequences) // n
         return self._length.may_pay(BatchState(n, room, tokens, prompts))
 
-    def _round(self) -> list[RowOutput]:
-        if self._running is None:
-            return []
-        waiting = self._scheduler.waiting or self._joining is not None
-        self._running.replaced = bool(waiting)
-        outputs = self._running.step()
-        self._drop_idle()
-        return outputs
+    def _dispatch(self) -> bool:
+        """Hand a round of the running rows over, if one is of use and its turn.
 
-    def _drop_idle(self) -> None:
-        # What is still in flight then is of rows that have ended.
-        if self._running is not None and not self._running.unfinished:
+        Returns:
+            Whether the rounds before it can wait to be read.
+        """
+        batch, ahead = self._running, len(self._in_flight)
+        if batch is None or ahead > self._backend.lookahead:
+            return False
+        batch.replaced = bool(self._scheduler.waiting or self._joining)
+        if not batch.needs_a_round():
+            return False
+        start = time.perf_counter()
+        k = batch.choose_k()
+        lookahead = batch.lookahead(k)
+        if ahead <= lookahead:
+            self._in_flight.append(batch.dispatch(k))
+        self.stats.decode_seconds += time.perf_counter() - start
+        return ahead < lookahead
+
+    def _read(self) -> list[RowOutput]:
+        """Read the oldest round in flight; what its rows emitted."""
+        if not self._in_flight:
+            return []
+        start = time.perf_counter()
+        round_ = self._in_flight.popleft()
+        rows = round_.running
+        kept = round_.read()
+        if round_.first:
+            self.stats.take_prefilled(rows)
+        else:
+            assert self._running is not None
+            self._running.learn(round_, kept)
+            self.stats.rounds += 1
+        self._observer.read(round_.num_draft_tokens, rows)
+        self._retire()
+        seconds = time.perf_counter() - start
+        if round_.first:
+            self.stats.prefill_seconds += seconds
+        else:
+            self.stats.decode_seconds += seconds
+        return [RowOutput.of(s) for s in rows]
+
+    def _retire(self) -> None:
+        """Let go of running rows that have ended, and of what is in flight of them."""
+        if self._running is None:
+            return
+        self._running.retire()
+        if not self._running.unfinished:
             self._running = None
+            left = [r for r in self._in_flight if r.running]
+            self._in_flight.clear()
+            self._in_flight.extend(left)
+
+
+_DONE = object()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AbstractSequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import isfinite
@@ -37,13 +36,13 @@ class InFlight:
     """A round that was handed to the device and not read yet.
 
     Args:
-        rows: those that take part.
+        rows: those of its slots; ``None`` where there was none.
         first: it is the prompts' last step, which counts as no round.
         decision: what it decided, to be read.
         peeked: what would have been proposed, where the round did not draft.
     """
 
-    rows: tuple[Sequence, ...]
+    rows: tuple[Sequence | None, ...]
     first: bool
     decision: Decision
     peeked: Proposals | None = None
@@ -51,7 +50,7 @@ class InFlight:
     @classmethod
     def of(
         cls,
-        rows: tuple[Sequence, ...],
+        rows: tuple[Sequence | None, ...],
         decision: Decision,
         offset: mx.array,
         *,
@@ -76,6 +75,11 @@ class InFlight:
         """k of the round."""
         return int(self.decision.settled.packed.shape[1]) - 3
 
+    @property
+    def running(self) -> list[Sequence]:
+        """Rows that take part and have not ended, as far as the host knows."""
+        return [s for s in self.rows if s is not None and s.finish_reason is None]
+
     @cached_property
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self.rows))
@@ -84,31 +88,23 @@ class InFlight:
         """Whether the row takes part."""
         return id(sequence) in self._ids
 
-    def added_to(
-        self,
-        bounds: AbstractSequence[tuple[int, int]],
-        rows: AbstractSequence[Sequence],
-    ) -> list[tuple[int, int]]:
-        """Least and most tokens of each row behind it, from those before it."""
-        width = self.num_draft_tokens + 1
-        # Every round adds a token to a running row, none to one that has ended.
-        return [
-            (least + (s.finish_reason is None), most + width)
-            if self.has(s)
-            else (least, most)
-            for s, (least, most) in zip(rows, bounds, strict=True)
-        ]
+    def read(self) -> list[int | None]:
+        """Wait for the round and commit it.
 
-    def read(self) -> list[tuple[Sequence, int]]:
-        """Wait for the round and commit it: its rows, and how much each kept."""
+        Returns:
+            How many tokens each row kept; ``None`` where none was running.
+        """
         packed: list[list[int]] = self.decision.settled.packed.tolist()  # type: ignore[assignment]
         peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
         logprobs = self.decision.logprobs
         reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
-        read = []
+        read: list[int | None] = []
         for i, sequence in enumerate(self.rows):
+            if sequence is None or sequence.finish_reason is not None:
+                read.append(None)
+                continue
             kept, limit, *chosen = packed[i]
-            read.append((sequence, kept))
+            read.append(kept)
             valid = next((j for j in range(kept) if _hopeless(peaks[i][j])), kept)
             if self.first:
                 sequence.commit(chosen[:valid], reported[i][:valid])
@@ -134,7 +130,7 @@ class InFlight:
         return [
             Peek(s.number, s.tokens[-1], row)
             for s, row in zip(self.rows, tokens, strict=True)
-            if s.finish_reason is None and s.tokens and s.drafts
+            if s and s.finish_reason is None and s.tokens and s.drafts
         ]
 
 

@@ -58,7 +58,7 @@ class DraftLimits:
     def of(
         self,
         k: int,
-        rows: AbstractSequence[Sequence],
+        rows: AbstractSequence[Sequence | None],
         bounds: Callable[[], AbstractSequence[Bounds]],
         pending: Pending,
     ) -> tuple[int, ...]:
@@ -67,13 +67,13 @@ class DraftLimits:
         Too many, perhaps, where a row's length in flight is not known.
         """
         if not k:
-            return tuple([0 if s.finish_reason is None else -1 for s in rows])
+            return tuple([0 if s and s.finish_reason is None else -1 for s in rows])
         lengths = [0] * len(rows)
         if self._longest < inf:
             lengths = [least + 1 for least, _ in bounds()]
         return tuple(
             -1
-            if s.finish_reason is not None
+            if s is None or s.finish_reason is not None
             else min(k, self.of_use(s, pending), self.at(s, length))
             for s, length in zip(rows, lengths, strict=True)
         )

@@ -175,7 +175,7 @@ def measure_forwards(
     # Without prompts, nothing is looked up in a prefix store, nor kept there.
     rows = target.rows([()] * num_rows, max_round=widest, max_length=most)
     for _ in rows.prefill():
-        pass
+        mx.synchronize()
 
     def verify(num_tokens: int) -> list[mx.array]:
         logits = rows.forward(mx.ones((num_rows, num_tokens), mx.int32))
@@ -267,7 +267,7 @@ class _Drafting:
             self._context = drafter.context_length
         self._rows = drafter.rows([prompt] * num_rows, max_length=self._most)
         for _ in self._rows.prefill():
-            pass
+            mx.synchronize()
         self._hidden, self._num_tokens = hidden, num_tokens
         self._active = mx.ones((num_rows,), mx.bool_)
         self._kept = mx.ones((num_rows,), mx.int32)

@@ -79,7 +79,7 @@ class MemoryPlan:
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host read behind the device.
         patient: whether shapes are to repeat: speculative rounds are read so late too
-            (RowBatch), and what a draft missed is padded.
+            (DecodeBatch), and what a draft missed is padded.
         spare: tokens per row that a narrow step computes in vain, 0 or 1
             (``BackendDefaults.pairs``).
         quantized_kv_start: tokens from which on caches are packed, if they are.
@@ -222,7 +222,7 @@ class MemoryPlan:
         return context - 2 + written if context else 0
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:
-        """The bound that the engine gives its caches (RowBatch, ModelRunner)."""
+        """The bound that the engine gives its caches (DecodeBatch, ModelRunner)."""
         context = max((r.context for r in rows), default=0)
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
         padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)

@@ -17,6 +17,7 @@ from ..cache import (
     check_caches,
     extend_caches,
     maybe_quantize,
+    place_caches,
     reads_boolean_masks,
 )
 from ..cache.capacity import chunk_width, padded_length, round_up
@@ -189,13 +190,17 @@ class ModelRows:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
 
-    def prefill(self) -> Iterator[None]:
-        """Write the prompts, of any lengths (0 too); yields behind each chunk.
+    def prefill(self) -> Iterator[bool]:
+        """Write the prompts, of any lengths (0 too): hand them over chunk by chunk.
 
         Rows are padded on the right to the chunk's width; a row that has ended
         writes padding that is taken back at once. Logits are never computed.
+
+        Yields:
+            After each chunk, whether another one follows.
         """
-        yield from self._restore()
+        for _ in self._restore():
+            yield True
         prompts = [p[n:] for p, n in zip(self._prompts, self.reused, strict=True)]
         lengths = [len(p) for p in prompts]
         longest = max(lengths)
@@ -213,12 +218,11 @@ class ModelRows:
                 self.trim_per_sequence(padding, width)
             longest_now = min(done + width, longest)
             maybe_quantize(self._caches, self.runner.options, longest_now)
-            mx.eval([c.state for c in self._caches])
+            self.evaluate()
             self.written = valid
             self._record(done, valid, width)
             done += width
-            mx.clear_cache()
-            yield
+            yield done < longest
         lengths = [len(p) for p in self._prompts]
         self.note_lengths(max(lengths), min(lengths))
         # Rings, and masks as wide as a chunk, give back what only prefill needed.
@@ -304,6 +308,15 @@ class ModelRows:
         for cache in self._caches:
             cache.filter(rows)
             mx.eval(cache.state)
+
+    def place(self, rows: Sequence[int], other: ModelRows) -> None:
+        """Put the rows of ``other``, which should not be used any more, into others."""
+        place_caches(self._caches, rows, other._caches)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Let the given rows hold nothing."""
+        for cache in self._caches:
+            cache.reset(rows)
 
     def extend(self, other: ModelRows) -> None:
         """Append the rows of ``other``, which should not be used any more."""

@@ -150,6 +150,31 @@ class Missed:
             )
         )
 
+    def reset(self, rows: Sequence[int]) -> None:
+        """The given rows have missed nothing."""
+        if self.width:
+            counts = [0 if i in rows else n for i, n in enumerate(self.counts)]
+            self._aligned(self._compact(), counts)
+
+    def place(self, rows: Sequence[int], other: Missed) -> None:
+        """Put the rows of ``other`` into the given ones."""
+        counts = list(self.counts)
+        for row, n in zip(rows, other.counts, strict=True):
+            counts[row] = n
+        if self.width or other.width:
+            width = max(self.width, other.width)
+            tokens, new = (
+                mx.pad(p, [(0, 0), (width - p.shape[1], 0)])
+                for p in (self._compact(), other._compact())
+            )
+            at = mx.broadcast_to(mx.array(list(rows), mx.int32)[:, None], new.shape)
+            self._aligned(mx.put_along_axis(tokens, at, new, axis=0), counts)
+
+    def _aligned(self, tokens: mx.array, counts: list[int]) -> None:
+        """Hold ``tokens``, right-aligned, of which ``counts`` are each row's own."""
+        self.counts = counts
+        self._hold(tokens[:, tokens.shape[1] - self.width :])
+
     def _hold(self, tokens: mx.array) -> None:
         self._tokens = [tokens] if self.width else []
         self._compacted = tokens if self.width else None

@@ -117,6 +117,16 @@ class ChainRows:
         self._first.extend(other._first)
         self._second.extend(other._second)
 
+    def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
+        """Put the rows of ``other`` into the given ones."""
+        self._first.place(rows, other._first, num_rows)
+        self._second.place(rows, other._second, num_rows)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Both learn that rows have ended."""
+        self._first.reset(rows)
+        self._second.reset(rows)
+
 
 def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
     """Of every row what ``first`` means, and behind that what ``second`` proposes."""

@@ -76,7 +76,9 @@ class DraftModelRows:
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
-        return self._rows.prefill()
+        for more in self._rows.prefill():
+            if more:
+                yield
 
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, one forward each."""
@@ -170,3 +172,13 @@ class DraftModelRows:
         """Append the rows of ``other``."""
         self._rows.extend(other._rows)
         self._missed.extend(other._missed)
+
+    def place(self, rows: Sequence[int], other: DraftModelRows, num_rows: int) -> None:
+        """Put the rows of ``other`` into the given ones."""
+        self._rows.place(rows, other._rows)
+        self._missed.place(rows, other._missed)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """The given rows hold nothing any more."""
+        self._rows.reset(rows)
+        self._missed.reset(rows)

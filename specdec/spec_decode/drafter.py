@@ -138,7 +138,7 @@ class DraftRows(Protocol):
         return
 
     def prefill(self) -> Iterator[None]:
-        """Take the prompts, yielding behind each chunk of work."""
+        """Hand the prompts to the device, yielding between chunks of work."""
         return iter(())
 
     @abstractmethod
@@ -155,11 +155,30 @@ class DraftRows(Protocol):
 
     @abstractmethod
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows, in that order."""
+        """Keep just the given rows, in that order; one may be there several times."""
 
     @abstractmethod
     def extend(self, other: Self) -> None:
         """Append the rows of ``other``, made by the same drafter and prefilled."""
+
+    def place(self, rows: Sequence[int], other: Self, num_rows: int) -> None:
+        """Put the rows of ``other`` into the given ones, which nobody needs any more.
+
+        A drafter that can do it without a copy of all its rows should.
+
+        Args:
+            rows: where each row of ``other`` goes.
+            num_rows: how many there are.
+        """
+        self.extend(other)
+        order = list(range(num_rows))
+        for i, row in enumerate(rows):
+            order[row] = num_rows + i
+        self.filter(order)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """The given rows have ended, and others may be put into their places."""
+        return
 
 
 class Drafter(Protocol):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
@@ -168,6 +169,22 @@ class _GuardedRows(DraftRows):
         theirs = other._rows
         if theirs is not None:
             self._ask(lambda rows: rows.extend(theirs), None)
+
+    def place(self, rows: Sequence[int], other: _GuardedRows, num_rows: int) -> None:
+        self._checked.clear()
+        theirs = other._rows
+        if theirs is not None:
+            self._ask(lambda own: _method(own, "place")(rows, theirs, num_rows), None)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        self._ask(lambda own: _method(own, "reset")(rows), None)
+
+
+def _method(rows: DraftRows, name: str) -> Callable[..., None]:
+    """A method that rows of a class of its own need not have."""
+    own = getattr(rows, name, None)
+    found: Callable[..., None] = own or partial(getattr(DraftRows, name), rows)
+    return found
 
 
 _THROUGH = object()

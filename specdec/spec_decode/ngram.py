@@ -216,6 +216,20 @@ class NgramRows:
             rows._grow(max(slots, self._capacity(self._longest)))
         self._ring = mx.concatenate([self._ring, other._ring])
 
+    def place(self, rows: Sequence[int], other: NgramRows, num_rows: int) -> None:
+        """Put the rows of ``other`` into the given ones."""
+        self._longest = max(self._longest, other._longest)
+        slots = max(self._ring.shape[1], other._ring.shape[1])
+        for part in (self, other):
+            part._grow(max(slots, self._capacity(self._longest)))
+        for i, row in enumerate(rows):
+            self._ring = mx.slice_update(
+                self._ring, other._ring[i : i + 1], mx.array([row]), axes=(0,)
+            )
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """Nothing: the row that takes such a place overwrites what is there."""
+
     def _capacity(self, length: int) -> int:
         """Slots for rows of up to ``length`` tokens: few sizes, so shapes repeat."""
         capacity = _MIN_CAPACITY

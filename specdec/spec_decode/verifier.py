@@ -12,10 +12,14 @@ import mlx.core as mx
 from ..request import Sequence, TokenLogprobs
 from ..sampling import Draws, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
+from ..sampling_params import SamplingParams
 from . import Proposals, Round, rejection_sampler
 from .commit import Committed, Settled, Settler, settler
 from .custom_samplers import choose_stepwise
 from .rejection_sampler import Accepted, Proposed, Verdict
+
+#: How the rows of idle slots choose.
+IDLE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
 @dataclass(frozen=True)
@@ -47,13 +51,15 @@ class Logprobs:
             ids = mx.take_along_axis(ids, order, axis=-1)
         return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
-    def read(self, rows: AbstractSequence[Sequence]) -> list[list[TokenLogprobs]]:
+    def read(
+        self, rows: AbstractSequence[Sequence | None]
+    ) -> list[list[TokenLogprobs]]:
         """An entry for each position of the rows that asked, with as many as it did."""
         arrays: list[Any] = [self.chosen, self.top_ids, self.top]
         chosen, ids, top = (array.tolist() for array in arrays)
         read: list[list[TokenLogprobs]] = []
         for i, sequence in enumerate(rows):
-            params = sequence.request.params
+            params = IDLE if sequence is None else sequence.request.params
             if not params.logprobs and not params.top_logprobs:
                 read.append([])
                 continue
@@ -102,7 +108,7 @@ class RowRules:
         settler: works out what follows from a round.
     """
 
-    rows: tuple[Sequence, ...]
+    rows: tuple[Sequence | None, ...]
     sampling: RowSampling
     rejection: mx.array | None
     block: mx.array | None
@@ -111,9 +117,9 @@ class RowRules:
     settler: Settler
 
     @classmethod
-    def of(cls, rows: AbstractSequence[Sequence], vocab_size: int) -> RowRules:
-        """The rules of several rows."""
-        params = [s.request.params for s in rows]
+    def of(cls, rows: AbstractSequence[Sequence | None], vocab_size: int) -> RowRules:
+        """The rules of several rows; ``None`` is one whose tokens nobody reads."""
+        params = [IDLE if s is None else s.request.params for s in rows]
 
         def verified_by(name: str) -> mx.array | None:
             # At temperature 0 all rules are one, and the coupled one is cheapest.
@@ -126,15 +132,15 @@ class RowRules:
             sampling=RowSampling.of(
                 params,
                 vocab_size=vocab_size,
-                prompt_lengths=[len(s.request.prompt_tokens) for s in rows],
-                end_tokens=[s.end_tokens for s in rows],
+                prompt_lengths=[len(s.request.prompt_tokens) if s else 0 for s in rows],
+                end_tokens=[s.end_tokens if s else frozenset() for s in rows],
             ),
             rejection=verified_by("rejection"),
             block=verified_by("block"),
             stepwise=tuple(
                 (i, RowSampling.of([p], vocab_size=vocab_size, adjust=False))
                 for i, (s, p) in enumerate(zip(rows, params, strict=True))
-                if s.request.params.stepwise and s.finish_reason is None
+                if s and p.stepwise and s.finish_reason is None
             ),
             num_top=max(asked) if asked else None,
             settler=settler(),
@@ -276,8 +282,10 @@ class RowRules:
         for i, sampling in self.stepwise:
             if limits[i] < 0:
                 continue
+            row = self.rows[i]
+            assert row is not None
             stepped = choose_stepwise(
-                self.rows[i],
+                row,
                 logits[i : i + 1],
                 draws.row(i),
                 by_row[i][: limits[i]],

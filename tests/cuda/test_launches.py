@@ -18,7 +18,7 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.backend import BackendDefaults
 from specdec.cuda import commit_kernel, ngram_kernel
-from specdec.engine.decode_batch import RowBatch
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.spec_decode import NamedDrafter, ngram_search
 from specdec.spec_decode.commit import operations
@@ -56,9 +56,9 @@ class Launches:
             (ngram_kernel, "keep", ngram_search.keep),
         ):
             patch.setattr(module, name, self._kernel(name, stands_for))
-        dispatch = RowBatch._dispatch
+        dispatch = DecodeBatch.dispatch
 
-        def noted(batch: RowBatch, k: int, **options: Any) -> Any:
+        def noted(batch: DecodeBatch, k: int, **options: Any) -> Any:
             self._found.clear()
             in_flight = dispatch(batch, k, **options)
             if len(batch.rows) == self._num_rows and not in_flight.first:
@@ -66,7 +66,7 @@ class Launches:
                 self.rounds.append(found)
             return in_flight
 
-        patch.setattr(RowBatch, "_dispatch", noted)
+        patch.setattr(DecodeBatch, "dispatch", noted)
 
     def _count(self, *arrays: Any) -> None:
         """Note what is still to be computed for ``arrays``, and compute it."""

@@ -16,7 +16,7 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.engine.decode_batch import RowBatch
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
@@ -407,12 +407,12 @@ def test_rounds_without_proposals_in_between(
     """The draft's cache catches up: a perfect draft goes on being accepted."""
     rng = random.Random(1)
 
-    def choose_k(self: RowBatch) -> int:
+    def choose_k(self: DecodeBatch) -> int:
         if rng.random() < 0.5:
             return 0
         return min(3, max(s.remaining for s in self.unfinished) - 1)
 
-    monkeypatch.setattr(RowBatch, "_choose_k", choose_k)
+    monkeypatch.setattr(DecodeBatch, "choose_k", choose_k)
     params = [SamplingParams(max_tokens=n) for n in (30, 9, 22, 41, 5, 30, 30, 17)]
     rows = run_rows(
         target,
@@ -464,13 +464,13 @@ def test_batches_shrink_by_halves_where_shapes_are_to_repeat(
 ) -> None:
     """However many end at once: 11, 6, 3, 2, 1, with ended rows to fill them."""
     sizes: list[int] = []
-    dispatch = RowBatch._dispatch
+    dispatch = DecodeBatch.dispatch
 
-    def watched(self: RowBatch, *args: Any, **options: Any) -> Any:
-        sizes.append(len(self.rows))
+    def watched(self: DecodeBatch, *args: Any, **options: Any) -> Any:
+        sizes.append(len(self.slots))
         return dispatch(self, *args, **options)
 
-    monkeypatch.setattr(RowBatch, "_dispatch", watched)
+    monkeypatch.setattr(DecodeBatch, "dispatch", watched)
     lengths = [3, 4, 5, 9, 9, 12, 16, 16, 30, 31, 60]
     prompts = [[i + 1, i + 2, i + 3] for i in range(len(lengths))]
     rows = run_rows(
@@ -548,8 +548,8 @@ class TestFaultsAreCaught:
 
         monkeypatch.setattr(ModelRows, "trim_per_sequence", faulty)
         # Room for rows that grow too long: behind the end is other memory.
-        room = RowBatch._max_length
-        monkeypatch.setattr(RowBatch, "_max_length", lambda self: room(self) + 64)
+        room = DecodeBatch._max_length
+        monkeypatch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 64)
         assert self.differs(target, drafts["near"], prompts)
 
     def test_trimming_every_row_to_the_batchs_minimum(

@@ -9,11 +9,11 @@ from itertools import count
 from typing import Any
 
 import pytest
+from specdec.engine.drafting import Drafting
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.engine.decode_batch import RowBatch
-from specdec.engine.drafting import Drafting
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
 from specdec.prefix_cache.store import PrefixStore
@@ -356,13 +356,13 @@ def test_a_draft_of_no_use_is_let_go_when_rows_join(
 ) -> None:
     """Rows that join then cost nothing, until it is wanted again."""
     let_go = []
-    letting = RowBatch.let_go_of_draft
+    letting = DecodeBatch.let_go_of_draft
 
-    def noted(self: RowBatch) -> None:
+    def noted(self: DecodeBatch) -> None:
         let_go.append(self.idle)
         letting(self)
 
-    monkeypatch.setattr(RowBatch, "let_go_of_draft", noted)
+    monkeypatch.setattr(DecodeBatch, "let_go_of_draft", noted)
     length = Late(lambda number: 2 if number < 10 or number > 150 else 0)
     rows = run_rows(
         target,

@@ -35,19 +35,23 @@ class Committed:
         """The last token of every row, shape (B, 1)."""
         return self.recent[:, -1:]
 
-    def joined(self, other: Committed) -> Committed:
-        """These rows, then those of ``other``; the wider of both."""
-        width = max(self.recent.shape[1], other.recent.shape[1])
+    def placed(self, rows: Sequence[int], other: Committed, width: int) -> Committed:
+        """These, with ``other`` in the given rows; ``width`` newest tokens of each."""
+        at = mx.array(list(rows), mx.int32)
+        new = other._within(width)
+        index = mx.broadcast_to(at[:, None], new.shape)
         return Committed(
-            mx.concatenate([self._widened(width), other._widened(width)]),
-            mx.concatenate([self.lengths, other.lengths]),
+            mx.put_along_axis(self._within(width), index, new, axis=0),
+            mx.put_along_axis(self.lengths, at, other.lengths, axis=0),
         )
 
-    def _widened(self, width: int) -> mx.array:
+    def _within(self, width: int) -> mx.array:
         missing = width - self.recent.shape[1]
+        if missing <= 0:
+            return self.recent[:, -width:]
         return mx.pad(self.recent, [(0, 0), (missing, 0)], constant_values=-1)
 
     def only(self, rows: Sequence[int], width: int) -> Committed:
         """The given rows, with no more than the newest ``width`` tokens of each."""
         which = mx.array(list(rows), mx.int32)
-        return Committed(self.recent[:, -width:][which], self.lengths[which])
+        return Committed(self._within(width)[which], self.lengths[which])

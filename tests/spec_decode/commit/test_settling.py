@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.cuda.compile import cuda_kernel
-from specdec.engine.decode_batch import RowBatch
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.spec_decode import NamedDrafter, commit
 from specdec.spec_decode.commit import Committed, Settled, operations
 from specdec.tools.bench.models import token_level
@@ -213,9 +213,9 @@ def test_lengths_are_those_of_the_caches(
 ) -> None:
     """Also behind rows that have joined, ended, or left."""
     seen: set[int] = set()
-    step = RowBatch.step
+    step = DecodeBatch.step
 
-    def stepped(self: RowBatch) -> Any:
+    def stepped(self: DecodeBatch) -> Any:
         read = step(self)
         lengths, offset = self._committed.lengths, self._target.offset
         assert mx.array_equal(lengths, offset + 1).item()
@@ -223,7 +223,7 @@ def test_lengths_are_those_of_the_caches(
         seen.update(lengths.tolist())  # type: ignore[arg-type]
         return read
 
-    monkeypatch.setattr(RowBatch, "step", stepped)
+    monkeypatch.setattr(DecodeBatch, "step", stepped)
     target = token_level(tiny_model("llama", seed=0))
     drafts = {None: None, "ngram": "ngram", "model": NamedDrafter("itself", target)}
     # As on a GPU: rows that have ended stay.

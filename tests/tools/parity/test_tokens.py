@@ -11,7 +11,7 @@ import pytest
 
 from specdec import SamplingParams, SpecDecoder, backend
 from specdec.cache import positions
-from specdec.engine.decode_batch import RowBatch
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.sampling import RowSampling
 from specdec.spec_decode.commit import operations
@@ -151,8 +151,8 @@ def trim_off(by: int) -> Callable[[Patch], None]:
 
         patch.setattr(ModelRows, "trim_per_sequence", wrong)
         # Rows that grow too long must not write behind their slots.
-        room = RowBatch._max_length
-        patch.setattr(RowBatch, "_max_length", lambda self: room(self) + 200)
+        room = DecodeBatch._max_length
+        patch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 200)
 
     return trim_off_by_one
 
