@@ -18,8 +18,9 @@ from mlx.utils import tree_flatten
 from . import backend
 from .backend import BackendDefaults
 from .config import EngineConfig
-from .drafters import Drafter, Round, check_proposals
+from .drafters import Drafter, Round
 from .drafters.guarded import described
+from .drafters.vetting import vetted
 from .lengths import FEW, TAKEN_IN, AutoLength, DraftLength, FixedLength, Forwards
 from .lengths.store import CostStore, default_path
 from .models.compiled import CompiledForwards
@@ -270,8 +271,7 @@ class _Drafting:
     def propose(self) -> list[mx.array]:
         """A round. Its first forward takes two tokens, and what ends it is shared."""
         round_ = self._round(self._num_tokens)
-        proposals = self._rows.propose(round_)
-        check_proposals(self._rows, round_, proposals)
+        proposals = vetted(self._rows, round_, self._rows.propose(round_))
         proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
         return self._commit(round_, chosen)

@@ -12,6 +12,7 @@ from ..verification import Verdict
 from .base import Proposals, Round
 from .missed import Missed, Piece
 from .ready import Ready
+from .vetting import ours
 
 
 class DraftModel:
@@ -54,6 +55,7 @@ class DraftModel:
         return DraftModelRows(self, rows)
 
 
+@ours
 class DraftModelRows:
     """Rows of a draft model.
 

@@ -20,6 +20,7 @@ from .base import Proposals, Round
 from .lookup import EMPTY, Lookup, read, ring_of, write
 from .ready import Ready
 from .shared import NgramTable
+from .vetting import ours
 
 _MIN_CAPACITY = 256
 _TABLE_BYTES = 8 << 20
@@ -102,6 +103,7 @@ class NgramDrafter:
         return NgramRows(self, prompts, max_length)
 
 
+@ours
 class NgramRows:
     """The tokens of some rows, searched in every round.
 
