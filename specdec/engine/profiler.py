@@ -22,7 +22,7 @@ from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
 from ..request import Request, Sequence
 from ..sampling_params import SamplingParams
-from ..spec_decode import Drafter, Round, check_proposals
+from ..spec_decode import Drafter, Round
 from ..spec_decode.draft_length import (
     FEW,
     TAKEN_IN,
@@ -35,6 +35,7 @@ from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import described
 from ..spec_decode.rejection_sampler import Verdict
 from ..spec_decode.verifier import RowRules
+from ..spec_decode.vetting import vetted
 
 # Numbers of tokens of verify forwards, in the order of their use, and when to stop.
 VERIFIED = (1, 2, 5, 3, 9)
@@ -277,8 +278,7 @@ class _Drafting:
     def propose(self) -> list[mx.array]:
         """A round. Its first forward takes two tokens, and what ends it is shared."""
         round_ = self._round(self._num_tokens)
-        proposals = self._rows.propose(round_)
-        check_proposals(self._rows, round_, proposals)
+        proposals = vetted(self._rows, round_, self._rows.propose(round_))
         proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
         return self._commit(round_, chosen)

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .drafter import Drafter, DraftRows, Proposals, Round, backlog
 from .rejection_sampler import Verdict
+from .vetting import ours, vetted
 
 
 class ChainDrafter:
@@ -45,6 +46,7 @@ class ChainDrafter:
         return ChainRows(first, second, counts)
 
 
+@ours
 class ChainRows:
     """The same rows, twice.
 
@@ -92,8 +94,9 @@ class ChainRows:
 
     def propose(self, round_: Round) -> Proposals:
         """The first's proposals, continued by the second."""
-        first = self._first.propose(round_)
-        second = self._second.propose(replace(round_, given=first))
+        first = vetted(self._first, round_, self._first.propose(round_))
+        round_ = replace(round_, given=first)
+        second = vetted(self._second, round_, self._second.propose(round_))
         return _continued(first, second, round_.sampling.vocab_size)
 
     def commit(self, round_: Round, verdict: Verdict) -> None:

@@ -12,6 +12,7 @@ from .backlog import Missed, Piece
 from .drafter import Proposals, Round
 from .ready import Ready
 from .rejection_sampler import Verdict
+from .vetting import ours
 
 
 class DraftModel:
@@ -54,6 +55,7 @@ class DraftModel:
         return DraftModelRows(self, rows)
 
 
+@ours
 class DraftModelRows:
     """Rows of a draft model.
 

@@ -11,26 +11,13 @@ import mlx.core as mx
 
 from ..errors import DrafterError
 from .draft_length import BatchState, DraftLength, RoundOutcome
-from .draft_model import DraftModelRows
-from .drafter import (
-    Drafter,
-    DraftRows,
-    Proposals,
-    Round,
-    backlog,
-    check_proposals,
-    peek,
-)
-from .ngram import NgramRows
+from .drafter import Drafter, DraftRows, Proposals, Round, backlog, peek
 from .rejection_sampler import Verdict
+from .vetting import vetted
 
 log = logging.getLogger("specdec.spec_decode")
 
 T = TypeVar("T")
-
-# Rows that may hand over what the target is given; of a class derived from one of them,
-# nobody knows what it does.
-_OUR_OWN = frozenset[type]({DraftModelRows, NgramRows})
 
 
 class DraftGuard:
@@ -96,8 +83,6 @@ class _GuardedRows(DraftRows):
 
     def __init__(self, rows: DraftRows | None, guard: DraftGuard):
         self._rows, self._guard = rows, guard
-        # Methods of which proposals were checked: "propose", "peek".
-        self._checked: set[str] = set()
 
     def _ask(self, ask: Callable[[DraftRows], T], otherwise: T) -> T:
         """What ``ask`` makes of the rows; ``otherwise`` where drafting has ended."""
@@ -125,28 +110,16 @@ class _GuardedRows(DraftRows):
         while self._ask(lambda _: next(chunks, _THROUGH), _THROUGH) is not _THROUGH:
             yield
 
-    def _seen(
-        self, method: str, rows: DraftRows, round_: Round, proposals: Proposals
-    ) -> Proposals:
-        """It may never have had the right shape, or have lost a row since."""
-        if method not in self._checked:
-            check_proposals(rows, round_, proposals)
-            self._checked.add(method)
-        if type(rows) in _OUR_OWN:
-            return proposals
-        # Whatever class it is of, and whatever else it holds.
-        return Proposals(proposals.tokens, proposals.probabilities, proposals.lengths)
-
     def peek(self, round_: Round) -> Proposals | None:
         def checked(rows: DraftRows) -> Proposals | None:
             found = peek(rows, round_)
-            return found and self._seen("peek", rows, round_, found)
+            return found and vetted(rows, round_, found)
 
         return self._ask(checked, None)
 
     def propose(self, round_: Round) -> Proposals:
         def checked(rows: DraftRows) -> Proposals:
-            return self._seen("propose", rows, round_, rows.propose(round_))
+            return vetted(rows, round_, rows.propose(round_))
 
         num_rows, k = round_.recent.shape[0], round_.num_draft_tokens
         nothing = Proposals(
@@ -161,11 +134,9 @@ class _GuardedRows(DraftRows):
         self._ask(lambda rows: rows.note_lengths(longest, shortest), None)
 
     def filter(self, rows: Sequence[int]) -> None:
-        self._checked.clear()
         self._ask(lambda own: own.filter(rows), None)
 
     def extend(self, other: _GuardedRows) -> None:
-        self._checked.clear()
         theirs = other._rows
         if theirs is not None:
             self._ask(lambda rows: rows.extend(theirs), None)

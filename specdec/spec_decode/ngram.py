@@ -21,6 +21,7 @@ from .ngram_search import EMPTY, Lookup, read, ring_of, write
 from .ngram_shared import NgramTable
 from .ready import Ready
 from .rejection_sampler import Verdict
+from .vetting import ours
 
 _MIN_CAPACITY = 256
 _TABLE_BYTES = 8 << 20
@@ -103,6 +104,7 @@ class NgramDrafter:
         return NgramRows(self, prompts, max_length)
 
 
+@ours
 class NgramRows:
     """The tokens of some rows, searched in every round.
 

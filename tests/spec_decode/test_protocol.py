@@ -1,10 +1,11 @@
-"""What a drafter must write, and that what it proposes is looked at once."""
+"""What a drafter must write, and that what it proposes is looked at."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -20,13 +21,12 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
     Drafter,
+    DraftModel,
     DraftRows,
     NgramDrafter,
     NgramOptions,
     Proposals,
     Round,
-    check_proposals,
-    guard,
 )
 from specdec.spec_decode.ngram import NgramRows
 from specdec.spec_decode.ready import Ready, behind
@@ -159,22 +159,99 @@ def test_rows_that_were_not_dropped_are_noticed(
     assert draft_failures.pop().startswith(named)
 
 
-def test_not_every_round_is_looked_at(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+def in_round(
+    number: int, fault: Callable[[int, int], Any]
+) -> Callable[[int, int], Any]:
+    """Makes sound proposals but in that round."""
+    rounds = count(1)
+    return lambda b, k: (fault if next(rounds) == number else sound)(b, k)
+
+
+def singular(b: int, k: int) -> Proposals:
+    """What fails where it is computed, not where it is built."""
+    inverse = mx.linalg.inv(mx.zeros((2, 2)), stream=mx.cpu)
+    return Proposals(mx.zeros((b, k), mx.int32) + inverse.sum().astype(mx.int32))
+
+
+def tokens_of(token: int, dtype: mx.Dtype) -> Callable[[int, int], Proposals]:
+    return lambda b, k: Proposals(mx.full((b, k), token, dtype))
+
+
+LATER: dict[str, tuple[Callable[[int, int], Any], str]] = {
+    "beyond": (tokens_of(VOCAB, mx.int32), "one is 97: they must be 0 to 96"),
+    "far": (tokens_of(10**6, mx.int32), "one is 1000000: they"),
+    "below": (tokens_of(-1, mx.int64), "one is -1: they"),
+    "far below": (tokens_of(-(10**9), mx.int32), "one is -1000000000: they"),
+    "beyond int32": (tokens_of(2**32 + 1, mx.int64), "one is 4294967297: they"),
+    "narrow": (tokens_of(-1, mx.int8), "one is -1: they"),
+    "negative lengths": (
+        with_lengths(lambda b: mx.full((b,), -1)),
+        "of the lengths that it proposed one is -1: they must be 0 to 2",
+    ),
+    "long lengths": (with_lengths(lambda b: mx.full((b,), 3)), "one is 3: they"),
+    "lazy": (singular, r"failed \(RuntimeError: .*Inverse"),
+    "shape": (lambda b, k: Proposals(mx.zeros((b, k + 1), mx.int32)), r"\(3, 3\)"),
+    "type": (tokens_of(1, mx.float32), "float32"),
+    "nothing": (lambda b, k: None, "returned a NoneType"),
+}
+
+
+@BACKENDS
+@pytest.mark.parametrize("verification", ["coupled", "rejection"])
+@pytest.mark.parametrize("fault", LATER)
+def test_every_round_is_looked_at(
+    fault: str,
+    verification: Any,
+    backend: BackendDefaults,
+    tiny_model: Callable[..., Any],
+    draft_failures: list[str],
 ) -> None:
-    calls: list[tuple[int, ...]] = []
+    """A value that is out of range reads what is not there, hangs, or ends the run."""
+    make, message = LATER[fault]
+    model, prompts = tiny_model("llama"), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
+    params = SamplingParams(max_tokens=12, verification=verification)
+    rows = run_rows(
+        model,
+        None,
+        prompts,
+        [params] * 3,
+        num_draft_tokens=2,
+        backend=backend,
+        drafter=Proposing(in_round(3, make)),
+    )
+    assert [row.tokens for row in rows] == [greedy(model, p, 12) for p in prompts]
+    assert re.match(f"drafter ProposingRows:? .*{message}", draft_failures.pop())
 
-    def counting(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
-        calls.append(proposals.tokens.shape)
-        check_proposals(rows, round_, proposals)
 
-    monkeypatch.setattr(guard, "check_proposals", counting)
+@pytest.mark.parametrize("fault", ["far", "negative lengths", "lazy"])
+def test_a_draft_model_does_not_read_what_another_proposed_unseen(
+    fault: str, tiny_model: Callable[..., Any], draft_failures: list[str]
+) -> None:
+    """In a chain the second one reads it before the target does."""
+    make, message = LATER[fault]
+    model = tiny_model("llama")
+    runner = ModelRunner(model, "draft", EngineConfig(), AT_ONCE)
+    second = DraftModel(runner, vocab_size=VOCAB, max_draft_tokens=2)
     (row,) = run_rows(
-        tiny_model("llama"), None, [[1, 2, 3]], [SamplingParams(max_tokens=30)],
-        drafter=Proposing(sound),
-    )  # fmt: skip
-    assert row.rounds > 5
-    assert len(calls) == 1
+        model,
+        None,
+        [[1, 2, 3]],
+        [SamplingParams(max_tokens=12)],
+        num_draft_tokens=2,
+        drafter=ChainDrafter(Proposing(in_round(2, make)), second),
+    )
+    assert row.tokens == greedy(model, [1, 2, 3], 12)
+    assert re.search(message, draft_failures.pop())
+
+
+@pytest.mark.parametrize("fault", ["far", "negative lengths", "lazy"])
+def test_values_are_looked_at_where_costs_are_measured(
+    fault: str, tiny_model: Callable[..., Any]
+) -> None:
+    runner = ModelRunner(tiny_model("llama"), "target", EngineConfig(), AT_ONCE)
+    faulty = Proposing(LATER[fault][0])
+    with pytest.raises(DrafterError, match=LATER[fault][1]):
+        measure_forwards(runner, faulty, 2, max_draft_tokens=2)
 
 
 @pytest.mark.parametrize("forgotten", ["propose", "filter", "extend"])

@@ -522,7 +522,7 @@ def test_prompts_are_a_drafters_where_it_may_pay_for_them(
 def test_a_draft_that_was_wrong_may_pay_when_that_is_long_ago() -> None:
     cost = cpu(0.05)
     length = length_of(cost)
-    state = BatchState(1, [8], 128, 20)
+    state = BatchState(1, [8], 128, 60)
     assert length.may_pay(state)
     for k in (0, 1, 0, 1, 0, 1, 0):
         observe(length, cost, k, 0, 8)
@@ -532,6 +532,19 @@ def test_a_draft_that_was_wrong_may_pay_when_that_is_long_ago() -> None:
     assert not length.may_pay(state)
     observe(length, cost, 0, 0, 400)
     assert length.may_pay(state)
+
+
+def test_prompts_that_take_little_are_a_drafters_always() -> None:
+    """As long as it could pay: rows that go on for long may come to draft well."""
+    cost = cpu(0.05)
+    length = length_of(cost)
+    for k in (0, 1, 0, 1, 0, 1, 0):
+        observe(length, cost, k, 0, 8)
+    length._credit.left = -5.0
+    for _ in range(3):
+        assert length.may_pay(BatchState(1, [8], 5000, 60))
+        assert not length.may_pay(BatchState(1, [8], 128, 60))
+    assert length._credit.left == -5.0
 
 
 def test_a_fixed_length_is_fixed() -> None:

@@ -1,0 +1,283 @@
+"""Rows are drafted for from their beginning or not at all: tokens are the same."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.engine.drafting import Drafting
+from specdec.engine.engine import Engine
+from specdec.models.runner import ModelRunner
+from specdec.request import Request
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import ChainDrafter, Drafter, DraftModel, NgramDrafter
+from specdec.spec_decode.draft_length import BatchState
+from tests.plain import (
+    AT_ONCE,
+    greedy,
+    plainly,
+    run_rows,
+)
+from tests.scripted import Script
+from tests.spec_decode.repetitive import BACKENDS
+
+VOCAB = 97
+WINDOWED = {"sliding_window": 24, "sliding_window_pattern": 2}
+
+
+class Deciding(Script):
+    """Says by the number of the question whether rows that begin are drafted for."""
+
+    def __init__(self, choose: Callable[[int], int], answers: Sequence[bool]):
+        super().__init__(choose)
+        self._answers = answers
+
+    def may_pay(self, state: BatchState) -> bool:
+        super().may_pay(state)
+        return self._answers[(len(self.asked) - 1) % len(self._answers)]
+
+
+class Noting:
+    """A drafter that notes the prompts that it is given."""
+
+    context_length: int | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def __init__(self, drafter: Drafter):
+        self.drafter = drafter
+        self.prompts: list[tuple[int, ...]] = []
+
+    def rows(self, prompts: Any, *, max_length: int) -> Any:
+        self.prompts += map(tuple, prompts)
+        return self.drafter.rows(prompts, max_length=max_length)
+
+
+def make_prompts(*lengths: int, seed: int = 0) -> list[list[int]]:
+    rng = random.Random(seed)
+    return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
+
+
+def draft_model(model: Any, backend: BackendDefaults, **options: Any) -> DraftModel:
+    runner = ModelRunner(model, "draft", EngineConfig(**options), backend)
+    return DraftModel(runner, vocab_size=runner.vocab_size, max_draft_tokens=4)
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+@BACKENDS
+@pytest.mark.parametrize("drafts", [True, False])
+def test_drafting_begins_once_however_many_rows_come_and_go(
+    target: Any, backend: BackendDefaults, drafts: bool
+) -> None:
+    """A draft that begins anew whenever rows change is never ready among many."""
+    rng = random.Random(1)
+    prompts = make_prompts(*[rng.randrange(100, 140) for _ in range(32)])
+    lengths = [rng.randrange(6, 24) for _ in prompts]
+    drafter = Noting(draft_model(target, backend, prefill_step_size=16))
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in lengths],
+        batch_size=4,
+        num_draft_tokens=4,
+        backend=backend,
+        drafter=drafter,
+        length=Script(lambda number: 3 if number >= 3 else 0, may_pay=drafts),
+    )
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        assert row.tokens == greedy(target, prompt, n)
+    begun = prompts if drafts else []
+    assert sorted(drafter.prompts) == sorted(map(tuple, begun))
+    assert all(r.accepted == r.drafted for r in rows)
+    assert all((r.drafted > 0) == drafts for r in rows)
+
+
+@pytest.mark.parametrize("drafts", [True, False])
+def test_rounds_hold_no_memory_while_nothing_is_drafted(
+    tiny_model: Callable[..., Any], drafts: bool
+) -> None:
+    """The noise of a round is as large as its logits: one that is kept is seen."""
+    batch, vocab_size = 4, 20_000
+    model = tiny_model("llama", seed=0, vocab_size=vocab_size)
+    config = EngineConfig(batch_size=batch, num_draft_tokens=4, prefill_step_size=16)
+    runner = ModelRunner(model, "target", config, AT_ONCE)
+    drafter = draft_model(model, AT_ONCE, prefill_step_size=16)
+    length = Script(lambda number: 3 if number >= 40 else 0, may_pay=drafts)
+    engine = Engine(runner, drafter, config, AT_ONCE, frozenset(), length=length)
+    for i, prompt in enumerate(make_prompts(*[120] * batch)):
+        params = SamplingParams(max_tokens=60, temperature=0.8, seed=i)
+        engine.add(Request(i, "", tuple(prompt), params))
+    held: list[int] = []
+    while engine.busy:
+        engine.step()
+        if len(length.outcomes) > len(held):
+            held.append(mx.get_active_memory())
+    noise = batch * vocab_size * 4
+    assert max(held[10:40]) - max(held[4:8]) < 2 * noise
+
+
+@BACKENDS
+@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
+@pytest.mark.parametrize("seed", range(4))
+def test_rows_with_and_without_a_draft_come_and_go(
+    tiny_model: Callable[..., Any], backend: BackendDefaults, arch: str, seed: int
+) -> None:
+    """A draft that knows one of its rows wrongly is refused, and so it is here.
+
+    Rows without a draft are joined by rows that have one, and the other way round,
+    while rounds draft and while they rest.
+    """
+    extra = WINDOWED if arch == "gemma3_text" else {}
+    model = tiny_model(arch, seed=2, **extra)
+    rng = random.Random(seed)
+    prompts = make_prompts(30, 3, 12, 60, 2, 9, 41, 1, seed=seed)
+    lengths = [rng.choice((3, 8, 25, 90)) for _ in prompts]
+    answers = [rng.random() < 0.5 for _ in range(16)]
+    length = Deciding(lambda number: 3 if number % 90 < 20 else 0, answers)
+    drafter = Noting(draft_model(model, backend, prefill_step_size=16))
+    rows = run_rows(
+        model,
+        None,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in lengths],
+        batch_size=3,
+        num_draft_tokens=4,
+        backend=backend,
+        drafter=drafter,
+        length=length,
+    )
+    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
+        assert row.tokens == greedy(model, prompt, n)
+    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 0
+
+
+@BACKENDS
+@pytest.mark.parametrize("kind", ["ngram", "chain", "another model"])
+def test_any_drafter_may_have_a_part_of_the_rows(
+    tiny_model: Callable[..., Any],
+    target: Any,
+    backend: BackendDefaults,
+    kind: str,
+) -> None:
+    """Sampled too; the text does not depend on which rows are drafted for."""
+    prompts = make_prompts(20, 33, 5, 12)
+    params = [
+        SamplingParams(max_tokens=n, temperature=t, seed=i)
+        for i, (n, t) in enumerate(((50, 0.0), (20, 0.8), (60, 0.0), (40, 1.0)))
+    ]
+    drafter: Drafter = NgramDrafter()
+    if kind != "ngram":
+        other = tiny_model("llama", seed=5, num_hidden_layers=1)
+        drafter = draft_model(other, backend)
+    if kind == "chain":
+        drafter = ChainDrafter(NgramDrafter(), drafter)
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        batch_size=2,
+        num_draft_tokens=4,
+        backend=backend,
+        drafter=drafter,
+        length=Deciding(lambda number: 2 if number >= 5 else 0, [False, True]),
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == plainly(target, prompt, p).tokens
+    assert [r.drafted > 0 for r in rows] == [False, False, True, True]
+
+
+def test_what_rows_that_begin_are_asked_by(target: Any) -> None:
+    """Those that run without a draft have no use of one; what they took is known."""
+    prompts = make_prompts(5, 9, 6)
+    length = Script(lambda number: 2, may_pay=False)
+    params = [SamplingParams(max_tokens=n) for n in (20, 10, 20)]
+    rows = run_rows(target, target, prompts, params, batch_size=2, length=length)
+    first, second = length.asked
+    assert (first.num_rows, first.remaining, first.undrafted) == (2, 20 - 5, 7)
+    assert list(first.room) == [4, 4]
+    assert (second.num_rows, second.undrafted) == (2, 3)
+    assert list(second.room) == [0, 4]
+    assert not any(r.drafted for r in rows)
+    assert all(o.forced for o in length.outcomes)
+
+
+def test_rows_join_those_that_draft_unasked(target: Any) -> None:
+    """Until nothing was drafted for long: a draft of no use takes in no prompts."""
+    length = Deciding(lambda number: 2 if number < 10 else 0, [True, False])
+    rows = run_rows(
+        target,
+        target,
+        make_prompts(9, 9, 9, 9),
+        [SamplingParams(max_tokens=n) for n in (250, 5, 110, 90)],
+        batch_size=2,
+        num_draft_tokens=4,
+        length=length,
+    )
+    assert [r.drafted > 0 for r in rows] == [True, True, True, False]
+    assert [list(s.room) for s in length.asked] == [[4, 4], [4, 4]]
+
+
+def test_a_draft_is_dropped_with_the_last_row_that_has_one(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else what it misses would grow for as long as others run, for nothing."""
+    ended: list[bool] = []
+    end = Drafting.end
+
+    def noted(self: Drafting) -> None:
+        ended.append(self.ready)
+        end(self)
+
+    monkeypatch.setattr(Drafting, "end", noted)
+    length = Deciding(lambda number: 2, [False, True])
+    prompts = make_prompts(9, 7, 5)
+    rows = run_rows(
+        target,
+        target,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in (60, 4, 10)],
+        batch_size=2,
+        num_draft_tokens=4,
+        length=length,
+    )
+    assert [r.drafted > 0 for r in rows] == [False, False, True]
+    assert ended.count(True) == 1
+    assert length.outcomes[-1].forced
+
+
+class OfOldCode:
+    """A drafter whose rows say nothing of what they miss."""
+
+    context_length: int | None = None
+    hidden_layers: tuple[int, ...] = ()
+
+    def rows(self, prompts: Any, *, max_length: int) -> Any:
+        return NgramDrafter().rows(prompts, max_length=max_length)
+
+
+def test_a_drafter_need_not_tell_of_a_backlog(target: Any) -> None:
+    prompt = [5, 6, 7] * 8
+    length = Script(lambda number: 2 if number >= 3 else 0)
+    (row,) = run_rows(
+        target,
+        None,
+        [prompt],
+        [SamplingParams(max_tokens=30)],
+        num_draft_tokens=4,
+        drafter=OfOldCode(),
+        length=length,
+    )
+    assert row.tokens == greedy(target, prompt, 30)
+    assert any(o.num_draft_tokens for o in length.outcomes)
+    assert not any(s.undrafted for s in length.states)
