@@ -94,14 +94,10 @@ class DecodeBatch:
             max_round=self.num_draft_tokens + 1,
             max_length=self._max_length(),
         )
+        self._drafter = drafter
         self._draft: DraftRows | None = None
-        if drafter is not None:
-            # Of a row that is not drafted for, the drafter needs no more than a token.
-            texts = [
-                p[0 if s and self._is_drafted(s) else -1 :] or (0,)
-                for s, p in zip(self.slots, prompts, strict=True)
-            ]
-            self._draft = drafter.rows(texts, max_length=self._max_length())
+        if self._wants_draft():
+            self._draft = self._begin_draft()
         self._note_rows()
         # On the device, after all rounds that were handed out.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)
@@ -115,6 +111,25 @@ class DecodeBatch:
     def _is_drafted(self, sequence: Sequence) -> bool:
         """Whether a row is drafted for, at least when it begins."""
         return self._limits.at(sequence, len(sequence.request.prompt_tokens)) > 0
+
+    def _wants_draft(self) -> bool:
+        """Whether the drafter needs to know the rows: all, where it sees hidden states.
+
+        Those of a prompt are there but once.
+        """
+        sees = self._target.runner.recorder is not None
+        return self._drafter is not None and (
+            sees or any(s is not None and self._is_drafted(s) for s in self.slots)
+        )
+
+    def _begin_draft(self) -> DraftRows:
+        """The drafter's rows; one that is not drafted for has a last token, no more."""
+        assert self._drafter is not None
+        texts = []
+        for s in self.slots:
+            prompt = NO_TOKENS if s is None else s.request.prompt_tokens
+            texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
+        return self._drafter.rows(texts, max_length=self._max_length())
 
     @property
     def unfinished(self) -> list[Sequence]:
@@ -313,6 +328,8 @@ class DecodeBatch:
         running, size = len(self.unfinished), len(self.slots)
         if not running:
             return
+        if not self._wants_draft():
+            self._draft = None
         if running < size and not self.replaced:
             size = self._backend.rows_to_keep(size, running)
         if size < len(self.slots):
@@ -340,6 +357,12 @@ class DecodeBatch:
             free = [i for i, s in enumerate(self.slots) if s is None]
         free = free[: len(rows)]
         self._target.place(free, other._target)
+        if (self._draft is None) != (other._draft is None):
+            plain = self if self._draft is None else other
+            plain._draft = plain._begin_draft()
+            for _ in plain._draft.prefill():  # of last tokens there is hardly any
+                pass
+            self._pacer.idle = 0
         if self._draft is not None and other._draft is not None:
             self._draft.place(free, other._draft, len(self.slots))
         for slot, sequence in zip(free, other.slots, strict=True):

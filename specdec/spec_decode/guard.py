@@ -142,7 +142,6 @@ class _GuardedRows(DraftRows):
             self._ask(lambda rows: rows.extend(theirs), None)
 
     def place(self, rows: Sequence[int], other: _GuardedRows, num_rows: int) -> None:
-        self._checked.clear()
         theirs = other._rows
         if theirs is not None:
             self._ask(lambda own: _method(own, "place")(rows, theirs, num_rows), None)

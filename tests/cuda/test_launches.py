@@ -61,7 +61,7 @@ class Launches:
         def noted(batch: DecodeBatch, k: int, **options: Any) -> Any:
             self._found.clear()
             in_flight = dispatch(batch, k, **options)
-            if len(batch.rows) == self._num_rows and not in_flight.first:
+            if len(batch.slots) == self._num_rows and not in_flight.first:
                 found = in_flight.num_draft_tokens, Counter(self._found)
                 self.rounds.append(found)
             return in_flight

@@ -11,7 +11,7 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
-from specdec.engine.drafting import Drafting
+from specdec.engine.decode_batch import DecodeBatch
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
@@ -233,13 +233,14 @@ def test_a_draft_is_dropped_with_the_last_row_that_has_one(
 ) -> None:
     """Else what it misses would grow for as long as others run, for nothing."""
     ended: list[bool] = []
-    end = Drafting.end
+    retire = DecodeBatch.retire
 
-    def noted(self: Drafting) -> None:
-        ended.append(self.ready)
-        end(self)
+    def noted(self: DecodeBatch) -> None:
+        had = self._draft is not None
+        retire(self)
+        ended.append(had and self._draft is None)
 
-    monkeypatch.setattr(Drafting, "end", noted)
+    monkeypatch.setattr(DecodeBatch, "retire", noted)
     length = Deciding(lambda number: 2, [False, True])
     prompts = make_prompts(9, 7, 5)
     rows = run_rows(
