@@ -231,7 +231,8 @@ class DecodeBatch:
             missed = 0 if self._draft is None else backlog(self._draft)
             self._pacer.begin(k, limits, numbers, backlog=missed)
         # 1. propose
-        round_ = self._rules.round_of(k, self._committed, self._active)
+        committed = self._committed.within(self._rules.sampling.context_size)
+        round_ = self._rules.round_of(k, committed, self._active)
         inputs, proposals, peeked = self._committed.newest, None, None
         if k and self._draft is not None:
             proposals = self._draft.propose(round_)
@@ -341,36 +342,56 @@ class DecodeBatch:
             self._note_rows()
         self._note_lengths()
 
-    def place(self, other: DecodeBatch, num_slots: int) -> None:
-        """Take the running rows of ``other`` into idle slots.
+    def join(self, other: DecodeBatch, num_slots: int) -> None:
+        """Take the running rows of ``other``: into idle slots, or into new ones.
 
         Args:
             other: a batch whose prompts were handed out, and no round.
             num_slots: how many there are to be where there are too few.
         """
         rows = [i for i, s in enumerate(other.slots) if s and s.finish_reason is None]
-        if len(rows) < len(other.slots):
-            other._resize(len(rows))
         free = [i for i, s in enumerate(self.slots) if s is None]
-        if len(free) < len(rows):
-            self._resize(num_slots)
-            free = [i for i, s in enumerate(self.slots) if s is None]
-        free = free[: len(rows)]
-        self._target.place(free, other._target)
         if (self._draft is None) != (other._draft is None):
             plain = self if self._draft is None else other
             plain._draft = plain._begin_draft()
             for _ in plain._draft.prefill():  # of last tokens there is hardly any
                 pass
             self._pacer.idle = 0
-        if self._draft is not None and other._draft is not None:
-            self._draft.place(free, other._draft, len(self.slots))
-        for slot, sequence in zip(free, other.slots, strict=True):
-            self.slots[slot] = sequence
+        if len(free) >= len(rows):
+            if len(rows) < len(other.slots):
+                other._resize(len(rows))
+            self._place(free[: len(rows)], other)
+        else:
+            self.compact()
+            if (size := max(len(rows), num_slots - len(self.slots))) < len(other.slots):
+                other._resize(size)
+            self._extend(other)
+            if len(self.slots) < num_slots:
+                self._resize(num_slots)
         self._note_rows()
-        width = self._rules.sampling.context_size
-        self._committed = self._committed.placed(free, other._committed, width)
         self._note_lengths()
+
+    def _place(self, slots: AbstractSequence[int], other: DecodeBatch) -> None:
+        """Put the rows of ``other`` into idle slots; no other row is touched."""
+        self._target.place(slots, other._target)
+        if self._draft is not None and other._draft is not None:
+            self._draft.place(slots, other._draft, len(self.slots))
+        self._committed = self._committed.placed(slots, other._committed)
+        for slot, sequence in zip(slots, other.slots, strict=True):
+            self.slots[slot] = sequence
+
+    def _extend(self, other: DecodeBatch) -> None:
+        """Append the slots of ``other``, which copies all."""
+        self._target.extend(other._target)
+        if self._draft is not None and other._draft is not None:
+            self._draft.extend(other._draft)
+        self._committed = self._committed.joined(other._committed)
+        self.slots += other.slots
+
+    def compact(self) -> None:
+        """Have no idle slots: what they hold is free."""
+        if len(running := self.unfinished) < len(self.slots):
+            self._resize(len(running))
 
     def _resize(self, size: int) -> None:
         """Have ``size`` slots, as many as rows are running or more: copies them all."""
@@ -383,8 +404,7 @@ class DecodeBatch:
         rows += [0] * added
         self.slots += [None] * added
         self._note_rows()
-        width = self._rules.sampling.context_size
-        self._committed = self._committed.only(rows, width)
+        self._committed = self._committed.only(rows)
         empty = [i for i, s in enumerate(self.slots) if s is None]
         for part in (self._target, self._draft):
             if part is not None:

@@ -89,6 +89,7 @@ class Engine:
         # that the host has not read.
         self._running: DecodeBatch | None = None
         self._joining: DecodeBatch | None = None
+        self._slots = 0  # once they have joined
         self._chunks: Iterator[None] = iter(())
         self._in_flight: deque[InFlight] = deque()
 
@@ -194,15 +195,7 @@ class Engine:
             self._running = joining
             self._retire()
         else:
-            rows = len(self._running.unfinished) + len(joining.unfinished)
-            self._running.place(joining, self._num_slots(rows))
-
-    def _num_slots(self, rows: int) -> int:
-        return slots_for(
-            rows,
-            self._config.batch_size,
-            static_shapes=self._backend.repeat_shapes,
-        )
+            self._running.join(joining, self._slots)
 
     def _admit(self) -> None:
         """Give rows that wait a place, where there is one and no others are joining."""
@@ -222,6 +215,7 @@ class Engine:
         drafts = drafter is not None and self._may_draft(drafter, running, sequences)
         for sequence in sequences:
             sequence.kv_bits, sequence.drafts = target.options.kv_bits, drafts
+        own, self._slots = self._room(running, sequences)
         self._joining = DecodeBatch(
             target,
             drafter,
@@ -230,9 +224,34 @@ class Engine:
             self._backend,
             self._observer,
             self._in_flight,
-            self._num_slots(len(sequences)),
+            own,
         )
         self._chunks = self._joining.prefill()
+
+    def _room(
+        self, running: list[Sequence], joining: list[Sequence]
+    ) -> tuple[int, int]:
+        """Slots for rows while they join, and for all once they have.
+
+        Idle slots, and two places for a row that joins, are there where memory allows.
+        """
+
+        def slots(rows: int) -> int:
+            static = self._backend.repeat_shapes
+            return slots_for(rows, self._config.batch_size, static_shapes=static)
+
+        rows = [*running, *joining]
+        own, then = slots(len(joining)), slots(len(rows))
+        if self._running is None:
+            held = own
+        else:
+            then = max(then, len(self._running.slots))
+            held = then + own
+        if held > len(rows) and not self._scheduler.affords(rows, held):
+            if self._running is not None:
+                self._running.compact()
+            return len(joining), len(rows)
+        return own, then
 
     def _may_draft(
         self, drafter: Drafter, running: list[Sequence], sequences: list[Sequence]

@@ -79,6 +79,14 @@ class Scheduler:
             self._waiting.popleft()
         return admitted
 
+    def affords(self, rows: AbstractSequence[Sequence], num_slots: int) -> bool:
+        """Whether memory is there for so many slots, each for the longest of ``rows``."""
+        if self.budget is None:
+            return True
+        requests = [s.request for s in rows]
+        more = max(0, num_slots - len(requests))
+        return self._cost([*requests, *requests[:1] * more]) <= self.budget
+
     def _may_run(self, rows: list[Sequence]) -> bool:
         """Whether rows can be one batch: of one kind of caches, and in memory."""
         if rows[0].request.kv_bits != rows[-1].request.kv_bits:

@@ -54,7 +54,8 @@ class Noting:
         self.prompts: list[tuple[int, ...]] = []
 
     def rows(self, prompts: Any, *, max_length: int) -> Any:
-        self.prompts += map(tuple, prompts)
+        # That of an idle slot is a token 0.
+        self.prompts += [tuple(p) for p in prompts if tuple(p) != (0,)]
         return self.drafter.rows(prompts, max_length=max_length)
 
 

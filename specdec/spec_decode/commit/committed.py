@@ -35,23 +35,35 @@ class Committed:
         """The last token of every row, shape (B, 1)."""
         return self.recent[:, -1:]
 
-    def placed(self, rows: Sequence[int], other: Committed, width: int) -> Committed:
-        """These, with ``other`` in the given rows; ``width`` newest tokens of each."""
-        at = mx.array(list(rows), mx.int32)
-        new = other._within(width)
+    def placed(self, rows: Sequence[int], other: Committed) -> Committed:
+        """These, with ``other`` in the given rows."""
+        width = max(self.recent.shape[1], other.recent.shape[1])
+        at, new = mx.array(list(rows), mx.int32), other.within(width).recent
         index = mx.broadcast_to(at[:, None], new.shape)
         return Committed(
-            mx.put_along_axis(self._within(width), index, new, axis=0),
+            mx.put_along_axis(self.within(width).recent, index, new, axis=0),
             mx.put_along_axis(self.lengths, at, other.lengths, axis=0),
         )
 
-    def _within(self, width: int) -> mx.array:
-        missing = width - self.recent.shape[1]
-        if missing <= 0:
-            return self.recent[:, -width:]
-        return mx.pad(self.recent, [(0, 0), (missing, 0)], constant_values=-1)
+    def joined(self, other: Committed) -> Committed:
+        """These rows, then those of ``other``."""
+        width = max(self.recent.shape[1], other.recent.shape[1])
+        return Committed(
+            mx.concatenate([self.within(width).recent, other.within(width).recent]),
+            mx.concatenate([self.lengths, other.lengths]),
+        )
 
-    def only(self, rows: Sequence[int], width: int) -> Committed:
-        """The given rows, with no more than the newest ``width`` tokens of each."""
+    def only(self, rows: Sequence[int]) -> Committed:
+        """The given rows, in that order."""
         which = mx.array(list(rows), mx.int32)
-        return Committed(self._within(width)[which], self.lengths[which])
+        return Committed(self.recent[which], self.lengths[which])
+
+    def within(self, width: int) -> Committed:
+        """The same with the newest ``width`` tokens of each row."""
+        missing = width - self.recent.shape[1]
+        if not missing:
+            return self
+        recent = self.recent[:, -width:]
+        if missing > 0:
+            recent = mx.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)
+        return Committed(recent, self.lengths)
