@@ -13,6 +13,7 @@ import mlx.core as mx
 
 from ..backend import BackendDefaults
 from ..config import EngineConfig
+from ..errors import reason_of
 from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
 from ..request import Request, Sequence
@@ -85,7 +86,8 @@ class Engine:
                 config.batch_size, budget=preflight.limit, cost=preflight.cost
             )
         self._alive: dict[int, Sequence] = {}
-        self._cancelled: list[Sequence] = []
+        # Cancelled, or not to be decoded: the next step reports them.
+        self._ended_early: list[Sequence] = []
         self._running: RowBatch | None = None
         self._joining: RowBatch | None = None
         self._chunks: Iterator[list[RowOutput]] = iter(())
@@ -111,8 +113,17 @@ class Engine:
             output = OutputText(self._detokenizer(), request.params.stop)
         sequence = Sequence(request, self._eos_token_ids, output)
         sequence.queued = time.perf_counter()
-        self._alive[request.index] = sequence
+        # In this order: one that never gets a row would be waited for.
         self._scheduler.add(sequence)
+        self._alive[request.index] = sequence
+
+    def abandon(self) -> list[RowOutput]:
+        """Decode no more, after a step that did not end; its rows that had ended."""
+        self._running, self._joining, self._chunks = None, None, iter(())
+        ended = [s for s in self._alive.values() if s.finish_reason is not None]
+        outputs = [RowOutput.of(s) for s in ended]
+        self._count(outputs)
+        return outputs
 
     def cancel(self, index: int) -> bool:
         """End a request as it is; the next step tells its result.
@@ -124,12 +135,12 @@ class Engine:
         if sequence is None or sequence.finish_reason is not None:
             return False
         sequence.cancel()
-        self._cancelled.append(sequence)
+        self._ended_early.append(sequence)
         return True
 
     def step(self) -> list[RowOutput]:
         """One chunk of prefill, one round, or both; what the rows emitted."""
-        outputs = self._leave() if self._cancelled else []
+        outputs = self._leave() if self._ended_early else []
         if self._running is None and self._joining is None and self._scheduler.waiting:
             waiting = min(self._scheduler.waiting, self._config.batch_size)
             self._length.prepare(waiting)
@@ -158,9 +169,9 @@ class Engine:
         return outputs
 
     def _leave(self) -> list[RowOutput]:
-        """Take rows that were cancelled out of wherever they are."""
-        outputs = [RowOutput.of(s) for s in self._cancelled]
-        self._cancelled = []
+        """Take rows that ended outside a round out of wherever they are."""
+        outputs = [RowOutput.of(s) for s in self._ended_early]
+        self._ended_early = []
         self._scheduler.ended()
         if self._joining is not None and not self._joining.unfinished:
             self._joining, self._chunks = None, iter(())
@@ -176,12 +187,15 @@ class Engine:
             stats.generated_tokens += len(output.token_ids)
             if sequence.began is None and sequence.tokens:
                 sequence.began = now
-            if output.ended:
+            if output.ended and sequence.ended is None:
                 sequence.ended = now
-                del self._alive[sequence.request.index]
                 stats.take_ended(sequence)
         stats.draft_error = self._guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
+        # In one go, as an interrupt may come at any time.
+        if any(output.ended for output in outputs):
+            alive = {i: s for i, s in self._alive.items() if s.ended is None}
+            self._alive = alive
 
     def _prefill_chunk(self) -> list[RowOutput]:
         if self._joining is None:
@@ -214,6 +228,30 @@ class Engine:
             return
         if self._running is not None:  # what it takes was not counted
             self._running.drop_ended()
+        try:
+            self._begin(sequences, running)
+        except Exception as error:
+            self._begin_apart(sequences, running, error)
+
+    def _begin_apart(
+        self, sequences: list[Sequence], running: list[Sequence], error: Exception
+    ) -> None:
+        """Begin the rows without those that raise ``error`` alone too: these end."""
+        fit = []
+        for sequence in sequences:
+            try:
+                self._begin([sequence], running)
+                fit.append(sequence)
+            except Exception as own:
+                self._ended_early.append(sequence)
+                sequence.fail(f"it cannot be decoded ({reason_of(own)})")
+        self._joining, self._chunks = None, iter(())
+        if len(fit) == len(sequences):
+            raise error
+        if fit:
+            self._begin(fit, running)
+
+    def _begin(self, sequences: list[Sequence], running: list[Sequence]) -> None:
         models, kv_bits = self._models, sequences[0].request.kv_bits
         if kv_bits is not None and self._packed is not None:
             models = self._guarded(self._packed(kv_bits))
