@@ -26,7 +26,7 @@ from .model_names import target_name
 from .models import LoadedModel, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .prefix_cache.store import PrefixStore, open_store
-from .prompts import Prompt, encode_all
+from .prompts import EncodedPrompt, Prompt, PromptLimit, encode, encode_all
 from .results import GenerationResult, StreamEvent
 from .sampling_params import SamplingParams, require_params
 from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
@@ -101,6 +101,7 @@ class SpecDecoder:
         self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
+        self._limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config, self._target, self._drafter, self._backend
@@ -178,7 +179,8 @@ class SpecDecoder:
             prompts: strings, lists of chat messages, or lists of token ids. A
                 string is a user turn where the model has a chat template.
             params: for all prompts, or one for each. When one is given for all,
-                prompt ``i`` draws with seed ``params.seed + i``.
+                prompt ``i`` draws with seed ``params.seed + i``; without a seed the
+                first prompt's is random. Results report the seeds.
             system_prompt: put before string prompts by the chat template.
             ignore_chat_template: encode strings as they are.
 
@@ -215,6 +217,7 @@ class SpecDecoder:
             prompts,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
+            limit=self._limit,
         )
         session = self.session()
         session.add_all(encoded, _per_prompt(params, len(encoded)))
@@ -238,7 +241,8 @@ class SpecDecoder:
         Raises:
             CacheError: it cannot be read, does not fit, or there is no store.
         """
-        return read_prompt_cache(self._target, file, self._encode(prompt, **encoding))
+        token_ids = self._encode(prompt, **encoding).token_ids
+        return read_prompt_cache(self._target, file, token_ids)
 
     def export_prompt_cache(
         self, prompt: Prompt, file: str | os.PathLike[str], **encoding: Any
@@ -252,10 +256,11 @@ class SpecDecoder:
             CacheError: nothing is stored, it cannot be written, or mlx-lm has no
                 cache of that kind (rings with ``kv_bits``).
         """
-        return write_prompt_cache(self._target, self._encode(prompt, **encoding), file)
+        token_ids = self._encode(prompt, **encoding).token_ids
+        return write_prompt_cache(self._target, token_ids, file)
 
-    def _encode(self, prompt: Prompt, **encoding: Any) -> tuple[int, ...]:
-        return encode_all(self.tokenizer, [prompt], **encoding)[0].token_ids
+    def _encode(self, prompt: Prompt, **encoding: Any) -> EncodedPrompt:
+        return encode(self.tokenizer, prompt, limit=self._limit, **encoding)
 
     def session(self, *, observer: RoundObserver | None = None) -> Session:
         """A new session, to which requests can be added while others run.
@@ -275,14 +280,14 @@ class SpecDecoder:
             self._length,
             self._packed,
         )
-        return Session(engine, self.tokenizer, self.bounds)
+        return Session(engine, self.tokenizer, self.bounds, self._limit)
 
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.
 
         Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
-        return Server(self._session_at_work)
+        return Server(self._session_at_work, self._encode)
 
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:
@@ -320,7 +325,9 @@ def _per_prompt(
 ) -> list[SamplingParams]:
     """One set of options per prompt; shared ones differ in their seed."""
     if params is None or isinstance(params, SamplingParams):
-        shared = params or SamplingParams()
+        shared = (params or SamplingParams()).seeded()
+        if shared.seed is None:
+            return [shared] * n
         return [replace(shared, seed=shared.seed + i) for i in range(n)]
     one = isinstance(params, dict) or not isinstance(params, Iterable)
     each: list[Any] = [params] if one else list(params)

@@ -13,6 +13,7 @@
     ├── DrafterError           a drafter does not do what its protocol asks of it
     ├── MemoryLimitError       a run does not fit in memory (the numbers are named)
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
+    ├── SessionError           a step of a session did not end: it decodes no more
     ├── ServerError            a server is not open, or its engine failed
     └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
 
@@ -89,9 +90,23 @@ class CacheError(SpecdecError, ValueError):
     """A cache was asked for something that it cannot do."""
 
 
+class SessionError(SpecdecError):
+    """A step of a session did not end, so that the session decodes no more."""
+
+
 class ServerError(SpecdecError):
     """A server is not open, or its engine failed: then ``__cause__`` is why."""
 
 
 class CompilerMissingError(SpecdecError):
     """MLX's CPU backend compiles kernels at run time and found no C++ compiler."""
+
+
+def reason_of(error: BaseException) -> str:
+    """An error of others on one line: its type, and what it says."""
+    kind = type(error).__name__
+    try:
+        text = " ".join(str(error).split())
+    except Exception:  # code of others too
+        text = ""
+    return f"{kind}: {text}" if text else kind

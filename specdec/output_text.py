@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from bisect import bisect_left, bisect_right
+from collections import deque
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import Protocol
 
 
@@ -21,6 +23,60 @@ class Detokenizer(Protocol):
         """Complete the text, also when it ends inside a character."""
 
 
+class StopTexts:
+    """Finds texts in one that grows, looking at each character once (Aho-Corasick).
+
+    A state is the longest end of what was read with which one of the texts begins;
+    state 0 is the empty one.
+
+    Args:
+        texts: what is looked for, none of them empty.
+    """
+
+    def __init__(self, texts: Sequence[str]):
+        #: Characters of each state's beginning of a text.
+        self.depth = [0]
+        #: Characters of the longest text with which a state ends; 0: of none.
+        self.matched = [0]
+        self._next: list[dict[str, int]] = [{}]
+        for text in texts:
+            state = 0
+            for character in text:
+                following = self._next[state]
+                if character not in following:
+                    following[character] = len(self._next)
+                    self._next.append({})
+                    self.depth.append(self.depth[state] + 1)
+                    self.matched.append(0)
+                state = following[character]
+            self.matched[state] = len(text)
+        # Where a state cannot go on, its longest end that is a state may.
+        self._shorter = [0] * len(self._next)
+        states = deque(self._next[0].values())
+        while states:
+            state = states.popleft()
+            for character, following in self._next[state].items():
+                shorter = self.after(self._shorter[state], character)
+                self._shorter[following] = shorter
+                if not self.matched[following]:
+                    self.matched[following] = self.matched[shorter]
+                states.append(following)
+
+    def after(self, state: int, character: str) -> int:
+        """The state one character later."""
+        while character not in self._next[state]:
+            if not state:
+                return 0
+            state = self._shorter[state]
+        return self._next[state][character]
+
+
+@lru_cache(maxsize=16)
+def stop_texts(texts: tuple[str, ...]) -> StopTexts:
+    """Requests with the same stop texts share what is made of them."""
+    return StopTexts(texts)
+
+
 class OutputText:
     """Text and tokens of one row, released only when nothing can take them back.
 
@@ -34,8 +90,9 @@ class OutputText:
 
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()):
         self._detokenizer = detokenizer
-        self._stop = stop
-        self._window = max(map(len, stop), default=0)
+        self._stop = stop_texts(tuple(stop)) if stop else None
+        # Characters looked at, and the state behind them.
+        self._looked_at = self._state = 0
         # Length of the text behind each token; kept only to look for stop texts.
         self._lengths: list[int] = []
         self._end: int | None = None
@@ -45,7 +102,7 @@ class OutputText:
     def add(self, token: int) -> bool:
         """Take one token; whether a stop text is complete now."""
         self._detokenizer.add_token(token)
-        return self._looked_for_stop() if self._stop else False
+        return self._stop is not None and self._looked_for_stop()
 
     def finish(self, *, look: bool = True) -> None:
         """No more tokens come: what was held back is text, or ends a stop text.
@@ -55,23 +112,27 @@ class OutputText:
         """
         if self.matched is None:
             self._detokenizer.finalize()
-            if self._stop and look:
+            if self._stop is not None and look:
                 self._looked_for_stop(last=True)
 
     def _looked_for_stop(self, *, last: bool = False) -> bool:
-        before = self._lengths[-1] if self._lengths else 0
+        assert self._stop is not None
         text = self._detokenizer.text
         if last and self._lengths:
             self._lengths[-1] = len(text)
         else:
             self._lengths.append(len(text))
-        # What was searched before holds no whole stop text.
-        start = max(0, before - self._window + 1)
-        found = [(at, s) for s in self._stop if (at := text.find(s, start)) >= 0]
+        found: list[tuple[int, int]] = []
+        for character in text[self._looked_at :]:
+            self._state = self._stop.after(self._state, character)
+            self._looked_at += 1
+            if length := self._stop.matched[self._state]:
+                found.append((self._looked_at - length, -length))
         if not found:
             return False
         # The first to begin; of those that begin there, the longest.
-        self._end, self.matched = min(found, key=lambda f: (f[0], -len(f[1])))
+        at, length = min(found)
+        self._end, self.matched = at, text[at : at - length]
         return True
 
     @property
@@ -99,16 +160,11 @@ class OutputText:
             ended: nothing is held back any more.
         """
         text = self.text
-        safe = len(text) if ended else len(text) - self._held_back(text)
+        safe = len(text)
+        if self._stop is not None and not ended:
+            safe -= self._stop.depth[self._state]
         new, self._released = text[self._released : safe], max(self._released, safe)
-        if ended or not self._stop:
+        if ended or self._stop is None:
             return new, num_tokens
         # A token without text of its own may belong to what comes next.
         return new, min(self._begun_before(safe), bisect_right(self._lengths, safe))
-
-    def _held_back(self, text: str) -> int:
-        """Length of the longest end of ``text`` with which a stop text begins."""
-        for length in range(min(self._window - 1, len(text)), 0, -1):
-            if any(s.startswith(text[-length:]) for s in self._stop):
-                return length
-        return 0

@@ -8,12 +8,16 @@ import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import PromptError, PromptFileError
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
+
+# Of a prompt for a model whose context is not known.
+MAX_PROMPT_BYTES = 64 * 2**20
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
 _ID_KEYS = ("id", "task_id", "question_id")
@@ -50,12 +54,73 @@ class PromptRecord:
     id: Any = None
 
 
+@dataclass(frozen=True)
+class PromptLimit:
+    """The size beyond which a prompt cannot fit, known before any work on it.
+
+    Args:
+        tokenizer: of the target.
+        context_length: tokens that the target serves; ``None``: not known, so that
+            only :data:`MAX_PROMPT_BYTES` counts.
+    """
+
+    tokenizer: Any = None
+    context_length: int | None = None
+
+    @cached_property
+    def max_bytes(self) -> int:
+        """Bytes that no prompt of ``context_length`` tokens exceeds."""
+        if self.context_length is None:
+            return MAX_PROMPT_BYTES
+        vocabulary = self.tokenizer.get_vocab()
+        longest = max((len(str(token).encode()) for token in vocabulary), default=1)
+        return self.context_length * longest
+
+    def check(self, *texts: str) -> None:
+        """Refuse texts that have too many bytes together.
+
+        Raises:
+            PromptError: with both numbers.
+        """
+        # A character has 1 to 4 bytes; a token has 1 or more.
+        few = 4 * sum(map(len, texts)) <= (self.context_length or MAX_PROMPT_BYTES)
+        if few or (size := sum(map(_num_bytes, texts))) <= self.max_bytes:
+            return
+        context = ""
+        if self.context_length is not None:
+            context = f" in the target's context of {self.context_length} tokens"
+        raise PromptError(
+            f"it has {size} bytes and at most {self.max_bytes} fit{context}: shorten it"
+        )
+
+    def check_count(self, count: int, what: str = "tokens") -> None:
+        """Refuse too many token ids, or other parts of a token or more.
+
+        Raises:
+            PromptError: with both numbers.
+        """
+        if self.context_length is not None and count > self.context_length:
+            unit = "" if what == "tokens" else " tokens"
+            raise PromptError(
+                f"it has {count} {what} and the target's context is "
+                f"{self.context_length}{unit}: shorten it"
+            )
+
+
+NO_CONTEXT = PromptLimit()
+
+
+def _num_bytes(text: str) -> int:
+    return len(text.encode(errors="surrogatepass"))
+
+
 def encode_all(
     tokenizer: Any,
     prompts: Iterable[Prompt],
     *,
     system_prompt: str | None = None,
     ignore_chat_template: bool = False,
+    limit: PromptLimit = NO_CONTEXT,
 ) -> list[EncodedPrompt]:
     """Encode several prompts; an error names the index of the prompt that has it."""
     single = isinstance(prompts, str | bytes | Mapping)
@@ -74,6 +139,7 @@ def encode_all(
                     prompt,
                     system_prompt=system_prompt,
                     ignore_chat_template=ignore_chat_template,
+                    limit=limit,
                 )
             )
         except PromptError as error:
@@ -87,6 +153,7 @@ def encode(
     *,
     system_prompt: str | None = None,
     ignore_chat_template: bool = False,
+    limit: PromptLimit = NO_CONTEXT,
 ) -> EncodedPrompt:
     """Encode one prompt.
 
@@ -100,9 +167,10 @@ def encode(
         prompt: a string, chat messages, or token ids.
         system_prompt: system turn of prompts that bring none of their own.
         ignore_chat_template: encode strings raw.
+        limit: the largest prompt.
 
     Raises:
-        PromptError: the prompt is empty, or cannot be encoded as asked.
+        PromptError: the prompt is empty, too large, or cannot be encoded as asked.
     """
     has_template = not ignore_chat_template and _has_chat_template(tokenizer)
     if system_prompt is not None and not has_template:
@@ -111,13 +179,14 @@ def encode(
             + (", or do not ignore the template" if ignore_chat_template else "")
         )
     if isinstance(prompt, str):
+        limit.check(prompt)
         _check_text(prompt)
         if not has_template:
             return EncodedPrompt(prompt, _encode_raw(tokenizer, prompt))
         rendered = _render(
             tokenizer, [{"role": "user", "content": prompt}], system_prompt
         )
-        return EncodedPrompt(prompt, _encode_rendered(tokenizer, rendered))
+        return EncodedPrompt(prompt, _encode_rendered(tokenizer, rendered, limit))
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Sequence):
         raise PromptError(
             "expected a string, a list of chat messages or a list of token ids, "
@@ -131,6 +200,7 @@ def encode(
             raise PromptError(
                 "a system prompt cannot be added to token ids: leave it out"
             )
+        limit.check_count(len(prompt))
         token_ids = _check_token_ids(prompt, len(tokenizer))
         return EncodedPrompt(tokenizer.decode(list(token_ids)), token_ids)
     if not has_template:
@@ -142,8 +212,9 @@ def encode(
                 else "this tokenizer has none: give the prompt as a string"
             )
         )
-    rendered = _render(tokenizer, _check_messages(prompt), system_prompt)
-    return EncodedPrompt(rendered, _encode_rendered(tokenizer, rendered))
+    messages = _check_messages(prompt, limit)
+    rendered = _render(tokenizer, messages, system_prompt)
+    return EncodedPrompt(rendered, _encode_rendered(tokenizer, rendered, limit))
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -228,7 +299,8 @@ def _encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
     return tuple(tokenizer.encode(text, add_special_tokens=not has_bos))
 
 
-def _encode_rendered(tokenizer: Any, text: str) -> tuple[int, ...]:
+def _encode_rendered(tokenizer: Any, text: str, limit: PromptLimit) -> tuple[int, ...]:
+    limit.check(text)
     # The template has written the special tokens, BOS among them.
     return tuple(tokenizer.encode(text, add_special_tokens=False))
 
@@ -251,7 +323,10 @@ def _render(
         ) from error
 
 
-def _check_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
+def _check_messages(
+    messages: Sequence[Any], limit: PromptLimit = NO_CONTEXT
+) -> list[Mapping[str, Any]]:
+    limit.check_count(len(messages), "messages")  # a token or more each
     for message in messages:
         if (
             not isinstance(message, Mapping)
@@ -263,6 +338,7 @@ def _check_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
                 f"not {_short(message)}"
             )
         _check_text(message["content"])
+    limit.check(*(message["content"] for message in messages))
     return list(messages)
 
 

@@ -13,6 +13,7 @@ from .output_text import OutputText
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+_Ending = tuple[FinishReason, str | int | None]
 
 
 @dataclass(frozen=True)
@@ -129,33 +130,45 @@ class Sequence:
         Returns:
             How many of ``tokens`` were used, the one that ended it included.
         """
-        used = 0
-        end_tokens = self.end_tokens
+        used, ending = self._append(tokens, logprobs)
+        if ending is not None:
+            self._end(*ending)
+        return used
+
+    def _append(
+        self,
+        tokens: AbstractSequence[int],
+        logprobs: AbstractSequence[TokenLogprobs],
+    ) -> tuple[int, _Ending | None]:
+        """Take ``tokens``; how many were used, and how it ends by them, if it does."""
+        used, ending = 0, None
+        if self.finish_reason is not None:
+            return used, ending
         for token in tokens:
-            if self.finish_reason is not None:
-                break
             used += 1
-            if token in end_tokens:
-                self._end("stop", token)
+            if token in self.end_tokens:
+                ending = "stop", token
                 break
             self.tokens.append(token)
             if self.output is not None and self.output.add(token):
-                self._end("stop")
+                ending = "stop", None
             elif self.remaining == 0:
-                self._end("length")
+                ending = "length", None
+            if ending is not None:
+                break
         self.logprobs += logprobs[:used]
-        if self.finish_reason is not None:
-            del self.logprobs[len(self.tokens) :]
-        return used
+        return used, ending
 
     def _end(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
-        self.finish_reason, self.stop_reason = reason, stop_reason
-        if self.output is None:
-            return
-        self.output.finish(look=reason in ("stop", "length"))
-        if self.output.matched is not None:
-            self.finish_reason, self.stop_reason = "stop", self.output.matched
-            del self.tokens[self.output.num_tokens :]
+        if self.output is not None:
+            self.output.finish(look=reason in ("stop", "length"))
+            if self.output.matched is not None:
+                reason, stop_reason = "stop", self.output.matched
+                del self.tokens[self.output.num_tokens :]
+        del self.logprobs[len(self.tokens) :]
+        # Last: what has ended is whole, whenever an interrupt comes.
+        self.stop_reason = stop_reason
+        self.finish_reason = reason
 
     def cancel(self) -> None:
         """End it as it is; nothing, when it has ended."""
@@ -165,8 +178,8 @@ class Sequence:
     def fail(self, error: str) -> None:
         """End it with an error result; nothing, when it has ended."""
         if self.finish_reason is None:
-            self._end("error")
             self.error = error
+            self._end("error")
 
     def commit_round(
         self,
@@ -181,12 +194,13 @@ class Sequence:
         """
         if self.finish_reason is not None:
             return
-        used = self.commit(tokens, logprobs)
-        ended = self.finish_reason is not None
+        used, ending = self._append(tokens, logprobs)
         self.rounds += 1
-        drafted = min(used, num_draft_tokens) if ended else num_draft_tokens
+        drafted = num_draft_tokens if ending is None else min(used, num_draft_tokens)
         _count(self.drafted_at, drafted)
         _count(self.accepted_at, min(used, len(tokens) - 1))
+        if ending is not None:
+            self._end(*ending)
 
     def take(self) -> tuple[list[int], str]:
         """Tokens and text that may be shown, and have not been taken yet."""

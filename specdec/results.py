@@ -29,6 +29,7 @@ class GenerationResult:
             ``error``. Whatever it is, what was generated until then is there.
         stop_reason: the text or the token id that ended it, else ``None``.
         error: one line, where ``finish_reason`` is ``error``.
+        seed: of its random draws, given or drawn; ``None``: it draws nothing.
         kv_bits: bits in which keys and values were kept; ``None``: as they are.
         prefix_tokens: of the ``prompt_tokens``, those that were found in the prefix
             store and not computed.
@@ -57,6 +58,7 @@ class GenerationResult:
     prefix_tokens: int = 0
     stop_reason: str | int | None = None
     error: str | None = None
+    seed: int | None = None
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
     time_to_first_token: float | None = field(default=None, compare=False)
@@ -89,6 +91,7 @@ class GenerationResult:
             accepted=sequence.accepted,
             stop_reason=sequence.stop_reason,
             error=sequence.error,
+            seed=params.seed if params.draws else None,
             drafted_at=sequence.drafted_at,
             accepted_at=sequence.accepted_at,
             time_to_first_token=None if began is None else began - sequence.queued,
@@ -126,6 +129,7 @@ class GenerationResult:
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
             "error": self.error,
+            "seed": self.seed,
             "prompt_tokens": self.prompt_tokens,
             "kv_bits": self.kv_bits,
             "prefix_tokens": self.prefix_tokens,

@@ -2,18 +2,30 @@
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
-from .utils.checks import is_int, is_number, require, require_int, require_range
+from .utils.checks import (
+    MIN_FLOAT32,
+    is_float32,
+    is_int,
+    require,
+    require_int,
+    require_int32,
+    require_range,
+)
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT_SIZE = 20
 # Beyond any use, and small enough for float32 arithmetic on logits.
 MAX_TEMPERATURE = 1e6
 MAX_TOP_LOGPROBS = 1000
+# Stop texts of a request, and characters of one: looking for them costs memory.
+MAX_STOPS = 128
+MAX_STOP_LENGTH = 512
 
 Verification = Literal["coupled", "rejection", "block"]
 VERIFICATIONS: tuple[Verification, ...] = get_args(Verification)
@@ -35,7 +47,8 @@ class SamplingParams:
         temperature: 0 is greedy; above 0, to 1e6, the target's distribution is
             ``softmax(logits / temperature)``.
         seed: of the request's random draws (taken modulo 2**32); the draw at
-            a position depends on the seed and the position alone.
+            a position depends on the seed and the position alone. ``None``: a
+            request that draws gets a random one, which its result reports.
         top_p: draw from the most likely tokens that together have this much
             probability at temperature 1; 1 keeps all.
         min_p: draw from tokens with at least this share of the likeliest one's
@@ -62,8 +75,9 @@ class SamplingParams:
             like: ``f(logprobs)`` with shape (1, V), returning a token. MLX's
             global random state is seeded by seed and position before each call, and
             stays so.
-        stop: texts that end a row. The text is cut before the first of them, the
-            tokens behind the last that has a part in what is left.
+        stop: texts that end a row, up to 128 of up to 512 characters. The text is
+            cut before the first of them, the tokens behind the last that has a
+            part in what is left.
         stop_token_ids: tokens that end a row, as the end-of-sequence token does.
         logprobs: report the log-probability of every token: of the logits that
             bias, penalties and processors leave, at temperature 1, unfiltered.
@@ -88,7 +102,7 @@ class SamplingParams:
     max_tokens: int = DEFAULT_MAX_TOKENS
     min_tokens: int = 0
     temperature: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     top_p: float = 1.0
     min_p: float = 0.0
     xtc_probability: float = 0.0
@@ -124,6 +138,22 @@ class SamplingParams:
         return bool(self.logits_processors) or self.sampler is not None
 
     @property
+    def draws(self) -> bool:
+        """Whether random numbers have a part in its tokens."""
+        return self.temperature > 0 or self.sampler is not None
+
+    def seeded(self) -> SamplingParams:
+        """These, with a random seed where they draw and have none."""
+        if self.seed is not None or not self.draws:
+            return self
+        return replace(self, seed=secrets.randbits(32))
+
+    @property
+    def seed_key(self) -> int:
+        """What keys its draws: the seed in 32 bits; 0 where there is none."""
+        return (self.seed or 0) % 2**32
+
+    @property
     def context_size(self) -> int:
         """Tokens that its penalties look back at; 0 when it has none."""
         sizes = (
@@ -149,16 +179,14 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_lengths(self) -> None:
-        require_int("max_tokens", self.max_tokens, 1)
+        require_int32("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         few = self.min_tokens <= self.max_tokens
         rule = f"at most max_tokens ({self.max_tokens})"
         require(few, "min_tokens", self.min_tokens, rule)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 0)
-        for text in self.stop:
-            valid = isinstance(text, str) and text != ""
-            require(valid, "stop", text, "one text or several, none of them empty")
+        self._check_stop()
         for name in ("stop_token_ids", "xtc_special_tokens"):
             for token in getattr(self, name) or ():
                 require_int(name, token, 0)
@@ -167,9 +195,24 @@ class SamplingParams:
         most, n = MAX_TOP_LOGPROBS, self.top_logprobs
         require(n <= most, "top_logprobs", n, f"at most {most}")
 
+    def _check_stop(self) -> None:
+        if len(self.stop) > MAX_STOPS:
+            raise ConfigError(
+                f"stop has {len(self.stop)} texts: give at most {MAX_STOPS}"
+            )
+        for text in self.stop:
+            valid = isinstance(text, str) and text != ""
+            require(valid, "stop", text, "one text or several, none of them empty")
+            if len(text) > MAX_STOP_LENGTH:
+                raise ConfigError(
+                    f"a stop text has {len(text)} characters: "
+                    f"give at most {MAX_STOP_LENGTH}"
+                )
+
     def _check_distribution(self) -> None:
         require_range("temperature", self.temperature, 0, MAX_TEMPERATURE)
-        require_int("seed", self.seed)
+        if self.seed is not None:
+            require_int("seed", self.seed)
         note = "1 keeps all"
         require_range("top_p", self.top_p, 0, 1, note=note, open_low=True)
         require_range("min_p", self.min_p, 0, 1, note="0 keeps all")
@@ -182,22 +225,25 @@ class SamplingParams:
 
     def _check_penalties(self) -> None:
         for token, bias in (self.logit_bias or {}).items():
-            rule = "of token ids (0 or more) to numbers, minus infinity included"
-            number = is_number(bias) or bias == float("-inf")
+            rule = (
+                "of token ids (0 or more) to numbers that float32 holds, "
+                "minus infinity included"
+            )
+            number = is_float32(bias) or bias == float("-inf")
             valid = is_int(token) and token >= 0 and number
             require(valid, "logit_bias", {token: bias}, rule)
         repetition = self.repetition_penalty
         if repetition is not None:
-            valid = is_number(repetition) and repetition > 0
-            rule = "a number above 0 (1 does nothing)"
+            valid = is_float32(repetition) and repetition >= MIN_FLOAT32
+            rule = "a number above 0 that float32 holds (1 does nothing)"
             require(valid, "repetition_penalty", repetition, rule)
         for name in ("presence", "frequency"):
             value = getattr(self, f"{name}_penalty")
-            rule = "a number (0 does nothing)"
-            require(value is None or is_number(value), f"{name}_penalty", value, rule)
+            rule = "a number that float32 holds (0 does nothing)"
+            require(value is None or is_float32(value), f"{name}_penalty", value, rule)
         for name in ("repetition", "presence", "frequency"):
             size = f"{name}_context_size"
-            require_int(size, getattr(self, size), 1)
+            require_int32(size, getattr(self, size), 1)
         for function in (*self.logits_processors, self.sampler):
             if function is not None and not callable(function):
                 raise ConfigError(

@@ -98,7 +98,7 @@ def drawable(logits: mx.array, params: SamplingParams, position: int = 0) -> mx.
         chain.append(lambda x: apply_min_p(x, params.min_p))
     if params.xtc_probability > 0:
         # mlx-lm draws whether it applies; here the request's key does.
-        key = mx.random.key((params.seed % 2**32) << 32 | position)
+        key = mx.random.key(params.seed_key << 32 | position)
         draw = mx.random.uniform(key=mx.random.split(key, 4)[1])
         if bool(draw <= params.xtc_probability):
             special = list(params.xtc_special_tokens or ())
@@ -160,7 +160,7 @@ def _decoded(
         for processor in params.logits_processors:
             logits = processor(history, logits)
         logprobs = logits[0] - mx.logsumexp(logits[0])
-        key = (params.seed % 2**32) << 32 | position
+        key = params.seed_key << 32 | position
         if params.sampler is not None:
             mx.random.seed(key)
             token = int(params.sampler(logprobs[None]))

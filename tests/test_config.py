@@ -111,8 +111,19 @@ def per_prompt() -> PerPrompt:
 
 
 def test_shared_params_differ_in_their_seed(per_prompt: PerPrompt) -> None:
-    assert [p.seed for p in per_prompt(None, 2)] == [0, 1]
     assert [p.seed for p in per_prompt(SamplingParams(seed=5), 2)] == [5, 6]
+
+
+def test_a_seed_that_is_not_given_is_random_where_one_is_used(
+    per_prompt: PerPrompt,
+) -> None:
+    """Two calls would draw the same; a greedy request would report a seed in vain."""
+    assert [p.seed for p in per_prompt(None, 2)] == [None, None]
+    warm = SamplingParams(temperature=1.0)
+    first, again = per_prompt(warm, 2), per_prompt(warm, 2)
+    assert first[0].seed is not None
+    assert first[1].seed == first[0].seed + 1
+    assert first != again
 
 
 @pytest.mark.parametrize("kind", [list, tuple, iter])

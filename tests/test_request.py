@@ -129,6 +129,7 @@ def test_the_line_of_a_result() -> None:
         "acceptance_by_position": [],
         "stop_reason": None,
         "error": None,
+        "seed": None,
         "time_to_first_token": None,
         "tokens_per_second": 0.0,
     }

@@ -77,7 +77,7 @@ def advise(
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],
-            SamplingParams(max_tokens=max_tokens, temperature=temp),
+            SamplingParams(max_tokens=max_tokens, temperature=temp, seed=0),
             ignore_chat_template=ignore_chat_template,
         )
     with Progress("prompt", len(records), quiet=quiet) as progress:

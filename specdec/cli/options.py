@@ -188,15 +188,18 @@ def temp(text: str = "Sampling temperature; 0 is greedy.") -> Option[Any]:
     )
 
 
-def seed() -> Option[Any]:
-    """``--seed``."""
+def seed(*, random: bool = False) -> Option[Any]:
+    """``--seed``; ``random``: without one it is, else 0."""
+    text = "Seed of the first prompt's draws; each next prompt's is one more."
+    if random:
+        text += " [default: a random one, which the summary and --output report]"
     return click.option(
         "--seed",
         type=int,
         metavar="N",
-        default=0,
-        show_default=True,
-        help="Seed of the first prompt's draws; each next prompt's is one more.",
+        default=None if random else 0,
+        show_default=not random,
+        help=text,
     )
 
 

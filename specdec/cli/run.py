@@ -28,6 +28,7 @@ from .sampling_options import params_of, sampling_options
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
+    from ..sampling_params import SamplingParams
     from ..stats import RunStats
 
 
@@ -197,7 +198,8 @@ def run(
                 err=True,
             )
         if not quiet:
-            click.echo(_summary(decoder, len(sink.errors)), err=True)
+            summary = _summary(decoder, params, len(sink.errors))
+            click.echo(summary, err=True)
 
     interrupted = False
     with progress, last_words(lambda: conclude(interrupted=True)):
@@ -256,7 +258,7 @@ def _check_together(
             )
 
 
-def _summary(decoder: SpecDecoder, num_failed: int) -> str:
+def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> str:
     from ..model_names import short
 
     stats, draft = decoder.stats, decoder.draft_name
@@ -285,6 +287,8 @@ def _summary(decoder: SpecDecoder, num_failed: int) -> str:
         )
     elif draft and k == "auto" and stats.rounds and not failed:
         lines["acceptance"] = "nothing was drafted: it does not pay here"
+    if params.draws:
+        lines["seed"] = str(params.seed)
     if num_failed:
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"

@@ -121,7 +121,7 @@ _OPTIONS = (
         metavar="ID=BIAS",
         help="Add BIAS to the logit of token ID (-inf forbids it); repeat it for more.",
     ),
-    options.seed(),
+    options.seed(random=True),
     click.option(
         "--verification",
         type=click.Choice(VERIFICATIONS),
@@ -176,4 +176,4 @@ def params_of(
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
         **same_names,
-    )
+    ).seeded()

@@ -2,7 +2,8 @@
 
 The thread owns the session: MLX's streams belong to the thread that made them, and
 a round would hold the event loop up. Requests and cancels reach it through a queue,
-events go back to the loop, once a step.
+events go back to the loop, once a step. Prompts are tokenized in another thread, in
+the order in which they came: a long one holds up neither the rows nor the loop.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import asyncio
 import threading
 import traceback
 from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -19,10 +21,13 @@ from queue import Empty, SimpleQueue
 from types import TracebackType
 from typing import Any, Self
 
-from ..errors import ServerError
-from ..prompts import Prompt
+import mlx.core as mx
+
+from ..errors import PromptError, ServerError, reason_of
+from ..output_text import stop_texts
+from ..prompts import EncodedPrompt, Prompt
 from ..results import GenerationResult, StreamEvent
-from ..sampling_params import SamplingParams
+from ..sampling_params import SamplingParams, require_params
 from ..stats import RunStats
 from .session import Session
 
@@ -31,10 +36,16 @@ OpenSession = Callable[[], AbstractContextManager[Session]]
 
 @dataclass(eq=False)
 class _Request:
-    """A request as both sides know it: the loop reads, the thread has the index."""
+    """A request as all threads know it.
 
-    add: Callable[[Session], int]
+    The loop reads, and says when the reader ``left``; the tokenizing thread calls
+    ``encode``; the session's has the index.
+    """
+
+    encode: Callable[[], EncodedPrompt]
+    params: SamplingParams
     inbox: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
+    left: bool = False
     index: int | None = None
 
 
@@ -72,13 +83,26 @@ class _Worker(threading.Thread):
 
     # -- called by the loop ------------------------------------------------
 
-    def add(self, request: _Request) -> None:
-        """Let the session have a request."""
-        self._commands.put(partial(self._add, request))
-
     def cancel(self, request: _Request) -> None:
         """End a request, whether it has begun or not."""
+        request.left = True
         self._commands.put(partial(self._cancel, request))
+
+    # -- in the tokenizing thread ------------------------------------------
+
+    def add(self, request: _Request) -> None:
+        """Encode a request's prompt, and let the session have it."""
+        if request.left:
+            return
+        try:
+            prompt = request.encode()
+            stop_texts(request.params.stop)  # kept for the session's thread
+        except Exception as error:
+            self._tell([(request, error)])
+        except BaseException as error:  # a prompt's own code may raise anything
+            self._tell([(request, PromptError(f"it fails ({reason_of(error)})"))])
+        else:
+            self._commands.put(partial(self._add, request, prompt))
 
     def close(self) -> None:
         """End all requests, then the thread."""
@@ -95,6 +119,8 @@ class _Worker(threading.Thread):
         if failure is not None:
             # Its frames would keep the caches alive for as long as the error.
             traceback.clear_frames(failure.__traceback__)
+        # MLX keeps a thread for each stream, and a process that ends with one aborts.
+        mx.clear_streams()
         with suppress(RuntimeError):  # the loop has gone, and all who could hear
             self._loop.call_soon_threadsafe(self._hear_end, failure)
 
@@ -106,12 +132,19 @@ class _Worker(threading.Thread):
     def _work(self, session: Session) -> None:
         while session.busy or not self._closing:
             self._obey(session, wait=not session.busy)
-            events = session.step()
-            if events:
-                self._tell([(self._requests[e.index], e) for e in events])
-            for event in events:
-                if event.result is not None:
-                    del self._requests[event.index]
+            try:
+                self._report(session.step())
+            except BaseException:
+                with suppress(Exception):  # what had ended in the step that failed
+                    self._report(session.step())
+                raise
+
+    def _report(self, events: list[StreamEvent]) -> None:
+        if events:
+            self._tell([(self._requests[e.index], e) for e in events])
+        for event in events:
+            if event.result is not None:
+                del self._requests[event.index]
 
     def _tell(self, told: _Told) -> None:
         self._loop.call_soon_threadsafe(self._hear, told)
@@ -125,9 +158,11 @@ class _Worker(threading.Thread):
         except Empty:
             pass
 
-    def _add(self, request: _Request, session: Session) -> None:
+    def _add(self, request: _Request, prompt: EncodedPrompt, session: Session) -> None:
+        if request.left:
+            return
         try:
-            request.index = request.add(session)
+            request.index = session.add_encoded(prompt, request.params)
         except Exception as error:  # the request's own fault: nobody else's loss
             self._tell([(request, error)])
         else:
@@ -163,10 +198,13 @@ class Server:
 
     Args:
         open_session: makes the session, in the thread that steps it.
+        encode: makes token ids of a prompt, with the options of :meth:`stream`.
     """
 
-    def __init__(self, open_session: OpenSession):
+    def __init__(self, open_session: OpenSession, encode: Callable[..., EncodedPrompt]):
         self._open_session = open_session
+        self._encode = encode
+        self._tokenizing = ThreadPoolExecutor(1, "specdec tokenizer")
         self._worker: _Worker | None = None
         self._open: set[_Request] = set()
         self._ended = asyncio.Event()
@@ -196,10 +234,13 @@ class Server:
         """
         if self._worker is None:
             return
-        self._closed = True
-        self._worker.close()
+        if not self._closed:
+            self._closed = True
+            # After the prompts that are on their way.
+            self._tokenizing.submit(self._worker.close)
         await self._ended.wait()
         self._worker.join()
+        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     @property
     def pending(self) -> int:
@@ -228,29 +269,30 @@ class Server:
         Args:
             prompt: a string, chat messages or token ids, as for
                 :meth:`specdec.SpecDecoder.generate`.
-            params: how to decode it; the seed is taken as it is. A sampler and
-                logits processors are called in the server's thread: arrays that
-                they hold must have been evaluated (``mx.eval``) where they were
-                made.
+            params: how to decode it, as for :meth:`specdec.engine.session.Session.add`. A
+                sampler and logits processors are called in the server's thread:
+                arrays that they hold must have been evaluated (``mx.eval``) where
+                they were made.
 
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: a token id is none of the target's.
+            ConfigError: a token id is none of the target's, or ``params`` are no
+                :class:`SamplingParams`.
             ServerError: the server is not open, or its engine failed; what went
                 wrong there is its ``__cause__``.
         """
         worker = self._checked_worker()
-        request = _Request(
-            lambda session: session.add(
-                prompt,
-                params,
-                system_prompt=system_prompt,
-                ignore_chat_template=ignore_chat_template,
-            )
+        encode = partial(
+            self._encode,
+            prompt,
+            system_prompt=system_prompt,
+            ignore_chat_template=ignore_chat_template,
         )
+        params = SamplingParams() if params is None else require_params(params)
+        request = _Request(encode, params)
         self._open.add(request)
-        worker.add(request)
+        self._tokenizing.submit(worker.add, request)
         try:
             while True:
                 told = await request.inbox.get()

@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..backend import BackendDefaults
 from ..cache.capacity import slots_for
 from ..config import EngineConfig
+from ..errors import reason_of
 from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
 from ..request import Request, Sequence
@@ -84,7 +85,8 @@ class Engine:
                 config.batch_size, budget=preflight.limit, cost=preflight.cost
             )
         self._alive: dict[int, Sequence] = {}
-        self._cancelled: list[Sequence] = []
+        # Cancelled, or not to be decoded: the next step reports them.
+        self._ended_early: list[Sequence] = []
         # Rows that decode, those whose prompts are being taken in, and rounds of both
         # that the host has not read.
         self._running: DecodeBatch | None = None
@@ -113,8 +115,18 @@ class Engine:
             output = OutputText(self._detokenizer(), request.params.stop)
         sequence = Sequence(request, self._eos_token_ids, output)
         sequence.queued = time.perf_counter()
-        self._alive[request.index] = sequence
+        # In this order: one that never gets a row would be waited for.
         self._scheduler.add(sequence)
+        self._alive[request.index] = sequence
+
+    def abandon(self) -> list[RowOutput]:
+        """Decode no more, after a step that did not end; its rows that had ended."""
+        self._running, self._joining, self._chunks = None, None, iter(())
+        self._in_flight.clear()
+        ended = [s for s in self._alive.values() if s.finish_reason is not None]
+        outputs = [RowOutput.of(s) for s in ended]
+        self._count(outputs)
+        return outputs
 
     def cancel(self, index: int) -> bool:
         """End a request as it is; the next step tells its result.
@@ -126,7 +138,7 @@ class Engine:
         if sequence is None or sequence.finish_reason is not None:
             return False
         sequence.cancel()
-        self._cancelled.append(sequence)
+        self._ended_early.append(sequence)
         return True
 
     def step(self) -> list[RowOutput]:
@@ -135,7 +147,7 @@ class Engine:
         Returns:
             What rows emitted: nothing while first rounds are on their way.
         """
-        if self._cancelled:
+        if self._ended_early:
             outputs = self._leave()
         else:
             start = time.perf_counter()
@@ -147,9 +159,9 @@ class Engine:
         return outputs
 
     def _leave(self) -> list[RowOutput]:
-        """Let go of rows that were cancelled, wherever they are."""
-        outputs = [RowOutput.of(s) for s in self._cancelled]
-        self._cancelled = []
+        """Let go of rows that ended outside a round, wherever they are."""
+        outputs = [RowOutput.of(s) for s in self._ended_early]
+        self._ended_early = []
         self._scheduler.ended()
         if self._joining is not None and not self._joining.unfinished:
             self._joining, self._chunks = None, iter(())
@@ -165,12 +177,15 @@ class Engine:
             if sequence.began is None and sequence.tokens:
                 sequence.began = now
                 stats.decode_tokens -= bool(output.token_ids)
-            if output.ended:
+            if output.ended and sequence.ended is None:
                 sequence.ended = now
-                del self._alive[sequence.request.index]
                 stats.take_ended(sequence)
         stats.draft_error = self._guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
+        # In one go, as an interrupt may come at any time.
+        if any(output.ended for output in outputs):
+            alive = {i: s for i, s in self._alive.items() if s.ended is None}
+            self._alive = alive
 
     def _prefill_chunk(self) -> None:
         """Hand a chunk of the joining rows' prompts over; after the last they join."""
@@ -208,6 +223,30 @@ class Engine:
         sequences = self._scheduler.admit(running)
         if not sequences:
             return
+        try:
+            self._begin(sequences, running)
+        except Exception as error:
+            self._begin_apart(sequences, running, error)
+
+    def _begin_apart(
+        self, sequences: list[Sequence], running: list[Sequence], error: Exception
+    ) -> None:
+        """Begin the rows without those that raise ``error`` alone too: these end."""
+        fit = []
+        for sequence in sequences:
+            try:
+                self._begin([sequence], running)
+                fit.append(sequence)
+            except Exception as own:
+                self._ended_early.append(sequence)
+                sequence.fail(f"it cannot be decoded ({reason_of(own)})")
+        self._joining, self._chunks = None, iter(())
+        if len(fit) == len(sequences):
+            raise error
+        if fit:
+            self._begin(fit, running)
+
+    def _begin(self, sequences: list[Sequence], running: list[Sequence]) -> None:
         models, kv_bits = self._models, sequences[0].request.kv_bits
         if kv_bits is not None and self._packed is not None:
             models = self._guarded(self._packed(kv_bits))

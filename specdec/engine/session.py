@@ -6,9 +6,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ..errors import ConfigError, MemoryLimitError, PromptError
+from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
 from ..memory import Fallback
-from ..prompts import EncodedPrompt, Prompt, encode
+from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
 from ..request import Request
 from ..results import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams, require_params
@@ -69,12 +69,8 @@ class Bounds:
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
             return params
+        PromptLimit(None, self.context_length).check_count(len(prompt.token_ids))
         room = self.context_length - len(prompt.token_ids)
-        if room < 0:
-            raise PromptError(
-                f"it has {len(prompt.token_ids)} tokens and the target's context is "
-                f"{self.context_length}: shorten it"
-            )
         # The last token is never fed, so a full context still gives one.
         max_tokens = min(params.max_tokens, max(room, 1))
         min_tokens = min(params.min_tokens, max_tokens)
@@ -95,17 +91,31 @@ class Session:
 
     Not safe to be called from several threads at once.
 
+    A step that does not end (Ctrl-C, an engine that fails) leaves it unusable: the next
+    one reports what had ended in it, then everything raises :class:`SessionError`.
+
     Args:
         engine: decodes.
         tokenizer: encodes prompts.
         bounds: what a request must fit in.
+        limit: the largest prompt.
     """
 
-    def __init__(self, engine: Engine, tokenizer: Any, bounds: Bounds):
+    def __init__(
+        self,
+        engine: Engine,
+        tokenizer: Any,
+        bounds: Bounds,
+        limit: PromptLimit = NO_CONTEXT,
+    ):
         self._engine = engine
         self._tokenizer = tokenizer
         self._bounds = bounds
+        self._limit = limit
         self._next_index = 0
+        # What the last step emitted, and whether one did not end.
+        self._outputs: list[RowOutput] = []
+        self._broken = False
 
     @property
     def busy(self) -> bool:
@@ -130,7 +140,8 @@ class Session:
         Args:
             prompt: a string, chat messages or token ids, as for
                 :meth:`specdec.SpecDecoder.generate`.
-            params: how to decode it; the seed is taken as it is.
+            params: how to decode it. The seed is taken as it is; a request that
+                draws and has none gets a random one, which its result reports.
 
         Returns:
             The index that its events and its result carry.
@@ -140,6 +151,7 @@ class Session:
                 target's context.
             ConfigError: a token id is none of the target's, or ``params`` are no
                 :class:`SamplingParams`.
+            SessionError: a step did not end.
         """
         params = SamplingParams() if params is None else require_params(params)
         encoded = encode(
@@ -147,25 +159,27 @@ class Session:
             prompt,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
+            limit=self._limit,
         )
         return self.add_encoded(encoded, params)
 
     def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
         """As :meth:`add`, for a prompt that is encoded already."""
+        self._check_whole()
         if params.xtc_probability > 0 and params.xtc_special_tokens is None:
             # As mlx-lm's command line has it: texts must be able to break and end.
             newline = self._tokenizer.encode("\n", add_special_tokens=False)
             special = (*newline, *sorted(self._tokenizer.eos_token_ids))
             special = tuple(t for t in special if t < self._bounds.vocab_size)
             params = replace(params, xtc_special_tokens=special)
-        params, fallback = self._bounds.admit(prompt, params)
+        params, fallback = self._bounds.admit(prompt, params.seeded())
         index, kv_bits = self._next_index, None
         if fallback is not None:
             self.stats.fallbacks[index] = fallback
             kv_bits = fallback.kv_bits
         request = Request(index, prompt.text, prompt.token_ids, params, kv_bits)
-        self._engine.add(request)
         self._next_index += 1
+        self._engine.add(request)
         return index
 
     def add_all(
@@ -186,16 +200,44 @@ class Session:
 
         Returns:
             Whether it had not ended yet; an index that is none has not either.
+
+        Raises:
+            SessionError: a step did not end.
         """
-        return self._engine.cancel(index)
+        self._check_whole()
+        self._broken = True
+        cancelled = self._engine.cancel(index)
+        self._broken = False
+        return cancelled
 
     def step(self) -> list[StreamEvent]:
         """Run one chunk of prefill, one round, or both; what rows emitted.
 
         The list is empty while the first tokens are on their way, and when
         nothing is left to do.
+
+        Raises:
+            SessionError: an earlier step did not end, and what had ended in it was
+                reported.
         """
-        return [_event(output) for output in self._engine.step()]
+        if self._broken:
+            self._outputs += self._engine.abandon()
+            if not self._outputs:
+                self._check_whole()
+            outputs, self._outputs = self._outputs, []
+            return list(map(_event, outputs))
+        self._broken, self._outputs = True, []
+        self._outputs = self._engine.step()
+        events = list(map(_event, self._outputs))
+        self._broken = False
+        return events
+
+    def _check_whole(self) -> None:
+        if self._broken:
+            raise SessionError(
+                "a step of this session did not end, so that it decodes no more: "
+                "begin another session"
+            )
 
 
 def _event(output: RowOutput) -> StreamEvent:

@@ -68,7 +68,7 @@ class RowSampling:
         rows.pop(Filter(), None)
         return cls(
             temperature=mx.array([p.temperature for p in params], mx.float32),
-            seed=mx.array([p.seed % 2**32 for p in params], mx.uint32),
+            seed=mx.array([p.seed_key for p in params], mx.uint32),
             greedy=all(p.temperature == 0 for p in params),
             filters=tuple(
                 (f, None if len(r) == len(params) else mx.array(r))

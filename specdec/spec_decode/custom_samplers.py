@@ -7,11 +7,13 @@ draft tokens before it were kept, with the tokens that were kept.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
 
+from ..errors import reason_of
 from ..request import Sequence
 from ..sampling import Draws, RowSampling
 
@@ -61,17 +63,24 @@ def choose_stepwise(
                 token = int(sampling.choose(row[:, None], draws.at(j)))
             else:
                 position = len(history) + len(done.tokens)
-                token = _sample(params.sampler, row, params.seed, position)
+                token = _sample(params.sampler, row, params.seed_key, position)
             done.tokens.append(token)
             done.logits.append(row)
             if token in sequence.end_tokens or [token] != proposed[j : j + 1]:
                 break
-    except Exception as error:  # it is the user's function: this row's loss alone
+    except BaseException as error:  # it is the user's function: this row's loss alone
+        if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
+            raise
         at = len(sequence.tokens) + len(done.tokens)
-        what = f"{type(error).__name__}: {error}"
+        what = reason_of(error)
         error_line = f"its sampler or a logits processor failed at token {at}: {what}"
         return replace(done, error=error_line)
     return done
+
+
+def _may_be_ctrl_c() -> bool:
+    """Whether Python runs signal handlers here: it does in no other thread."""
+    return threading.current_thread() is threading.main_thread()
 
 
 def _checked(processed: Any, logits: mx.array) -> mx.array:
@@ -82,8 +91,9 @@ def _checked(processed: Any, logits: mx.array) -> mx.array:
 
 
 def _sample(sampler: Any, logits: mx.array, seed: int, position: int) -> int:
+    mx.eval(logits)  # an error in what processors left belongs to this row
     # The key that mx.random.key makes of this number is [seed, position].
-    mx.random.seed((seed % 2**32) << 32 | position)
+    mx.random.seed(seed << 32 | position)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
     token = int(mx.array(sampler(logprobs)).reshape(()))
     if not 0 <= token < logits.shape[-1]:

@@ -6,6 +6,11 @@ import math
 
 from ..errors import ConfigError
 
+# What arrays on the device hold.
+MAX_INT32 = 2**31 - 1
+MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
+MIN_FLOAT32 = 2.0**-126
+
 
 def require(condition: bool, name: str, value: object, rule: str) -> None:
     """Raise :class:`ConfigError` unless ``condition`` holds."""
@@ -20,8 +25,19 @@ def is_int(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite number, and no truth value."""
-    known = isinstance(value, int | float) and not isinstance(value, bool)
-    return known and math.isfinite(value)  # type: ignore[arg-type]
+    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+
+
+def is_float32(value: object) -> bool:
+    """Whether ``value`` is a number that stays finite in float32."""
+    return is_number(value) and abs(value) <= MAX_FLOAT32  # type: ignore[arg-type]
+
+
+def require_int32(name: str, value: object, low: int) -> None:
+    """Require a whole number, ``low`` or more, that an int32 holds."""
+    require_int(name, value, low)
+    fits = value <= MAX_INT32  # type: ignore[operator]
+    require(fits, name, value, f"at most {MAX_INT32}")
 
 
 def require_int(

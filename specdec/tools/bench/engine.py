@@ -52,7 +52,9 @@ def engine(
             a wave is over when its first row is.
     """
     params = SamplingParams(
-        max_tokens=options.max_tokens, temperature=options.temperature
+        max_tokens=options.max_tokens,
+        temperature=options.temperature,
+        seed=options.seed,
     )
 
     def run(prompts: Prompts, first: int = 0) -> Wave:

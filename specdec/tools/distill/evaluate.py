@@ -96,7 +96,7 @@ def measure_rounds(
     """Decode prompts with a draft of fixed length, and count what was accepted."""
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
     decoder = SpecDecoder(target, draft, config=config)
-    params = SamplingParams(max_tokens=max_tokens, temperature=temperature)
+    params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     for _ in decoder.stream(prompts, params):
         check()
     stats = decoder.stats

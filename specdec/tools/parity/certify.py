@@ -43,7 +43,7 @@ def certify(
         decoder: target, draft and engine settings.
         prompts: strings, chat messages or token ids.
         params: ``max_tokens``, ``temperature``, ``seed`` (of the first prompt, each
-            next one's is one more) and ``verification``.
+            next one's is one more; 0 without one) and ``verification``.
         draws: decodings of each prompt, for a distribution; 20 or more.
         max_restarts: how often a row is decoded again from behind a tie.
         ignore_chat_template: encode strings as they are.
@@ -72,7 +72,7 @@ def certify(
         decoder.tokenizer, prompts, ignore_chat_template=ignore_chat_template
     )
     for i, prompt in enumerate(encoded):
-        own = replace(params, seed=params.seed + i, logprobs=not drawn)
+        own = replace(params, seed=(params.seed or 0) + i, logprobs=not drawn)
         try:
             tasks.append(Task(prompt, decoder.bounds.check(prompt, own)))
         except PromptError as error:

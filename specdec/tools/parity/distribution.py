@@ -129,7 +129,9 @@ def certify_distribution(
     """
     rows = [
         # No two rows share a seed.
-        replace(task, params=replace(task.params, seed=task.params.seed * draws + n))
+        replace(
+            task, params=replace(task.params, seed=task.params.seed_key * draws + n)
+        )
         for task in tasks
         for n in range(draws)
     ]

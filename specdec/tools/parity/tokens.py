@@ -154,7 +154,7 @@ def _plainly(plain: PlainTarget, task: Task, tokenizer: Any) -> PlainTokens:
         max_tokens=params.max_tokens,
         ends=frozenset(tokenizer.eos_token_ids),
         temperature=params.temperature,
-        seed=params.seed,
+        seed=params.seed_key,
     )
 
 
@@ -271,7 +271,7 @@ class _Comparison:
             found = scores(
                 logits,
                 temperature=params.temperature,
-                seed=params.seed,
+                seed=params.seed_key,
                 position=len(prompt) + position,
             )
             best = mx.sort(found)[-2:]
