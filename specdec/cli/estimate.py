@@ -48,6 +48,7 @@ from .quiet import silence_third_parties
 )
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
+@options.trust_remote_code()
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
     "What is there, such as 8GB or 6.5GiB. [default: what the device has]"
@@ -65,6 +66,7 @@ def estimate(
     kv_bits: KvBits,
     kv_group_size: str,
     dtype: str | None,
+    trust_remote_code: bool,
     temp: float,
     memory_limit: str | None,
     as_json: bool,
@@ -97,12 +99,21 @@ def estimate(
     from ..names import target_name
     from ..preflight import FALLBACK_BITS
 
-    target_outline = outline(target_name(target), dtype=dtype)
+    target_outline = outline(
+        target_name(target), dtype=dtype, trust_remote_code=trust_remote_code
+    )
     own_context = context_length(target_outline.config)
     draft_outline = None
     if spec is not None and spec.model is not None:
-        draft_outline = outline_draft(spec.model, target_outline, dtype=dtype)
-        check_tokenizers(target_outline, draft_outline)
+        draft_outline = outline_draft(
+            spec.model,
+            target_outline,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        check_tokenizers(
+            target_outline, draft_outline, trust_remote_code=trust_remote_code
+        )
     ngram = None if spec is None else ngram_of(spec)
 
     def plan_with(bits: KvBits) -> MemoryPlan:

@@ -208,6 +208,16 @@ def dtype(
     return click.option("--dtype", type=choices, help=text)
 
 
+def trust_remote_code() -> Option[Any]:
+    """``--trust-remote-code``."""
+    return click.option(
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run Python code that lies in a model's folder, where the model asks for "
+        "that.",
+    )
+
+
 def memory_limit(text: str) -> Option[Any]:
     """``--memory-limit``."""
     return click.option("--memory-limit", metavar="SIZE", help=text)

@@ -11,6 +11,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..cache import BatchCacheList, adopt_caches
 from ..errors import CacheError
+from ..files import open_plain
 from ..prefix.session import ModelPrefixes
 from ..prefix.snapshot import members
 from .messages import shorten
@@ -42,6 +43,7 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     if not os.path.exists(file):
         raise CacheError(f"{name}: no such file")
     try:
+        open_plain(file).close()
         singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
         mx.eval([c.state for c in singles])
     except Exception as error:  # a file's contents can be wrong in any way
