@@ -19,6 +19,9 @@ from . import options
 from .options import is_given
 from .quiet import silence_third_parties
 
+# Far more than any model serves; sums of it are numbers that can be shown.
+_MOST_TOKENS = 1 << 30
+
 
 @click.command(short_help="Tell how much memory a run needs, and what fits.")
 @options.target(
@@ -27,7 +30,7 @@ from .quiet import silence_third_parties
 @options.draft()
 @click.option(
     "--context",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2, _MOST_TOKENS),
     metavar="N",
     required=True,
     help="Tokens of a row, prompt and generated together.",

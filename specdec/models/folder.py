@@ -27,6 +27,7 @@ _MOST = (
     (re.compile(r"(experts|heads|groups|codebooks)$"), 1 << 16),
     (re.compile(r"(dims?|rank|embd|width)$"), 1 << 20),
     (re.compile(r"size$"), 1 << 24),
+    (re.compile(r"(position_embeddings|window)$"), 1 << 31),
 )
 # Keys of the number of layers; each stores a tensor at least.
 _LAYERS = re.compile(r"(n|num)(_hidden)?_layers?")
@@ -122,7 +123,7 @@ def check_sizes(config: Mapping[str, Any], file: Path) -> None:
         most = next((most for end, most in _MOST if end.search(key)), None)
         if most is not None and value > most:
             raise ModelError(
-                f"{file} says {shorten(key)} is {_digits(value)}, and no model has "
+                f"{file} says {shorten(key)} is {shorten(value)}, and no model has "
                 f"more than {most}: download it again"
             )
 
@@ -131,8 +132,8 @@ def _check_layers(config: Mapping[str, Any], file: Path, tensors: int) -> None:
     for key, value in _numbers(config):
         if _LAYERS.fullmatch(key) and value > tensors:
             raise ModelError(
-                f"{file} says {key} is {value}, and the weights beside it have "
-                f"{tensors} tensors: download it again"
+                f"{file} says {key} is {shorten(value)}, and the weights beside it "
+                f"have {tensors} tensors: download it again"
             )
 
 
@@ -147,9 +148,3 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
             waiting.extend((key, each) for each in value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value
-
-
-def _digits(value: float) -> str:
-    """A number for a message; Python refuses to print integers of 4,300 digits."""
-    huge = isinstance(value, int) and value.bit_length() > 256
-    return "a number of many digits" if huge else str(value)

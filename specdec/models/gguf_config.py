@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -143,7 +144,8 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
 def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
     """Refuse sizes that the tensors do not have, before layers of them are built."""
     file, heads = meta.file, config["head_dim"]
-    blocks = {name.split(".")[1] for name in file.tensors if name.startswith("blk.")}
+    found_blocks = (re.match(r"blk\.(\d+)\.", name) for name in file.tensors)
+    blocks = {block[1] for block in found_blocks if block}
     found = [("block_count", config["num_hidden_layers"], len(blocks))]
     for key, size, name, axis in (
         ("embedding_length", config["hidden_size"], "token_embd", 1),
