@@ -108,6 +108,11 @@ class _Child:
             raise PromptError(answer["error"])
         return str(answer["text"])
 
+    def start(self) -> None:
+        """Start the process, which takes a second, while there is other work."""
+        with self._lock, suppress(PromptError):
+            self._started()
+
     def close(self) -> None:
         """End the process."""
         with self._lock:
@@ -171,6 +176,8 @@ class _Child:
 
 _CHILD = _Child()
 atexit.register(_CHILD.close)
+#: To be called where a chat template will be rendered soon.
+start = _CHILD.start
 
 
 def _plain(value: object) -> object:

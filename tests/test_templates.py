@@ -20,7 +20,7 @@ from specdec.models.detokenizer import ExactTokenizerWrapper
 from specdec.prompts import encode
 from specdec.templates import render_chat
 
-MESSAGES = [
+MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
     {"role": "user", "content": "a\u2028b {{ 1 }} \U0001f600", "name": None},
 ]

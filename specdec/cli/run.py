@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -170,6 +171,8 @@ def run(
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             click.echo(f"specdec: note: {note}", err=True)
+    if not ignore_chat_template:
+        templates.start()
     decoder = SpecDecoder.from_pretrained(
         target,
         draft,

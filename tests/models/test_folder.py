@@ -34,7 +34,7 @@ def _no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model of more than a few layers is not built."""
     build = llama.Model.__init__
 
-    def checked(self: object, args: llama.ModelArgs) -> None:
+    def checked(self: llama.Model, args: llama.ModelArgs) -> None:
         assert args.num_hidden_layers == 2, "layers are built"
         assert args.hidden_size == 64, "layers are built"
         assert args.num_attention_heads == 4, "layers are built"
