@@ -60,7 +60,11 @@ def models_of(
 
 
 def load_drafter(
-    spec: DraftSpec | None, target: LoadedModel, *, dtype: str | None = None
+    spec: DraftSpec | None,
+    target: LoadedModel,
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> NamedDrafter | None:
     """Load what a draft needs.
 
@@ -83,7 +87,9 @@ def load_drafter(
                 target.name,
             )
             return None
-    return NamedDrafter.load(spec, target, dtype=dtype)
+    return NamedDrafter.load(
+        spec, target, dtype=dtype, trust_remote_code=trust_remote_code
+    )
 
 
 def preflight_of(
@@ -118,19 +124,32 @@ def preflight_of(
 
 
 def check_before_loading(
-    target: str, spec: DraftSpec | None, dtype: str | None, config: EngineConfig
+    target: str,
+    spec: DraftSpec | None,
+    dtype: str | None,
+    config: EngineConfig,
+    *,
+    trust_remote_code: bool = False,
 ) -> None:
     """Refuse models that cannot fit, as far as their files tell.
 
     Raises:
         MemoryLimitError: with the numbers.
-        UnsupportedModelError: layers of the target are to draft, and cannot.
+        UnsupportedModelError: layers of the target are to draft, and cannot; or a
+            model wants to run code that is not trusted.
     """
     model = None
     try:
-        target_outline = outline(target, dtype=dtype)
+        target_outline = outline(
+            target, dtype=dtype, trust_remote_code=trust_remote_code
+        )
         if spec is not None and spec.model is not None:
-            model = outline_draft(spec.model, target_outline, dtype=dtype)
+            model = outline_draft(
+                spec.model,
+                target_outline,
+                dtype=dtype,
+                trust_remote_code=trust_remote_code,
+            )
     except UnsupportedModelError:
         raise
     except ModelError:

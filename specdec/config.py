@@ -13,6 +13,8 @@ NumDraftTokens = int | Literal["auto"]
 KvBits = int | Literal["auto"] | None
 
 DEFAULT_BATCH_SIZE = 8
+# Beyond any batch that pays: plans count rows one by one.
+MAX_BATCH_SIZE = 1 << 14
 DEFAULT_NUM_DRAFT_TOKENS: NumDraftTokens = "auto"
 # The largest k that "auto" chooses.
 MAX_AUTO_DRAFT_TOKENS = 8
@@ -26,7 +28,7 @@ class EngineConfig:
     """How the engine runs; the same for every request.
 
     Args:
-        batch_size: rows that decode together.
+        batch_size: rows that decode together, 16384 at most.
         num_draft_tokens: tokens proposed per round; 0 decodes plainly, "auto"
             chooses for every round, 0 included. See docs/draft-length.md.
         prefill_step_size: prompt tokens per row in one prefill forward.
@@ -71,6 +73,8 @@ class EngineConfig:
 
     def __post_init__(self) -> None:
         require_int("batch_size", self.batch_size, 1)
+        few = self.batch_size <= MAX_BATCH_SIZE
+        require(few, "batch_size", self.batch_size, f"at most {MAX_BATCH_SIZE}")
         if self.num_draft_tokens != "auto":
             require_int("num_draft_tokens", self.num_draft_tokens, 0, other='"auto"')
         require_int("prefill_step_size", self.prefill_step_size, 1)

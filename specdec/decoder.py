@@ -129,6 +129,7 @@ class SpecDecoder:
         *,
         dtype: str | None = None,
         config: EngineConfig | None = None,
+        trust_remote_code: bool = False,
     ) -> SpecDecoder:
         """Load models by name.
 
@@ -145,6 +146,8 @@ class SpecDecoder:
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
                 weights as stored.
             config: batch size, draft length, prefill chunk.
+            trust_remote_code: run Python code that lies in a model's folder, where
+                the model asks for that; such a model is refused otherwise.
 
         Raises:
             ModelNameError: there can be no model of that name.
@@ -160,9 +163,10 @@ class SpecDecoder:
         if spec is not None and spec.implied and not config.max_draft_tokens:
             spec = None
         name = target_name(wanted)
-        check_before_loading(name, spec, dtype, config)
-        loaded = load(name, dtype=dtype)
-        drafter = load_drafter(spec, loaded, dtype=dtype)
+        trust = trust_remote_code
+        check_before_loading(name, spec, dtype, config, trust_remote_code=trust)
+        loaded = load(name, dtype=dtype, trust_remote_code=trust)
+        drafter = load_drafter(spec, loaded, dtype=dtype, trust_remote_code=trust)
         return cls(loaded, drafter=drafter, config=config)
 
     def generate(

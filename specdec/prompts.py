@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from .errors import PromptError, PromptFileError
+from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -311,11 +312,7 @@ def _render(
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return render_chat(tokenizer, messages)
     except Exception as error:  # a template raises what its author chose
         reason = " ".join(str(error).split())
         raise PromptError(

@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 
-from specdec.config import EngineConfig
+from specdec.config import MAX_BATCH_SIZE, EngineConfig
 from specdec.errors import ConfigError
+from specdec.memory.plan import MAX_BATCH
 from specdec.sampling_params import SamplingParams
 
 
@@ -17,6 +18,7 @@ from specdec.sampling_params import SamplingParams
     ("options", "message"),
     [
         ({"batch_size": 0}, "batch_size is 0: it must be a whole number, 1 or more"),
+        ({"batch_size": 50_000_000}, "batch_size is 50000000: it must be at most"),
         ({"batch_size": 2.0}, "batch_size is 2.0"),
         ({"batch_size": True}, "batch_size is True"),
         ({"batch_size": "8"}, "batch_size is '8'"),
@@ -155,3 +157,8 @@ def test_params_of_another_type(
         per_prompt(params, 2)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_plans_search_as_far_as_batches_go() -> None:
+    """A batch that is accepted and that no estimate would name, or the other way."""
+    assert MAX_BATCH == MAX_BATCH_SIZE

@@ -45,7 +45,7 @@ LAYERS = (
     {"sequence"},
     {"lengths", "params", "text"},
     {"backend", "config", "draft_spec", "kernels", "memory", "prompts"},
-    {"checks", "files", "names"},
+    {"checks", "files", "names", "templates"},
     {"errors"},
 )
 LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}

@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 @options.batches("Batch size to predict for; repeat it for more.", default=(1, 8))
 @options.temp()
 @options.dtype()
+@options.trust_remote_code()
 @options.ignore_chat_template()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @options.quiet()
@@ -51,6 +52,7 @@ def advise(
     batch_sizes: tuple[int, ...],
     temp: float,
     dtype: str | None,
+    trust_remote_code: bool,
     ignore_chat_template: bool,
     as_json: bool,
     quiet: bool,
@@ -73,7 +75,13 @@ def advise(
 
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
-    decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
+    decoder = SpecDecoder.from_pretrained(
+        target,
+        draft,
+        dtype=dtype,
+        config=config,
+        trust_remote_code=trust_remote_code,
+    )
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],

@@ -43,12 +43,14 @@ DEFAULT_OUT = "specdec-bench"
     metavar="DIR DIR",
     help="Compare the results of two runs instead.",
 )
+@options.trust_remote_code()
 @options.quiet()
 def bench(
     recipe: str | None,
     settings: tuple[str, ...],
     out: str | None,
     compare: tuple[str, str] | None,
+    trust_remote_code: bool,
     quiet: bool,
 ) -> None:
     """Run RECIPE, a .toml file or the name of one that comes with specdec.
@@ -62,7 +64,7 @@ def bench(
       specdec bench --compare specdec-bench/before specdec-bench/after
     """  # noqa: D301 - click's mark for lines to keep
     if compare is not None:
-        if recipe is not None or settings or out is not None:
+        if recipe is not None or settings or out is not None or trust_remote_code:
             raise click.UsageError("--compare takes two folders and nothing else")
         silence_third_parties()
         from ..tools.bench.compare import compare as compared
@@ -96,7 +98,11 @@ def bench(
     try:
         with last_words(tell_what_is_kept):
             results = run_recipe(
-                wanted, folder, command=_command(), progress=progress.expect
+                wanted,
+                folder,
+                command=_command(),
+                progress=progress.expect,
+                trust_remote_code=trust_remote_code,
             )
     except KeyboardInterrupt:
         tell_what_is_kept()

@@ -120,6 +120,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     multiple=True,
 )
 @options.dtype("Compute in this type. [default: bfloat16; on a CPU float32]")
+@options.trust_remote_code()
 @options.seed()
 @click.option(
     "--dry-run", is_flag=True, help="Print sizes, memory and an estimate of the time."
@@ -149,6 +150,7 @@ def distill(
     rounds: int,
     num_draft_tokens: tuple[int, ...],
     dtype: str | None,
+    trust_remote_code: bool,
     seed: int,
     dry_run: bool,
     quiet: bool,
@@ -207,6 +209,7 @@ def distill(
         bits=bits,
         layers_only=layers_only,
         dtype=dtype,
+        trust_remote_code=trust_remote_code,
         writers=writers,
         block_tokens=block_tokens,
         recipe=recipe,

@@ -14,6 +14,9 @@ from . import options
 from .options import is_given
 from .quiet import silence_third_parties
 
+# Far more than any model serves; sums of it are numbers that can be shown.
+_MOST_TOKENS = 1 << 30
+
 
 @click.command(short_help="Tell how much memory a run needs, and what fits.")
 @options.target(
@@ -22,7 +25,7 @@ from .quiet import silence_third_parties
 @options.draft()
 @click.option(
     "--context",
-    type=click.IntRange(min=2),
+    type=click.IntRange(2, _MOST_TOKENS),
     metavar="N",
     required=True,
     help="Tokens of a row, prompt and generated together.",
@@ -43,6 +46,7 @@ from .quiet import silence_third_parties
 )
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
+@options.trust_remote_code()
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
     "What is there, such as 8GB or 6.5GiB. [default: what the device has]"
@@ -60,6 +64,7 @@ def estimate(
     kv_bits: KvBits,
     kv_group_size: str,
     dtype: str | None,
+    trust_remote_code: bool,
     temp: float,
     memory_limit: str | None,
     as_json: bool,
@@ -92,12 +97,21 @@ def estimate(
     from ..models.tokenizer_checks import check_tokenizers
     from ..spec_decode.factory import ngram_of
 
-    target_outline = outline(target_name(target), dtype=dtype)
+    target_outline = outline(
+        target_name(target), dtype=dtype, trust_remote_code=trust_remote_code
+    )
     own_context = context_length(target_outline.config)
     draft_outline = None
     if spec is not None and spec.model is not None:
-        draft_outline = outline_draft(spec.model, target_outline, dtype=dtype)
-        check_tokenizers(target_outline, draft_outline)
+        draft_outline = outline_draft(
+            spec.model,
+            target_outline,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
+        check_tokenizers(
+            target_outline, draft_outline, trust_remote_code=trust_remote_code
+        )
     ngram = None if spec is None else ngram_of(spec)
 
     def plan_with(bits: KvBits) -> MemoryPlan:

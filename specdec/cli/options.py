@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..config import DEFAULT_NUM_DRAFT_TOKENS, KvBits, NumDraftTokens
+from ..config import DEFAULT_NUM_DRAFT_TOKENS, MAX_BATCH_SIZE, KvBits, NumDraftTokens
 from ..draft_names import DraftSpec, draft_for
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
 
@@ -76,12 +76,13 @@ def positive(
     text: str,
     default: int | tuple[int, ...] | None = None,
     low: int = 1,
+    high: int | None = None,
     **more: Any,
 ) -> Option[Any]:
-    """An option that is a number, ``low`` or more."""
+    """An option that is a number, ``low`` or more, and ``high`` at most."""
     return click.option(
         *names,
-        type=click.IntRange(min=low),
+        type=click.IntRange(low, high),
         metavar="N",
         default=default,
         show_default=default is not None,
@@ -102,7 +103,14 @@ def max_tokens(text: str, *, default: int | None = None, low: int = 1) -> Option
 
 def batch(text: str, *, default: int) -> Option[Any]:
     """``--batch``, also ``--batch-size``, whose value is named ``batch_size``."""
-    return positive("--batch", "--batch-size", "batch_size", default=default, text=text)
+    return positive(
+        "--batch",
+        "--batch-size",
+        "batch_size",
+        default=default,
+        high=MAX_BATCH_SIZE,
+        text=text,
+    )
 
 
 def batches(text: str, *, default: tuple[int, ...]) -> Option[Any]:
@@ -112,6 +120,7 @@ def batches(text: str, *, default: tuple[int, ...]) -> Option[Any]:
         "--batch-size",
         "batch_sizes",
         default=default,
+        high=MAX_BATCH_SIZE,
         text=text,
         multiple=True,
     )
@@ -209,6 +218,16 @@ def dtype(
     """``--dtype``."""
     choices = click.Choice(["float32", "bfloat16", "float16"])
     return click.option("--dtype", type=choices, help=text)
+
+
+def trust_remote_code() -> Option[Any]:
+    """``--trust-remote-code``."""
+    return click.option(
+        "--trust-remote-code",
+        is_flag=True,
+        help="Run Python code that lies in a model's folder, where the model asks for "
+        "that.",
+    )
 
 
 def memory_limit(text: str) -> Option[Any]:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -87,6 +88,7 @@ if TYPE_CHECKING:
 )
 @prefix_options
 @options.dtype()
+@options.trust_remote_code()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB: rows wait for it, and what "
     "cannot fit is refused. [default: what the device has]"
@@ -118,6 +120,7 @@ def run(
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
     dtype: str | None,
+    trust_remote_code: bool,
     memory_limit: str | None,
     output_file: str | None,
     quiet: bool,
@@ -169,7 +172,15 @@ def run(
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             click.echo(f"specdec: note: {note}", err=True)
-    decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
+    if not ignore_chat_template:
+        templates.start()
+    decoder = SpecDecoder.from_pretrained(
+        target,
+        draft,
+        dtype=dtype,
+        config=config,
+        trust_remote_code=trust_remote_code,
+    )
 
     with places_named(records):
         events = decoder.stream(

@@ -41,6 +41,7 @@ _EVALUATIONS_PER_LAYER = 6
     low=2,
 )
 @options.dtype()
+@options.trust_remote_code()
 @options.ignore_chat_template()
 @options.quiet()
 def tune_layers(
@@ -52,6 +53,7 @@ def tune_layers(
     keep: int | None,
     max_evaluations: int | None,
     dtype: str | None,
+    trust_remote_code: bool,
     ignore_chat_template: bool,
     quiet: bool,
 ) -> None:
@@ -78,7 +80,7 @@ def tune_layers(
     from ..sampling_params import SamplingParams
     from ..tools.tuning import Agreement, ranked, search_layers
 
-    loaded = load(target_name(target), dtype=dtype)
+    loaded = load(target_name(target), dtype=dtype, trust_remote_code=trust_remote_code)
     check_trunk(loaded.model, loaded.name, "skipping layers")
     num_layers = len(layers_of(loaded.model))
     if keep is not None and keep >= num_layers:

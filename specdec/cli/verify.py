@@ -78,6 +78,7 @@ TOKENS_BEHIND_DRAFT = 3
 )
 @options.kv_group_size()
 @options.dtype()
+@options.trust_remote_code()
 @options.ignore_chat_template()
 @options.file(
     "--json",
@@ -102,6 +103,7 @@ def verify(
     kv_bits: KvBits,
     kv_group_size: str,
     dtype: str | None,
+    trust_remote_code: bool,
     ignore_chat_template: bool,
     json_file: str | None,
     quiet: bool,
@@ -144,7 +146,13 @@ def verify(
     from ..tools.parity import certify, summary
 
     check_compiler()
-    decoder = SpecDecoder.from_pretrained(target, draft, dtype=dtype, config=config)
+    decoder = SpecDecoder.from_pretrained(
+        target,
+        draft,
+        dtype=dtype,
+        config=config,
+        trust_remote_code=trust_remote_code,
+    )
     with places_named(records), Progress("row", quiet=quiet) as progress:
         found = certify(
             decoder,

@@ -12,7 +12,7 @@ from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
 # Searches for what fits end here: beyond any model's positions, and any batch.
 MAX_CONTEXT = 1 << 22
-MAX_BATCH = 1 << 14
+MAX_BATCH = 1 << 14  # config.MAX_BATCH_SIZE
 
 PARTS = (
     "target weights",

@@ -16,6 +16,7 @@ from ..errors import ConfigError, ModelError, UnsupportedModelError
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .messages import shorten
+from .trust import tokenizer_config
 
 _BITS = (4, 8, 16)
 _GROUP_SIZES = (32, 64, 128)
@@ -87,7 +88,7 @@ def _check_tokenizer(
     transformers puts its own in for some model types, Qwen 2 among them, whatever
     the folder says; which is right for Qwen's models and wrong for others.
     """
-    loaded = load_tokenizer(folder)
+    loaded = load_tokenizer(folder, tokenizer_config(trust_remote_code=False))
     same = loaded.get_vocab() == tokenizer.get_vocab()
     if not same or loaded.encode(_PROBE) != tokenizer.encode(_PROBE):
         raise UnsupportedModelError(

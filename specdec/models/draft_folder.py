@@ -16,10 +16,13 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from ..errors import ModelError
+from ..errors import ModelError, SpecdecError
+from ..utils.files import read_plain
 from .fingerprint import fingerprint
+from .folder import check_folder
 from .layers import check_trunk
 from .loaded import Described, LoadedModel
+from .trust import refused_code
 
 log = logging.getLogger("specdec.models")
 
@@ -35,7 +38,7 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     path = Path(os.path.expanduser(os.fspath(source))) / CARD
     try:
-        card = json.loads(path.read_text("utf-8"))
+        card = json.loads(read_plain(path).decode("utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, ValueError) as error:
@@ -74,7 +77,9 @@ def check_target(card: dict[str, Any], source: str, target: LoadedModel) -> None
         )
 
 
-def open_layers(source: str) -> tuple[nn.Module, dict[str, Any]]:
+def open_layers(
+    source: str, *, trust_remote_code: bool = False
+) -> tuple[nn.Module, dict[str, Any]]:
     """A draft of which only layers are stored, without embedding and head.
 
     Nothing is computed. :func:`lend` gives it what it lacks.
@@ -83,13 +88,23 @@ def open_layers(source: str) -> tuple[nn.Module, dict[str, Any]]:
         The model and its configuration.
 
     Raises:
+        UnsupportedModelError: it wants to run code that is not trusted.
         ModelError: it cannot be read.
     """
+    folder = Path(os.path.expanduser(source))
     try:
+        check_folder(folder)
         model, config = load_model(
-            Path(os.path.expanduser(source)), lazy=True, strict=False
+            folder,
+            lazy=True,
+            strict=False,
+            trust_remote_code=trust_remote_code,
         )
+    except SpecdecError:
+        raise
     except Exception as error:  # a folder's files can be wrong in any way
+        if (refused := refused_code(source, error)) is not None:
+            raise refused from error
         raise ModelError(
             f"{source} cannot be loaded ({type(error).__name__}): make it again"
         ) from error

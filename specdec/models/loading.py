@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -11,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import mlx_lm.utils as mlx_lm_utils
 
 from ..backend import defaults
 from ..cuda.attention_patch import take_few_queries
@@ -27,12 +27,14 @@ from ..errors import (
 from ..model_names import locate_target
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
+from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .layer_skip import SkippingModel
 from .loaded import LoadedModel
 from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .trust import refused_code, tokenizer_config
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
@@ -42,7 +44,12 @@ _UNKNOWN_TYPE = re.compile(r"Model type .* not supported")
 _HUB_PACKAGES = ("huggingface_hub", "httpx", "httpcore", "requests", "urllib3")
 
 
-def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedModel:
+def load(
+    source: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
+) -> LoadedModel:
     """Load a model.
 
     Args:
@@ -52,6 +59,8 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
             and dequantizes quantized ones; ``None`` leaves them as stored (on
             the CPU packed weights compute in float32, see
             :func:`~specdec.models.precision.widen_packed`).
+        trust_remote_code: run Python code that lies in the model's folder, where
+            it asks for that; such a model is refused otherwise.
 
     Raises:
         ConfigError: another ``dtype``.
@@ -67,7 +76,9 @@ def load(source: str | os.PathLike[str], *, dtype: str | None = None) -> LoadedM
     if located.lower().endswith(".gguf") and not os.path.isdir(path):
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
     else:
-        loaded = replace(_load_folder_or_hub(located, wanted), name=name)
+        loaded = replace(
+            _load_folder_or_hub(located, wanted, trust_remote_code), name=name
+        )
     fit(loaded.model)
     return loaded
 
@@ -95,6 +106,7 @@ def load_draft(
     target: LoadedModel,
     *,
     dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """Load a draft model: any model, or one made from the target's own weights.
 
@@ -113,7 +125,7 @@ def load_draft(
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return LoadedModel(skipping, target.tokenizer, target.config, draft.name)
     if draft.bits is None:
-        return _load_made(draft, target, dtype)
+        return _load_made(draft, target, dtype, trust_remote_code)
     model, quantization = quantized_copy(target.model, draft.bits)
     fit(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
@@ -122,13 +134,13 @@ def load_draft(
 
 
 def _load_made(
-    draft: ModelDraft, target: LoadedModel, dtype: str | None
+    draft: ModelDraft, target: LoadedModel, dtype: str | None, trust_remote_code: bool
 ) -> LoadedModel:
     """Load a draft that has files of its own, and perhaps a card."""
     source = draft.source
     card = read_card(source)
     if has_layers_only(card):
-        model, config = open_layers(source)
+        model, config = open_layers(source, trust_remote_code=trust_remote_code)
         mx.eval(model.parameters())
         wanted = parse_dtype(dtype)
         if wanted is not None:
@@ -137,20 +149,26 @@ def _load_made(
         lend(model, source, target)
         loaded = LoadedModel(model, target.tokenizer, config, draft.name)
     else:
-        loaded = replace(load(source, dtype=dtype), name=draft.name)
+        loaded = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        loaded = replace(loaded, name=draft.name)
     if card is not None:
         check_target(card, draft.name, target)
     return loaded
 
 
-def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
+def _load_folder_or_hub(
+    source: str, dtype: mx.Dtype | None, trust_remote_code: bool
+) -> LoadedModel:
     path = os.path.expanduser(source)
-    local = os.path.exists(path)
-    if local:
-        check_folder(Path(path))
     try:
+        folder = Path(path if os.path.exists(path) else _downloaded(source))
+        check_folder(folder)
         found: Any = mlx_lm.load(  # its type does not say that there are three
-            path if local else source, lazy=True, return_config=True
+            str(folder),
+            tokenizer_config=tokenizer_config(trust_remote_code),
+            lazy=True,
+            return_config=True,
+            trust_remote_code=trust_remote_code,
         )
         model, tokenizer, config = found
         if dtype is not None:
@@ -164,35 +182,17 @@ def _load_folder_or_hub(source: str, dtype: mx.Dtype | None) -> LoadedModel:
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
-def check_folder(path: Path) -> None:
-    """Refuse a folder without a usable ``config.json``.
-
-    Raises:
-        ModelError: it has none, or one that names no architecture.
-    """
-    if not path.is_dir():
-        raise ModelError(f"{path} is a file: give a .gguf file or a model folder")
-    try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
-    except FileNotFoundError as error:
-        raise ModelError(
-            f"{path} has no config.json: give the folder of an MLX model"
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ModelError(
-            f"{path / 'config.json'} cannot be read ({_first_line(error)}): "
-            "download it again"
-        ) from error
-    if not isinstance(config, dict) or not config.get("model_type"):
-        raise ModelError(
-            f"{path / 'config.json'} names no model_type: give the folder of an MLX "
-            "model"
-        )
+def _downloaded(source: str) -> str:
+    """The folder of a model of the hub; what is not on this machine is fetched."""
+    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
+    return str(mlx_lm_utils.snapshot_download(source, allow_patterns=patterns))
 
 
 def explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
     text = _first_line(error)
+    if (refused := refused_code(source, error)) is not None:
+        return refused
     if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):
         return UnsupportedModelError(
             f"{source}: {text}; mlx-lm has to know the architecture: "

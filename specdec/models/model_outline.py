@@ -25,12 +25,12 @@ from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from ..model_names import locate_target
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
+from .folder import check_folder, check_sizes, has_weights, read_config
 from .gguf.config import build_config
 from .gguf.header import read_header
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
-from .loading import QUANTIZATION_KEYS, check_folder, explain
-from .messages import shorten
+from .loading import QUANTIZATION_KEYS, explain
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 
@@ -55,7 +55,10 @@ class ModelOutline:
 
 
 def outline(
-    source: str | os.PathLike[str], *, dtype: str | None = None
+    source: str | os.PathLike[str],
+    *,
+    dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelOutline:
     """The outline of what :func:`specdec.models.load` would load.
 
@@ -63,7 +66,7 @@ def outline(
         source: an MLX model folder, a ``.gguf`` file, a hub id that was downloaded
             before, a ``config.json`` (a folder may hold that alone), or the default
             target's name.
-        dtype: as for :func:`specdec.models.load`.
+        dtype, trust_remote_code: as for :func:`specdec.models.load`.
 
     Raises:
         ConfigError: another ``dtype``.
@@ -85,7 +88,7 @@ def outline(
             model, config = build_model(file, config, form, lazy=True)
         else:
             path = _folder(located, path)
-            model, config = _from_folder(path)
+            model, config = _from_folder(path, trust_remote_code)
             if wanted is not None:
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
@@ -103,6 +106,7 @@ def outline_draft(
     target: ModelOutline,
     *,
     dtype: str | None = None,
+    trust_remote_code: bool = False,
 ) -> ModelOutline:
     """The outline of what :func:`specdec.models.load_draft` would load.
 
@@ -115,9 +119,10 @@ def outline_draft(
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return ModelOutline(skipping, target.config, draft.name, 0, target.tokens)
     if draft.bits is None and has_layers_only(read_card(draft.source)):
-        return _outline_layers(draft, target, parse_dtype(dtype))
+        return _outline_layers(draft, target, parse_dtype(dtype), trust_remote_code)
     if draft.bits is None:
-        return replace(outline(draft.source, dtype=dtype), name=draft.name)
+        found = outline(draft.source, dtype=dtype, trust_remote_code=trust_remote_code)
+        return replace(found, name=draft.name)
     model, _ = quantized_copy(target.model, draft.bits, lazy=True)
     conversions = Conversions()
     conversions.quantizing(weights_of(target.model), weights_of(model))
@@ -127,11 +132,14 @@ def outline_draft(
 
 
 def _outline_layers(
-    draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
+    draft: ModelDraft,
+    target: ModelOutline,
+    dtype: mx.Dtype | None,
+    trust_remote_code: bool,
 ) -> ModelOutline:
     """Of a draft that takes its embedding from the target."""
     conversions = Conversions()
-    model, config = open_layers(draft.source)
+    model, config = open_layers(draft.source, trust_remote_code=trust_remote_code)
     if dtype is not None:
         before = weights_of(model)
         cast(model, dtype, lazy=True)
@@ -161,17 +169,21 @@ def _folder(name: str, path: Path) -> Path:
         check_folder(path)
         return path
     try:
-        return Path(hf_repo_to_path(name))
+        path = Path(hf_repo_to_path(name))
     except Exception as error:  # the hub's client raises many kinds
         raise ModelNotFoundError(
             f"{name} is not a folder here, and was not downloaded from the hub: fetch "
             f"it with hf download {name}, or give its config.json"
         ) from error
+    check_folder(path)
+    return path
 
 
-def _from_folder(path: Path) -> tuple[nn.Module, dict[str, Any]]:
-    if path.is_dir() and any(path.glob("model*.safetensors")):
-        model, config = load_model(path, lazy=True)
+def _from_folder(
+    path: Path, trust_remote_code: bool
+) -> tuple[nn.Module, dict[str, Any]]:
+    if path.is_dir() and has_weights(path):
+        model, config = load_model(path, lazy=True, trust_remote_code=trust_remote_code)
         return model, config
     return _from_config(path if path.is_file() else path / "config.json")
 
@@ -183,11 +195,10 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     layers to pack are those that its own conversion would pack.
     """
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: {shorten(error)}") from error
-    if not isinstance(config, dict) or not config.get("model_type"):
-        raise ModelError(f"{path} names no model_type: give the config of a model")
+        config = read_config(path)
+    except FileNotFoundError as error:
+        raise ModelError(f"{path}: no such file: check the path") from error
+    check_sizes(config, path)
     plain = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
     with tempfile.TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(plain), "utf-8")

@@ -13,6 +13,7 @@ from ..cache import BatchCacheList, adopt_caches
 from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.snapshot import members
+from ..utils.files import open_plain
 from .messages import shorten
 from .runner import ModelRunner
 
@@ -42,6 +43,7 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     if not os.path.exists(file):
         raise CacheError(f"{name}: no such file")
     try:
+        open_plain(file).close()
         singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
         mx.eval([c.state for c in singles])
     except Exception as error:  # a file's contents can be wrong in any way

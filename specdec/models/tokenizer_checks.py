@@ -6,15 +6,19 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer
 
 from ..errors import SpecdecError
+from .folder import has_weights
 from .gguf.header import read_header
 from .gguf.tokenizer import build_tokenizer
 from .loaded import LoadedModel
 from .loading import explain
 from .model_outline import ModelOutline
+from .trust import tokenizer_config
 from .vocabulary import check_same_vocabulary
 
 
-def check_tokenizers(target: ModelOutline, draft: ModelOutline) -> None:
+def check_tokenizers(
+    target: ModelOutline, draft: ModelOutline, *, trust_remote_code: bool = False
+) -> None:
     """Refuse a draft of another vocabulary, and tokenizers that cannot be loaded.
 
     Where one is a configuration without weights there is nothing to compare. A
@@ -28,18 +32,19 @@ def check_tokenizers(target: ModelOutline, draft: ModelOutline) -> None:
     """
     if draft.tokens == target.tokens:
         return
-    own, other = _loaded(target), _loaded(draft)
+    own = _loaded(target, trust_remote_code)
+    other = _loaded(draft, trust_remote_code)
     if own is not None and other is not None:
         check_same_vocabulary(own, other)
 
 
-def _loaded(outline: ModelOutline) -> LoadedModel | None:
+def _loaded(outline: ModelOutline, trust_remote_code: bool) -> LoadedModel | None:
     """The outline with its tokenizer; ``None`` for a configuration alone."""
     path = outline.tokens
     tokenizer: TokenizerWrapper | None = None
     try:
-        if path.is_dir() and any(path.glob("model*.safetensors")):
-            tokenizer = load_tokenizer(path)
+        if path.is_dir() and has_weights(path):
+            tokenizer = load_tokenizer(path, tokenizer_config(trust_remote_code))
         elif path.suffix.lower() == ".gguf":
             tokenizer = build_tokenizer(read_header(path))
     except SpecdecError:

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..utils.files import replace_file
+from ..utils.files import open_plain, replace_file
 from .entries import KINDS, Kind, place_key
 
 FORMAT = "specdec prefix"
@@ -104,7 +104,7 @@ def read_header(path: Path) -> File:
     parts = _NAME.fullmatch(path.name)
     if parts is None:
         raise DamagedError("its name is not that of an entry")
-    with path.open("rb") as file:
+    with open_plain(path) as file:
         nbytes = os.fstat(file.fileno()).st_size
         length = int.from_bytes(file.read(8), "little")
         if not 2 <= length <= min(nbytes - 8, _MAX_HEADER):
@@ -142,7 +142,8 @@ def read_verified(path: Path) -> bytes:
         DamagedError: it holds something else.
         OSError: it cannot be read.
     """
-    data = path.read_bytes()
+    with open_plain(path) as file:
+        data = file.read()
     parts = _NAME.fullmatch(path.name)
     if parts is None or digest(data) != parts[3]:
         raise DamagedError("its contents do not match its name")

@@ -87,7 +87,12 @@ class NamedDrafter:
 
     @classmethod
     def load(
-        cls, spec: DraftSpec, target: LoadedModel, *, dtype: str | None = None
+        cls,
+        spec: DraftSpec,
+        target: LoadedModel,
+        *,
+        dtype: str | None = None,
+        trust_remote_code: bool = False,
     ) -> NamedDrafter:
         """Load what a draft needs.
 
@@ -96,7 +101,9 @@ class NamedDrafter:
         """
         model = None
         if spec.model is not None:
-            model = load_draft(spec.model, target, dtype=dtype)
+            model = load_draft(
+                spec.model, target, dtype=dtype, trust_remote_code=trust_remote_code
+            )
         return cls(spec.name, model, ngram_of(spec))
 
     def __call__(self, context: DraftContext) -> Drafter:

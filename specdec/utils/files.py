@@ -6,17 +6,59 @@ disk, then renamed; the folder is flushed behind it, so that the new name lasts 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import BinaryIO
 
 _SUFFIX = ".specdec-tmp"
+#: What the error of :func:`open_plain` says of a FIFO, a device or a socket.
+NOT_PLAIN = "it is not a plain file"
+#: Far more than any configuration, tokenizer or report has.
+MOST_BYTES = 1 << 28
+
 _TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
+
+
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading that has to be a plain one.
+
+    A FIFO would wait for a writer, and a device may never end.
+
+    Raises:
+        OSError: there is none, it is something else, or it cannot be opened.
+    """
+    # With O_NONBLOCK, opening a FIFO returns.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, NOT_PLAIN, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
+    """The bytes of a plain file of moderate size.
+
+    Raises:
+        OSError: see :func:`open_plain`; or it has more than ``most`` bytes.
+    """
+    with open_plain(path) as file:
+        data = file.read(most + 1)
+    if len(data) > most:
+        raise OSError(errno.EFBIG, f"it has more than {most} bytes", path)
+    return data
 
 
 def replace_file(path: Path, data: bytes) -> None:
@@ -90,7 +132,7 @@ def is_temporary(name: str) -> bool:
 
 def remove_leftover(path: Path) -> bool:
     """Remove a temporary file unless somebody is writing it."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_plain(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
         return True

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import struct
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +21,11 @@ from specdec.errors import (
 from specdec.models import load
 from specdec.models.gguf import load_gguf
 from specdec.models.gguf.header import read_header
+from specdec.models.model_outline import outline
 
 from .gguf_files import (
     VOCAB,
+    Vocabulary,
     byte_level,
     file_tensors,
     metadata,
@@ -94,8 +98,11 @@ def test_damage_never_ends_in_a_traceback(whole: bytes, tmp_path: Path) -> None:
     assert not any("\n" in message for message in messages)
 
 
-@pytest.mark.parametrize("alignment", [0, 3_000_000_000])
-def test_nonsense_alignment(alignment: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("kind", "alignment"), [("<I", 0), ("<I", 3_000_000_000), ("<i", -32)]
+)
+def test_nonsense_alignment(kind: str, alignment: int, tmp_path: Path) -> None:
+    """A negative one puts tensors before where they are."""
     path = tmp_path / "m.gguf"
     write_model(path, "llama", random_model("llama"))
     content = path.read_bytes()
@@ -104,13 +111,13 @@ def test_nonsense_alignment(alignment: int, tmp_path: Path) -> None:
     # The same length, so nothing else moves.
     named = b"general.alignment"
     assert len(named) == len(key)
-    value = at + len(key) + 4
+    type_id = struct.pack("<I", {"<I": 4, "<i": 5}[kind])
     path.write_bytes(
         content[:at]
         + named
-        + content[at + len(key) : value]
-        + struct.pack("<I", alignment)
-        + content[value + 4 :]
+        + type_id
+        + struct.pack(kind, alignment)
+        + content[at + len(key) + 8 :]
     )
     assert "cut short or corrupt" in refusal(path, ModelError)
 
@@ -304,6 +311,7 @@ def test_metadata_that_is_missing(key: str, tmp_path: Path) -> None:
         ("embedding_length", 32),
         ("block_count", 3),
         ("feed_forward_length", 100),
+        ("attention.head_count_kv", 4),
     ],
 )
 def test_metadata_that_no_weights_fit(key: str, value: Any, tmp_path: Path) -> None:
@@ -326,3 +334,106 @@ def test_the_header_is_read_without_the_tensors(whole: bytes, tmp_path: Path) ->
     assert file.metadata["llama.block_count"] == 2
     assert file.tensors["token_embd.weight"].shape == (320, 64)
     assert file.tensors["token_embd.weight"].type_name == "F32"
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("block_count", 100_000),
+        ("embedding_length", 2**31),
+        ("feed_forward_length", 2**31),
+        ("attention.head_count", 2**31),
+        ("attention.head_count_kv", 2**31),
+        ("attention.key_length", 2**31),
+        ("context_length", 2**32 - 1),
+    ],
+)
+@pytest.mark.parametrize("opened", [load, outline])
+def test_sizes_are_compared_before_layers_are_built(
+    key: str,
+    value: int,
+    opened: Callable[[str], object],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """100,000 layers took gigabytes before they were found not to be in the file."""
+    model = random_model("llama")
+
+    def build(*_: object) -> None:
+        pytest.fail("layers are built")
+
+    monkeypatch.setattr("mlx_lm.models.llama.Model.__init__", build)
+    values = {f"llama.{key}": value, "llama.attention.value_length": value}
+    if key != "attention.key_length":
+        del values["llama.attention.value_length"]
+    path = write_model(
+        tmp_path / "m.gguf",
+        "llama",
+        model,
+        values=values,
+        tensors={"rope_freqs.weight": np.ones(8, np.float32)},
+    )
+    with pytest.raises(ModelError) as caught:
+        opened(str(path))
+    assert str(path) in str(caught.value)
+
+
+def header(pairs: Sequence[bytes], tensors: Sequence[bytes] = ()) -> bytes:
+    """A file's beginning: pairs of its metadata, and entries of its table."""
+    counts = struct.pack("<IQQ", 3, len(tensors), len(pairs))
+    return b"GGUF" + counts + b"".join(pairs) + b"".join(tensors)
+
+
+def text(value: str) -> bytes:
+    return struct.pack("<Q", len(value)) + value.encode()
+
+
+def tensor(name: str, *shape: int) -> bytes:
+    axes = struct.pack(f"<I{len(shape)}Q", len(shape), *shape)
+    return text(name) + axes + struct.pack("<IQ", 0, 0)
+
+
+ARRAY_OF_BYTES = text("a") + struct.pack("<IIQ", 9, 0, 1 << 25)
+ARRAYS_OF_NOTHING = text("a") + struct.pack("<IIQ", 9, 9, 1 << 24)
+LONG_STRING = text("a") + struct.pack("<IQ", 8, 1 << 28)
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (header([ARRAY_OF_BYTES]), "arrays of more than 8388608 values"),
+        (header([ARRAYS_OF_NOTHING]), "arrays of more than 8388608 values"),
+        (header([LONG_STRING]), "its header has more than 134217728 bytes"),
+        (header([text("a") + struct.pack("<IB", 0, 1)] * 2), "a is there twice"),
+        (header([], [tensor("a", 4), tensor("a", 4)]), "a is there twice"),
+        (header([], [tensor("a", 4, 0)]), "has the shape"),
+        (header([], [tensor("a", 1, 1 << 31)]), "has the shape"),
+    ],
+)
+def test_headers_of_files_with_holes(
+    content: bytes, words: str, tmp_path: Path
+) -> None:
+    """What a file claims is not there just because the file is long."""
+    path = tmp_path / "m.gguf"
+    path.write_bytes(content)
+    os.truncate(path, 1 << 32)
+    assert words in refusal(path, ModelError)
+
+
+def test_a_piece_without_end(tmp_path: Path) -> None:
+    """The merges of a piece are looked for in time that is the square of its length."""
+    vocabulary = Vocabulary(model="llama", pre="default")
+    vocabulary.add("x")
+    vocabulary.add("x" * 600, 1)
+    path = write_model(
+        tmp_path / "m.gguf", "llama", random_model("llama"), vocabulary=vocabulary
+    )
+    assert "a SentencePiece token of 600 characters" in refusal(path, ModelError)
+
+
+@pytest.mark.timeout(60)
+def test_a_file_that_never_comes(tmp_path: Path) -> None:
+    """A FIFO waits for a writer."""
+    os.mkfifo(tmp_path / "m.gguf")
+    with pytest.raises(ModelNotFoundError, match="it is not a plain file; check the"):
+        load(tmp_path / "m.gguf")

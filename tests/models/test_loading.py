@@ -129,7 +129,7 @@ def with_config(**values: Any) -> Callable[[Path], None]:
         (with_config(hidden_size=96), ModelError, "cannot be loaded"),
         (with_config(num_hidden_layers=3), ModelError, "cannot be loaded"),
         (with_config(intermediate_size="x"), ModelError, "cannot be loaded"),
-        (with_config(model_file="evil.py"), ModelError, "evil.py"),
+        (with_config(model_file="evil.py"), UnsupportedModelError, "trust"),
         (without("model.safetensors"), ModelError, "No safetensors"),
         (cut("model.safetensors", 50_000), ModelError, "past|exceeding|incomplete"),
         (cut("model.safetensors", 0), ModelError, "cannot be loaded"),
@@ -223,7 +223,7 @@ def test_the_hub_says_no(
     def refuse(*args: Any, **kwargs: Any) -> None:
         raise error.__new__(error)  # without __init__, which may want a response
 
-    monkeypatch.setattr(mlx_lm, "load", refuse)
+    monkeypatch.setattr(mlx_lm.utils, "snapshot_download", refuse)
     with pytest.raises(ModelNotFoundError, match=way_out) as caught:
         load("owner/private")
     assert error.__name__ not in str(caught.value)

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from specdec.prefix_cache.audit import audit
 from specdec.prefix_cache.disk import DiskTier
 from specdec.prefix_cache.files import DamagedError, read_header, read_verified
 from specdec.utils import files
@@ -289,3 +290,17 @@ def test_the_thread_ends_with_its_tier(tmp_path: Path) -> None:
     gc.collect()
     assert len(names(tmp_path)) == 5
     assert not any(t.name.startswith("specdec") for t in threading.enumerate())
+
+
+@pytest.mark.timeout(60)
+def test_entries_that_are_no_files(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Opening a FIFO waits for a writer; so would every run with that folder."""
+    filled(tmp_path)
+    os.mkfifo(tmp_path / f"block-{0:032}-{0:032}.safetensors")
+    os.mkfifo(tmp_path / f".{0:032}.specdec-tmp")
+    assert spans(DiskTier(tmp_path, MANY)) == WHOLE
+    assert "it is not a plain file" in caplog.text
+    damaged = audit(tmp_path, contents=True).damaged
+    assert list(damaged.values()) == ["it cannot be read (it is not a plain file)"]

@@ -9,7 +9,14 @@ from pathlib import Path
 
 import pytest
 
-from specdec.utils.files import Staged, remove_leftovers, replace_file
+from specdec.utils.files import (
+    Staged,
+    open_plain,
+    read_plain,
+    remove_leftover,
+    remove_leftovers,
+    replace_file,
+)
 
 
 def names(folder: Path) -> list[str]:
@@ -88,3 +95,32 @@ def test_no_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lock)
     replace_file(tmp_path / "file", b"new")
     assert (tmp_path / "file").read_bytes() == b"new"
+
+
+@pytest.mark.timeout(60)
+def test_only_plain_files_are_opened(tmp_path: Path) -> None:
+    """Opening a FIFO waits for a writer, for ever."""
+    os.mkfifo(tmp_path / "fifo")
+    for name in (tmp_path / "fifo", "/dev/zero"):
+        with pytest.raises(OSError, match="it is not a plain file"):
+            open_plain(name)
+    with pytest.raises(IsADirectoryError):
+        open_plain(tmp_path)
+    with pytest.raises(FileNotFoundError):
+        open_plain(tmp_path / "none")
+    (tmp_path / "file").write_bytes(b"abc")
+    (tmp_path / "link").symlink_to("file")
+    with open_plain(tmp_path / "link") as file:
+        assert file.read() == b"abc"
+    assert read_plain(tmp_path / "file", 3) == b"abc"
+    with pytest.raises(OSError, match="it has more than 2 bytes"):
+        read_plain(tmp_path / "file", 2)
+
+
+@pytest.mark.timeout(60)
+def test_a_leftover_that_is_no_file(tmp_path: Path) -> None:
+    """Whoever may write to the folder could stop every run at its beginning."""
+    path = tmp_path / f".{'0' * 32}.specdec-tmp"
+    os.mkfifo(path)
+    remove_leftovers(tmp_path)
+    assert not remove_leftover(path)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,6 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import ModelError, UnsupportedModelError
+from ..folder import check_sizes
+from ..messages import shorten
 from .header import GGUFFile
 from .tensors import read_float_rows
 
@@ -121,6 +124,8 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": _tidy(meta.get("rope.freq_base", 10_000.0)),
         "tie_word_embeddings": is_tied(file),
     }
+    check_sizes(config, file.path)
+    _check_tensors(meta, config)
     scaling = _rope_scaling(meta, head_dim, config["rope_theta"])
     if scaling is not None:
         config["rope_scaling"] = scaling
@@ -134,6 +139,39 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
         if token is not None:
             config[f"{'pad' if key == 'padding' else key}_token_id"] = int(token)
     return config
+
+
+def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
+    """Refuse sizes that the tensors do not have, before layers of them are built."""
+    file, heads = meta.file, config["head_dim"]
+    found_blocks = (re.match(r"blk\.(\d+)\.", name) for name in file.tensors)
+    blocks = {block[1] for block in found_blocks if block}
+    found = [("block_count", config["num_hidden_layers"], len(blocks))]
+    for key, size, name, axis in (
+        ("embedding_length", config["hidden_size"], "token_embd", 1),
+        ("feed_forward_length", config["intermediate_size"], "blk.0.ffn_up", 0),
+        (
+            "attention.head_count",
+            config["num_attention_heads"] * heads,
+            "blk.0.attn_q",
+            0,
+        ),
+        (
+            "attention.head_count_kv",
+            config["num_key_value_heads"] * heads,
+            "blk.0.attn_k",
+            0,
+        ),
+    ):
+        info = file.tensors.get(f"{name}.weight")
+        if info is not None:  # else loading tells
+            found.append((key, size, info.shape[axis]))
+    for key, size, there in found:
+        if size != there:
+            raise ModelError(
+                f"{file.path} says {meta.architecture}.{key} for {shorten(size)}, and "
+                f"its tensors are for {there}: download it again"
+            )
 
 
 def _tidy(value: float) -> float:

@@ -22,6 +22,7 @@ from ...errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
+from ...utils.files import open_plain
 from ..messages import shorten
 
 # Type number -> (name, elements in a block, bytes of a block).
@@ -69,6 +70,12 @@ _SCALARS = {
 }
 _STRING, _ARRAY = 8, 9
 _VERSIONS = (2, 3)
+
+# Several times what the largest vocabularies take. A file with holes claims any size
+# without having it on the disk.
+_MOST_HEADER_BYTES = 1 << 27
+_MOST_ARRAY_VALUES = 1 << 23
+_MOST_AXIS = 2**31 - 1  # MLX's own
 
 # What reading nonsense as a header ends in.
 _CORRUPT = (ArithmeticError, MemoryError, RecursionError, TypeError, ValueError)
@@ -128,6 +135,7 @@ class _Cursor:
     def __init__(self, data: mmap.mmap) -> None:
         self.data = data
         self.at = 0
+        self.array_values = 0
 
     def scalar(self, form: str) -> Any:
         (value,) = struct.unpack_from(form, self.data, self.at)
@@ -139,6 +147,8 @@ class _Cursor:
         end = self.at + length
         if end > len(self.data):
             raise ValueError("a string runs past the end")
+        if end > _MOST_HEADER_BYTES:
+            raise ValueError(f"its header has more than {_MOST_HEADER_BYTES} bytes")
         text = self.data[self.at : end].decode("utf-8", "replace")
         self.at = end
         return text
@@ -156,6 +166,9 @@ class _Cursor:
         kind, count = self.scalar("<I"), self.scalar("<Q")
         if count > len(self.data) - self.at:
             raise ValueError("an array runs past the end")
+        self.array_values += count
+        if self.array_values > _MOST_ARRAY_VALUES:
+            raise ValueError(f"arrays of more than {_MOST_ARRAY_VALUES} values")
         if kind in _SCALARS:
             form = f"<{count}{_SCALARS[kind][1]}"
             values = struct.unpack_from(form, self.data, self.at)
@@ -168,14 +181,20 @@ def _read_tensor_table(
     cursor: _Cursor, count: int, path: Path
 ) -> list[tuple[str, int, tuple[int, ...], int]]:
     entries = []
+    names = set()
     for _ in range(count):
         name = cursor.string()
+        if name in names:
+            raise ValueError(f"tensor {shorten(name)} is there twice")
+        names.add(name)
         if not name.isprintable():
             raise ValueError(f"tensor name {name!r}")
         axes = cursor.scalar("<I")
         if not 1 <= axes <= 4:
             raise ValueError(f"tensor {name} has {axes} axes")
         shape = tuple(cursor.scalar("<Q") for _ in range(axes))[::-1]
+        if not all(1 <= axis <= _MOST_AXIS for axis in shape):
+            raise ValueError(f"tensor {name} has the shape {shape}")
         type_id = cursor.scalar("<I")
         if type_id not in TENSOR_TYPES:
             raise UnsupportedModelError(
@@ -198,7 +217,7 @@ def read_header(path: str | Path) -> GGUFFile:
     """
     path = Path(path)
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if file.read(4) != b"GGUF":
                 raise ModelError(
                     f"{path} is not a GGUF file: it does not start with 'GGUF'; "
@@ -231,6 +250,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
     metadata: dict[str, Any] = {}
     for _ in range(pair_count):
         key = cursor.string()
+        if key in metadata:
+            raise ValueError(f"metadata {shorten(key)} is there twice")
         metadata[key] = cursor.value(cursor.scalar("<I"))
     if metadata.get("split.count", 0) > 1:
         raise UnsupportedModelError(
@@ -239,6 +260,8 @@ def _parse(path: Path, data: mmap.mmap) -> GGUFFile:
         )
     entries = _read_tensor_table(cursor, tensor_count, path)
     alignment = metadata.get("general.alignment", 32)
+    if alignment <= 0:
+        raise ValueError(f"its alignment is {alignment}")
     start = -(-cursor.at // alignment) * alignment
     tensors = {}
     for name, type_id, shape, offset in entries:

@@ -25,6 +25,9 @@ from .header import GGUFFile
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4
 
+# Characters of a SentencePiece piece; looking for its merges takes their square.
+_LONGEST_PIECE = 512
+
 _SPACE = "\u2581"  # what SentencePiece writes for a space
 
 # Tokens that end a turn or a text, beside those that the metadata names. Some
@@ -239,6 +242,12 @@ def _build_sentencepiece_bpe(metadata: _TokenizerMetadata) -> Tokenizer:
         raise ModelError(
             f"{metadata.file.path} has a SentencePiece tokenizer without scores: "
             "convert it again with a current llama.cpp"
+        )
+    longest = max(map(len, metadata.tokens))
+    if longest > _LONGEST_PIECE:
+        raise ModelError(
+            f"{metadata.file.path} has a SentencePiece token of {longest} characters, "
+            f"and none has more than {_LONGEST_PIECE}: download it again"
         )
     # Converters write user-defined runs of spaces as such; as pieces they are
     # in SentencePiece's spelling, like all others.

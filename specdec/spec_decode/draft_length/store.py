@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from ...utils.files import read_plain
 from .costs import ForwardCosts, Forwards, RoundCosts
 from .pace import Correction
 
@@ -58,7 +59,7 @@ class CostStore:
 
     def _entries(self) -> dict[str, Any]:
         try:
-            found = json.loads(self.path.read_text("utf-8"))
+            found = json.loads(read_plain(self.path).decode("utf-8"))
             entries = found["costs"] if found["version"] == VERSION else {}
             return dict(entries)
         except (OSError, KeyError, TypeError, ValueError):

@@ -106,7 +106,11 @@ def random_model(
 
 
 def load_model(
-    source: str, dtype: str | None, target: LoadedModel | None = None
+    source: str,
+    dtype: str | None,
+    target: LoadedModel | None = None,
+    *,
+    trust_remote_code: bool = False,
 ) -> LoadedModel:
     """A model by name, or ``random:SHAPE[:LAYERS]``, which has no tokenizer.
 
@@ -119,8 +123,10 @@ def load_model(
         no_tokenizer: Any = None
         return LoadedModel(model, no_tokenizer, {}, source)
     if target is not None:
-        return load_draft(source, target, dtype=dtype)
-    return load(source, dtype=dtype)
+        return load_draft(
+            source, target, dtype=dtype, trust_remote_code=trust_remote_code
+        )
+    return load(source, dtype=dtype, trust_remote_code=trust_remote_code)
 
 
 def random_shape(source: str) -> tuple[str, int | None]:

@@ -41,21 +41,31 @@ class Bench:
     Args:
         recipe: what to measure.
         clock: seconds.
+        trust_remote_code: run Python code that lies in a model's folder.
 
     Raises:
         ModelError: a model cannot be loaded, or a draft does not fit.
         PromptError: the prompts cannot be used.
     """
 
-    def __init__(self, recipe: Recipe, clock: Clock = time.perf_counter):
+    def __init__(
+        self,
+        recipe: Recipe,
+        clock: Clock = time.perf_counter,
+        *,
+        trust_remote_code: bool = False,
+    ):
         self._recipe, self._clock = recipe, clock
         dtype = None if recipe.dtype == "stored" else recipe.dtype
         for name in recipe.draft:
             if not name.startswith("random:"):
                 named_draft(name)
-        self._target = load_model(recipe.target or DEFAULT_TARGET, dtype)
+        self._target = load_model(
+            recipe.target or DEFAULT_TARGET, dtype, trust_remote_code=trust_remote_code
+        )
         self._drafts = {
-            name: _drafter(name, self._target, dtype) for name in recipe.draft
+            name: _drafter(name, self._target, dtype, trust_remote_code)
+            for name in recipe.draft
         }
         vocab_size = int(self._target.model(mx.array([[0]])).shape[-1])
         self.prompts: EncodedSet = encode_set(recipe, self._target, vocab_size)
@@ -152,12 +162,19 @@ class Bench:
         )
 
 
-def _drafter(name: str, target: LoadedModel, dtype: str | None) -> NamedDrafter:
+def _drafter(
+    name: str, target: LoadedModel, dtype: str | None, trust_remote_code: bool
+) -> NamedDrafter:
     """A drafter to be driven with token ids alone."""
     if name.startswith("random:"):
         found = NamedDrafter(name, load_model(name, dtype))
     else:
-        found = NamedDrafter.load(DraftSpec.parse(name), target, dtype=dtype)
+        found = NamedDrafter.load(
+            DraftSpec.parse(name),
+            target,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+        )
     if found.model is None:
         return found
     if target.tokenizer is not None and found.model.tokenizer is not None:
@@ -172,6 +189,7 @@ def run_recipe(
     command: str,
     clock: Clock = time.perf_counter,
     progress: Callable[[int, int], Progress] | None = None,
+    trust_remote_code: bool = False,
 ) -> Results:
     """Run what of a recipe has not been run yet; results stay in ``folder``.
 
@@ -180,6 +198,7 @@ def run_recipe(
         clock: seconds.
         progress: told how many units there are and how many are done; gives what
             brackets each new one.
+        trust_remote_code: run Python code that lies in a model's folder.
 
     Raises:
         ConfigError: the folder holds results of something else.
@@ -189,7 +208,7 @@ def run_recipe(
     units = list(units_of(recipe))
     missing = [unit for unit in units if not raw.has(unit)]
     if missing or raw.results is None:
-        bench = Bench(recipe, clock)
+        bench = Bench(recipe, clock, trust_remote_code=trust_remote_code)
         raw.begin(_described(bench.prompts), _start(command))
         brackets = progress(len(units), len(units) - len(missing)) if progress else None
         with wired_memory():

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ...prompts import encode
+from ...templates import render_chat
 
 _MARK = "specdec-user-text"
 
@@ -28,13 +29,7 @@ def user_turn(tokenizer: Any) -> UserTurn | None:
     if not tokenizer.has_chat_template:
         return None
     try:
-        rendered = str(
-            tokenizer.apply_chat_template(
-                [{"role": "user", "content": _MARK}],
-                tokenize=False,
-                add_generation_prompt=True,
-            )
-        )
+        rendered = render_chat(tokenizer, [{"role": "user", "content": _MARK}])
     except Exception:  # a template raises what its author chose
         return None
     before, found, after = rendered.partition(_MARK)

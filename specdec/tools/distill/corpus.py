@@ -12,7 +12,7 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import ModelError
-from ...utils.files import remove_leftovers
+from ...utils.files import open_plain, remove_leftovers
 from .storage import read_arrays, write_arrays
 
 _WAVE = re.compile(r"wave-\d{5}")
@@ -113,7 +113,8 @@ class Corpus:
         """The hash of several files."""
         found = hashlib.sha256()
         for name in names:
-            found.update(self._path(name).read_bytes())
+            with open_plain(self._path(name)) as file:
+                found.update(file.read())
         return found.hexdigest()
 
     def _path(self, name: str) -> Path:

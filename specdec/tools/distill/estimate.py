@@ -61,7 +61,11 @@ def describe(options: Options) -> list[str]:
     target = _outline(options)
     dtype = computing_dtype(options)
     if target is None:  # on the hub, perhaps
-        target = load(options.target or DEFAULT_TARGET, dtype=dtype)
+        target = load(
+            options.target or DEFAULT_TARGET,
+            dtype=dtype,
+            trust_remote_code=options.trust_remote_code,
+        )
     source = text_model(target)
     layers = choose_layers(options.layers, len(layers_of(target.model)))
     student = make_student(target, layers, widen=options.widen)
@@ -100,7 +104,11 @@ def _outline(options: Options) -> Described | None:
     """The target without its weights; ``None`` where its files do not tell."""
     try:
         name = options.target or DEFAULT_TARGET
-        return outline(name, dtype=computing_dtype(options))
+        return outline(
+            name,
+            dtype=computing_dtype(options),
+            trust_remote_code=options.trust_remote_code,
+        )
     except UnsupportedModelError:
         raise
     except ModelError:

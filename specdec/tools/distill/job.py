@@ -64,7 +64,11 @@ class Job:
         self._check = check
         self._given = Given.read(options)  # before a model is loaded
         self.dtype = computing_dtype(options)
-        self.target = load(options.target or DEFAULT_TARGET, dtype=self.dtype)
+        self.target = load(
+            options.target or DEFAULT_TARGET,
+            dtype=self.dtype,
+            trust_remote_code=options.trust_remote_code,
+        )
         self._text_model = text_model(self.target)
         layers = choose_layers(options.layers, len(layers_of(self.target.model)))
         self.student = make_student(self.target, layers, widen=options.widen)
@@ -317,7 +321,12 @@ class Job:
         options = self.options
         if not self._given.holdout:
             return card
-        draft = load_draft(str(options.folder), self.target, dtype=self.dtype)
+        draft = load_draft(
+            str(options.folder),
+            self.target,
+            dtype=self.dtype,
+            trust_remote_code=options.trust_remote_code,
+        )
         settings = [(length, 0.0) for length in options.num_draft_tokens]
         settings.insert(1, (options.num_draft_tokens[0], options.wave.temperature))
         known = {_setting(found) for found in card["rounds"]}

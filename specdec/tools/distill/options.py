@@ -42,6 +42,7 @@ class Options:
         bits: of the layers that are stored.
         layers_only: store no embedding.
         dtype: that models compute in; ``None``: bfloat16, on a CPU float32.
+        trust_remote_code: run Python code that lies in the target's folder.
         writers, block_tokens: sizes, where the default ones are not wanted.
         recipe: how the draft learns.
         wave: how the target writes.
@@ -69,6 +70,7 @@ class Options:
     bits: int | None = None
     layers_only: bool = False
     dtype: str | None = None
+    trust_remote_code: bool = False
     writers: int | None = None
     block_tokens: int | None = None
     recipe: Recipe = field(default_factory=Recipe)

@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 
 from ...errors import ModelError
-from ...utils.files import Staged, sync_folder
+from ...utils.files import Staged, open_plain, sync_folder
 
 _CONFIG = "config.json"
 
@@ -93,7 +93,7 @@ def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
         ModelError: it cannot be read.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             data = io.BytesIO(file.read())
         found: Any = mx.load(data, format="safetensors", return_metadata=True)
         arrays, metadata = found

@@ -1,0 +1,150 @@
+"""Model folders, looked at before mlx-lm opens them.
+
+mlx-lm reads each file that has the right name and builds all layers before it compares
+them with the weights. So what is looked at here is that the files are plain, and that
+the configuration asks for no more than the weights can fill.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import stat
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from ..errors import ModelError
+from ..utils.files import MOST_BYTES, NOT_PLAIN, read_plain
+from .messages import shorten
+
+# The most that a configuration may say, by the end of a key. Known models have a
+# hundredth of it at most; what mlx-lm makes for each of them is Python objects.
+_MOST = (
+    (re.compile(r"(layers?|blocks|depth|loops|inputs|embedders)$"), 1 << 12),
+    (re.compile(r"(experts|heads|groups|codebooks)$"), 1 << 16),
+    (re.compile(r"(dims?|rank|embd|width)$"), 1 << 20),
+    (re.compile(r"size$"), 1 << 24),
+    (re.compile(r"(position_embeddings|window)$"), 1 << 31),
+)
+# Keys of the number of layers; each stores a tensor at least.
+_LAYERS = re.compile(r"(n|num)(_hidden)?_layers?")
+_WEIGHTS = "model*.safetensors"
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a folder that mlx-lm could not load, or not in bounded time and memory.
+
+    Raises:
+        ModelError: a file in it is none to be read, there is no usable
+            ``config.json``, or that names sizes that no model has or that the weights
+            do not fill.
+        RuntimeError: the weights are damaged.
+    """
+    if not path.is_dir():
+        raise ModelError(f"{path} is a file: give a .gguf file or a model folder")
+    check_files(path)
+    file = path / "config.json"
+    try:
+        config = read_config(file)
+    except FileNotFoundError as error:
+        raise ModelError(
+            f"{path} has no config.json: give the folder of an MLX model"
+        ) from error
+    check_sizes(config, file)
+    if has_weights(path):
+        # Headers alone are read.
+        tensors = sum(len(mx.load(str(each))) for each in path.glob(_WEIGHTS))
+        _check_layers(config, file, tensors)
+
+
+def has_weights(path: Path) -> bool:
+    """Whether there are weights of the name that mlx-lm looks for."""
+    return any(path.glob(_WEIGHTS))
+
+
+def check_files(path: Path) -> None:
+    """Refuse a folder with files that take no end to read.
+
+    Raises:
+        ModelError: a file in it is not plain, or is too large to be what it is
+            named like.
+    """
+    try:
+        for entry in path.iterdir():
+            if not entry.exists():  # a link that leads nowhere
+                continue
+            status = entry.stat()
+            kind = stat.S_IFMT(status.st_mode)
+            if kind not in (stat.S_IFREG, stat.S_IFDIR):
+                raise ModelError(f"{entry}: {NOT_PLAIN}: remove it from the folder")
+            text = entry.suffix in (".json", ".jinja", ".txt", ".jsonl", ".tiktoken")
+            if text and status.st_size > MOST_BYTES:
+                raise ModelError(
+                    f"{entry} has {status.st_size} bytes, more than {MOST_BYTES}: "
+                    "download it again"
+                )
+    except OSError as error:
+        raise ModelError(f"{path} cannot be read: {error.strerror}") from error
+
+
+def read_config(file: Path) -> dict[str, Any]:
+    """The configuration in a file.
+
+    Raises:
+        FileNotFoundError: there is none.
+        ModelError: it cannot be read, or names no architecture.
+    """
+    try:
+        config = json.loads(read_plain(file).decode("utf-8"))
+    except FileNotFoundError:
+        raise
+    except (OSError, ValueError, RecursionError) as error:
+        reason = getattr(error, "strerror", None) or shorten(error)
+        raise ModelError(f"{file} cannot be read ({reason}): download it again") from (
+            error
+        )
+    if not isinstance(config, dict) or not config.get("model_type"):
+        raise ModelError(
+            f"{file} names no model_type: give the config.json of an MLX model"
+        )
+    return config
+
+
+def check_sizes(config: Mapping[str, Any], file: Path) -> None:
+    """Refuse sizes that no model has, before one of these sizes is made.
+
+    Raises:
+        ModelError: one is larger; it is named.
+    """
+    for key, value in _numbers(config):
+        most = next((most for end, most in _MOST if end.search(key)), None)
+        if most is not None and value > most:
+            raise ModelError(
+                f"{file} says {shorten(key)} is {shorten(value)}, and no model has "
+                f"more than {most}: download it again"
+            )
+
+
+def _check_layers(config: Mapping[str, Any], file: Path, tensors: int) -> None:
+    for key, value in _numbers(config):
+        if _LAYERS.fullmatch(key) and value > tensors:
+            raise ModelError(
+                f"{file} says {key} is {shorten(value)}, and the weights beside it "
+                f"have {tensors} tensors: download it again"
+            )
+
+
+def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Every number with its key, of parts and lists too."""
+    waiting: list[tuple[str, Any]] = list(config.items())
+    while waiting:
+        key, value = waiting.pop()
+        if isinstance(value, Mapping):
+            waiting.extend((str(k), v) for k, v in value.items())
+        elif isinstance(value, list):
+            waiting.extend((key, each) for each in value)
+        elif isinstance(value, int | float) and not isinstance(value, bool):
+            yield key, value

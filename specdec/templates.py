@@ -1,0 +1,235 @@
+"""Chat templates of models, rendered in a process of their own.
+
+A template comes with a model and is a program: ``{{ 'a' * 10**10 }}`` takes all memory
+there is, two nested loops all the time. transformers keeps it from files and from
+Python's insides, and does not bound what it takes. So it renders in a child process
+that ends where a template takes too long. The child serves all renderings of its
+parent, and ends with it. No mlx here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import resource
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+from .errors import PromptError
+
+#: Seconds that one rendering may take; real ones take milliseconds.
+SECONDS = 10
+#: Bytes beside what the child has when it begins, where the system can bound it (on
+#: macOS it cannot).
+_MEMORY = 1 << 30
+#: Most characters of a text, beyond any context.
+_CHARACTERS = 1 << 26
+
+
+def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+    """Chat messages as the text that the model continues.
+
+    What renders in Python, a function of mlx-lm's or the user's own, is called as it
+    is.
+
+    Raises:
+        PromptError: the template refuses the messages, or takes too long or too much.
+        Exception: what such a function raises.
+    """
+    template = _template_of(tokenizer)
+    if template is None:
+        return str(
+            tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
+        )
+    # As mlx-lm and transformers call it.
+    variables = dict(tokenizer.special_tokens_map)
+    if hasattr(tokenizer, "has_thinking"):
+        variables["enable_thinking"] = tokenizer.has_thinking
+    return _CHILD.render(
+        {
+            "conversations": [
+                [{k: v for k, v in m.items() if v is not None} for m in messages]
+            ],
+            "chat_template": template,
+            "add_generation_prompt": True,
+            **variables,
+        }
+    )
+
+
+def _template_of(tokenizer: Any) -> str | None:
+    """The template that transformers would render; ``None``: something else renders."""
+    # mlx-lm's wrapper hands this on to the tokenizer of transformers.
+    get = getattr(tokenizer, "get_chat_template", None)
+    inner = getattr(get, "__self__", None)
+    if get is None or inner is None or inner.chat_template is None:
+        return None
+    if "apply_chat_template" in vars(tokenizer):  # somebody's own
+        return None
+    apply = getattr(type(inner), "apply_chat_template", None)
+    if getattr(apply, "__module__", None) != "transformers.tokenization_utils_base":
+        return None
+    if inner.init_kwargs.get("chat_template_type"):  # a function of mlx-lm's
+        return None
+    return str(get())
+
+
+class _Child:
+    """The process, started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._owner = 0
+
+    def render(self, request: Mapping[str, Any]) -> str:
+        """One rendering, of ``render_jinja_template``'s arguments.
+
+        Raises:
+            PromptError: it came to nothing.
+        """
+        line = json.dumps(request, default=_plain).encode() + b"\n"
+        with self._lock:
+            try:
+                answer = self._ask(line)
+            except BaseException:  # interrupted, perhaps: the next answer is not ours
+                self._stop()
+                raise
+        if "text" not in answer:
+            raise PromptError(answer["error"])
+        return str(answer["text"])
+
+    def start(self) -> None:
+        """Start the process, which takes a second, while there is other work."""
+        with self._lock, suppress(PromptError):
+            self._started()
+
+    def close(self) -> None:
+        """End the process."""
+        with self._lock:
+            self._stop()
+
+    def _ask(self, line: bytes) -> dict[str, Any]:
+        process = self._started()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        answer = b""
+        with suppress(BrokenPipeError):
+            process.stdin.write(line)
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        if answer.endswith(b"\n"):
+            return dict(json.loads(answer))
+        code = process.wait()
+        self._stop()
+        why = f"the process that renders it ended with {code}"
+        if code == -signal.SIGALRM:
+            why = f"it takes longer than {SECONDS} seconds"
+        return {"error": f"{why}: use another model, or --ignore-chat-template"}
+
+    def _started(self) -> subprocess.Popen[bytes]:
+        if self._process is not None and self._owner == os.getpid():
+            if self._process.poll() is None:
+                return self._process
+            self._stop()
+        # Modules are found as here; -P: not in the current folder, though.
+        package = str(Path(__file__).resolve().parents[1])
+        path = [os.path.abspath(entry) for entry in sys.path if entry]
+        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, package])}
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-P", "-m", __name__, str(SECONDS)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,  # Ctrl-C is the parent's
+            )
+        except OSError as error:
+            raise PromptError(
+                f"Python cannot be started to render it ({error.strerror}): use "
+                "--ignore-chat-template"
+            ) from error
+        self._owner = os.getpid()
+        return self._process
+
+    def _stop(self) -> None:
+        process, self._process = self._process, None
+        if process is None or self._owner != os.getpid():  # a fork's is its parent's
+            return
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            if pipe is not None:
+                with suppress(OSError):
+                    pipe.close()
+
+
+_CHILD = _Child()
+atexit.register(_CHILD.close)
+#: To be called where a chat template will be rendered soon.
+start = _CHILD.start
+
+
+def _plain(value: object) -> object:
+    """A value that JSON does not have, as transformers shows it to templates."""
+    if isinstance(value, Mapping):
+        return dict(value)
+    return f"<{type(value).__name__}>"
+
+
+# -- in the child -----------------------------------------------------------
+
+
+def _serve(requests: IO[bytes], answers: IO[bytes], seconds: int) -> None:
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    _limit_memory()
+    for line in requests:
+        # Nobody handles the signal: it ends the process, whatever that is doing.
+        signal.alarm(seconds)
+        try:
+            rendered, _ = render_jinja_template(**json.loads(line))
+            answer = {"text": rendered[0]}
+            if len(rendered[0]) > _CHARACTERS:
+                answer = {"error": _too_much()}
+        except MemoryError:
+            answer = {"error": _too_much()}
+        except Exception as error:  # a template raises what its author chose
+            answer = {"error": str(error)[:_CHARACTERS]}
+        data = json.dumps(answer).encode()
+        signal.alarm(0)
+        answers.write(data + b"\n")
+        answers.flush()
+
+
+def _too_much() -> str:
+    return "it takes too much memory: use another model, or --ignore-chat-template"
+
+
+def _limit_memory() -> None:
+    with suppress(OSError, ValueError):  # there is no /proc, or no such limit
+        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
+        most = pages * resource.getpagesize() + _MEMORY
+        _, hard = resource.getrlimit(resource.RLIMIT_AS)
+        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
+
+
+def _main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    # What libraries print is no answer.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    _serve(sys.stdin.buffer, answers, int(sys.argv[1]))
+
+
+if __name__ == "__main__":
+    _main()

@@ -1,0 +1,169 @@
+"""Model folders that would take all there is are refused before they are opened."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from click.testing import CliRunner
+from mlx_lm.models import llama
+
+from specdec.cli import main
+from specdec.errors import ModelError
+from specdec.models import load, load_draft
+from specdec.models.draft_folder import CARD, FORMAT
+from specdec.models.folder import check_sizes
+from specdec.models.model_outline import outline, outline_draft
+
+from .folders import write_folder
+
+OPENED = pytest.mark.parametrize("opened", [load, outline])
+
+
+def change(folder: Path, **values: Any) -> None:
+    file = folder / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | values))
+
+
+@pytest.fixture
+def _no_layers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model of more than a few layers is not built."""
+    build = llama.Model.__init__
+
+    def checked(self: llama.Model, args: llama.ModelArgs) -> None:
+        assert args.num_hidden_layers == 2, "layers are built"
+        assert args.hidden_size == 64, "layers are built"
+        assert args.num_attention_heads == 4, "layers are built"
+        build(self, args)
+
+    monkeypatch.setattr(llama.Model, "__init__", checked)
+
+
+@OPENED
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        '"num_hidden_layers": 2147483648',
+        '"num_hidden_layers": 3000',
+        pytest.param(f'"num_hidden_layers": 1{"0" * 4000}', id="4000 digits"),
+        pytest.param(f'"num_hidden_layers": 1{"0" * 5000}', id="5000 digits"),
+        '"num_attention_heads": 2147483648',
+        '"hidden_size": 2147483648',
+        '"head_dim": 2147483648',
+        '"text_config": {"num_hidden_layers": 2147483648}',
+        '"max_position_embeddings": 1e18',
+    ],
+)
+@pytest.mark.usefixtures("_no_layers")
+def test_sizes_are_checked_before_layers_are_built(
+    sizes: str, opened: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """mlx-lm makes every layer, gigabytes of them, before it looks at the weights."""
+    write_folder(tmp_path / "m")
+    file = tmp_path / "m" / "config.json"
+    file.write_text(f"{file.read_text().rstrip()[:-1]}, {sizes}}}")
+    with pytest.raises(ModelError, match=r"config\.json") as caught:
+        opened(tmp_path / "m")
+    assert "\n" not in str(caught.value)
+    assert len(str(caught.value)) < 500
+
+
+@pytest.mark.usefixtures("_no_layers")
+def test_a_configuration_alone(tmp_path: Path) -> None:
+    """``estimate`` takes one; there are no weights to compare it with."""
+    config = tmp_path / "config.json"
+    config.write_text('{"model_type": "llama", "num_hidden_layers": 2147483648}')
+    words = ["estimate", "--target", str(config), "--context", "8"]
+    result = CliRunner().invoke(main, words)
+    assert result.exit_code == 1
+    assert "num_hidden_layers is 2147483648, and no model has more" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+def test_known_sizes_pass() -> None:
+    """The largest of what is known: a bound that is too low refuses a real model."""
+    config = {
+        "num_hidden_layers": 128,
+        "n_routed_experts": 512,
+        "num_attention_heads": 128,
+        "hidden_size": 18432,
+        "intermediate_size": 65536,
+        "vocab_size": 262_400,
+        "vocab_size_per_layer_input": 262_144,
+        "max_position_embeddings": 10_485_760,
+        "kv_lora_rank": 512,
+        "rope_theta": 500_000_000,
+        "eos_token_id": [151_645, 200_000],
+        "max_window_layers": 80,
+        "text_config": {"num_kv_shared_layers": 20},
+    }
+    check_sizes(config, Path("config.json"))
+
+
+@pytest.mark.timeout(60)
+@OPENED
+@pytest.mark.parametrize(
+    "name",
+    [
+        "config.json",
+        "generation_config.json",
+        "model.safetensors",
+        "model-2.safetensors",
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "chat_template.jinja",
+        "special_tokens_map.json",
+    ],
+)
+def test_files_that_are_not_plain(
+    name: str, opened: Callable[[Path], object], tmp_path: Path
+) -> None:
+    """A FIFO waits for a writer, /dev/zero never ends."""
+    for kind in ("fifo", "device"):
+        folder = tmp_path / kind
+        write_folder(folder)
+        (folder / name).unlink(missing_ok=True)
+        if kind == "fifo":
+            os.mkfifo(folder / name)
+        else:
+            (folder / name).symlink_to("/dev/zero")
+        with pytest.raises(ModelError, match="it is not a plain file") as caught:
+            opened(folder)
+        assert str(folder / name) in str(caught.value)
+
+
+@OPENED
+def test_a_file_of_holes(opened: Callable[[Path], object], tmp_path: Path) -> None:
+    """It takes no room on the disk, and all there is in memory."""
+    write_folder(tmp_path / "m")
+    os.truncate(tmp_path / "m" / "tokenizer.json", 1 << 34)
+    with pytest.raises(ModelError, match=r"tokenizer\.json has 17179869184 bytes"):
+        opened(tmp_path / "m")
+
+
+@pytest.mark.timeout(60)
+def test_drafts_of_layers_alone(tmp_path: Path) -> None:
+    """They are opened in another way, and their card is read first."""
+    write_folder(tmp_path / "t")
+    write_folder(tmp_path / "m")
+    card = tmp_path / "m" / CARD
+    card.write_text(json.dumps({"format": FORMAT, "embedding": "target"}))
+    change(tmp_path / "m", num_hidden_layers=2**31)
+    target, target_outline = load(tmp_path / "t"), outline(tmp_path / "t")
+    name = str(tmp_path / "m")
+    calls: list[Callable[[], object]] = [
+        lambda: load_draft(name, target),
+        lambda: outline_draft(name, target_outline),
+    ]
+    for call in calls:
+        with pytest.raises(ModelError, match="no model has more than"):
+            call()
+    card.unlink()
+    os.mkfifo(card)
+    for call in calls:
+        with pytest.raises(ModelError, match="cannot be read"):
+            call()
