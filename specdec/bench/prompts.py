@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..data_files import DataError, is_text, parse_json
 from ..errors import PromptError
 from ..models import LoadedModel
 from ..prompts import Prompt, encode_all, read_prompts, read_text
@@ -144,8 +145,8 @@ def _categories(path: Path) -> list[str | None]:
 
 def _category(line: str) -> str | None:
     try:
-        row: Any = json.loads(line)
-    except ValueError:
+        row: Any = parse_json(line, surrogates=True)
+    except DataError:
         return None
     category = row.get("category") if isinstance(row, dict) else None
-    return category if isinstance(category, str) else None
+    return category if isinstance(category, str) and is_text(category) else None

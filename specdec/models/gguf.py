@@ -9,11 +9,11 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..errors import ModelError
+from ..printable import shorten
 from .gguf_config import build_config
 from .gguf_header import read_header
 from .gguf_tokenizer import build_tokenizer
 from .gguf_weights import WeightFormat, build_model
-from .messages import shorten
 
 
 def load_gguf(

@@ -18,9 +18,9 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from ..errors import ModelError, UnsupportedModelError
+from ..printable import shorten
 from .detokenizer import ExactTokenizerWrapper
 from .gguf_header import GGUFFile
-from .messages import shorten
 
 # tokenizer.ggml.token_type
 _UNKNOWN, _CONTROL, _USER_DEFINED = 2, 3, 4

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import ModelError, UnsupportedModelError
+from ..printable import shorten
 from .gguf_config import (
     architecture_of,
     half_dtype,
@@ -27,7 +28,6 @@ from .gguf_tensors import (
     read_float_rows,
     read_packed,
 )
-from .messages import shorten
 
 _TOP = {
     "token_embd": "model.embed_tokens",

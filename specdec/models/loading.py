@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -13,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 
 from ..backend import defaults
+from ..data_files import DataError, read_json
 from ..draft_spec import ModelDraft
 from ..errors import (
     ModelError,
@@ -21,6 +21,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..names import locate_target
+from ..printable import shorten
 from .attending import take_few_queries
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
@@ -35,7 +36,6 @@ from .gguf import load_gguf
 from .gguf_weights import WeightFormat
 from .joined import join_products
 from .loaded import LoadedModel
-from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .skinny import take_few_rows
 from .skipping import SkippingModel
@@ -179,15 +179,14 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         raise ModelError(f"{path} is a file: give a .gguf file or a model folder")
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
+        config = read_json(path / "config.json")
     except FileNotFoundError as error:
         raise ModelError(
             f"{path} has no config.json: give the folder of an MLX model"
         ) from error
-    except (OSError, ValueError) as error:
+    except DataError as error:
         raise ModelError(
-            f"{path / 'config.json'} cannot be read ({_first_line(error)}): "
-            "download it again"
+            f"{path / 'config.json'} cannot be read ({error}): download it again"
         ) from error
     if not isinstance(config, dict) or not config.get("model_type"):
         raise ModelError(

@@ -13,7 +13,7 @@ from ..cache import BatchCacheList, adopt_caches
 from ..errors import CacheError
 from ..prefix.session import ModelPrefixes
 from ..prefix.snapshot import members
-from .messages import shorten
+from ..printable import shorten
 from .runner import ModelRunner
 
 Path = str | os.PathLike[str]
