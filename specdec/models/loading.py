@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from dataclasses import replace
@@ -25,13 +24,14 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
+from ..utils.data_files import DataError, read_json
+from ..utils.printable import shorten
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .layer_skip import SkippingModel
 from .loaded import LoadedModel
-from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 # Keys of a configuration that say how weights are packed.
@@ -173,15 +173,14 @@ def check_folder(path: Path) -> None:
     if not path.is_dir():
         raise ModelError(f"{path} is a file: give a .gguf file or a model folder")
     try:
-        config = json.loads((path / "config.json").read_text("utf-8"))
+        config = read_json(path / "config.json")
     except FileNotFoundError as error:
         raise ModelError(
             f"{path} has no config.json: give the folder of an MLX model"
         ) from error
-    except (OSError, ValueError) as error:
+    except DataError as error:
         raise ModelError(
-            f"{path / 'config.json'} cannot be read ({_first_line(error)}): "
-            "download it again"
+            f"{path / 'config.json'} cannot be read ({error}): download it again"
         ) from error
     if not isinstance(config, dict) or not config.get("model_type"):
         raise ModelError(

@@ -23,6 +23,8 @@ from ..backend import defaults
 from ..draft_names import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from ..model_names import locate_target
+from ..utils.data_files import DataError, read_json
+from ..utils.printable import shorten
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
 from .gguf.config import build_config
@@ -30,7 +32,6 @@ from .gguf.header import read_header
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
 from .loading import QUANTIZATION_KEYS, check_folder, explain
-from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 
@@ -183,8 +184,8 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
     layers to pack are those that its own conversion would pack.
     """
     try:
-        config = json.loads(path.read_text("utf-8"))
-    except (OSError, ValueError) as error:
+        config = read_json(path)
+    except (OSError, DataError) as error:
         raise ModelError(f"{path} cannot be read: {shorten(error)}") from error
     if not isinstance(config, dict) or not config.get("model_type"):
         raise ModelError(f"{path} names no model_type: give the config of a model")

@@ -13,7 +13,7 @@ from ..cache import BatchCacheList, adopt_caches
 from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.snapshot import members
-from .messages import shorten
+from ..utils.printable import shorten
 from .runner import ModelRunner
 
 Path = str | os.PathLike[str]

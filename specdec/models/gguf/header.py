@@ -22,7 +22,7 @@ from ...errors import (
     ModelNotFoundError,
     UnsupportedModelError,
 )
-from ..messages import shorten
+from ...utils.printable import shorten
 
 # Type number -> (name, elements in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {
