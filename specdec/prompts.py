@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 import sys
@@ -14,6 +13,8 @@ from typing import Any, TypeAlias
 
 from .errors import PromptError, PromptFileError
 from .templates import render_chat
+from .utils.data_files import DataError, parse_json
+from .utils.printable import quoted, shorten
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 
@@ -179,6 +180,11 @@ def encode(
             "a system prompt needs a chat template: leave it out"
             + (", or do not ignore the template" if ignore_chat_template else "")
         )
+    if system_prompt is not None:
+        try:
+            _check_unicode(system_prompt)
+        except PromptError as error:
+            raise PromptError(f"the system prompt: {error}") from error
     if isinstance(prompt, str):
         limit.check(prompt)
         _check_text(prompt)
@@ -286,6 +292,10 @@ def _has_chat_template(tokenizer: Any) -> bool:
 def _check_text(text: str) -> None:
     if not text.strip():
         raise PromptError("it is empty")
+    _check_unicode(text)
+
+
+def _check_unicode(text: str) -> None:
     try:
         text.encode()
     except UnicodeEncodeError as error:
@@ -312,12 +322,13 @@ def _render(
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
-        return render_chat(tokenizer, messages)
+        rendered = render_chat(tokenizer, messages)
     except Exception as error:  # a template raises what its author chose
-        reason = " ".join(str(error).split())
         raise PromptError(
-            f"the chat template refuses these messages: {reason}"
+            f"the chat template refuses these messages: {shorten(error)}"
         ) from error
+    _check_unicode(rendered)  # other fields of a message stand in it, too
+    return rendered
 
 
 def _check_messages(
@@ -332,8 +343,9 @@ def _check_messages(
         ):
             raise PromptError(
                 'a chat message is {"role": "user", "content": "..."}, '
-                f"not {_short(message)}"
+                f"not {quoted(message)}"
             )
+        _check_unicode(message["role"])
         _check_text(message["content"])
     limit.check(*(message["content"] for message in messages))
     return list(messages)
@@ -350,16 +362,18 @@ def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ..
         if not valid:
             raise PromptError(
                 f"a token id is a whole number from 0 to {vocabulary - 1}, "
-                f"not {_short(token)}"
+                f"not {quoted(token)}"
             )
     return tuple(operator.index(token) for token in token_ids)
 
 
 def _read(path: str | Path, name: str) -> bytes:
-    if str(path) == "-":
-        return sys.stdin.buffer.read()
     try:
+        if str(path) == "-":
+            return sys.stdin.buffer.read()
         return Path(path).read_bytes()
+    except ValueError as error:  # a byte 0 in it
+        raise PromptFileError(f"{name}: no file can have that name") from error
     except FileNotFoundError as error:
         raise PromptFileError(f"{name}: no such file: check the path") from error
     except IsADirectoryError as error:
@@ -372,22 +386,20 @@ def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
     if not line.lstrip().startswith("{"):
         return False
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError):
+        row = parse_json(line, surrogates=True)
+    except DataError:
         return False
     return not with_any_of or any(key in row for key in with_any_of)
 
 
 def _record_of(line: str, where: str) -> PromptRecord:
     try:
-        row = json.loads(line)
-    except (ValueError, RecursionError) as error:
-        raise PromptFileError(
-            f"{where}: not JSON ({error}): expected {_EXPECTED}"
-        ) from error
+        row = parse_json(line, surrogates=True)
+    except DataError as error:
+        raise PromptFileError(f"{where}: {error}: expected {_EXPECTED}") from error
     key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
     if key is None:
-        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {_short(row)}")
+        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
     try:
         prompt = _prompt_of(key, row[key])
     except PromptError as error:
@@ -409,8 +421,3 @@ def _prompt_of(key: str, prompt: Any) -> Prompt:
         raise PromptError(f"expected {kind}")
     _check_text(prompt)
     return str(prompt)
-
-
-def _short(value: object) -> str:
-    text = repr(value)
-    return text if len(text) <= 60 else f"{text[:57]}..."

@@ -45,14 +45,16 @@ LAYERS = (
     {"sequence"},
     {"lengths", "params", "text"},
     {"backend", "config", "draft_spec", "kernels", "memory", "prompts"},
-    {"checks", "files", "names", "templates"},
+    {"checks", "data_files", "files", "names", "templates"},
     {"errors"},
+    {"printable"},
 )
 LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}
 
 WITHOUT_MLX = {
     "checks",
     "config",
+    "data_files",
     "draft_spec",
     "errors",
     "files",
@@ -62,6 +64,7 @@ WITHOUT_MLX = {
     "pacing",
     "params",
     "preflight",
+    "printable",
     "prompts",
     "results",
     "scheduler",

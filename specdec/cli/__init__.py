@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import click
@@ -19,6 +19,7 @@ from .estimate import estimate
 from .interrupts import Interrupts
 from .report import report, with_options
 from .run import run
+from .streams import flush_output, open_streams
 from .tune_layers import tune_layers
 from .verify import verify
 
@@ -56,11 +57,22 @@ class _Group(click.Group):
         if not extra.pop("standalone_mode", True):
             return click_main(*args, standalone_mode=False, **extra)
         try:
+            open_streams()
+            _check_arguments(args[0] if args and args[0] else sys.argv[1:])
             with Interrupts() as interrupts:
                 extra["obj"] = interrupts
-                sys.exit(click_main(*args, standalone_mode=False, **extra))
+                try:
+                    sys.exit(click_main(*args, standalone_mode=False, **extra))
+                finally:
+                    flush_output()
         except Exception as error:
             sys.exit(report(error))
+
+
+def _check_arguments(arguments: Iterable[str]) -> None:
+    """Refuse what no shell passes on, and no file can be called."""
+    if any("\0" in each for each in arguments):
+        raise click.UsageError("an argument has a byte 0 in it: leave it out")
 
 
 @click.group(

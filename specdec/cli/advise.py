@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import TYPE_CHECKING
 
@@ -11,10 +10,12 @@ import click
 from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
+from ..utils.data_files import json_text
 from . import options
 from .progress import Progress
 from .prompts import places_named
 from .quiet import silence_third_parties
+from .streams import show
 
 if TYPE_CHECKING:
     from ..spec_decode.draft_length import Advice
@@ -117,14 +118,14 @@ def advise(
             "verdict": found.verdict,
             "worth_it": found.worth_it,
         }
-        click.echo(json.dumps(record, indent=2))
+        show(json_text(record, indent=2))
         return
-    click.echo(
+    show(
         f"target: {short(decoder.target_name)}\ndraft:  {decoder.draft_name}\n"
         f"{len(records)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
     )
-    click.echo(_tables(found))
-    click.echo(f"\nverdict: {found.verdict}")
+    show(_tables(found))
+    show(f"\nverdict: {found.verdict}")
 
 
 def _tables(found: Advice) -> str:

@@ -16,6 +16,7 @@ from . import options
 from .interrupts import last_words
 from .quiet import silence_third_parties
 from .report import INTERRUPTED
+from .streams import show
 
 if TYPE_CHECKING:
     from ..tools.bench.cells import Unit
@@ -69,7 +70,7 @@ def bench(
         silence_third_parties()
         from ..tools.bench.compare import compare as compared
 
-        click.echo(compared(*map(Path, compare)), nl=False)
+        show(compared(*map(Path, compare)), nl=False)
         return
     from ..tools.bench.recipe import Recipe, shipped_recipes
 
@@ -89,7 +90,7 @@ def bench(
     progress = Progress(quiet=quiet)
 
     def tell_what_is_kept() -> None:
-        click.echo(
+        show(
             f"specdec: interrupted: {progress.done} of {progress.total} parts are "
             f"kept in {folder}; the same command continues",
             err=True,
@@ -109,7 +110,7 @@ def bench(
         sys.exit(INTERRUPTED)
     finally:
         progress.close()
-    click.echo("\n".join(findings(Figures(results))))
+    show("\n".join(findings(Figures(results))))
     _write(folder)
 
 
@@ -130,9 +131,9 @@ def _write(folder: Path) -> None:
     from ..tools.bench.report import write_report
 
     file, has_plots = write_report(folder)
-    click.echo(f"wrote {file}", err=True)
+    show(f"wrote {file}", err=True)
     if not has_plots:
-        click.echo(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
+        show(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
 
 
 def _command() -> str:
@@ -176,9 +177,7 @@ class Progress:
         self._bar.update()
         if self._bar.disable and not self._quiet:
             seconds = time.perf_counter() - start
-            click.echo(
-                f"[{self.done}/{self.total}] {unit.label}: {seconds:.1f} s", err=True
-            )
+            show(f"[{self.done}/{self.total}] {unit.label}: {seconds:.1f} s", err=True)
 
     def close(self) -> None:
         """Take the bar away."""

@@ -11,6 +11,7 @@ import click
 from ..prefix_cache.audit import Audit, audit, remove
 from ..utils.sizes import format_size
 from .report import FAILURE
+from .streams import show
 
 
 def _existing(_: click.Context, __: click.Parameter, value: str) -> Path:
@@ -43,14 +44,14 @@ def list_(folder: Path) -> None:
     found = _audit(folder)
     for each in found.holdings(folder):
         used = datetime.fromtimestamp(each.last_used)
-        click.echo(
+        show(
             f"{each.signature[:8]}  {each.model}: {_entries(each.entries)}, "
             f"{format_size(each.nbytes)}, longest prefix {each.longest} tokens, "
             f"last used {used:%Y-%m-%d %H:%M}"
         )
-    click.echo(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")
+    show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")
     if found.damaged:
-        click.echo(
+        show(
             f"specdec: note: {_entries(len(found.damaged))} of no use: "
             f"specdec cache verify {folder} removes them",
             err=True,
@@ -68,8 +69,8 @@ def verify(folder: Path) -> None:
     found = _audit(folder, contents=True)
     kept = remove(folder, list(found.damaged))
     for name, reason in found.damaged.items():
-        click.echo(f"{'damaged' if name in kept else 'removed'} {name}: {reason}")
-    click.echo(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}: verified")
+        show(f"{'damaged' if name in kept else 'removed'} {name}: {reason}")
+    show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}: verified")
     _complain(folder, kept)
     if found.damaged:
         sys.exit(FAILURE)
@@ -82,7 +83,7 @@ def clear(folder: Path) -> None:
     found = _audit(folder)
     names = [*(file.name for file in found.sound), *found.damaged]
     kept = remove(folder, names)
-    click.echo(f"removed {_entries(len(names) - len(kept))}")
+    show(f"removed {_entries(len(names) - len(kept))}")
     _complain(folder, kept)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import click
 
 from .quiet import silence_third_parties
+from .streams import show
 
 
 @click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
@@ -27,9 +28,9 @@ def convert(file: str, out_dir: str, bits: str | None) -> None:
     from ..models import convert as convert_model
 
     convert_model(file, out_dir, bits=int(bits) if bits else None)
-    click.echo(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
+    show(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
     if bits != "16" and defaults().name == "cpu":
-        click.echo(
+        show(
             "specdec: note: on a CPU mlx-lm itself is many times slower with "
             "packed weights (their scales have 16 bits): --bits 16 is fast there",
             err=True,

@@ -13,6 +13,7 @@ from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
 from .quiet import silence_third_parties
 from .report import INTERRUPTED, show_warnings
+from .streams import show
 
 
 def _files(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
@@ -221,18 +222,18 @@ def distill(
 
     def say(line: str) -> None:
         if not quiet:
-            click.echo(line, err=True)
+            show(line, err=True)
 
     if dry_run:
         for line in describe(wanted):
-            click.echo(line)
+            show(line)
         return
     check_target(wanted)
     requests = RequestsToEnd()
     job = Job(wanted, say, requests.check)
 
     def conclude() -> None:
-        click.echo(
+        show(
             f"specdec: interrupted: what was done is kept in {wanted.work}; the same "
             "command with --resume goes on",
             err=True,

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import json
-
 import click
 
 from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, KvBits, NumDraftTokens
 from ..errors import UnsupportedModelError
 from ..memory.estimate import Estimate
+from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
 from .options import is_given
 from .quiet import silence_third_parties
+from .streams import show
 
 # Far more than any model serves; sums of it are numbers that can be shown.
 _MOST_TOKENS = 1 << 30
@@ -144,7 +144,7 @@ def estimate(
             packed = [(n, plan_with(n)) for n in FALLBACK_BITS]
         except UnsupportedModelError as error:
             stay = f"keys and values stay as they are: {error}"
-            click.echo(f"specdec: note: {stay}", err=True)
+            show(f"specdec: note: {stay}", err=True)
     found = Estimate(
         plan=plan_with(kv_bits),
         kv_bits=None if kv_bits == "auto" else kv_bits,
@@ -156,9 +156,9 @@ def estimate(
         choosing=FILTERED if temp > 0 else GREEDY,
         context_length=own_context,
     )
-    click.echo(json.dumps(found.as_dict(), indent=2) if as_json else found.table())
+    show(json_text(found.as_dict(), indent=2) if as_json else found.table())
     if own_context is not None and context > own_context:
-        click.echo(
+        show(
             f"specdec: note: the target's context is {own_context} tokens: a run "
             f"refuses longer prompts and ends rows there, so {context} are never held",
             err=True,

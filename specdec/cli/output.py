@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TextIO
+from unicodedata import category
 
 import click
 
 from ..memory import Fallback, format_size
 from ..prompts import Prompt, PromptRecord
 from ..results import GenerationResult, StreamEvent
+from ..utils.data_files import HALVES, json_text
+from ..utils.printable import one_line, shorten
+from .streams import drop
 
 
 def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
@@ -26,14 +29,14 @@ def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
     if both_exist and os.path.samefile(path, str(prompts_file)):
         raise click.UsageError(f"{option} is the file of --prompts: name another")
     try:
-        return open(path, "a", encoding="utf-8")
+        return open(path, "a", encoding="utf-8", errors=HALVES)
     except OSError as error:
         reason = error.strerror
         folder = os.path.dirname(path)
         if folder and not os.path.isdir(folder):
-            reason = f"there is no folder {folder}: create it first"
+            reason = f"there is no folder {shorten(folder)}: create it first"
         raise click.UsageError(
-            f"{option} {path} cannot be written: {reason}"
+            f"{option} {shorten(path)} cannot be written: {reason}"
         ) from error
 
 
@@ -94,9 +97,6 @@ class Sink:
         self.errors: dict[int, str] = {}
         if output is not None and os.path.isfile(output.name):
             output.truncate(0)
-        if hasattr(sys.stdout, "reconfigure"):
-            # A terminal that lacks a character shows "?" instead of an error.
-            sys.stdout.reconfigure(errors="replace")
 
     def take(self, event: StreamEvent) -> None:
         """Write what an event makes ready.
@@ -134,7 +134,7 @@ class Sink:
         named = self._prompts[result.index].id
         if named is not None:
             fields = {"index": result.index, "id": named, **fields}
-        line = json.dumps(fields, ensure_ascii=False)
+        line = json_text(fields)
         try:
             output.write(line + "\n")
             output.flush()
@@ -152,13 +152,13 @@ class Sink:
             return
         try:
             with self._aside():
-                sys.stdout.write(text)
+                sys.stdout.write(_for_terminal(text))
                 sys.stdout.flush()
         except BrokenPipeError:
             raise
         except OSError as error:
             self._stdout_failed = True
-            _drop_stdout()
+            drop(sys.stdout)
             raise _cannot_write("standard output", error) from error
         if text:
             self._line_open = not text.endswith("\n")
@@ -168,14 +168,15 @@ def _cannot_write(what: str, error: OSError) -> click.ClickException:
     return click.ClickException(f"{what} cannot be written: {error.strerror}")
 
 
-def _drop_stdout() -> None:
-    """Let the interpreter's flush at exit go nowhere: it would fail once more."""
-    with suppress(OSError):  # a stream without a descriptor
-        null = os.open(os.devnull, os.O_WRONLY)
-        try:
-            os.dup2(null, sys.stdout.fileno())
-        finally:
-            os.close(null)
+def _for_terminal(text: str) -> str:
+    """A model's text; on a terminal, without characters that it acts on."""
+    if not sys.stdout.isatty():
+        return text
+    kept = "\n\t"
+    return "".join(
+        "?" if category(each) in ("Cc", "Cs") and each not in kept else each
+        for each in text
+    )
 
 
 def _title(prompt: Prompt) -> str:
@@ -184,5 +185,4 @@ def _title(prompt: Prompt) -> str:
     else:
         last = prompt[-1]
         text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
-    text = " ".join(text.split())
-    return text if len(text) <= 70 else f"{text[:67]}..."
+    return one_line(" ".join(text.split()), 70)

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
-import click
+from .streams import show
 
 # Seconds between lines: a log of an hour stays readable.
 LINE_SECONDS = 10.0
@@ -127,7 +127,7 @@ class Progress:
         total = f" of {self._total}" if self._total is not None else ""
         units = self._unit + "s" * (self._total != 1)
         told = [self._what, f"{self._done}{total} {units}", self._note, self._left(now)]
-        click.echo(f"specdec: {', '.join(filter(None, told))}", err=True)
+        show(f"specdec: {', '.join(filter(None, told))}", err=True)
 
     def _left(self, now: float) -> str:
         if not self._time_left or not self._total or not 0 < self._done < self._total:

@@ -10,6 +10,8 @@ import traceback
 import click
 
 from ..errors import ConfigError, SpecdecError
+from ..utils.printable import one_line, shorten
+from .streams import show
 from .unknown import describe_unknown
 
 DEBUG = "SPECDEC_DEBUG"
@@ -60,18 +62,17 @@ def with_options(error: ConfigError, command: click.Command) -> ConfigError:
 
 def show_error(message: str) -> None:
     """Print one line to standard error."""
-    click.echo(f"specdec: error: {' '.join(message.split())}", err=True)
+    show(f"specdec: error: {one_line(' '.join(message.split()))}", err=True)
 
 
 def show_interrupted() -> None:
     """Say so, in the words of commands that keep nothing."""
-    click.echo("specdec: interrupted", err=True)
+    show("specdec: interrupted", err=True)
 
 
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        message = " ".join(record.getMessage().split())
-        click.echo(f"specdec: warning: {message}", err=True)
+        show(f"specdec: warning: {one_line(record.getMessage())}", err=True)
 
 
 def show_warnings() -> None:
@@ -99,6 +100,9 @@ def _describe(error: Exception) -> tuple[str, int]:
         return error.format_message(), error.exit_code
     if isinstance(error, SpecdecError):
         return str(error), USAGE if isinstance(error, ConfigError) else FAILURE
+    if isinstance(error, OSError) and error.strerror:
+        name = "" if error.filename is None else f"{shorten(error.filename)}: "
+        return f"{name}{error.strerror}", FAILURE
     if isinstance(error, ImportError) and _is_mlx(error):
         return (
             "MLX has no backend here: pip install 'mlx[cpu]', or [cuda12] "
@@ -106,7 +110,7 @@ def _describe(error: Exception) -> tuple[str, int]:
             FAILURE,
         )
     return (
-        f"unexpected {type(error).__name__}: {error} "
+        f"unexpected {type(error).__name__}: {shorten(error)} "
         f"(set {DEBUG}=1 to see where it comes from)",
         FAILURE,
     )

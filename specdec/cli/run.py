@@ -26,6 +26,7 @@ from .prompts import collect, name_of, places_named
 from .quiet import silence_third_parties
 from .report import FAILURE, INTERRUPTED, show_error, show_warnings
 from .sampling_options import params_of, sampling_options
+from .streams import show
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -171,7 +172,7 @@ def run(
 
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
-            click.echo(f"specdec: note: {note}", err=True)
+            show(f"specdec: note: {note}", err=True)
     if not ignore_chat_template:
         templates.start()
     decoder = SpecDecoder.from_pretrained(
@@ -190,7 +191,7 @@ def run(
             ignore_chat_template=ignore_chat_template,
         )
     if not quiet and (note := fallback_note(decoder.stats.fallbacks)):
-        click.echo(f"specdec: note: {note}", err=True)
+        show(f"specdec: note: {note}", err=True)
     streaming = len(records) == 1 and sys.stdout.isatty()
     progress = Progress("prompt", len(records), quiet=quiet or streaming)
     sink = Sink(records, output, progress.aside)
@@ -203,14 +204,13 @@ def run(
             show_error(f"{name_of(index, records)}: {error}")
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
-            click.echo(
+            show(
                 f"specdec: interrupted: {sink.finished} of {len(records)} prompts "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
         if not quiet:
-            summary = _summary(decoder, params, len(sink.errors))
-            click.echo(summary, err=True)
+            show(_summary(decoder, params, len(sink.errors)), err=True)
 
     interrupted = False
     with progress, last_words(lambda: conclude(interrupted=True)):

@@ -14,6 +14,7 @@ from .progress import Progress
 from .prompts import places_named
 from .quiet import silence_third_parties
 from .report import INTERRUPTED
+from .streams import show
 
 if TYPE_CHECKING:
     from ..tools.tuning import Candidate
@@ -112,7 +113,7 @@ def tune_layers(
     if not agreement.num_tokens:
         raise ConfigError("the target ends every prompt at once: give it other prompts")
     if not quiet:
-        click.echo(
+        show(
             f"trying up to {budget} sets of layers on {agreement.num_tokens} tokens of "
             f"{len(prompts)} prompts",
             err=True,
@@ -124,9 +125,9 @@ def tune_layers(
         if interrupted:
             kept = ": the best of them" if tried else ""
             sets = f"{len(tried)} sets were tried{kept}"
-            click.echo(f"specdec: interrupted: {sets}", err=True)
+            show(f"specdec: interrupted: {sets}", err=True)
         if tried:
-            click.echo("\n".join(_table(ranked(tried, keep), agreement.num_tokens)))
+            show("\n".join(_table(ranked(tried, keep), agreement.num_tokens)))
 
     def note(candidate: Candidate) -> None:
         tried.append(candidate)
@@ -143,7 +144,7 @@ def tune_layers(
         sys.exit(INTERRUPTED)
     conclude(interrupted=False)
     if defaults().name == "cpu" and not quiet:
-        click.echo(
+        show(
             "specdec: note: on a CPU verifying costs nearly as much as decoding, so "
             "these speed-ups are not to be had: specdec advise tells",
             err=True,

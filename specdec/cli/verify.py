@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 import sys
@@ -13,6 +12,7 @@ import click
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig, KvBits
 from ..prompts import read_records
 from ..sampling_params import VERIFICATIONS, SamplingParams
+from ..utils.data_files import json_text
 from . import options
 from .options import is_given
 from .output import open_output
@@ -20,6 +20,7 @@ from .progress import Progress
 from .prompts import places_named
 from .quiet import silence_third_parties
 from .report import FAILURE, show_warnings
+from .streams import show
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -181,10 +182,9 @@ def verify(
         }
         if os.path.isfile(output.name):
             output.truncate(0)
-        json.dump(_record(decoder, found, settings), output, indent=1)
-        output.write("\n")
-    click.echo(_header(decoder, found, params))
-    click.echo(summary(found))
+        output.write(json_text(_record(decoder, found, settings), indent=1) + "\n")
+    show(_header(decoder, found, params))
+    show(summary(found))
     if not found.passed:
         sys.exit(FAILURE)
 

@@ -20,8 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import BatchCache, BatchCacheList, Memo
+from ..utils.printable import shorten
 from .hidden_states import HiddenStates
-from .messages import shorten
 
 log = logging.getLogger("specdec.models")
 

@@ -13,9 +13,9 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import load_tokenizer, save_config, save_model
 
 from ..errors import ConfigError, ModelError, UnsupportedModelError
+from ..utils.printable import shorten
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
-from .messages import shorten
 from .trust import tokenizer_config
 
 _BITS = (4, 8, 16)

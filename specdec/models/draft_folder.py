@@ -7,7 +7,6 @@ tokenizer are the target's own objects.
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 from pathlib import Path
@@ -17,7 +16,7 @@ import mlx.nn as nn
 from mlx_lm.utils import load_model
 
 from ..errors import ModelError, SpecdecError
-from ..utils.files import read_plain
+from ..utils.data_files import DataError, check_shape, read_json
 from .fingerprint import fingerprint
 from .folder import check_folder
 from .layers import check_trunk
@@ -28,6 +27,11 @@ log = logging.getLogger("specdec.models")
 
 CARD = "distill.json"
 FORMAT = "specdec draft"
+# What is read of a card, as far as it is there.
+_SHAPE = {
+    "embedding?": str,
+    "target?": ({"name?": str, "fingerprint?": str}, None),
+}
 
 
 def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
@@ -38,13 +42,16 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
     """
     path = Path(os.path.expanduser(os.fspath(source))) / CARD
     try:
-        card = json.loads(read_plain(path).decode("utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
+        card = read_json(path)
+        if not isinstance(card, dict) or card.get("format") != FORMAT:
+            return None
+        check_shape(card, _SHAPE)
+    except FileNotFoundError:
         return None
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path} cannot be read: make the draft again") from error
-    if not isinstance(card, dict) or card.get("format") != FORMAT:
-        return None
+    except DataError as error:
+        raise ModelError(
+            f"{path} cannot be read ({error}): make the draft again"
+        ) from error
     if not path.with_name("config.json").exists():  # written last, removed first
         raise ModelError(
             f"{path.parent} is half written, specdec distill was stopped there: give "

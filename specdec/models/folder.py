@@ -7,7 +7,6 @@ the configuration asks for no more than the weights can fill.
 
 from __future__ import annotations
 
-import json
 import re
 import stat
 from collections.abc import Iterator, Mapping
@@ -17,8 +16,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ModelError
-from ..utils.files import MOST_BYTES, NOT_PLAIN, read_plain
-from .messages import shorten
+from ..utils.data_files import DataError, read_json
+from ..utils.files import MOST_BYTES, NOT_PLAIN
+from ..utils.printable import shorten
 
 # The most that a configuration may say, by the end of a key. Known models have a
 # hundredth of it at most; what mlx-lm makes for each of them is Python objects.
@@ -98,12 +98,9 @@ def read_config(file: Path) -> dict[str, Any]:
         ModelError: it cannot be read, or names no architecture.
     """
     try:
-        config = json.loads(read_plain(file).decode("utf-8"))
-    except FileNotFoundError:
-        raise
-    except (OSError, ValueError, RecursionError) as error:
-        reason = getattr(error, "strerror", None) or shorten(error)
-        raise ModelError(f"{file} cannot be read ({reason}): download it again") from (
+        config = read_json(file)
+    except DataError as error:
+        raise ModelError(f"{file} cannot be read ({error}): download it again") from (
             error
         )
     if not isinstance(config, dict) or not config.get("model_type"):

@@ -25,6 +25,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
+from ..utils.printable import shorten
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
 from .folder import check_folder
@@ -32,7 +33,6 @@ from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .layer_skip import SkippingModel
 from .loaded import LoadedModel
-from .messages import shorten
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .trust import refused_code, tokenizer_config
 

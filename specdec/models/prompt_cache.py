@@ -14,7 +14,7 @@ from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.snapshot import members
 from ..utils.files import open_plain
-from .messages import shorten
+from ..utils.printable import shorten
 from .runner import ModelRunner
 
 Path = str | os.PathLike[str]

@@ -5,6 +5,12 @@ from __future__ import annotations
 import math
 
 from ..errors import ConfigError
+from .printable import quoted
+
+#: Most of anything that is counted: sums of it fit where arrays hold it (int32).
+MOST = 2**30
+#: Most bytes.
+MOST_BYTES = 2**62
 
 # What arrays on the device hold.
 MAX_INT32 = 2**31 - 1
@@ -15,7 +21,7 @@ MIN_FLOAT32 = 2.0**-126
 def require(condition: bool, name: str, value: object, rule: str) -> None:
     """Raise :class:`ConfigError` unless ``condition`` holds."""
     if not condition:
-        raise ConfigError(f"{name} is {value!r}: it must be {rule}")
+        raise ConfigError(f"{name} is {quoted(value)}: it must be {rule}")
 
 
 def is_int(value: object) -> bool:
@@ -25,7 +31,12 @@ def is_int(value: object) -> bool:
 
 def is_number(value: object) -> bool:
     """Whether ``value`` is a finite number, and no truth value."""
-    return is_int(value) or (isinstance(value, float) and math.isfinite(value))
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:  # a whole number that no float holds
+        return False
 
 
 def is_float32(value: object) -> bool:
@@ -43,16 +54,21 @@ def require_int32(name: str, value: object, low: int) -> None:
 def require_int(
     name: str, value: object, low: int | None = None, *, other: str = ""
 ) -> None:
-    """Require a whole number, ``low`` or more; ``other``: what else is allowed."""
+    """Require a whole number, ``low`` or more; ``other``: what else is allowed.
+
+    With ``low`` it counts something, and is ``MOST`` at most.
+    """
     rule = "a whole number" if low is None else f"a whole number, {low} or more"
     rule += f", or {other}" if other else ""
     in_range = is_int(value) and (low is None or value >= low)  # type: ignore[operator]
     require(in_range, name, value, rule)
+    fits = low is None or value <= MOST  # type: ignore[operator]
+    require(fits, name, value, f"a whole number, {MOST} at most")
 
 
 def require_bytes(name: str, value: object, low: int) -> None:
     """Require a whole number of bytes, ``low`` or more."""
-    valid = is_int(value) and value >= low  # type: ignore[operator]
+    valid = is_int(value) and low <= value <= MOST_BYTES  # type: ignore[operator]
     rule = f"a whole number of bytes, {low} or more: 8 GB are 8 * 10**9"
     require(valid, name, value, rule)
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import re
+from decimal import Decimal
 
 from ..errors import ConfigError
+from .checks import MOST_BYTES
+from .printable import quoted
 
 # Nothing of a model fits in less: a number below has lost its unit.
 _FEWEST_BYTES = 10**6
@@ -26,15 +29,16 @@ def parse_size(text: str) -> int:
     """
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.I)
     unit = _UNITS.get(match[2].upper()) if match else None
-    size = int(float(match[1]) * unit) if match and unit else 0
-    if size <= 0:
+    size = int(Decimal(match[1]) * unit) if match and unit else 0
+    if not 0 < size <= MOST_BYTES:
         raise ConfigError(
-            f"{text!r} is no size: write it as 8GB, 6.5GiB, 512MB or a number of bytes"
+            f"{quoted(text)} is no size: write it as 8GB, 6.5GiB, 512MB or a number of "
+            "bytes"
         )
     if match and not match[2] and size < _FEWEST_BYTES:
         raise ConfigError(
-            f"{text!r} would be {size} bytes: write the unit, as in {match[1]}GB (or "
-            f"{match[1]}B for bytes)"
+            f"{quoted(text)} would be {size} bytes: write the unit, as in {size}GB (or "
+            f"{size}B for bytes)"
         )
     return size
 

@@ -9,7 +9,7 @@ import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ...errors import ModelError
-from ..messages import shorten
+from ...utils.printable import shorten
 from .config import build_config
 from .header import read_header
 from .tokenizer import build_tokenizer

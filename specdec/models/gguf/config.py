@@ -10,8 +10,8 @@ import mlx.core as mx
 import numpy as np
 
 from ...errors import ModelError, UnsupportedModelError
+from ...utils.printable import shorten
 from ..folder import check_sizes
-from ..messages import shorten
 from .header import GGUFFile
 from .tensors import read_float_rows
 

@@ -23,7 +23,7 @@ from ...errors import (
     UnsupportedModelError,
 )
 from ...utils.files import open_plain
-from ..messages import shorten
+from ...utils.printable import shorten
 
 # Type number -> (name, elements in a block, bytes of a block).
 TENSOR_TYPES: dict[int, tuple[str, int, int]] = {

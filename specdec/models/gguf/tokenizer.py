@@ -18,8 +18,8 @@ from tokenizers import (
 from transformers import PreTrainedTokenizerFast
 
 from ...errors import ModelError, UnsupportedModelError
+from ...utils.printable import shorten
 from ..detokenizer import ExactTokenizerWrapper
-from ..messages import shorten
 from .header import GGUFFile
 
 # tokenizer.ggml.token_type

@@ -13,7 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ...errors import ModelError, UnsupportedModelError
-from ..messages import shorten
+from ...utils.printable import shorten
 from .config import architecture_of, half_dtype, stored_dtype
 from .header import GGUFFile, TensorInfo
 from .tensors import (

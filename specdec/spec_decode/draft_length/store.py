@@ -9,7 +9,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from ...utils.files import read_plain
+from ...utils.data_files import DataError, check_shape, read_json
 from .costs import ForwardCosts, Forwards, RoundCosts
 from .pace import Correction
 
@@ -38,7 +38,7 @@ class CostStore:
         """Costs saved for ``key``; empty where there are none."""
         try:
             return _costs_of(self._entries()[key], new_shape)
-        except (KeyError, TypeError, ValueError, AttributeError):
+        except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return RoundCosts(ForwardCosts(), new_shape=new_shape)
 
     def save(self, key: str, costs: RoundCosts) -> None:
@@ -59,11 +59,10 @@ class CostStore:
 
     def _entries(self) -> dict[str, Any]:
         try:
-            found = json.loads(read_plain(self.path).decode("utf-8"))
-            entries = found["costs"] if found["version"] == VERSION else {}
-            return dict(entries)
-        except (OSError, KeyError, TypeError, ValueError):
+            found = check_shape(read_json(self.path), {"version": int, "costs": dict})
+        except (OSError, DataError):
             return {}
+        return dict(found["costs"]) if found["version"] == VERSION else {}
 
 
 def _entry_of(costs: RoundCosts) -> dict[str, Any]:

@@ -16,6 +16,7 @@ from typing import Any
 from ...errors import PromptError
 from ...models import LoadedModel
 from ...prompts import Prompt, encode_all, read_prompts, read_text
+from ...utils.data_files import DataError, is_text, parse_json
 from .models import random_prompts
 from .recipe import Recipe
 
@@ -144,8 +145,8 @@ def _categories(path: Path) -> list[str | None]:
 
 def _category(line: str) -> str | None:
     try:
-        row: Any = json.loads(line)
-    except ValueError:
+        row: Any = parse_json(line, surrogates=True)
+    except DataError:
         return None
     category = row.get("category") if isinstance(row, dict) else None
-    return category if isinstance(category, str) else None
+    return category if isinstance(category, str) and is_text(category) else None

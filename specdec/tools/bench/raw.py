@@ -2,19 +2,85 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from ...errors import ConfigError
+from ...errors import ConfigError, SpecdecError
+from ...utils.data_files import (
+    HALVES,
+    DataError,
+    Shape,
+    check_shape,
+    json_text,
+    parse_json,
+    read_text,
+)
+from ...utils.printable import quoted
 from .cells import Cell, Unit
 from .waves import Record
 
 FILE = "raw.jsonl"
 FORMAT = 1
+_MOST_BYTES = 2 * 10**9
+
+# What is read of a line; each may have more.
+_RECIPE = {
+    "recipe": {"name": str},
+    "prompts": {
+        "digest": str,
+        "found": int,
+        "tokens": [int],
+        "categories": [(str, None)],
+    },
+}
+_MACHINE = {
+    **dict.fromkeys(("backend", "cpu", "device", "mlx", "mlx_lm", "python"), str),
+    "cores": int,
+    "memory_gib": float,
+}
+_CELL = {
+    **dict.fromkeys(("batch", "context", "kv_bits", "num_draft_tokens"), int),
+    "temperature": float,
+    "prefix_cache": bool,
+    "system": str,
+    "draft": (str, None),
+}
+_WAVE = {
+    "rows": int,
+    "decode_seconds": float,
+    "decode_tokens": int,
+    "first_tokens": [float],
+    "requests": [[int, int, int, int]],
+    "step_ms": [float],
+    "step_rows": [int],
+    "rounds?": [[int, [[int, int]]]],
+}
+# Most draft tokens of a round that figures are computed for.
+_MOST_DRAFTED = 10_000
+_PART = [float, float]
+_LINES: dict[str, Shape] = {
+    "start": {
+        **dict.fromkeys(("command", "commit", "date"), str),
+        "machine": _MACHINE,
+        "load_average?": (float, None),
+    },
+    "pass": {
+        "cell": _CELL,
+        "pass": int,
+        "peak_memory_bytes": int,
+        "memory_before_bytes": int,
+        "waves": [_WAVE],
+    },
+    "profile": {
+        "cell": _CELL,
+        "rounds": [
+            {"total": float, "draft?": _PART, "verify?": _PART, "sampling?": _PART}
+        ],
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -62,32 +128,43 @@ class Results:
         """
         file = Path(folder) / FILE
         try:
-            text = file.read_text("utf-8")
+            text = read_text(file, most=_MOST_BYTES)
         except FileNotFoundError as error:
             raise ConfigError(
                 f"{folder} holds no results: there is no {FILE} in it"
             ) from error
-        except (OSError, UnicodeDecodeError) as error:
+        except DataError as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
         results: Self | None = None
         for number, text_line in enumerate(text.split("\n")[:-1], 1):
             try:
-                line = json.loads(text_line)
+                line = check_shape(parse_json(text_line), {"kind": str})
                 if results is None:
-                    if line["kind"] != "recipe" or line["format"] != FORMAT:
-                        raise KeyError("format")
-                    results = cls(line["recipe"], line["prompts"])
+                    results = cls._begun_with(line)
                 else:
+                    _check_line(line, results.prompts)
                     results.take(line)
-            except (ValueError, KeyError, TypeError) as error:
+            except (DataError, TypeError) as error:  # a cell of other fields
                 raise ConfigError(
-                    f"{file}:{number}: no line of results of this version"
+                    f"{file}:{number}: no line of results of this version ({error})"
                 ) from error
-        if results is None:
+        if results is None or not results.starts:
             raise ConfigError(
                 f"{folder} holds no results: its {FILE} is empty, run the recipe"
             )
         return results
+
+    @classmethod
+    def _begun_with(cls, line: Record) -> Self:
+        if line["kind"] != "recipe" or line.get("format") != FORMAT:
+            raise DataError("it is not the first line of results")
+        check_shape(line, _RECIPE)
+        prompts = line["prompts"]
+        if not prompts["tokens"] or len(prompts["tokens"]) != len(
+            prompts["categories"]
+        ):
+            raise DataError("prompts are not of one number")
+        return cls(line["recipe"], prompts)
 
 
 class RawFile:
@@ -153,13 +230,55 @@ class RawFile:
         assert self.results is not None
         self._write(line)
         # As it will be read, so that a report does not depend on when it is made.
-        self.results.take(json.loads(json.dumps(line)))
+        self.results.take(parse_json(json_text(line)))
 
     def _write(self, line: Record) -> None:
-        with open(self.path, "a", encoding="utf-8") as file:
-            file.write(json.dumps(line, ensure_ascii=False) + "\n")
-            file.flush()
-            os.fsync(file.fileno())
+        try:
+            with open(self.path, "a", encoding="utf-8", errors=HALVES) as file:
+                file.write(json_text(line) + "\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except OSError as error:
+            raise SpecdecError(
+                f"{self.path} cannot be written ({error.strerror}): make room or name "
+                "another folder with --out; the same command continues"
+            ) from error
+
+
+def _check_line(line: Record, prompts: Record) -> None:
+    """Refuse a line that figures cannot be computed from.
+
+    Raises:
+        DataError: its fields are not what they were written as, or do not fit together.
+    """
+    if line["kind"] not in _LINES:
+        raise DataError(f"its kind is {quoted(line['kind'])}")
+    check_shape(line, _LINES[line["kind"]])
+    if line["kind"] == "pass":
+        waves = line["waves"]
+        fits = line["pass"] >= 0 and all(map(_is_wave, waves))
+        if not fits or sum(w["rows"] for w in waves) != len(prompts["tokens"]):
+            raise DataError("its numbers do not fit together")
+    elif line["kind"] == "profile":
+        for each in line["rounds"]:
+            if each["total"] <= 0 or sum(each.get("verify", (1,))) <= 0:
+                raise DataError("its numbers do not fit together")
+
+
+def _is_wave(wave: Record) -> bool:
+    rows = wave["rows"]
+    return (
+        rows > 0
+        and wave["decode_seconds"] >= 0
+        and len(wave["requests"]) == len(wave["first_tokens"]) == rows
+        and len(wave["step_ms"]) == len(wave["step_rows"])
+        and all(min(each) >= 0 for each in wave["requests"])
+        and all(
+            0 <= accepted <= drafted <= k <= _MOST_DRAFTED
+            for k, round_rows in wave.get("rounds", ())
+            for drafted, accepted in round_rows
+        )
+    )
 
 
 def _drop_cut_line(path: Path) -> None:
@@ -176,7 +295,8 @@ def _check_same(folder: Path, there: Record, here: Record) -> None:
         if before.get(key) != now.get(key):
             raise ConfigError(
                 f"{folder} holds results of another recipe ({key} is "
-                f"{before.get(key)!r} there, {now.get(key)!r} here): name another "
+                f"{quoted(before.get(key))} there, {quoted(now.get(key))} here): name "
+                "another "
                 "folder with --out"
             )
 

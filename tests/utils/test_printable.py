@@ -9,9 +9,10 @@ import pytest
 
 from specdec import errors
 from specdec.models import check_same_vocabulary, convert, load
-from specdec.models.messages import shorten
+from specdec.utils.checks import require
+from specdec.utils.printable import one_line, quoted, shorten
 
-from .gguf_files import byte_level, random_model, write_model
+from ..models.gguf_files import byte_level, random_model, write_model
 
 KINDS = [
     kind
@@ -43,9 +44,35 @@ def test_every_error_is_one_printable_line(
 
 
 def test_long_texts_are_cut() -> None:
+    """A value of any length is echoed whole, or the way out is cut off."""
     assert shorten("x" * 200) == "x" * 200
-    assert shorten("x" * 201) == "x" * 200 + "..."
+    assert shorten("x" * 201) == "x" * 132 + "..." + "x" * 65
     assert shorten(ValueError(" short \n")) == "short"
+    for longest in range(10, 80):
+        for length in (longest - 1, longest, longest + 1, 7 * longest, 9 * longest):
+            text = "".join(chr(0x4E00 + n) for n in range(length))
+            cut = one_line(text, longest)
+            assert len(cut) == min(length, longest)
+            assert (cut[0], cut[-1]) == (text[0], text[-1])
+            assert one_line(cut, longest) == cut
+    error = errors.ConfigError(f"{'a' * 5000}: no such file: check the path")
+    assert len(str(error)) == 1000
+    assert str(error).endswith(": no such file: check the path")
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+
+
+def test_values_that_have_no_text() -> None:
+    """Python refuses to write them: the message would be another error."""
+    nested: list[object] = []
+    for _ in range(100_000):
+        nested = [nested]
+    for value in (nested, 10**5000):
+        assert "too long to show" in quoted(value)
+        with pytest.raises(errors.ConfigError, match="too long to show"):
+            require(False, "batch_size", value, "small")
+    del nested
+    assert quoted("a\x1bb") == r"'a\x1bb'"
+    assert len(quoted("x" * 5000)) == 60
 
 
 def test_a_path_with_newlines(tmp_path: Path) -> None:

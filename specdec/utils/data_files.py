@@ -1,0 +1,246 @@
+"""JSON and TOML that anyone may have written: read, and checked, in one place.
+
+Depth, size and kinds are bounded here, so that what a file holds ends in one error
+with a sentence, wherever it is read. No mlx here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import tomllib
+from collections.abc import Callable, Mapping
+from typing import Any, TypeAlias
+
+from .files import read_plain
+from .printable import quoted, shorten
+
+#: Deepest that lists and tables may stand within each other.
+MOST_DEPTH = 100
+#: Most bytes of a file of settings.
+MOST_BYTES = 10**8
+# Most that a whole number may be where a shape asks for one: what others compute of it
+# stays a number, too.
+_MOST = 2**53
+
+#: What :func:`check_shape` compares with.
+Shape: TypeAlias = Any
+
+
+class DataError(ValueError):
+    """A file, or a text, is not as it must be; the message says what is wrong."""
+
+
+def read_json(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> Any:
+    """What a JSON file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: it cannot be read, or is not JSON.
+    """
+    return parse_json(read_text(path, most=most))
+
+
+def read_table(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a JSON file holds, where that is a table (an object).
+
+    Raises:
+        FileNotFoundError, DataError: see :func:`read_json`.
+    """
+    found: dict[str, Any] = check_shape(read_json(path), dict)
+    return found
+
+
+def read_toml(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """What a TOML file holds.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: it cannot be read, or is not TOML.
+    """
+    return parse_toml(read_text(path))
+
+
+def read_text(path: str | os.PathLike[str], *, most: int = MOST_BYTES) -> str:
+    """A plain file of UTF-8 text.
+
+    Raises:
+        FileNotFoundError: there is none.
+        DataError: it cannot be read, holds more than ``most`` bytes, or other text.
+    """
+    try:
+        data = read_plain(path, most)
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise FileNotFoundError(*error.args) from error
+    except OSError as error:
+        raise DataError(error.strerror or shorten(error)) from error
+    except ValueError as error:  # a byte 0 in it
+        raise DataError("no file can have that name") from error
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise DataError(f"it is not UTF-8 text (byte {error.start})") from error
+
+
+def parse_json(text: str | bytes, *, surrogates: bool = False) -> Any:
+    r"""What a JSON text holds.
+
+    Args:
+        surrogates: allow halves of surrogate pairs (``"\ud800"``), which are no text.
+
+    Raises:
+        DataError: it is not JSON, or has what nobody can use: ``NaN``, a number out of
+            range, lists in lists without end.
+    """
+    found = _parsed(json.loads, text, "JSON")
+    _check_values(found, surrogates=surrogates)
+    return found
+
+
+def parse_toml(text: str) -> dict[str, Any]:
+    """What a TOML text holds.
+
+    Raises:
+        DataError: it is not TOML, or has tables in tables without end.
+    """
+    found: dict[str, Any] = _parsed(tomllib.loads, text, "TOML")
+    _check_values(found, surrogates=False, finite=False)
+    return found
+
+
+def json_text(value: Any, *, indent: int | None = None) -> str:
+    r"""``value`` as JSON that everyone reads: what is no number in it is ``null``.
+
+    Characters stand as they are: a file takes halves of surrogate pairs with
+    ``errors=HALVES``, which writes the escape that JSON has for them.
+    """
+    return json.dumps(
+        _finite(value), ensure_ascii=False, allow_nan=False, indent=indent
+    )
+
+
+#: How files that :func:`json_text` goes to treat what UTF-8 lacks: as JSON does.
+HALVES = "backslashreplace"
+
+
+def check_shape(value: Any, shape: Shape, where: str = "") -> Any:
+    """``value``, if it is of the shape.
+
+    Args:
+        shape: ``int`` (not huge), ``float`` (finite, or an ``int``), ``str``,
+            ``bool``, ``dict``, ``list`` or ``None``; ``[shape]`` for a list of any
+            length, ``[shape, shape]`` for one of just these; ``{key: shape}`` for a
+            table that has these keys, if they do not end with a question mark; a
+            tuple for one of several.
+        where: what the value is called.
+
+    Raises:
+        DataError: it is not; the message names the place.
+    """
+    name = where or "it"
+    if isinstance(shape, tuple):
+        if not any(_is_of(value, each) for each in shape):
+            expected = " or ".join(_called(each) for each in shape)
+            raise DataError(f"{name} is {quoted(value)}, not {expected}")
+        shape = next(each for each in shape if _is_of(value, each))
+    if not _is_of(value, shape):
+        raise DataError(f"{name} is {quoted(value)}, not {_called(shape)}")
+    if isinstance(shape, list):
+        if len(shape) > 1 and len(value) != len(shape):
+            raise DataError(f"{name} has {len(value)} values, not {len(shape)}")
+        for i, each in enumerate(value):
+            check_shape(each, shape[i if len(shape) > 1 else 0], f"{where}[{i}]")
+    elif isinstance(shape, dict):
+        for key, each in shape.items():
+            key, optional = key.removesuffix("?"), key.endswith("?")
+            inner = f"{where}.{key}".lstrip(".")
+            if key in value:
+                check_shape(value[key], each, inner)
+            elif not optional:
+                raise DataError(f"{inner} is missing")
+    return value
+
+
+_NAMES: dict[Any, str] = {
+    int: "a whole number",
+    float: "a number",
+    str: "a text",
+    bool: "true or false",
+    dict: "a table",
+    list: "a list",
+    None: "null",
+}
+
+
+def _called(shape: Shape) -> str:
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    return _NAMES[kind]
+
+
+def _is_of(value: Any, shape: Shape) -> bool:
+    """Whether ``value`` is of the outermost kind of ``shape``."""
+    if shape is None:
+        return value is None
+    if shape is int or shape is float:
+        if isinstance(value, bool):
+            return False
+        if isinstance(value, int):
+            return abs(value) <= _MOST
+        return shape is float and isinstance(value, float) and math.isfinite(value)
+    kind = type(shape) if isinstance(shape, dict | list) else shape
+    return isinstance(value, kind)
+
+
+def _parsed(load: Callable[[Any], Any], text: str | bytes, kind: str) -> Any:
+    try:
+        return load(text)
+    except RecursionError as error:
+        raise DataError("it is nested too deep") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"it is not UTF-8 text (byte {error.start})") from error
+    except (json.JSONDecodeError, tomllib.TOMLDecodeError) as error:
+        raise DataError(f"not {kind} ({shorten(error)})") from error
+    except ValueError as error:  # thousands of digits
+        raise DataError("a number in it has too many digits") from error
+
+
+def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
+    """Look at all of it, level by level: Python's own recursion has an end."""
+    level, depth = [value], 0
+    while level:
+        if depth > MOST_DEPTH:
+            raise DataError(f"it is nested more than {MOST_DEPTH} deep")
+        below: list[Any] = []
+        for each in level:
+            if isinstance(each, dict):
+                below += each.values()
+                if not surrogates:
+                    below += each.keys()
+            elif isinstance(each, list):
+                below += each
+            elif isinstance(each, float):
+                if finite and not math.isfinite(each):
+                    raise DataError("NaN, or a number out of range, is in it")
+            elif isinstance(each, str) and not surrogates and not is_text(each):
+                raise DataError(r"half of a surrogate pair, as in \ud800, is in it")
+        level, depth = below, depth + 1
+
+
+def is_text(text: str) -> bool:
+    """Whether it can be written: no half of a surrogate pair is in it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, Mapping):
+        return {key: _finite(each) for key, each in value.items()}
+    if isinstance(value, list | tuple):
+        return [_finite(each) for each in value]
+    return value

@@ -1,0 +1,53 @@
+"""Text of others, made fit to be shown: printable, on one line, and cut.
+
+What comes from a file, an option or an exception passes here before anyone sees it.
+"""
+
+from __future__ import annotations
+
+#: Most characters of a message, of a text within one, and of a value within one.
+LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 200, 60
+_CUT = "..."
+
+
+def one_line(text: object, longest: int = LONGEST) -> str:
+    """``text`` on one line of printable characters.
+
+    Of a longer text the beginning and the end are kept: a message ends with the way
+    out.
+    """
+    whole = str(text)
+    if len(whole) > 8 * longest:  # enough for what is kept, and soon done
+        whole = f"{whole[: 4 * longest]} {whole[-4 * longest :]}"
+    lines = (line.strip() for line in whole.splitlines())
+    shown = printable(" ".join(line for line in lines if line))
+    if len(shown) <= longest:
+        return shown
+    tail = (longest - len(_CUT)) // 3
+    head = longest - len(_CUT) - tail
+    return f"{shown[:head]}{_CUT}{shown[-tail:]}"
+
+
+def shorten(text: object) -> str:
+    """``text`` (an error, a path) as a part of a message."""
+    return one_line(text, LONGEST_TEXT)
+
+
+def quoted(value: object, longest: int = LONGEST_VALUE) -> str:
+    """``value`` as Python writes it, on one line and cut."""
+    try:
+        text = repr(value)
+    except (RecursionError, ValueError):  # nested deep; thousands of digits
+        return f"a value of type {type(value).__name__} that is too long to show"
+    return one_line(text, longest)
+
+
+def printable(text: str) -> str:
+    """``text`` without what a terminal acts on: a blank, or "?", in its place."""
+    return text if text.isprintable() else "".join(map(_printable, text))
+
+
+def _printable(character: str) -> str:
+    if character.isprintable():
+        return character
+    return " " if character.isspace() else "?"
