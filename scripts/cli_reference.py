@@ -22,7 +22,7 @@ import click
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from specdec.cli import main as cli
+from specdec.cli import main as cli  # noqa: E402
 
 PAGE = ROOT / "docs" / "cli.md"
 

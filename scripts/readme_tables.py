@@ -21,13 +21,13 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from specdec.errors import SpecdecError
-from specdec.model_names import short
-from specdec.tools.bench.figures import Figures
-from specdec.tools.bench.machine import place
-from specdec.tools.bench.raw import Results
-from specdec.tools.bench.tables import markdown_table, show_spread
-from specdec.tools.bench.waves import (
+from specdec.errors import SpecdecError  # noqa: E402
+from specdec.model_names import short  # noqa: E402
+from specdec.tools.bench.figures import Figures  # noqa: E402
+from specdec.tools.bench.machine import place  # noqa: E402
+from specdec.tools.bench.raw import Results  # noqa: E402
+from specdec.tools.bench.tables import markdown_table, show_spread  # noqa: E402
+from specdec.tools.bench.waves import (  # noqa: E402
     Record,
     full_rate,
     quiet_rate,
