@@ -56,6 +56,17 @@ class WithoutIdle(nn.Module):
         caches = self._make_cache()
         return [caches[i] for i in self._written]
 
+    def of_all(self, caches: Sequence[Any]) -> list[Any]:
+        """Of one cache for each that the model asks for, those that are written."""
+        return [cache for i, cache in enumerate(caches) if i in self._written]
+
+    def among_all(self, written: Sequence[Any]) -> list[Any]:
+        """The inverse of :meth:`of_all`: the others are empty ones of mlx-lm's."""
+        caches = self._make_cache()
+        for i, cache in zip(self._written, written, strict=True):
+            caches[i] = cache
+        return caches
+
     def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
         """Logits of shape (B, S, V).
 

@@ -116,7 +116,7 @@ class Damage:
         elif how == 6:
             tokens = fields["tokens"].split()
             fields["tokens"] = " ".join(
-                draw.choice((tokens[:-1], tokens + ["5"], ["-3", *tokens], tokens * 3))
+                draw.choice((tokens[:-1], [*tokens, "5"], ["-3", *tokens], tokens * 3))
             )
         else:
             name, value = draw.choice(sorted(fields)), draw.choice(ODD)

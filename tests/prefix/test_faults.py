@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specdec.prefix import store as store_module
 from specdec.prefix.disk import DiskTier
 from specdec.prefix.files import File
 from specdec.prefix.store import PrefixStore
@@ -188,3 +189,30 @@ def test_a_folder_that_is_gone(
     assert tokens == wanted
     assert sum(reused) == 0
     assert "cannot be read" in caplog.text
+
+
+def test_a_full_disk_ends_all_copying(
+    models: tuple[Any, Any, list[list[int]]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Catches columns that are copied, packed and dropped for the rest of a run."""
+    target, _, wanted = models
+    made: list[int] = []
+    pack = store_module.pack
+
+    def packed(*arguments: Any) -> bytes:
+        made.append(1)
+        return pack(*arguments)
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(store_module, "pack", packed)
+    store = disk_store(tmp_path)
+    monkeypatch.setattr(os, "fsync", fail)
+    assert decode(target, None, PROMPTS, store)[0] == wanted
+    made.clear()
+    for _ in range(2):
+        assert decode(target, None, PROMPTS, store)[0] == wanted
+    assert not made
