@@ -347,10 +347,12 @@ def test_what_stands_on_nothing_counts(tmp_path: Path) -> None:
     disk = filled(tmp_path)
     first = served(disk, TOKENS)[0]
     budget = disk.nbytes - first.nbytes
+    write_chain(disk, [6] * SIZE)
     disk.close()
     (tmp_path / first.name).unlink()
     small = DiskTier(tmp_path, budget)
     assert len(names(tmp_path)) == 4  # perhaps their parent is on its way
+    assert size_of(tmp_path) <= budget
     write_chain(small, [7] * SIZE)
     small.flush()
     assert [file.start for file in small.files] == [0]

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from specdec.prefix import snapshot
 from specdec.prefix import store as store_module
 from specdec.prefix.disk import DiskTier
 from specdec.prefix.files import File
@@ -199,11 +200,10 @@ def test_a_full_disk_ends_all_copying(
     """Catches columns that are copied, packed and dropped for the rest of a run."""
     target, _, wanted = models
     made: list[int] = []
-    pack = store_module.pack
 
     def packed(*arguments: Any) -> bytes:
         made.append(1)
-        return pack(*arguments)
+        return snapshot.pack(*arguments)
 
     def fail(*_: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -212,7 +212,9 @@ def test_a_full_disk_ends_all_copying(
     store = disk_store(tmp_path)
     monkeypatch.setattr(os, "fsync", fail)
     assert decode(target, None, PROMPTS, store)[0] == wanted
+    store.flush()
     made.clear()
-    for _ in range(2):
-        assert decode(target, None, PROMPTS, store)[0] == wanted
+    prompt = other(40, 7)
+    tokens = decode(target, None, [prompt], store)[0]
+    assert tokens == [greedy(target, prompt, NEW_TOKENS)]
     assert not made
