@@ -6,26 +6,56 @@ disk, then renamed; the folder is flushed behind it, so that the new name lasts 
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import os
 import re
 import secrets
+import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
 _SUFFIX = ".specdec-tmp"
+#: What the error of :func:`open_plain` says of a FIFO, a device or a socket.
+NOT_PLAIN = "it is not a plain file"
 _TEMPORARY = re.compile(rf"\.[0-9a-f]{{32}}{re.escape(_SUFFIX)}")
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def open_plain(path: str | os.PathLike[str]) -> BinaryIO:
+    """Open a file for reading that has to be a plain one.
+
+    A FIFO would wait for a writer, and a device may never end.
+
+    Raises:
+        OSError: there is none, it is something else, or it cannot be opened.
+    """
+    # With O_NONBLOCK, opening a FIFO returns.
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    try:
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), path)
+        if not stat.S_ISREG(mode):
+            raise OSError(errno.EINVAL, NOT_PLAIN, path)
+        return os.fdopen(descriptor, "rb")
+    except BaseException:
+        os.close(descriptor)
+        raise
+
+
+def replace_file(path: Path, data: bytes, *, private: bool = False) -> None:
     """Replace a file; what stood there stays until the new one is on the disk.
+
+    Args:
+        private: nobody but its owner may read it.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
     """
-    with Staged(path.parent, {path.name: data}) as staged:
+    with Staged(path.parent, {path.name: data}, private=private) as staged:
         staged.put(path.name)
 
 
@@ -39,18 +69,21 @@ class Staged:
     Args:
         folder: where to; it must exist, and so must folders within it.
         files: what to write, by path in the folder.
+        private: nobody but their owner may read them.
 
     Raises:
         OSError: one could not be written; nothing is left of any.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, bytes]):
+    def __init__(
+        self, folder: Path, files: Mapping[str, bytes], *, private: bool = False
+    ):
         self._folder = folder
         self._open: dict[str, BinaryIO] = {}
         with ExitStack() as undo:
             undo.callback(self._remove)
             for name, data in files.items():
-                file = _locked_temporary((folder / name).parent)
+                file = _locked_temporary((folder / name).parent, private=private)
                 self._open[name] = file
                 file.write(data)
                 file.flush()
@@ -90,7 +123,7 @@ def is_temporary(name: str) -> bool:
 
 def remove_leftover(path: Path) -> bool:
     """Remove a temporary file unless somebody is writing it."""
-    with suppress(OSError), path.open("rb") as file:
+    with suppress(OSError), open_plain(path) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         path.unlink(missing_ok=True)
         return True
@@ -115,10 +148,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _locked_temporary(folder: Path) -> BinaryIO:
+def _locked_temporary(folder: Path, *, private: bool = False) -> BinaryIO:
+    opener = partial(os.open, mode=0o600 if private else 0o666)
     while True:
         # A name that never comes again: who removes it means this file.
-        file = (folder / f".{secrets.token_hex(16)}{_SUFFIX}").open("xb")
+        path = folder / f".{secrets.token_hex(16)}{_SUFFIX}"
+        file = open(path, "xb", opener=opener)  # noqa: SIM115
         with suppress(OSError):  # where there are no locks, leftovers stay
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:
