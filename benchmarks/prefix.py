@@ -256,7 +256,7 @@ def _store_and_read(
     stand_in = nn.Linear(1, 1)
 
     def prefixes(store: PrefixStore) -> ModelPrefixes:
-        return ModelPrefixes(store, stand_in, "random", caches)
+        return ModelPrefixes(store, stand_in, "random", lambda: caches)
 
     def timed(work: Callable[[], Any]) -> tuple[float, Any]:
         start = time.perf_counter()

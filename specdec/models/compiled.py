@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import BatchCache, BatchCacheList, Memo
+from ..prefix_cache.signature import Weights
 from ..utils.printable import shorten
 from .hidden_states import HiddenStates
 
@@ -62,6 +63,7 @@ class CompiledForwards:
         self._after = after
         self._met: Counter[Hashable] = Counter()
         self._model = model
+        self._weights = Weights(model)
         self._recorder = recorder
         self._functions: OrderedDict[Hashable, Function] = OrderedDict()
         self._refused = False
@@ -129,6 +131,11 @@ class CompiledForwards:
         if len(self._functions) > MAX_GRAPHS:
             self._functions.popitem(last=False)
         return logits, hidden
+
+    def look_at_weights(self) -> None:
+        """Drop all graphs if weights were replaced: graphs hold those of their time."""
+        if self._weights.replaced():
+            self._functions.clear()
 
     @classmethod
     @contextmanager

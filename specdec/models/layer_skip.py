@@ -58,13 +58,9 @@ class SkippingModel(nn.Module):
         )
         self._make_cache = partial(make_prompt_cache, model)
         self._running = tuple(layers)
-        kinds = [_kind(cache) for cache in self._make_cache()]
         #: As mlx-lm's models have it.
         self.args = getattr(model, "args", None)
-        # For every place, which of the running layers' caches to show.
-        self._shown = tuple(
-            _stand_in(i, self._running, kinds) for i in range(len(kinds))
-        )
+        self._shown = stand_ins(self._make_cache(), self._running)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -87,6 +83,12 @@ class SkippingModel(nn.Module):
         every = None if cache is None else [cache[i] for i in self._shown]
         logits: mx.array = self.model(inputs, cache=every)
         return logits
+
+
+def stand_ins(caches: Sequence[Any], running: Sequence[int]) -> tuple[int, ...]:
+    """For the place of each cache, which of those at ``running`` to show there."""
+    kinds = [_kind(cache) for cache in caches]
+    return tuple(_stand_in(i, running, kinds) for i in range(len(kinds)))
 
 
 def _kind(cache: Any) -> tuple[type, int | None]:

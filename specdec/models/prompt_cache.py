@@ -15,6 +15,7 @@ from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.snapshot import members
 from ..utils.files import open_plain
 from ..utils.printable import shorten
+from .idle import WithoutIdle
 from .runner import ModelRunner
 
 Path = str | os.PathLike[str]
@@ -45,6 +46,8 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     try:
         open_plain(file).close()
         singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
+        if isinstance(runner.model, WithoutIdle):
+            singles = runner.model.of_all(singles)
         mx.eval([c.state for c in singles])
     except Exception as error:  # a file's contents can be wrong in any way
         raise CacheError(
@@ -90,6 +93,8 @@ def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -
         raise CacheError("nothing is stored of this prompt: generate with it first")
     caches = session.refill(adopt_caches(runner.model, 1, runner.options, runner.name))
     singles = [c.extract(0) for c in caches]
+    if isinstance(runner.model, WithoutIdle):
+        singles = runner.model.among_all(singles)
     # What mlx_lm.generate --prompt-cache-file asks for.
     about = {"model": runner.name, "tokenizer_config": "{}"}
     try:

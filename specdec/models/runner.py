@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -26,6 +27,7 @@ from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
+from .idle import without_idle
 
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
@@ -63,7 +65,6 @@ class ModelRunner:
         backend: BackendDefaults,
         prefix_store: PrefixStore | None = None,
     ):
-        self.model = model
         self.name = name
         self.prefill_step_size = config.prefill_step_size
         self.options = replace(
@@ -73,18 +74,25 @@ class ModelRunner:
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)
-        # Builds a graph to read its shape; nothing is computed.
-        self.vocab_size = int(model(mx.array([[0]])).shape[-1])
+        self.model, logits = without_idle(model, self.options, name)
+        self.vocab_size = int(logits.shape[-1])
         #: Listens to layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
         self.backend = backend
         self.compiled: CompiledForwards | None = None
         if backend.compile_after is not None:
-            self.compiled = CompiledForwards(model, after=backend.compile_after)
+            self.compiled = CompiledForwards(self.model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
         if prefix_store is not None:
-            caches = adopt_caches(model, 1, self.options, name)
-            self.prefixes = ModelPrefixes(prefix_store, model, name, caches)
+            self.prefixes = ModelPrefixes(
+                prefix_store, self.model, name, self._written_caches
+            )
+
+    def _written_caches(self) -> list[Any]:
+        """The caches of a row after a token; a graph is built, nothing is computed."""
+        caches = adopt_caches(self.model, 1, self.options, self.name)
+        self.model(mx.array([[0]]), cache=caches)
+        return caches
 
     def recording(self, layers: Sequence[int]) -> ModelRunner:
         """The same, with the outputs of some layers beside the logits.
@@ -119,6 +127,8 @@ class ModelRunner:
             max_length: most tokens that a row can ever hold, padding of prefill
                 left out.
         """
+        if self.compiled is not None:
+            self.compiled.look_at_weights()
         longest = max(map(len, prompts), default=0)
         options = replace(
             self.options,

@@ -6,6 +6,7 @@ to date from its names before each look-up and behind each write. No mlx here.
 
 from __future__ import annotations
 
+import copy
 import logging
 import os
 import threading
@@ -13,6 +14,7 @@ import weakref
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
 from pathlib import Path
+from typing import Final
 
 from ..utils.files import is_temporary, remove_leftover
 from .entries import KINDS, Kind, reached
@@ -37,24 +39,37 @@ class DiskTier:
     """
 
     def __init__(self, folder: Path, budget: int):
-        self.folder = folder
-        self.budget = budget
-        self._tree: RadixTree[Files] = RadixTree()
-        self._nodes: dict[str, Node[Files]] = {}  # by place
-        self._known: dict[str, File] = {}  # by name
-        self._orphans: set[str] = set()
-        self._queued: set[tuple[Kind, str]] = set()
-        self._lock = threading.RLock()
-        self._warned: set[str] = set()
-        self._writer = Writer(folder, self)
+        self.folder: Final = folder
+        self.budget: Final = budget
+        self._tree: Final[RadixTree[Files]] = RadixTree()
+        self._nodes: Final[dict[str, Node[Files]]] = {}  # by place
+        self._known: Final[dict[str, File]] = {}  # by name
+        self._orphans: Final[dict[str, int]] = {}  # their bytes
+        self._left: Final[set[str]] = set()  # damaged, and could not be removed
+        self._queued: Final[set[tuple[Kind, str]]] = set()
+        self._lock: Final = threading.RLock()
+        self._warned: Final[set[str]] = set()
+        self._given_up: Final = threading.Event()
+        self._made: Final = self._make_folder()
+        # The thread outlives a tier that is let go of while files are queued, and keeps
+        # the budget all the same: with a twin, which shares all that is above.
+        self._writer: Final = Writer(folder, copy.copy(self))
         weakref.finalize(self, self._writer.close)  # at exit, too
-        self._made = True
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            self._made = False  # said once: it is neither read nor written then
-            self._warn(f"cannot be made ({error.strerror}): nothing is stored there")
         self.refresh()
+
+    def _make_folder(self) -> bool:
+        """Whether there is a folder; if not it is neither read nor written."""
+        try:
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        except OSError as error:
+            self._warn(f"cannot be made ({error.strerror}): nothing is stored there")
+            return False
+        with suppress(OSError):
+            # A folder that holds something else as well stays as it is.
+            names = os.listdir(self.folder)
+            if all(is_entry(name) or is_temporary(name) for name in names):
+                _make_private(self.folder, 0o700)
+        return True
 
     @property
     def nbytes(self) -> int:
@@ -75,7 +90,7 @@ class DiskTier:
             return
         with self._lock:
             try:
-                names = sorted(entry.name for entry in os.scandir(self.folder))
+                names = sorted(os.listdir(self.folder))
             except OSError as error:
                 self._warn_once(f"cannot be read ({error.strerror})")
                 names = []
@@ -85,8 +100,10 @@ class DiskTier:
             present = set(filter(is_entry, names))
             for name in self._known.keys() - present:
                 self._forget(self._known[name])
-            self._add(present - self._known.keys())
-            for files in self._tree.shrink(self.budget):
+            self._left.intersection_update(present)
+            self._add(present - self._known.keys() - self._left)
+            room = max(0, self.budget - sum(self._orphans.values()))
+            for files in self._tree.shrink(room):
                 for file in files.values():
                     self._unlink(file.name)
                     self._drop_name(file)
@@ -96,20 +113,29 @@ class DiskTier:
         for name in names:
             path = self.folder / name
             try:
-                found.append((path.stat().st_mtime, read_header(path)))
+                file = read_header(path)
+                if file.nbytes > self.budget:  # else all others would make room for it
+                    self._unlink(name)
+                    continue
+                found.append((path.stat().st_mtime, file))
+                _make_private(path, 0o600)
             except DamagedError as error:
                 self._remove_damaged(name, error)
             except FileNotFoundError:
                 pass  # somebody was quicker
             except OSError as error:
                 self._warn_once(f"{name} cannot be read ({error.strerror})")
-        waiting = set()
+        waiting = {}
         for _, file in sorted(found, key=lambda f: f[1].start):
             if not self._attach(file):
-                waiting.add(file.name)
-        for name in waiting & self._orphans:  # not there the last time, either
-            self._unlink(name)
-        self._orphans = waiting - self._orphans
+                waiting[file.name] = file.nbytes
+        before = set(self._orphans)
+        self._orphans.clear()
+        for name, nbytes in waiting.items():
+            if name in before:  # not there the last time, either
+                self._unlink(name)
+            else:
+                self._orphans[name] = nbytes
         for _, file in sorted(found, key=lambda f: f[0]):
             if file.name in self._known:
                 self._tree.touch(self._nodes[file.place])
@@ -190,10 +216,19 @@ class DiskTier:
                 if file.name in self._known:
                     self._tree.touch(self._nodes[file.place])
             return data
+        self._lose(file)
+        return None
+
+    def reject(self, file: File, error: DamagedError) -> None:
+        """Remove an entry whose contents turned out to be of no use."""
+        with self._lock:
+            self._remove_damaged(file.name, error)
+        self._lose(file)
+
+    def _lose(self, file: File) -> None:
         with self._lock:
             if file.name in self._known:
                 self._forget(file)
-        return None
 
     # -- writing -------------------------------------------------------------
 
@@ -210,7 +245,7 @@ class DiskTier:
         Args:
             parent: the place where it begins; ``None`` for the first one.
         """
-        if not self._made:
+        if not self._made or self._given_up.is_set():
             return False
         with self._lock:
             below = parent is None or any(self.has(k, parent) for k in KINDS)
@@ -221,6 +256,8 @@ class DiskTier:
         if len(job.data) > self.budget:
             return
         with self._lock:
+            if self._given_up.is_set():
+                return
             self._queued.add((job.kind, job.place))
         self._writer.put(job)
 
@@ -244,9 +281,14 @@ class DiskTier:
     def written(self, job: Job) -> None:
         with self._lock:
             self.refresh()
+            if self._orphans:  # counted, and may be gone for good now
+                self.refresh()
             self._queued.discard((job.kind, job.place))
 
     def failed(self, error: Exception) -> None:
+        with self._lock:  # nor is what was queued behind it
+            self._given_up.set()
+            self._queued.clear()
         reason = (isinstance(error, OSError) and error.strerror) or repr(error)
         self._warn_once(
             f"cannot be written ({reason}): nothing more is stored there now"
@@ -255,12 +297,18 @@ class DiskTier:
     # -- trouble -------------------------------------------------------------
 
     def _remove_damaged(self, name: str, error: DamagedError) -> None:
-        self._unlink(name)
-        self._warn(f"{name} was removed: {error}")
+        if self._unlink(name):
+            self._warn(f"{name} was removed: {error}")
+        else:
+            self._left.add(name)
+            self._warn(f"{name} is not used: {error}")
 
-    def _unlink(self, name: str) -> None:
+    def _unlink(self, name: str) -> bool:
+        """Remove a file; whether that was possible."""
         with suppress(OSError):
             (self.folder / name).unlink(missing_ok=True)
+            return True
+        return False
 
     def _warn(self, text: str) -> None:
         log.warning("prefix cache %s: %s", self.folder, text)
@@ -269,3 +317,10 @@ class DiskTier:
         if text not in self._warned:
             self._warned.add(text)
             self._warn(text)
+
+
+def _make_private(path: Path, mode: int) -> None:
+    """Let nobody else read it: entries tell which tokens they are of."""
+    with suppress(OSError):  # it is somebody else's
+        if path.stat().st_mode & 0o077:
+            path.chmod(mode)

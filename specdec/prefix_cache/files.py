@@ -15,6 +15,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from ..utils.files import open_plain, replace_file
 from .entries import KINDS, Kind, place_key
@@ -22,14 +23,27 @@ from .entries import KINDS, Kind, place_key
 FORMAT = "specdec prefix"
 VERSION = "1"
 
+_HASH = re.compile("[0-9a-f]{32}")
 _NAME = re.compile(
     rf"({'|'.join(KINDS)})-([0-9a-f]{{32}})-([0-9a-f]{{32}})\.safetensors"
 )
-_MAX_HEADER = 100_000_000  # as in the safetensors library
+_MAX_HEADER = 1 << 24  # of hundreds of layers a hundredth of that
+
+_NOT_OURS = "its header is not one of specdec's"
 
 
 class DamagedError(Exception):
     """A file is not what its name says; the message says why."""
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An array in a file: its type and shape, and its bytes, counted from the first."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
 
 
 @dataclass(frozen=True)
@@ -99,7 +113,7 @@ def read_header(path: Path) -> File:
     Raises:
         DamagedError: it is not an entry of this format and version, or its tokens
             do not lead to the place in its name.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no plain file.
     """
     parts = _NAME.fullmatch(path.name)
     if parts is None:
@@ -110,29 +124,116 @@ def read_header(path: Path) -> File:
         if not 2 <= length <= min(nbytes - 8, _MAX_HEADER):
             raise DamagedError("it is cut short, or no safetensors file")
         header = file.read(length)
-    try:
-        fields = json.loads(header)["__metadata__"]
-        known = fields["format"] == FORMAT and fields["version"] == VERSION
-        if known:
-            found = File(
-                name=path.name,
-                kind="block" if parts[1] == "block" else "ring",
-                place=parts[2],
-                parent=fields["parent"],
-                signature=fields["signature"],
-                model=fields["model"],
-                tokens=tuple(map(int, fields["tokens"].split())),
-                start=int(fields["start"]),
-                slack=int(fields["slack"]),
-                nbytes=nbytes,
-            )
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise DamagedError("its header is not one of specdec's") from error
-    if not known:
+    fields, arrays = _parsed(header)
+    if fields.get("format") != FORMAT or fields.get("version") != VERSION:
         raise DamagedError("it is of another format or version")
+    try:
+        found = File(
+            name=path.name,
+            kind="block" if parts[1] == "block" else "ring",
+            place=parts[2],
+            parent=fields["parent"],
+            signature=fields["signature"],
+            model=fields["model"],
+            tokens=tuple(map(int, fields["tokens"].split())),
+            start=int(fields["start"]),
+            slack=int(fields["slack"]),
+            nbytes=nbytes,
+        )
+    except (ValueError, KeyError) as error:
+        raise DamagedError(_NOT_OURS) from error
+    if fields != _fields_of(found):  # numbers in another form, or something more
+        raise DamagedError(_NOT_OURS)
+    if not _is_possible(found):
+        raise DamagedError("it cannot lie where it says")
     if place_key(found.parent, found.tokens) != found.place or not found.tokens:
         raise DamagedError("its tokens do not lead to its place")
+    if nbytes != 8 + length + max((a.end for a in arrays.values()), default=0):
+        raise DamagedError("it is cut short, or longer than it says")
     return found
+
+
+def tensors(data: bytes) -> dict[str, Tensor]:
+    """The arrays in the contents of an entry, by name.
+
+    They follow each other without a gap. Whether their types and shapes make as many
+    bytes is for the caller to compare.
+
+    Raises:
+        DamagedError: they cannot be found in it.
+    """
+    first = 8 + int.from_bytes(data[:8], "little")
+    _, found = _parsed(data[8:first])
+    arrays = {
+        name: Tensor(a.dtype, a.shape, first + a.begin, first + a.end)
+        for name, a in found.items()
+    }
+    if max((a.end for a in arrays.values()), default=first) != len(data):
+        raise DamagedError("it is cut short, or longer than it says")
+    return arrays
+
+
+def _fields_of(file: File) -> dict[str, str]:
+    return header_fields(
+        signature=file.signature,
+        model=file.model,
+        parent=file.parent,
+        start=file.start,
+        slack=file.slack,
+        tokens=file.tokens,
+    )
+
+
+def _is_possible(file: File) -> bool:
+    """Whether there can be an entry of its kind that begins there."""
+    most = file.end if file.kind == "ring" else 0
+    return (
+        _HASH.fullmatch(file.parent) is not None
+        and _HASH.fullmatch(file.signature) is not None
+        and file.start >= 0
+        and file.is_first == (file.start == 0)
+        and 0 <= file.slack <= most
+    )
+
+
+def _parsed(header: bytes) -> tuple[dict[str, str], dict[str, Tensor]]:
+    """The metadata and the arrays of a safetensors header, counted from its end.
+
+    Raises:
+        DamagedError: it is no such header.
+    """
+    try:
+        # A file may hold any text, nested as deeply as it likes.
+        named = json.loads(header)
+        fields = named.pop("__metadata__")
+        found = {name: _tensor(entry) for name, entry in named.items()}
+    except (
+        ValueError,
+        KeyError,
+        TypeError,
+        AttributeError,
+        RecursionError,
+    ) as error:
+        raise DamagedError(_NOT_OURS) from error
+    if not isinstance(fields, dict):
+        raise DamagedError(_NOT_OURS)
+    if not all(isinstance(text, str) for text in fields.values()):
+        raise DamagedError(_NOT_OURS)
+    end = 0
+    for tensor in sorted(found.values(), key=lambda a: (a.begin, a.end)):
+        if tensor.begin != end or tensor.end < end:
+            raise DamagedError("its arrays do not follow each other")
+        end = tensor.end
+    return fields, found
+
+
+def _tensor(entry: Any) -> Tensor:
+    dtype, shape = entry["dtype"], entry["shape"]
+    begin, end = entry["data_offsets"]
+    numbers = [*shape, begin, end]
+    if type(dtype) is not str or any(type(n) is not int or n < 0 for n in numbers):
+        raise ValueError("not an array")
+    return Tensor(dtype, tuple(shape), begin, end)
 
 
 def read_verified(path: Path) -> bytes:
@@ -140,7 +241,7 @@ def read_verified(path: Path) -> bytes:
 
     Raises:
         DamagedError: it holds something else.
-        OSError: it cannot be read.
+        OSError: it cannot be read, or is no plain file.
     """
     with open_plain(path) as file:
         data = file.read()
@@ -151,11 +252,11 @@ def read_verified(path: Path) -> bytes:
 
 
 def write_entry(folder: Path, kind: Kind, place: str, data: bytes) -> str:
-    """Write an entry; it is there whole, or not at all. Returns its name.
+    """Write an entry, for its owner alone: whole, or not at all. Returns its name.
 
     Raises:
         OSError: it could not be written; nothing is left.
     """
     name = f"{kind}-{place}-{digest(data)}.safetensors"
-    replace_file(folder / name, data)
+    replace_file(folder / name, data, private=True)
     return name

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -12,8 +12,8 @@ import mlx.nn as nn
 
 from .entries import Kind, Plan, block_start, place_key
 from .radix import common_length
-from .signature import signature
-from .snapshot import Piece, cut, linear_caches, refill, ring_caches
+from .signature import Weights, signature
+from .snapshot import Form, Piece, cut, refill
 from .store import Place, PrefixStore
 
 
@@ -24,17 +24,34 @@ class ModelPrefixes:
         store: shared by the models of a run.
         model: whose weights and arguments are in the signature.
         name: the name that the user gave.
-        caches: as the model's rows have them; only their kinds are looked at.
+        caches: makes those of a row, with a token written to them, as the model's rows
+            have them; only their kinds, types and shapes are looked at.
     """
 
     def __init__(
-        self, store: PrefixStore, model: nn.Module, name: str, caches: list[Any]
+        self,
+        store: PrefixStore,
+        model: nn.Module,
+        name: str,
+        caches: Callable[[], list[Any]],
     ):
         self.store = store
-        self.name = name
-        self.signature = signature(model, caches)
-        self.linear = bool(linear_caches(caches))
-        self.rings = bool(ring_caches(caches))
+        self.name = name.encode("utf-8", "replace").decode()
+        self._model, self._caches = model, caches
+        self._weights = Weights(model)
+        self._describe()
+
+    def _describe(self) -> None:
+        caches = self._caches()
+        self._signature = signature(self._model, caches)
+        self.form = Form.of(caches)
+
+    @property
+    def signature(self) -> str:
+        """What the model's entries begin with: another one for other weights."""
+        if self._weights.replaced():
+            self._describe()
+        return self._signature
 
     def begin(
         self, prompts: Sequence[Sequence[int]], *, max_write: int
@@ -83,7 +100,8 @@ class PrefixSession:
         self._prefixes = prefixes
         self._store = prefixes.store
         self._max_write = max_write
-        self._rows = [_Row(tokens, [prefixes.signature]) for tokens in prompts]
+        self._signature = prefixes.signature
+        self._rows = [_Row(tokens, [self._signature]) for tokens in prompts]
 
     @property
     def reused(self) -> list[int]:
@@ -92,15 +110,12 @@ class PrefixSession:
 
     def find(self) -> Iterator[None]:
         """Look the prompts up, yielding behind each that had something to load."""
-        prefixes = self._prefixes
+        if self._is_outdated:
+            return
+        form = self._prefixes.form
         self._store.refresh()
         for row in self._rows:
-            found = self._store.lookup(
-                prefixes.signature,
-                row.tokens,
-                linear=prefixes.linear,
-                rings=prefixes.rings,
-            )
+            found = self._store.lookup(self._signature, row.tokens, form)
             row.plan, row.shared = found.plan, found.shared
             row.covered = found.covered
             row.reused = found.plan.length
@@ -108,8 +123,16 @@ class PrefixSession:
             row.slack = 0 if ring is None else row.reused - (ring.end - ring.slack)
             if row.reused:
                 yield
-        if prefixes.rings:
+        if form.rings:
             self._find_branches()
+
+    @property
+    def _is_outdated(self) -> bool:
+        """Whether weights were replaced since these rows began.
+
+        What they hold then is of two models, and of no use to others.
+        """
+        return self._prefixes.signature != self._signature
 
     def _find_branches(self) -> None:
         """Where a prompt parts from those stored, and from the others beside it.
@@ -144,6 +167,8 @@ class PrefixSession:
             before, after: tokens of every row before and behind it.
             width: columns that it wrote to every row.
         """
+        if self._is_outdated:
+            return
         for i, (row, first, last) in enumerate(
             zip(self._rows, before, after, strict=True)
         ):
@@ -175,7 +200,7 @@ class PrefixSession:
             # At the prompt's end a block may be half of one that is there.
             if end % size == 0 or (end == whole and row.covered < whole):
                 kinds.append("block")
-            if self._prefixes.rings and end in (row.branch, whole):
+            if self._prefixes.form.rings and end in (row.branch, whole):
                 kinds.append("ring")
             yield end, kinds
 
@@ -186,7 +211,7 @@ class PrefixSession:
             row.keys.append(place_key(row.keys[-1], row.tokens[at : at + size]))
         parent = row.keys[start // size]
         return Place(
-            path=(self._prefixes.signature, *row.tokens[:end]),
+            path=(self._signature, *row.tokens[:end]),
             key=place_key(parent, row.tokens[start:end]),
             parent=parent,
             start=start,

@@ -8,16 +8,28 @@ of it serves one end and a few before. See docs/prefix.md.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import mlx.core as mx
+import numpy as np
 
 from ..cache import BatchCache, BatchCacheList, RingCache
 from .entries import Kind, Plan
+from .files import DamagedError, tensors
 
 Arrays = tuple[mx.array, ...]
+
+# As safetensors calls the types that caches store.
+_TYPES = {
+    mx.float32: "F32",
+    mx.float16: "F16",
+    mx.bfloat16: "BF16",
+    mx.uint32: "U32",
+}
+_OTHER = "its arrays are not those of the model's caches"
 
 
 @dataclass(frozen=True, eq=False)
@@ -58,7 +70,73 @@ def ring_caches(caches: Sequence[Any]) -> list[RingCache]:
     return [c for c in members(caches) if isinstance(c, RingCache)]
 
 
-def ring_positions(ring: RingCache, end: int, slack: int) -> list[int]:
+class Windowed(Protocol):
+    """What a ring sees: the first ``keep`` tokens, and the last ``window``."""
+
+    @property
+    def keep(self) -> int: ...
+    @property
+    def window(self) -> int: ...
+
+
+@dataclass(frozen=True)
+class _Window:
+    keep: int
+    window: int
+
+
+@dataclass(frozen=True)
+class _Array:
+    heads: int
+    features: int
+    dtype: mx.Dtype
+
+
+@dataclass(frozen=True)
+class Form:
+    """What pieces of a model's caches hold, to compare those read from files with.
+
+    Args:
+        linear: the arrays of each linear cache.
+        rings: those of each ring, and what it sees.
+    """
+
+    linear: tuple[tuple[_Array, ...], ...]
+    rings: tuple[tuple[_Window, tuple[_Array, ...]], ...]
+
+    @classmethod
+    def of(cls, caches: Sequence[Any]) -> Form:
+        """The form of caches that have been written; no array of them is computed."""
+        return cls(
+            tuple(map(_arrays_of, linear_caches(caches))),
+            tuple(
+                (_Window(ring.keep, ring.window), _arrays_of(ring))
+                for ring in ring_caches(caches)
+            ),
+        )
+
+    def shapes(
+        self, kind: Kind, start: int, end: int, slack: int
+    ) -> list[list[tuple[mx.Dtype, tuple[int, ...]]]]:
+        """Types and shapes of a piece, cache by cache."""
+        if kind == "block":
+            each = [(arrays, end - start) for arrays in self.linear]
+        else:
+            each = [
+                (arrays, len(ring_positions(window, end, slack)))
+                for window, arrays in self.rings
+            ]
+        return [
+            [(a.dtype, (1, a.heads, columns, a.features)) for a in arrays]
+            for arrays, columns in each
+        ]
+
+
+def _arrays_of(cache: BatchCache) -> tuple[_Array, ...]:
+    return tuple(_Array(a.shape[1], a.shape[3], a.dtype) for a in cache.arrays)
+
+
+def ring_positions(ring: Windowed, end: int, slack: int) -> list[int]:
     """Positions to keep so that a row can go on behind ``end - slack .. end`` tokens.
 
     The query at position ``e`` sees ``e - window + 1 .. e`` and the first ``keep``.
@@ -138,17 +216,31 @@ def pack(piece: Piece, metadata: dict[str, str]) -> bytes:
     return file.getvalue()
 
 
-def unpack(data: bytes, kind: Kind, start: int, end: int, slack: int) -> Piece:
-    """The inverse of :func:`pack`."""
-    named: Any = mx.load(io.BytesIO(data), format="safetensors")
-    mx.eval(named)
-    return Piece(kind, start, end, slack, tuple(_grouped(named)))
+def unpack(
+    data: bytes, kind: Kind, start: int, end: int, slack: int, form: Form
+) -> Piece:
+    """The inverse of :func:`pack`.
 
-
-def _grouped(named: dict[str, mx.array]) -> Iterator[Arrays]:
-    groups: dict[int, dict[int, mx.array]] = {}
-    for name, array in named.items():
-        i, j = map(int, name.split("."))
-        groups.setdefault(i, {})[j] = array
-    for i in range(len(groups)):
-        yield tuple(groups[i][j] for j in range(len(groups[i])))
+    Raises:
+        DamagedError: it does not hold what a piece of this form does.
+    """
+    found = tensors(data)
+    pieces: list[Arrays] = []
+    for i, wanted in enumerate(form.shapes(kind, start, end, slack)):
+        arrays = []
+        for j, (dtype, shape) in enumerate(wanted):
+            tensor = found.pop(f"{i}.{j}", None)
+            size = math.prod(shape) * dtype.size
+            if (
+                tensor is None
+                or (tensor.dtype, tensor.shape) != (_TYPES.get(dtype), shape)
+                or tensor.end - tensor.begin != size
+            ):
+                raise DamagedError(_OTHER)
+            words = np.frombuffer(data, np.uint8, size, tensor.begin)
+            arrays.append(mx.array(words).view(dtype).reshape(shape))
+        pieces.append(tuple(arrays))
+    if found:
+        raise DamagedError(_OTHER)
+    mx.eval(pieces)
+    return Piece(kind, start, end, slack, tuple(pieces))

@@ -17,9 +17,9 @@ from pathlib import Path
 from ..config import EngineConfig
 from .disk import DiskTier
 from .entries import Kind, Plan, chained, plan, reached
-from .files import File, header_fields
+from .files import DamagedError, File, header_fields
 from .radix import RadixTree
-from .snapshot import Piece, pack, unpack
+from .snapshot import Form, Piece, pack, unpack
 from .writer import Job
 
 BLOCK_SIZE = 256
@@ -133,19 +133,17 @@ class PrefixStore:
         if self.disk is not None:
             self.disk.close()
 
-    def lookup(
-        self, signature: str, tokens: Tokens, *, linear: bool, rings: bool
-    ) -> Found:
+    def lookup(self, signature: str, tokens: Tokens, form: Form) -> Found:
         """The longest prefix of ``tokens`` that can be restored, read into memory.
 
         Args:
-            linear, rings: the kinds of caches that the model has.
+            form: of the model's caches.
         """
         path = (signature, *tokens)
         with self._lock:
-            return self._lookup(path, linear=linear, rings=rings)
+            return self._lookup(path, form)
 
-    def _lookup(self, path: _Path, *, linear: bool, rings: bool) -> Found:
+    def _lookup(self, path: _Path, form: Form) -> Found:
         while True:
             match = self._memory.match(path)
             shared = max(match.length - 1, 0)
@@ -156,24 +154,26 @@ class PrefixStore:
                 shared = max(shared, on_disk)
                 found += files
             covered, _ = chained(found if self.disk is None else files)
-            best = plan(found, linear=linear, rings=rings)
+            best = plan(found, linear=bool(form.linear), rings=bool(form.rings))
             if best.length < self.min_length:
                 return Found(Plan(0), shared, covered)
-            loaded = self._load(best)
+            loaded = self._load(best, form)
             if loaded is not None:
                 for node in [*match.passed, *islice(match.beneath(), 1)][-1:]:
                     self._memory.touch(node)
                 return Found(loaded, shared, covered)
             # A file could not be read and is known no more: what else is there?
 
-    def _load(self, best: Plan[Piece | File]) -> Plan[Piece] | None:
+    def _load(self, best: Plan[Piece | File], form: Form) -> Plan[Piece] | None:
         """The same plan with every file read, or ``None`` when one cannot be."""
         wanted = [*best.blocks, *([best.ring] if best.ring else [])]
         files = [entry for entry in wanted if isinstance(entry, File)]
         paths = [self.disk.path(file) for file in files] if self.disk else []
         read: dict[str, Piece] = {}
         keep: list[tuple[_Path, Piece]] = []
-        for file, path, piece in zip(files, paths, self._read(files), strict=True):
+        for file, path, piece in zip(
+            files, paths, self._read(files, form), strict=True
+        ):
             if path is None or piece is None:
                 return None
             read[file.name] = piece
@@ -185,8 +185,9 @@ class PrefixStore:
         ring = pieces.pop() if best.ring else None
         return Plan(best.length, tuple(pieces), ring)
 
-    def _read(self, files: list[File]) -> list[Piece | None]:
-        if self.disk is None or not files:
+    def _read(self, files: list[File], form: Form) -> list[Piece | None]:
+        disk = self.disk
+        if disk is None or not files:
             return []
         # Reading and hashing leave the interpreter to others; arrays are made here,
         # a few files at a time, so that little is held twice.
@@ -194,12 +195,14 @@ class PrefixStore:
         with ThreadPoolExecutor(_READERS) as pool:
             for first in range(0, len(files), 2 * _READERS):
                 some = files[first : first + 2 * _READERS]
-                for f, data in zip(some, pool.map(self.disk.read, some), strict=True):
-                    if data is None:
-                        pieces.append(None)
-                    else:
-                        piece = unpack(data, f.kind, f.start, f.end, f.slack)
-                        pieces.append(piece)
+                for f, data in zip(some, pool.map(disk.read, some), strict=True):
+                    piece = None
+                    try:
+                        if data is not None:
+                            piece = unpack(data, f.kind, f.start, f.end, f.slack, form)
+                    except DamagedError as error:
+                        disk.reject(f, error)
+                    pieces.append(piece)
         return pieces
 
     def insert(self, place: Place, kind: Kind, cut: Callable[[], Piece]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import threading
-import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -48,12 +47,12 @@ class Writer:
 
     Args:
         folder: where to.
-        owner: is told; the thread does not keep it alive.
+        owner: is told; the thread keeps it alive.
     """
 
     def __init__(self, folder: Path, owner: Owner):
         self._folder = folder
-        self._owner = weakref.ref(owner)
+        self._owner = owner
         self._jobs: queue.Queue[Job | None] = queue.Queue(QUEUE_LENGTH)
         self._thread: threading.Thread | None = None
         self._given_up = False
@@ -78,9 +77,7 @@ class Writer:
         thread, self._thread = self._thread, None
         if thread is not None:
             self._jobs.put(None)
-            # The thread may have been the last to know the owner.
-            if thread is not threading.current_thread():
-                thread.join()
+            thread.join()
 
     def _run(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -91,13 +88,10 @@ class Writer:
         self._jobs.task_done()
 
     def _do(self, job: Job) -> None:
-        owner = self._owner()
         try:
-            if owner is None or owner.wanted(job):
+            if self._owner.wanted(job):
                 write_entry(self._folder, job.kind, job.place, job.data)
-                if owner is not None:
-                    owner.written(job)
+                self._owner.written(job)
         except Exception as error:  # whatever it is, no run may wait for this thread
             self._given_up = True
-            if owner is not None:
-                owner.failed(error)
+            self._owner.failed(error)

@@ -14,6 +14,7 @@ import secrets
 import stat
 from collections.abc import Mapping
 from contextlib import ExitStack, suppress
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -61,13 +62,16 @@ def read_plain(path: str | os.PathLike[str], most: int = MOST_BYTES) -> bytes:
     return data
 
 
-def replace_file(path: Path, data: bytes) -> None:
+def replace_file(path: Path, data: bytes, *, private: bool = False) -> None:
     """Replace a file; what stood there stays until the new one is on the disk.
+
+    Args:
+        private: nobody but its owner may read it.
 
     Raises:
         OSError: it could not be written; nothing is left of it.
     """
-    with Staged(path.parent, {path.name: data}) as staged:
+    with Staged(path.parent, {path.name: data}, private=private) as staged:
         staged.put(path.name)
 
 
@@ -81,18 +85,21 @@ class Staged:
     Args:
         folder: where to; it must exist, and so must folders within it.
         files: what to write, by path in the folder.
+        private: nobody but their owner may read them.
 
     Raises:
         OSError: one could not be written; nothing is left of any.
     """
 
-    def __init__(self, folder: Path, files: Mapping[str, bytes]):
+    def __init__(
+        self, folder: Path, files: Mapping[str, bytes], *, private: bool = False
+    ):
         self._folder = folder
         self._open: dict[str, BinaryIO] = {}
         with ExitStack() as undo:
             undo.callback(self._remove)
             for name, data in files.items():
-                file = _locked_temporary((folder / name).parent)
+                file = _locked_temporary((folder / name).parent, private=private)
                 self._open[name] = file
                 file.write(data)
                 file.flush()
@@ -157,10 +164,12 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
-def _locked_temporary(folder: Path) -> BinaryIO:
+def _locked_temporary(folder: Path, *, private: bool = False) -> BinaryIO:
+    opener = partial(os.open, mode=0o600 if private else 0o666)
     while True:
         # A name that never comes again: who removes it means this file.
-        file = (folder / f".{secrets.token_hex(16)}{_SUFFIX}").open("xb")
+        path = folder / f".{secrets.token_hex(16)}{_SUFFIX}"
+        file = open(path, "xb", opener=opener)  # noqa: SIM115
         with suppress(OSError):  # where there are no locks, leftovers stay
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file.fileno()).st_nlink:

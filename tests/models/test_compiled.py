@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import re
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -13,10 +14,14 @@ import numpy as np
 import pytest
 
 from specdec.cache import CacheOptions, Memo, adopt_caches
+from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
 from specdec.errors import CacheError
 from specdec.models import compiled
 from specdec.models.compiled import CompiledForwards
 from specdec.models.hidden_states import record_layers
+from specdec.models.runner import ModelRunner
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 
 from ..cache.small_models import MODELS
@@ -298,3 +303,41 @@ def test_what_is_counted_is_bounded(
     for width in range(1, 6):
         forwards(mx.ones((2, width), mx.int32), caches)
         assert len(forwards._met) <= 3
+
+
+def test_replaced_weights_are_those_that_graphs_compute_with(
+    tiny_model: TinyModel,
+) -> None:
+    """Catches graphs that outlive the weights that they were built with."""
+    model, other = tiny_model(), tiny_model(seed=3)
+    config = EngineConfig(batch_size=2, num_draft_tokens=0, prefill_step_size=16)
+    runner = ModelRunner(model, "it", config, BEHIND)
+    prompts = [[5, 6, 7, 8, 9], [3, 1, 4]]
+
+    def decoded() -> list[list[int]]:
+        engine = Engine(runner, None, config, BEHIND, frozenset())
+        for i, prompt in enumerate(prompts):
+            params = SamplingParams(max_tokens=20)
+            engine.add(Request(i, "", tuple(prompt), params))
+        tokens: list[list[int]] = [[], []]
+        while engine.busy:
+            for output in engine.step():
+                tokens[output.sequence.request.index] += output.token_ids
+        return tokens
+
+    assert decoded() == [greedy(model, p, 20) for p in prompts]
+    forwards = runner.compiled
+    assert forwards is not None
+    graphs = dict(forwards._functions)
+    assert graphs
+    decoded()
+    assert all(forwards._functions[key] is graphs[key] for key in graphs)
+    replaced = weakref.ref(model.layers[0].mlp.up_proj.weight)
+    # One array alone is enough.
+    model.layers[0].mlp.update(
+        {"up_proj": {"weight": other.layers[0].mlp.up_proj.weight}}
+    )
+    assert replaced() is None  # nothing of ours keeps it
+    assert decoded() == [greedy(model, p, 20) for p in prompts]
+    model.update(other.parameters())
+    assert decoded() == [greedy(other, p, 20) for p in prompts]

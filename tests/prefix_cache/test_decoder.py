@@ -160,3 +160,25 @@ def test_files_that_cannot_be_used(tiny_model: TinyModel, tmp_path: Path) -> Non
         decoder.export_prompt_cache(LONG, tmp_path / "no" / "out.safetensors")
     with pytest.raises(CacheError, match="there is no prefix store"):
         decoder_of(tiny_model()).export_prompt_cache(LONG, tmp_path / "x.safetensors")
+
+
+def test_files_of_a_model_with_layers_that_store_nothing(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """mlx-lm has caches for them too, empty ones, which the engine does not keep."""
+    linear = {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}}
+    attending = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
+    target = tiny_model("nemotron-nas", block_configs=[linear, attending])
+    decoder = decoder_of(target, prefix_cache_memory=10**8)
+    prompt, file = LONG[:300], tmp_path / "cache.safetensors"
+    wanted = [r.token_ids for r in decoder.generate([prompt], PARAMS)]
+    assert decoder.export_prompt_cache(prompt, file) == 299
+    caches = mlx_lm_cache.load_prompt_cache(str(file))
+    assert [c.offset for c in caches] == [0, 299]
+    rest = mx.array(prompt[299:])
+    steps = generate_step(rest, target, max_tokens=NEW_TOKENS, prompt_cache=caches)
+    assert [[int(token) for token, _ in steps]] == wanted
+    other_one = decoder_of(target, prefix_cache_memory=10**8)
+    assert other_one.import_prompt_cache(file, prompt) == 299
+    (result,) = other_one.generate([prompt], PARAMS)
+    assert (result.prefix_tokens, [result.token_ids]) == (299, wanted)

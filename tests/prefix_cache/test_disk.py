@@ -14,6 +14,7 @@ import pytest
 from specdec.prefix_cache.audit import audit
 from specdec.prefix_cache.disk import DiskTier
 from specdec.prefix_cache.files import DamagedError, read_header, read_verified
+from specdec.prefix_cache.writer import Job
 from specdec.utils import files
 
 from .entries import (
@@ -280,6 +281,143 @@ def test_a_header_is_believed_only_where_its_hash_agrees(tmp_path: Path) -> None
     path.write_bytes(data.replace(b"100 101", b"100 102"))
     with pytest.raises(DamagedError, match="place"):
         read_header(path)
+
+
+def modes(folder: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in folder.iterdir()}
+
+
+def test_nobody_else_can_read_it(tmp_path: Path) -> None:
+    """Entries tell tokens: those that older versions have left open are closed, too."""
+    umask = os.umask(0o022)
+    try:
+        filled(tmp_path / "cache").close()
+        assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+        assert modes(tmp_path / "cache") == {0o600}
+        for path in (*(tmp_path / "cache").iterdir(), tmp_path / "cache"):
+            path.chmod(0o755 if path.is_dir() else 0o644)
+        DiskTier(tmp_path / "cache", MANY)
+        assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o700
+        assert modes(tmp_path / "cache") == {0o600}
+        # A folder of something else as well is not ours to close.
+        (tmp_path / "cache" / "notes.txt").write_text("")
+        (tmp_path / "cache").chmod(0o755)
+        DiskTier(tmp_path / "cache", MANY)
+        assert (tmp_path / "cache").stat().st_mode & 0o777 == 0o755
+        assert (tmp_path / "cache" / "notes.txt").stat().st_mode & 0o777 == 0o644
+    finally:
+        os.umask(umask)
+
+
+def size_of(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.iterdir())
+
+
+def test_the_budget_holds_when_the_tier_goes_first(tmp_path: Path) -> None:
+    """Catches a thread that writes what is queued and removes nothing for it."""
+    size = filled(tmp_path / "a", TOKENS[:SIZE]).nbytes
+    disk = DiskTier(tmp_path / "b", 3 * size + size // 2)
+    for i in range(14):  # fewer than the queue takes
+        write_chain(disk, [50 + i] * SIZE)
+    del disk
+    gc.collect()
+    assert 0 < size_of(tmp_path / "b") <= 3 * size + size // 2
+
+
+def test_the_budget_holds_with_several_processes(tmp_path: Path) -> None:
+    """Three write chains of their own; one may remove what another builds upon."""
+    size = filled(tmp_path / "a", TOKENS[:SIZE]).nbytes
+    folder, budget = tmp_path / "b", 6 * size
+    for race in range(4):
+        children = []
+        for i in range(3):
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    disk = DiskTier(folder, budget)
+                    for n in range(12):
+                        start = 1000 * race + 100 * i + n % 3
+                        write_chain(disk, range(start, start + (n + 1) * SIZE))
+                    del disk
+                    gc.collect()
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        for child in children:
+            assert os.waitpid(child, 0)[1] == 0
+        assert 0 < size_of(folder) <= budget, race
+
+
+def test_what_stands_on_nothing_counts(tmp_path: Path) -> None:
+    """Entries that wait for their parent take room, and go with the next write."""
+    disk = filled(tmp_path)
+    first = served(disk, TOKENS)[0]
+    budget = disk.nbytes - first.nbytes
+    write_chain(disk, [6] * SIZE)
+    disk.close()
+    (tmp_path / first.name).unlink()
+    small = DiskTier(tmp_path, budget)
+    assert len(names(tmp_path)) == 4  # perhaps their parent is on its way
+    assert size_of(tmp_path) <= budget
+    write_chain(small, [7] * SIZE)
+    small.flush()
+    assert [file.start for file in small.files] == [0]
+    assert len(names(tmp_path)) == 1
+
+
+def test_an_entry_larger_than_the_budget_drives_no_other_out(tmp_path: Path) -> None:
+    disk = filled(tmp_path)
+    budget = disk.nbytes
+    write_chain(disk, [7] * SIZE, nbytes=2 * budget)
+    disk.close()
+    again = DiskTier(tmp_path, budget)
+    assert spans(again) == WHOLE
+    assert len(names(tmp_path)) == 5
+
+
+def test_behind_a_failure_nothing_is_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Neither asked for, nor queued, nor remembered: memory stays as it was."""
+    disk = filled(tmp_path, TOKENS[:SIZE])
+
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "fsync", fail)
+    write_chain(disk, TOKENS)
+    disk.flush()
+    monkeypatch.undo()  # there is room again
+    for n in range(100):
+        place = f"{n:032}"
+        assert not disk.takes("block", place, None)
+        disk.write(Job("block", place, None, b"x" * 100))
+        assert not disk.has("block", place)
+    disk.flush()
+    assert not disk._queued
+    assert caplog.text.count("cannot be written") == 1
+    assert spans(disk) == WHOLE[:1]
+
+
+def test_what_cannot_be_removed_is_told_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Catches a damaged entry that is read and warned of at every look-up."""
+    disk = filled(tmp_path)
+    path = tmp_path / served(disk, TOKENS)[-1].name
+    path.write_bytes(path.read_bytes()[:-1])
+
+    def fail(*_: object, **__: object) -> None:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(Path, "unlink", fail)
+    again = DiskTier(tmp_path, MANY)
+    for _ in range(3):
+        again.refresh()
+        assert spans(again) == WHOLE[:-1]
+    assert caplog.text.count(f"{path.name} is not used") == 1
 
 
 def test_the_thread_ends_with_its_tier(tmp_path: Path) -> None:

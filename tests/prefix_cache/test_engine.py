@@ -8,13 +8,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec import SamplingParams
+from specdec import EngineConfig, SamplingParams
 from specdec.backend import BackendDefaults
+from specdec.engine.engine import Engine
+from specdec.models.runner import ModelRunner
+from specdec.request import Request
 from tests.cache.small_models import MODELS, ChunkedModel
 from tests.plain import AT_ONCE, BEHIND, greedy
 
 from .harness import (
     NEW_TOKENS,
+    STEP,
     Prompt,
     TinyModel,
     decode,
@@ -169,3 +173,91 @@ def test_rows_own_their_copies(tiny_model: TinyModel) -> None:
         tokens, reused, _ = decode(target, target, prompts, store)
         assert tokens == wanted
         assert reused == expected
+
+
+def test_replaced_weights_are_those_of_another_model(
+    tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """Catches keys of new weights that go by the name of the old ones."""
+    folder: dict[str, Any] = {"memory": 0, "folder": tmp_path, "disk": 1 << 30}
+    prompt = [STEM[:40]]
+    old, new = tiny_model(), tiny_model(seed=3)
+    store = memory_store(**folder)
+    config = EngineConfig(batch_size=1, num_draft_tokens=0, prefill_step_size=6)
+    runner = ModelRunner(old, "target", config, AT_ONCE, store)
+
+    def run() -> tuple[list[int], int]:
+        engine = Engine(runner, None, config, AT_ONCE, frozenset())
+        params = SamplingParams(max_tokens=NEW_TOKENS)
+        engine.add(Request(0, "", tuple(prompt[0]), params))
+        tokens: list[int] = []
+        while engine.busy:
+            for output in engine.step():
+                tokens += output.token_ids
+        store.flush()
+        return tokens, engine.stats.prefix_tokens
+
+    first = old.parameters()
+    wanted, others = (greedy(m, prompt[0], NEW_TOKENS) for m in (old, new))
+    assert wanted != others
+    assert [run(), run()] == [(wanted, 0), (wanted, 39)]
+    old.update(new.parameters())
+    assert [run(), run()] == [(others, 0), (others, 39)]
+    old.update(first)
+    assert run() == (wanted, 39)
+    store.close()
+    # Another process, with either of them.
+    for model, tokens in ((tiny_model(), wanted), (new, others)):
+        got = decode(model, None, prompt, memory_store(**folder))
+        assert got[:2] == ([tokens], [39])
+
+
+def test_weights_replaced_during_a_prefill(tiny_model: TinyModel) -> None:
+    """What a row holds then is of two models: nothing more of it is stored."""
+    target, new = tiny_model(), tiny_model(seed=3)
+    store = memory_store()
+    config = EngineConfig(batch_size=1, num_draft_tokens=0, prefill_step_size=STEP)
+    runner = ModelRunner(target, "target", config, AT_ONCE, store)
+    first = target.parameters()
+    rows = runner.rows([STEM[:40]], max_round=1, max_length=60)
+    for chunk, _ in enumerate(rows.prefill()):
+        if chunk == 2:  # two blocks are stored
+            target.update(new.parameters())
+    for weights, wanted, reused in (
+        (first, tiny_model(), [16]),
+        (new.parameters(), new, [0]),
+    ):
+        target.update(weights)
+        got = decode(target, None, [STEM[:40]], store)
+        assert got[:2] == ([greedy(wanted, STEM[:40], NEW_TOKENS)], reused)
+
+
+LINEAR_BLOCK = {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}}
+NO_BLOCK = {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}}
+BLOCK = {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}}
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["at-once", "behind"])
+@pytest.mark.parametrize(
+    "blocks",
+    [[BLOCK, LINEAR_BLOCK, BLOCK], [LINEAR_BLOCK, BLOCK], [NO_BLOCK, BLOCK, NO_BLOCK]],
+    ids=["in-between", "first", "nothing"],
+)
+def test_layers_without_keys(
+    blocks: list[Any], backend: BackendDefaults, tiny_model: TinyModel, tmp_path: Path
+) -> None:
+    """The mask may be asked of a cache that is never written; nothing of it is stored.
+
+    Catches rows of different lengths that are masked as if they had no token yet.
+    """
+    target = tiny_model(
+        "nemotron-nas", block_configs=blocks, num_hidden_layers=len(blocks)
+    )
+    draft = tiny_model(seed=1)
+    store = memory_store(memory=0, folder=tmp_path, disk=1 << 30)
+    for prompts, expected in zip(CALLS, LINEAR, strict=True):
+        wanted = [greedy(target, p, NEW_TOKENS) for p in prompts]
+        assert decode(target, draft, prompts, None, backend=backend)[0] == wanted
+        got = decode(target, draft, prompts, store, backend=backend)
+        assert got[:2] == (wanted, expected)
+    store.close()

@@ -64,6 +64,43 @@ def test_what_fails_leaves_the_old_file(
     assert (tmp_path / "file").read_bytes() == b"old"
 
 
+def test_private_files_are_so_from_the_first_byte_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Catches a file that others can open while it is written."""
+    modes: list[int] = []
+    fsync = os.fsync
+
+    def synced(descriptor: int) -> None:
+        modes.append(os.fstat(descriptor).st_mode & 0o777)
+        fsync(descriptor)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    umask = os.umask(0o022)
+    try:
+        replace_file(tmp_path / "mine", b"1", private=True)
+        replace_file(tmp_path / "ours", b"2")
+    finally:
+        os.umask(umask)
+    assert modes[::2] == [0o600, 0o644]
+    found = {path.name: path.stat().st_mode & 0o777 for path in tmp_path.iterdir()}
+    assert found == {"mine": 0o600, "ours": 0o644}
+
+
+def test_what_is_no_plain_file_is_refused_at_once(tmp_path: Path) -> None:
+    """Catches an open that waits for a writer, and a leftover that does."""
+    os.mkfifo(tmp_path / "fifo")
+    leftover = tmp_path / f".{'a' * 32}.specdec-tmp"
+    os.mkfifo(leftover)
+    for path in (tmp_path / "fifo", Path("/dev/zero"), tmp_path):
+        with pytest.raises(OSError, match=r"plain file|directory"):
+            open_plain(path)
+    assert not remove_leftover(leftover)
+    (tmp_path / "file").write_bytes(b"plain")
+    with open_plain(tmp_path / "file") as file:
+        assert file.read() == b"plain"
+
+
 def test_nothing_is_put_before_all_is_written(tmp_path: Path) -> None:
     """A folder is missing: the file before has no name yet, and none is left."""
     with pytest.raises(FileNotFoundError):
