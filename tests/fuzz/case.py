@@ -25,7 +25,7 @@ OWN_LINES = ("specdec: ", "wrote ")
 CODES = (0, 1, 2)
 
 
-class Fault(AssertionError):
+class FaultError(AssertionError):
     """Something that must hold for every input did not."""
 
 
@@ -89,7 +89,7 @@ def specdec(*arguments: str | Path, stdin: bytes = b"") -> Answer:
     """Run a command in this process.
 
     Raises:
-        Fault: it ended in another way than with a code and lines of its own.
+        FaultError: it ended in another way than with a code and lines of its own.
     """
     out, err = _Captured(), _Captured()
     # Whoever asks a question here is answered yes: nothing may ask.
@@ -113,29 +113,31 @@ def specdec(*arguments: str | Path, stdin: bytes = b"") -> Answer:
 def check_answer(answer: Answer) -> None:
     """Refuse what no command may say."""
     if answer.code not in CODES:
-        raise Fault(f"the exit code is {answer.code}: {answer.err[-500:]}")
+        raise FaultError(f"the exit code is {answer.code}: {answer.err[-500:]}")
     lines = answer.err.split("\n")
     if lines.pop():
-        raise Fault(f"standard error does not end with a line: {answer.err[-500:]!r}")
+        raise FaultError(
+            f"standard error does not end with a line: {answer.err[-500:]!r}"
+        )
     for line in lines:
         if not line.startswith(OWN_LINES):
-            raise Fault(f"standard error has a line of others: {line[:500]!r}")
+            raise FaultError(f"standard error has a line of others: {line[:500]!r}")
         check_line(line)
     told = any(line.startswith("specdec: error: ") for line in lines)
     if told != (answer.code != 0):
-        raise Fault(f"code {answer.code} with {answer.err[-500:]!r}")
+        raise FaultError(f"code {answer.code} with {answer.err[-500:]!r}")
 
 
 def check_line(line: str) -> None:
     """Refuse a message that is not one short line of printable characters."""
     if not line.isprintable():
-        raise Fault(f"not printable: {line[:500]!r}")
+        raise FaultError(f"not printable: {line[:500]!r}")
     if len(line) > LONGEST_LINE:
-        raise Fault(f"a line of {len(line)} characters: {line[:300]!r}...")
+        raise FaultError(f"a line of {len(line)} characters: {line[:300]!r}...")
     if "SPECDEC_DEBUG" in line or re.search(r"\bunexpected [A-Z]\w+:", line):
-        raise Fault(f"nobody expected it: {line}")
+        raise FaultError(f"nobody expected it: {line}")
     if "Traceback" in line:
-        raise Fault(f"a traceback: {line}")
+        raise FaultError(f"a traceback: {line}")
 
 
 def check_error(error: Exception) -> None:
@@ -155,12 +157,12 @@ def check_chain(error: BaseException | None) -> None:
     while error is not None:
         text = f"{type(error).__name__}: {error}"
         if re.search(r"MemoryError|bad_alloc|[Uu]nable to allocate", text):
-            raise Fault(f"memory was asked for without a bound: {text[:500]}")
+            raise FaultError(f"memory was asked for without a bound: {text[:500]}")
         error = error.__cause__ or error.__context__
 
 
 def fail(what: str) -> NoReturn:
-    raise Fault(what)
+    raise FaultError(what)
 
 
 @contextlib.contextmanager

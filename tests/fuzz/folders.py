@@ -104,7 +104,9 @@ def spoil_weights(folder: Path, rng: random.Random) -> None:
         if rng.random() < 0.1:
             text = "[" * rng.choice((900, 100_000))
         header = text.encode()
-        path.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + length :])
+        path.write_bytes(
+            len(header).to_bytes(8, "little") + header + data[8 + length :]
+        )
     elif rng.random() < 0.8:
         path.write_bytes(spoil_bytes(data, rng))
     else:
@@ -143,7 +145,10 @@ def with_code(folder: Path, rng: random.Random) -> None:
     config |= rng.choice(
         (
             {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
-            {"auto_map": {"AutoTokenizer": [None, "evil.Evil"]}, "tokenizer_class": "E"},
+            {
+                "auto_map": {"AutoTokenizer": [None, "evil.Evil"]},
+                "tokenizer_class": "E",
+            },
             {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": "evil.Evil"}},
             {"model_file": "evil.py"},
             {"chat_template_type": "evil"},
@@ -163,8 +168,8 @@ def model_folder(case: Case) -> None:
     shutil.copytree(case.world.once(sound_folder), folder)
     draw = rng.random()
     if draw < 0.45:
-        for _ in range(rng.choice((1, 1, 2))):
-            spoil_json(folder / rng.choice([*KEYS]), rng)
+        for name in rng.sample([*KEYS], rng.choice((1, 1, 2))):
+            spoil_json(folder / name, rng)
     elif draw < 0.6:
         spoil_sizes(folder, rng)
     elif draw < 0.75:
@@ -174,11 +179,11 @@ def model_folder(case: Case) -> None:
     elif draw < 0.95:
         with_code(folder, rng)
     else:
-        name = rng.choice([*(p.name for p in folder.iterdir()), "distill.json"])
+        name = rng.choice(sorted({*(p.name for p in folder.iterdir()), "distill.json"}))
         if rng.random() < 0.5:
             plant(folder / name, rng)
         else:
             (folder / name).unlink(missing_ok=True)
     use_model(case, folder)
-    if (case.place / RAN).exists() or Path(RAN).exists():
+    if (case.place / RAN).exists():
         fail("code in the model's folder ran")

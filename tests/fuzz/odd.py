@@ -21,8 +21,8 @@ NUMBERS: tuple[Any, ...] = (
 TEXTS = (
     "", " ", "\n", "\0", "a\0b", "\ud800", "\udfff\ud800", "\x1b[31mred\x1b[0m",
     "\x1b]0;title\x07", "\u202eback", "\u2028", "\x85", "\r\nspecdec: error: no", "🙂",
-    "é" * 300, "a" * 5000, "../../etc/passwd", "/dev/zero", "NaN", "null", "-1", "1e999",
-    "9" * 400, "{{ 1 }}", "%s%n", "<|im_end|>", "<|im_start|>", "float32", "llama",
+    "é" * 300, "a" * 5000, "../../etc/passwd", "/dev/zero", "NaN", "null", "-1",
+    "1e999", "9" * 400, "{{ 1 }}", "%s%n", "<|im_end|>", "<|im_start|>", "float32", "llama",
 )  # fmt: skip
 
 # What JSON texts hold in place of these, which json.dumps could not write.
@@ -162,7 +162,9 @@ def spoil_bytes(data: bytes, rng: random.Random) -> bytes:
             size = rng.choice((1, 4, 8))
             made[at : at + size] = b"\xff" * size
         elif what == 4:
-            made[at : at + 8] = rng.choice((2**63, 2**31, 10**6, 0)).to_bytes(8, "little")
+            made[at : at + 8] = rng.choice((2**63, 2**31, 10**6, 0)).to_bytes(
+                8, "little"
+            )
         elif what == 5:
             made[at:at] = made[at : at + 200]
         else:

@@ -13,6 +13,9 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).parents[2]
+# Seconds of work, and of waiting, that none of these small inputs can need.
+MOST_SECONDS = 10
+MOST_WAITING = 40
 
 
 @dataclass(frozen=True)
@@ -49,39 +52,50 @@ def fuzz(
         each: seeds in a process; what its cases leave behind is looked at once.
         plugin: a module with more kinds, for tests of this one.
     """
-    seed, kinds = first, list(kinds)
+    seed, skip = first, 0
     while seed < first + count:
         n = min(each, first + count - seed)
-        found = run(kinds, seed, n, plugin=plugin)
+        found = run(kinds, seed, n, skip=skip, plugin=plugin)
         until = seed + n - 1 if found is None else found.seed
         show(f"seeds {seed} to {until}: {'nothing found' if found is None else 'see'}")
-        if found is None or found.count != 1:
-            seed += n
-        elif len(kinds) == 1:
-            seed = found.seed + 1
-        else:  # the other kinds of that seed
-            behind = kinds[kinds.index(found.kinds[0]) + 1 :]
-            if behind:
-                yield found
-                yield from fuzz(behind, found.seed, 1, plugin=plugin, show=show)
-                found = None
-            seed += 1
-        if found is not None:
-            yield found
+        seed, skip = seed + n, 0
+        if found is None:
+            continue
+        yield found
+        if len(found.kinds) == found.count == 1:  # a case: on with the one after it
+            at = found.seed * len(kinds) + kinds.index(*found.kinds) + 1
+            seed, skip = divmod(at, len(kinds))
 
 
 def run(
-    kinds: Sequence[str], first: int, count: int, *, plugin: str | None = None
+    kinds: Sequence[str],
+    first: int,
+    count: int,
+    *,
+    skip: int = 0,
+    plugin: str | None = None,
+    seconds: int = MOST_SECONDS,
+    waiting: int = MOST_WAITING,
 ) -> Found | None:
-    """Run cases in one process until the first fault, which is returned."""
+    """Run cases in one process until the first fault, which is returned.
+
+    Args:
+        skip: kinds of the first seed to leave out, from the first on.
+        plugin: a module with more kinds, in place of the others' library.
+        seconds, waiting: of work and of time that a case may take.
+    """
     reader, writer = os.pipe()
     more = ["--plugin", plugin] if plugin else []
     command = [
         sys.executable, "-m", "tests.fuzz.worker", "--pipe", str(writer),
-        "--first", str(first), "--count", str(count), *more, *kinds,
+        "--first", str(first), "--count", str(count), "--skip", str(skip),
+        "--seconds", str(seconds), "--waiting", str(waiting), *more, *kinds,
     ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    with tempfile.TemporaryFile() as errors, os.fdopen(reader, encoding="utf-8") as pipe:
+    with (
+        tempfile.TemporaryFile() as errors,
+        os.fdopen(reader, encoding="utf-8") as pipe,
+    ):
         try:
             process = subprocess.Popen(
                 command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,

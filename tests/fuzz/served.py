@@ -92,15 +92,17 @@ def odd_setting(rng: random.Random, name: str) -> Any:
             (
                 {5: number},
                 {number if number == number else 5: 1.0},
-                {i: number for i in range(320)},
+                dict.fromkeys(range(320), number),
                 {rng.choice(TEXTS): 1.0},
                 odd_value(rng),
             )
         )
     if name == "stop":
-        many = tuple(f"no {i}" for i in range(rng.choice((100, 20_000))))
+        texts = tuple(f"no {i}" for i in range(rng.choice((100, 20_000))))
         text = rng.choice(TEXTS)
-        return rng.choice((text, (text,), (text, "7"), many, "a" * 10**5, odd_value(rng)))
+        return rng.choice(
+            (text, (text,), (text, "7"), texts, "a" * 10**5, odd_value(rng))
+        )
     if name in ("stop_token_ids", "xtc_special_tokens"):
         many = tuple(range(rng.choice((10, 320, 100_000))))
         return rng.choice(((number,), many, (5, number), odd_value(rng)))
@@ -191,7 +193,9 @@ def served_request(case: Case) -> None:
         results = live.loop.run_until_complete(_all(requests, beside))
         for i, result in zip(good, results, strict=True):
             if result.token_ids != expected[i]:
-                fail(f"request {i} has other tokens: {result.error or result.token_ids}")
+                fail(
+                    f"request {i} has other tokens: {result.error or result.token_ids}"
+                )
         if live.server.pending:
             fail(f"{live.server.pending} requests are left")
 

@@ -21,12 +21,10 @@ import threading
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-# Seconds of work, and of waiting, that none of these small inputs can need.
-MOST_SECONDS = 10
-MOST_WAITING = 40
 # Bytes that a case may take beside what the process has, and that all may leave.
 MOST_BYTES = 400 << 20
 # Where asking for memory fails; what is touched before that is over the other bound.
@@ -35,6 +33,8 @@ MOST_LEFT = 48 << 20
 MOST_LEFT_ARRAYS = 1 << 20
 # Cases before anything is compared: caches of other libraries have filled.
 WARM = 0.3
+# Fewer cases than that say nothing of growth.
+ENOUGH = 50
 
 
 @dataclass
@@ -102,14 +102,14 @@ def bound_memory() -> None:
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
-def watched(run: Callable[[], None]) -> None:
+def watched(run: Callable[[], None], seconds: int, waiting: int) -> None:
     """Run a case in bounded time, and look at the memory that it took."""
     from .case import fail
 
     resident, most = _resident(), _most_resident()
-    bound = int(_seconds()) + 1 + MOST_SECONDS
+    bound = int(_seconds()) + 1 + seconds
     resource.setrlimit(resource.RLIMIT_CPU, (bound, resource.RLIM_INFINITY))
-    faulthandler.dump_traceback_later(MOST_WAITING, exit=True)
+    faulthandler.dump_traceback_later(waiting, exit=True)
     try:
         run()
     finally:
@@ -119,7 +119,7 @@ def watched(run: Callable[[], None]) -> None:
         fail(f"it took {(after - resident) >> 20} MiB")
 
 
-def work(kinds: list[str], first: int, count: int, say: Callable[..., None]) -> bool:
+def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
     """Run cases; whether nothing was found."""
     import mlx.core as mx
 
@@ -129,31 +129,34 @@ def work(kinds: list[str], first: int, count: int, say: Callable[..., None]) -> 
     top = Path(tempfile.gettempdir())
     world = World(top.parent / "shared")
     world.folder.mkdir()
-    steps = [(seed, name) for seed in range(first, first + count) for name in kinds]
+    seeds = range(options.first, options.first + options.count)
+    steps = [(seed, name) for seed in seeds for name in options.kinds]
+    steps = steps[options.skip :]
     warm = int(len(steps) * WARM)
     before: Held | None = None
     mx.set_cache_limit(1 << 20)
-    place = top.parent / "case"
     for number, (seed, name) in enumerate(steps):
         if number == warm:
             before = Held.now()
         say(begin=name, seed=seed)
-        shutil.rmtree(place, ignore_errors=True)
+        # Each its own: a writer in the background may come late to the one before.
+        place = top.parent / f"case-{number}"
         place.mkdir()
         os.chdir(place)
         case = Case(random.Random(f"{name} {seed}"), place, world)
         try:
-            watched(lambda case=case, name=name: KINDS[name](case))  # type: ignore[misc]
+            watched(partial(KINDS[name], case), options.seconds, options.waiting)
             if left := os.listdir(top):
                 raise AssertionError(f"files are left in the temporary folder: {left}")
         except BaseException as error:  # whatever it is, it is told
             say(fault="".join(traceback.format_exception(error)))
             return False
+        shutil.rmtree(place, ignore_errors=True)
     os.chdir(top)
-    if before is not None and len(steps) >= 50:
-        if growth := Held.now().grown(before):
-            say(growth=growth)
-            return False
+    growth = before and len(steps) >= ENOUGH and Held.now().grown(before)
+    if growth:
+        say(growth=growth)
+        return False
     world.close()
     left = [t.name for t in threading.enumerate() if not t.daemon]
     if left != [threading.main_thread().name]:
@@ -167,6 +170,9 @@ def main() -> None:
     parser.add_argument("--pipe", type=int, required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
+    parser.add_argument("--skip", type=int, required=True)
+    parser.add_argument("--seconds", type=int, required=True)
+    parser.add_argument("--waiting", type=int, required=True)
     parser.add_argument("--plugin", help="a module to import before, with more kinds")
     parser.add_argument("kinds", nargs="+")
     options = parser.parse_args()
@@ -180,18 +186,18 @@ def main() -> None:
     faulthandler.register(signal.SIGXCPU, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with tempfile.TemporaryDirectory(prefix="specdec-fuzz-") as folder:
+    with tempfile.TemporaryDirectory(
+        prefix="specdec-fuzz-", ignore_cleanup_errors=True
+    ) as folder:
         temporary = Path(folder) / "tmp"
         temporary.mkdir()
         # Not TMPDIR: MLX's compiled kernels stay where the next process finds them.
         tempfile.tempdir = str(temporary)
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        if options.plugin:
-            __import__(options.plugin)
-        __import__("mlx_lm")
+        __import__(options.plugin or "mlx_lm")
         bound_memory()
         try:
-            sound = work(options.kinds, options.first, options.count, say)
+            sound = work(options, say)
         finally:
             os.chdir("/")
     if sound:
