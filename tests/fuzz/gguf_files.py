@@ -174,7 +174,7 @@ def _odd_scalar(rng: random.Random, type_: int) -> bytes:
         return packed
     size = struct.calcsize("<" + form)
     number = int(rng.choice([n for n in NUMBERS if isinstance(n, int)]))
-    return (number % 256**size).to_bytes(size, "little")
+    return (number % (1 << 8 * size)).to_bytes(size, "little")
 
 
 def spoil_pairs(parts: Parts, rng: random.Random) -> Parts:

@@ -22,7 +22,7 @@ TEXTS = (
     "", " ", "\n", "\0", "a\0b", "\ud800", "\udfff\ud800", "\x1b[31mred\x1b[0m",
     "\x1b]0;title\x07", "\u202eback", "\u2028", "\x85", "\r\nspecdec: error: no", "🙂",
     "é" * 300, "a" * 5000, "../../etc/passwd", "/dev/zero", "NaN", "null", "-1",
-    "1e999", "9" * 400, "{{ 1 }}", "%s%n", "<|im_end|>", "<|im_start|>", "float32", "llama",
+    "1e999", "9" * 400, "{{ 1 }}", "%s%n", "<|im_end|>", "<|im_start|>", "llama",
 )  # fmt: skip
 
 # What JSON texts hold in place of these, which json.dumps could not write.
