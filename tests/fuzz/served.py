@@ -127,6 +127,7 @@ ERRORS = (
     ValueError("a" * 5000),
     SystemExit(3),
     StopIteration(),
+    GeneratorExit(),
     MemoryError(),
     RecursionError("deep"),
 )
@@ -138,6 +139,7 @@ def odd_sampler(rng: random.Random) -> tuple[Any, ...]:
     late = mx.array([0])
     return (
         raises(rng.choice(ERRORS)),
+        raises(SystemExit(3)),
         lambda logprobs: value,
         lambda logprobs: mx.argmax(logprobs, axis=-1) + 10**9,
         lambda logprobs: mx.take(late, mx.array([10**9])),
@@ -150,6 +152,7 @@ def odd_processor(rng: random.Random) -> tuple[Any, ...]:
     fill = rng.choice((float("nan"), float("-inf"), float("inf"), 1e39))
     return (
         raises(rng.choice(ERRORS)),
+        raises(SystemExit(3)),
         lambda tokens, logits: mx.full(logits.shape, fill),
         lambda tokens, logits: logits.astype(rng.choice((mx.float16, mx.int32))),
         lambda tokens, logits: logits[:, :5],
@@ -168,8 +171,13 @@ def odd_request(rng: random.Random) -> tuple[Prompt, dict[str, Any]]:
         return odd_prompt(rng), settings
     if rng.random() < 0.5:  # filters are refused at temperature 0
         settings["temperature"] = 0.8
-    for name in rng.sample(FIELDS, rng.choice((1, 1, 1, 2, 3))):
+    names = rng.sample(FIELDS, rng.choice((1, 1, 1, 2, 3)))
+    if rng.random() < 0.2:
+        names.append(rng.choice(("sampler", "logits_processors")))
+    for name in names:
         settings[name] = odd_setting(rng, name)
+    if "sampler" in names:  # which is in place of it
+        settings.pop("temperature", None)
     return prompt, settings
 
 

@@ -123,8 +123,7 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
     """Run cases; whether nothing was found."""
     import mlx.core as mx
 
-    from .case import Case, World
-    from .kinds import KINDS
+    from .case import KINDS, Case, World
 
     top = Path(tempfile.gettempdir())
     world = World(top.parent / "shared")
@@ -194,7 +193,7 @@ def main() -> None:
         # Not TMPDIR: MLX's compiled kernels stay where the next process finds them.
         tempfile.tempdir = str(temporary)
         os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        __import__(options.plugin or "mlx_lm")
+        __import__(options.plugin or "tests.fuzz.kinds")
         bound_memory()
         try:
             sound = work(options, say)
