@@ -1,0 +1,12 @@
+"""All kinds of input: a new one is a function in one of these modules."""
+
+from . import (
+    folders,
+    gguf_files,
+    prefix_folders,
+    prompt_files,
+    served,
+)
+from .case import KINDS
+
+__all__ = ["KINDS", "folders", "gguf_files", "prefix_folders", "prompt_files", "served"]

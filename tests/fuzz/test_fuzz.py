@@ -1,0 +1,160 @@
+"""A bounded number of malformed inputs, and that what goes wrong with one is found.
+
+``scripts/soak --fuzz`` runs 100,000.
+"""
+
+from __future__ import annotations
+
+import random
+from itertools import islice
+from pathlib import Path
+
+import pytest
+
+from specdec.errors import ConfigError, PromptError
+
+from .case import (
+    LONGEST_LINE,
+    Answer,
+    FaultError,
+    World,
+    check_answer,
+    check_error,
+)
+from .gguf_files import (
+    Parts,
+    spoil_counts,
+    spoil_pairs,
+    spoil_tensors,
+)
+from .kinds import KINDS
+from .odd import (
+    odd_value,
+    spoil_bytes,
+    spoil_text,
+    spoil_tree,
+    to_json,
+)
+from .runner import Found, fuzz, run
+
+CASES = 1000
+PLANTED = "tests.fuzz.planted"
+# What is shown of them at once; each costs a process.
+MOST_FAULTS = 5
+
+
+def test_a_thousand_malformed_inputs() -> None:
+    """A traceback, a hang, a leak, or a neighbour with other tokens, for any input."""
+    kinds = [*KINDS]
+    assert len(kinds) >= 5
+    seeds = -(-CASES // len(kinds))
+    found = list(islice(fuzz(kinds, 0, seeds), MOST_FAULTS))
+    assert not found, "\n\n".join(map(str, found))
+
+
+@pytest.mark.parametrize(
+    ("name", "shows"),
+    [
+        ("goes_on_for_ever", "goes_on_for_ever"),
+        ("waits_for_ever", "waits_for_ever"),
+        ("dies", "in dies"),
+        ("takes_memory", "it took"),
+        ("leaves_a_file_open", "descriptors grew"),
+        ("leaves_arrays", "arrays grew"),
+        ("leaves_threads", "threads grew"),
+        ("writes_to_the_terminal", "not asked for"),
+    ],
+)
+def test_it_finds(name: str, shows: str) -> None:
+    """A fault that the fuzzer overlooks, or shows without its place."""
+    count = 60 if name.startswith("leaves") else 1
+    found = run([name], 0, count, plugin=PLANTED, seconds=1, waiting=5)
+    assert found is not None
+    assert shows in found.what
+    assert (found.kinds, found.seed, found.count) == ((name,), 0, count)
+
+
+def test_it_goes_on_after_a_fault() -> None:
+    """Cases that are left out behind one that failed, or one that runs twice."""
+    told: list[str] = []
+    kinds = ["raises_at_seed_3", "does_nothing"]
+    found = list(fuzz(kinds, 2, 3, plugin=PLANTED, show=told.append))
+    assert [(f.kinds, f.seed, f.count) for f in found] == [
+        (("raises_at_seed_3",), 3, 1)
+    ]
+    assert "TypeError: nobody expected it" in found[0].what
+    assert str(found[0]).endswith(
+        "python -m tests.fuzz raises_at_seed_3 --first 3 --count 1"
+    )
+    assert told == ["seeds 2 to 3: see", "seeds 3 to 4: nothing found"]
+
+
+def test_nothing_is_found_where_nothing_is_wrong() -> None:
+    assert run(["does_nothing"], 0, 200, plugin=PLANTED) is None
+
+
+def test_a_seed_is_an_input() -> None:
+    """Inputs that cannot be made again: order of a set or a folder, another draw."""
+    from .gguf_files import sound_file
+
+    parts = sound_file(World(Path()))
+    tree = {"a": [1, 2, {"b": None}], "c": "text"}
+
+    def inputs(seed: int) -> list[object]:
+        rng = random.Random(seed)
+        made: list[Parts] = [
+            way(parts, rng) for way in (spoil_pairs, spoil_tensors, spoil_counts)
+        ]
+        return [
+            *(each.encode() for each in made),
+            spoil_bytes(b"abc" * 100, rng),
+            spoil_text("abc", rng),
+            to_json(spoil_tree(tree, rng, ("d",))),
+            to_json(odd_value(rng)),
+        ]
+
+    assert [inputs(seed) for seed in range(50)] == [inputs(seed) for seed in range(50)]
+    assert inputs(0) != inputs(1)
+
+
+GOOD = Answer(2, "", "specdec: error: it is not there: check the path\n")
+
+
+@pytest.mark.parametrize(
+    ("code", "err"),
+    [
+        (0, "specdec: error: but the code says that nothing is wrong\n"),
+        (1, ""),
+        (1, "specdec: warning: no error is told\n"),
+        (3, GOOD.err),
+        (-11, GOOD.err),
+        (1, "specdec: error: unexpected TypeError: no (set SPECDEC_DEBUG=1 to see)\n"),
+        (1, "Traceback (most recent call last):\n" + GOOD.err),
+        (1, "UserWarning: of another library\n" + GOOD.err),
+        (1, "specdec: error: \x1b[31mred\n"),
+        (1, f"specdec: error: {'a' * LONGEST_LINE}\n"),
+        (1, "specdec: error: without its end"),
+    ],
+)
+def test_answers_that_are_faults(code: int, err: str) -> None:
+    """What a command must never say."""
+    check_answer(GOOD)
+    with pytest.raises(FaultError):
+        check_answer(Answer(code, "", err))
+
+
+def test_errors_that_are_faults() -> None:
+    """An error of Python's own, or one that hides that there was no memory left."""
+    check_error(ConfigError("top_p is 2: it must be less"))
+    with pytest.raises(TypeError):
+        check_error(TypeError("an int is needed"))
+    error = PromptError("the chat template refuses these messages")
+    error.__cause__ = MemoryError()
+    with pytest.raises(FaultError):
+        check_error(error)
+
+
+def test_a_found_fault_names_all_that_it_takes() -> None:
+    """Growth is of all cases of a process: one of them alone does not show it."""
+    found = Found(("a", "b"), 5, 250, "resident grew")
+    assert found.command == "python -m tests.fuzz a b --first 5 --count 250"
