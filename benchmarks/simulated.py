@@ -19,7 +19,14 @@ import click
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
-from benchmarks.common import Script, header_of, in_time, minutes_option, write_report
+from benchmarks.common import (
+    Script,
+    header_of,
+    in_time,
+    minutes_option,
+    without_rows,
+    write_report,
+)
 from specdec import EngineConfig, backend, rounds
 from specdec.assembly import models_of
 from specdec.bench.engine import engine
@@ -249,7 +256,7 @@ def main(
         for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
-            records[key].append(record)
+            records[key].append(without_rows(record))
         # Only now: kernels that passes compiled are not timed with a forward.
         costs = {b: measure_costs(b) for b in batches}
     raw["options"] = {"target": short(target), "draft": short(draft)} | {
