@@ -71,7 +71,7 @@ class WrongRows:
         self._rows, self._vocab_size = rows, vocab_size
 
     def propose(self, round_: Round) -> Proposals:
-        proposals = self._rows.propose(round_)
+        proposals: Proposals = self._rows.propose(round_)
         return replace(proposals, tokens=(proposals.tokens + 1) % self._vocab_size)
 
     def prefill(self) -> Iterator[None]:

@@ -78,7 +78,8 @@ def allowed(costs: Costs, plain: float, chance: float, k: int) -> float:
     if verify is None:
         return 0.0
     survival = [chance**i for i in range(1, k + 1)]
-    return tokens_per_round(survival)[k] * plain / (k * costs["draft_step"] + verify)
+    seconds: float = k * costs["draft_step"] + verify
+    return tokens_per_round(survival)[k] * plain / seconds
 
 
 def limits_of(
