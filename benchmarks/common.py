@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -18,6 +17,7 @@ from specdec.model_names import short
 from specdec.prompts import encode_all, read_prompts
 from specdec.tools.bench.machine import commit, machine, place
 from specdec.tools.bench.tables import interleaved
+from specdec.tools.bench.waves import Record, TracedRound
 
 MIB = 2**20
 
@@ -61,7 +61,7 @@ def encode_prompts(
 minutes_option = click.option(
     "--minutes",
     type=float,
-    help="Begin no pass behind the second when this time is up; then report.",
+    help="After the second pass, begin none when this time is up; then report.",
 )
 
 
@@ -78,6 +78,22 @@ def in_time(
 
 
 # -- reports ---------------------------------------------------------------
+
+
+def without_rows(record: Record) -> Record:
+    """A pass whose rounds are summed over their rows, as every table reads them.
+
+    Of 32 rows that is a twentieth of the raw result.
+    """
+
+    def summed(rounds: Sequence[TracedRound]) -> list[list[object]]:
+        return [
+            [k, [[sum(drafted for drafted, _ in rows), sum(n for _, n in rows)]]]
+            for k, rows in rounds
+        ]
+
+    waves = [{**w, "rounds": summed(w.get("rounds", ()))} for w in record["waves"]]
+    return {**record, "waves": waves}
 
 
 def header_of(title: str) -> dict[str, Any]:
@@ -115,14 +131,5 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     # Appended, not with_suffix(): a name may hold a dot, as in "qwen2.5".
     Path(f"{path}.md").write_text(text, "utf-8")
-    Path(f"{path}.json").write_text(_compact(raw), "utf-8")
-
-
-def _compact(raw: dict[str, Any]) -> str:
-    """Indented JSON, with lists of plain numbers, and lists of these, on one line."""
-    text = json.dumps(raw, indent=1, ensure_ascii=False)
-
-    def on_one_line(found: re.Match[str]) -> str:
-        return re.sub(r"(?<=\[) | (?=\])", "", re.sub(r"\s+", " ", found.group()))
-
-    return re.sub(r"\[[\s\d.,eE+\[\]-]*\]", on_one_line, text) + "\n"
+    text = json.dumps(raw, ensure_ascii=False, separators=(",", ":"))
+    Path(f"{path}.json").write_text(text + "\n", "utf-8")

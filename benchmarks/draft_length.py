@@ -21,6 +21,7 @@ from benchmarks.common import (
     header_of,
     in_time,
     minutes_option,
+    without_rows,
     write_report,
 )
 from specdec import EngineConfig
@@ -70,7 +71,7 @@ class WrongRows:
         self._rows, self._vocab_size = rows, vocab_size
 
     def propose(self, round_: Round) -> Proposals:
-        proposals = self._rows.propose(round_)
+        proposals: Proposals = self._rows.propose(round_)
         return replace(proposals, tokens=(proposals.tokens + 1) % self._vocab_size)
 
     def prefill(self) -> Iterator[None]:
@@ -346,7 +347,7 @@ def main(
             print(f"pass {number}: {key}: {found:.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
             record["decode_tokens_per_second"] = found
-            records[key].append(record)
+            records[key].append(without_rows(record))
 
     repeat = len(next(iter(records.values()))) - 1
     raw = header_of(TITLE)

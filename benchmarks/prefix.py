@@ -74,7 +74,7 @@ def main() -> None:
 @click.option("--num-prompts", type=int, default=8, show_default=True)
 @click.option("--shared", type=int, default=4096, show_default=True)
 @click.option("--own", type=int, default=64, show_default=True)
-@click.option("--folder", help="On the disk to measure; removed behind the run.")
+@click.option("--folder", help="On the disk to measure; removed after the run.")
 @click.option("--out")
 def first_tokens(
     target: str,
@@ -178,7 +178,7 @@ def first_tokens(
     help="Layers that keep all tokens; the default is that of a 27B hybrid model.",
 )
 @click.option("--tokens", type=int, default=50_000, show_default=True)
-@click.option("--folder", help="On the disk to measure; removed behind the run.")
+@click.option("--folder", help="On the disk to measure; removed after the run.")
 @click.option("--out")
 def storage(geometry: str, tokens: int, folder: str | None, out: str | None) -> None:
     """Bytes of a long prefix, and how fast it is written and read."""

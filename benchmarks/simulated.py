@@ -19,7 +19,14 @@ import click
 import mlx.core as mx
 from mlx_lm.generate import wired_limit
 
-from benchmarks.common import Script, header_of, in_time, minutes_option, write_report
+from benchmarks.common import (
+    Script,
+    header_of,
+    in_time,
+    minutes_option,
+    without_rows,
+    write_report,
+)
 from specdec import EngineConfig, backend
 from specdec.build import models_of
 from specdec.config import NumDraftTokens
@@ -71,7 +78,8 @@ def allowed(costs: Costs, plain: float, chance: float, k: int) -> float:
     if verify is None:
         return 0.0
     survival = [chance**i for i in range(1, k + 1)]
-    return tokens_per_round(survival)[k] * plain / (k * costs["draft_step"] + verify)
+    seconds: float = k * costs["draft_step"] + verify
+    return tokens_per_round(survival)[k] * plain / seconds
 
 
 def limits_of(
@@ -249,7 +257,7 @@ def main(
         for number, key, record in in_time(runs, repeat + 1, minutes):
             print(f"pass {number}: {key}: {rate(record):.1f} tok/s", file=sys.stderr)
             record.pop("tokens", None)
-            records[key].append(record)
+            records[key].append(without_rows(record))
         # Only now: kernels that passes compiled are not timed with a forward.
         costs = {b: measure_costs(b) for b in batches}
     raw["options"] = {"target": short(target), "draft": short(draft)} | {

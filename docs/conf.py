@@ -37,7 +37,9 @@ RESULTS = ROOT / "benchmarks" / "results"
 # The side bar, by heading. A page that is in none of these lists fails the build.
 NAVIGATION = {
     "Use": [
-        "Getting started </README>",
+        "What it is </README>",
+        "/docs/getting-started",
+        "/docs/python",
         "/docs/tuning",
         "/docs/sampling",
         "/docs/serving",
@@ -56,7 +58,7 @@ NAVIGATION = {
     ],
     "Reference": ["/docs/cli", "/docs/api/README", "/CHANGELOG"],
     "Measure": ["/docs/benchmarks", "/benchmarks/README"],
-    "Take part": ["/CONTRIBUTING"],
+    "Take part": ["/CONTRIBUTING", "/SECURITY"],
 }
 API = ["specdec", "cache", "certificate", "drafters", "memory", "models"]
 

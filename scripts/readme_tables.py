@@ -14,8 +14,8 @@ import json
 import re
 import statistics
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -30,7 +30,6 @@ from specdec.tools.bench.tables import markdown_table, show_spread  # noqa: E402
 from specdec.tools.bench.waves import (  # noqa: E402
     Record,
     full_rate,
-    quiet_rate,
     rate,
     step_ms,
     total,
@@ -43,43 +42,53 @@ MIB = 2**20
 
 @dataclass(frozen=True)
 class Table:
-    """What a table shows of a file.
+    """What a table shows of one file, or of several.
 
     Args:
         file: below benchmarks/results: NAME of a NAME.json that benchmarks/decode.py
             or benchmarks/draft_length.py wrote, or a folder of ``specdec bench``.
+            Of several: the file, the beginning of a row's name in it, and a label.
         title: what stands over the names of the rows.
         columns: names of COLUMNS below, in their order.
         rows: beginnings of what rows are called in the file (``specdec, draft B=8``;
             ``ngram B=1 k=auto``; ``batch 4: specdec``), in their order; none: all.
     """
 
-    file: str
+    file: str | Sequence[tuple[str, str, str]]
     title: str
     columns: Sequence[str]
     rows: Sequence[str] = ()
 
 
+SMOLLM2 = "smollm2-135m-instruct B={} k=auto"
+
 # A line for each table; a page shows it where its marker stands.
 # ruff: noqa: E501
 # fmt: off
 TABLES = {
-    "cpu-plain": Table("decode-cpu-plain", "without a draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
-    "cpu-draft": Table("decode-cpu-draft", "k = 2", ("batch", "tokens/s", "tokens per round"), ("mlx-lm speculative", "specdec, draft")),
-    "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "ms", "peak"), ("specdec",)),
-    "h200-batches": Table("decode-qwen-batches-h200", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
-    "h200-single": Table("decode-qwen-b1-h200", "one row", ("k", "tokens/s", "first pass", "tokens per round")),
-    "h200-lengths": Table("draft-length-qwen-b8-kernel-h200", "8 rows", ("k", "tokens/s", "/ no draft", "/ no draft, all running", "rate")),
-    "h200-ngram-1": Table("draft-length-ngram-b1-h200", "one row", ("k", "tokens/s", "/ no draft", "quiet", "rate")),
-    "h200-ngram-8": Table("draft-length-ngram-b8-waiting-h200", "8 rows, others waiting", ("k", "/ no draft, all running", "quiet", "rate")),
-    "h200-gsm8k-1": Table("draft-length-smollm2-gsm8k-b1-h200", "GSM8K, one row", ("k", "tokens/s", "/ no draft", "quiet", "rate")),
-    "h200-gsm8k-8": Table("draft-length-smollm2-gsm8k-b8-waiting-h200", "GSM8K, 8 rows", ("k", "/ no draft, all running", "quiet", "rate")),
-    "h200-humaneval-8": Table("draft-length-smollm2-humaneval-b8-waiting-h200", "HumanEval, 8 rows", ("k", "/ no draft, all running", "quiet", "rate")),
-    "h200-gsm8k-32": Table("draft-length-smollm2-gsm8k-b32-waiting-h200", "GSM8K, 32 rows", ("k", "/ no draft, all running", "quiet", "rate")),
-    "h200-humaneval-32": Table("draft-length-smollm2-humaneval-b32-waiting-h200", "HumanEval, 32 rows", ("k", "/ no draft, all running", "quiet", "rate")),
-    "h200-1b": Table("decode-1b-h200", "Llama 1B shape, no draft", ("batch", "tokens/s", "/ batch_generate", "ms")),
-    "h200-readme": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate")),
+    "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms", "peak")),
     "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
+    "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
+    "h200-auto": Table(
+        (
+            ("draft-length-smollm2-gsm8k-b1-h200", SMOLLM2.format(1), "SmolLM2 and its draft, GSM8K"),
+            ("draft-length-smollm2-gsm8k-b1-once-h200", SMOLLM2.format(1), "the same again"),
+            ("draft-length-smollm2-gsm8k-b8-waiting-h200", SMOLLM2.format(8), "SmolLM2 and its draft, GSM8K"),
+            ("draft-length-smollm2-gsm8k-b32-waiting-h200", SMOLLM2.format(32), "SmolLM2 and its draft, GSM8K"),
+            ("draft-length-smollm2-gsm8k-b32-waiting-once-h200", SMOLLM2.format(32), "the same again"),
+            ("draft-length-smollm2-humaneval-b1-h200", SMOLLM2.format(1), "SmolLM2 and its draft, HumanEval"),
+            ("draft-length-smollm2-humaneval-b8-waiting-h200", SMOLLM2.format(8), "SmolLM2 and its draft, HumanEval"),
+            ("draft-length-smollm2-humaneval-b32-waiting-h200", SMOLLM2.format(32), "SmolLM2 and its draft, HumanEval"),
+            ("draft-length-ngram-b1-h200", "ngram B=1 k=auto", "Qwen 1.5B and `ngram`, HumanEval"),
+            ("draft-length-ngram-b8-waiting-h200", "ngram B=8 k=auto", "Qwen 1.5B and `ngram`, HumanEval"),
+            ("draft-length-qwen-b32-kernel-h200", "ngram B=32 k=auto", "Qwen 1.5B and `ngram`, HumanEval"),
+            ("draft-length-qwen-b1-kernel-h200", "Qwen2.5-Coder-0.5B-Instruct B=1 k=auto", "Qwen 1.5B and 0.5B, HumanEval"),
+            ("draft-length-qwen-b8-kernel-h200", "Qwen2.5-Coder-0.5B-Instruct B=8 k=auto", "Qwen 1.5B and 0.5B, HumanEval"),
+            ("draft-length-qwen-b32-kernel-h200", "Qwen2.5-Coder-0.5B-Instruct B=32 k=auto", "Qwen 1.5B and 0.5B, HumanEval"),
+        ),
+        "one H200, all rows running",
+        ("batch", "passes", "best fixed", "auto"),
+    ),
 }
 # fmt: on
 
@@ -98,7 +107,7 @@ class Row:
         ms: of a round with all rows running, as the file's own report has it.
         plain: those of this engine without a draft, where there are any to compare.
         mlx_lm: those of mlx-lm's batched decoding, likewise.
-        best: those of the fastest fixed draft length, 0 included, likewise.
+        fixed: those of every fixed draft length of the same draft, likewise.
     """
 
     key: str
@@ -110,7 +119,7 @@ class Row:
     ms: float
     plain: Sequence[Record] = ()
     mlx_lm: Sequence[Record] = ()
-    best: Sequence[Record] = ()
+    fixed: Mapping[str, Sequence[Record]] = field(default_factory=dict)
 
     @property
     def rates(self) -> list[float]:
@@ -127,11 +136,14 @@ class Row:
         return f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
 
     @property
-    def quiet_over_plain(self) -> str:
-        """Its rate over plain decoding's, all rows running, without other load."""
-        if not self.plain:
-            return ""
-        return f"{quiet_rate(self.passes) / quiet_rate(self.plain):.2f}"
+    def best_fixed(self) -> str:
+        """The largest rate over plain decoding's, all rows running, of a fixed k."""
+        ratios = {
+            k: replace(self, passes=passes).over(self.plain, full_rate)
+            for k, passes in self.fixed.items()
+        }
+        best = max(ratios, key=lambda k: float(ratios[k]), default="")
+        return f"{ratios[best]} (k = {best})" if best else ""
 
     def accepted_over(self, name: str) -> float | None:
         """Accepted draft tokens over another count, of all passes that count."""
@@ -158,16 +170,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "k": ("k", lambda r: r.k),
     "tokens/s": ("decode tokens/s", lambda r: f"{statistics.median(r.rates):.1f}"),
     "range": ("decode tokens/s", lambda r: show_spread(r.rates)),
+    "passes": ("passes", lambda r: str(len(r.passes))),
     "first pass": ("first pass tokens/s", lambda r: f"{rate(r.first):.1f}"),
     "ms": ("ms per round", lambda r: f"{r.ms:.1f}"),
     "/ batch_generate": ("/ `batch_generate`", lambda r: r.over(r.mlx_lm)),
     "/ no draft": ("/ no draft", lambda r: r.over(r.plain)),
-    "/ no draft, all running": (
-        "/ no draft, all rows running",
-        lambda r: r.over(r.plain, full_rate),
-    ),
-    "quiet": ("/ no draft, quiet rounds", lambda r: r.quiet_over_plain),
-    "/ best fixed k": ("/ best fixed k", lambda r: r.over(r.best)),
+    "best fixed": ("best fixed k / no draft", lambda r: r.best_fixed),
+    "auto": ("`auto` / no draft", lambda r: r.over(r.plain, full_rate)),
     "rate": ("acceptance rate", lambda r: number(r.accepted_over("drafted"))),
     "tokens per round": (
         "tokens per round",
@@ -206,7 +215,8 @@ def of_passes(passes: dict[str, list[Record]]) -> Iterator[Row]:
         plain = warm(f"specdec B={batch}") or warm(f"plain B={batch} k=0")
         drafts = not system.startswith("mlx-lm") and system not in ("specdec", "plain")
         peer = f"mlx-lm batch_generate B={batch}"
-        fixed = re.compile(rf"{re.escape(system)} B={batch} k=\d+")
+        fixed = re.compile(rf"{re.escape(system)} B={batch} k=(\d+)")
+        lengths = {m[1]: warm(m[0]) for m in map(fixed.fullmatch, passes) if m}
         yield Row(
             key=key,
             label=label_of(system),
@@ -217,11 +227,7 @@ def of_passes(passes: dict[str, list[Record]]) -> Iterator[Row]:
             ms=statistics.median(map(step_ms, counted)),
             plain=plain if drafts else [],
             mlx_lm=[] if key == peer else warm(peer),
-            best=fastest(
-                [plain, *(warm(other) for other in filter(fixed.fullmatch, passes))]
-            )
-            if k == "auto"
-            else [],
+            fixed=lengths if k == "auto" else {},
         )
 
 
@@ -230,14 +236,6 @@ def label_of(system: str) -> str:
     if system.startswith("wrong:"):
         return "wrong"
     return LABELS.get(system) or Path(short(system)).name
-
-
-def fastest(several: Iterable[list[Record]]) -> list[Record]:
-    """Of the passes of several systems, those with the largest median rate."""
-    measured = (some for some in several if some)
-    return max(
-        measured, key=lambda some: statistics.median(map(rate, some)), default=[]
-    )
 
 
 def of_recipe(figures: Figures) -> Iterator[Row]:
@@ -266,38 +264,55 @@ def of_recipe(figures: Figures) -> Iterator[Row]:
 
 
 def render(table: Table, root: str) -> str:
-    """A table in Markdown, and a line that tells where it comes from.
+    """A table in Markdown, and where it comes from.
 
     Args:
         root: what leads from the page to the repository's root.
     """
-    if (RESULTS / table.file).is_dir():
-        figures = Figures(Results.read(RESULTS / table.file))
-        rows, repeat = list(of_recipe(figures)), figures.recipe.run.repeat
-        start, report = figures.results.starts[0], f"{table.file}/report.md"
-    else:
-        file = RESULTS / f"{table.file}.json"
-        if not file.is_file():
-            raise TableError(
-                f"there is no {file.relative_to(ROOT)}, and no such folder"
-            )
-        start, report = json.loads(file.read_text("utf-8")), f"{table.file}.md"
-        if "passes" not in start:
-            raise TableError(f"{file.name} has no passes: it is of another benchmark")
-        rows, repeat = list(of_passes(start["passes"])), start["options"]["repeat"]
-    chosen = choose(rows, table.rows)
     unknown = set(table.columns) - COLUMNS.keys()
     if unknown:
         raise TableError(f"no column {min(unknown)!r}: there are {', '.join(COLUMNS)}")
+    if isinstance(table.file, str):
+        rows, source = read(table.file, root)
+        chosen, sources = choose(rows, table.rows), [source]
+    else:
+        chosen, sources = [], []
+        for file, name, label in table.file:
+            rows, source = read(file, root)
+            chosen += [replace(row, label=label) for row in choose(rows, [name])]
+            sources += [source] * (source not in sources)
     columns = [COLUMNS[name] for name in table.columns]
     made = markdown_table(
         [table.title, *(header for header, _ in columns)],
         [[row.label, *(show(row) for _, show in columns)] for row in chosen],
     )
+    if len(sources) == 1:
+        return f"{made}\n{sources[0]}.\n"
+    links = ", ".join(source.partition(":")[0] for source in sources)
+    return f"{made}\nRaw results: {links}.\n"
+
+
+def read(name: str, root: str) -> tuple[list[Row], str]:
+    """The rows of a file or folder of results; its link, the machine and the passes."""
+    if (RESULTS / name).is_dir():
+        figures = Figures(Results.read(RESULTS / name))
+        rows, repeat = list(of_recipe(figures)), figures.recipe.run.repeat
+        start, report = figures.results.starts[0], f"{name}/report.md"
+    else:
+        file = RESULTS / f"{name}.json"
+        if not file.is_file():
+            raise TableError(
+                f"there is no {file.relative_to(ROOT)}, and no such folder"
+            )
+        start, report = json.loads(file.read_text("utf-8")), f"{name}.md"
+        if "passes" not in start:
+            raise TableError(f"{file.name} has no passes: it is of another benchmark")
+        rows, repeat = list(of_passes(start["passes"])), start["options"]["repeat"]
     times = f"median of {repeat} passes" if repeat > 1 else "one pass"
-    where = place(start["machine"], start["commit"])
-    source = f"[{table.file}]({root}benchmarks/results/{report})"
-    return f"{made}\n{source}: {where}; {times} after the first.\n"
+    # The result itself names the commit.
+    where = place(start["machine"], start["commit"]).partition("; commit ")[0]
+    link = f"[{name}]({root}benchmarks/results/{report})"
+    return rows, f"{link}: {where}; {times} after the first"
 
 
 def choose(rows: Sequence[Row], wanted: Sequence[str]) -> list[Row]:

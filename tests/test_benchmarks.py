@@ -24,6 +24,7 @@ from specdec.errors import ConfigError
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode import ChainDrafter, DraftContext, DraftModel
 from specdec.tools.bench.models import token_level
+from specdec.tools.bench.waves import full_rate, quiet_rate
 
 from .models.folders import write_folder
 
@@ -111,6 +112,28 @@ def test_every_draft_that_a_command_names(tiny_model: Callable[..., Any]) -> Non
 
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
+
+
+def test_rounds_are_kept_without_their_rows() -> None:
+    """Rates of the kept form are those of the measured one, which it leaves alone."""
+    rounds = [(0, [(0, 0)] * 2), (2, [(2, 1), (2, 2)]), (4, [(4, 0), (3, 3)])]
+    wave = {"rows": 2, "step_ms": [9.0, 5.0, 7.0], "step_rows": [2] * 3}
+    measured: dict[str, Any] = {"waves": [{**wave, "rounds": rounds}]}
+    kept = common.without_rows(measured)
+    assert kept["waves"][0]["rounds"] == [[0, [[0, 0]]], [2, [[4, 3]]], [4, [[7, 3]]]]
+    assert measured["waves"][0]["rounds"] is rounds
+    assert full_rate(kept) == full_rate(measured) > 0
+    assert quiet_rate([kept]) == quiet_rate([measured]) > 0
+
+
+def test_raw_results_stay_small() -> None:
+    """They travel with every checkout: 6 MB, and no pictures of what can be drawn."""
+    files = [path for path in RESULTS.rglob("*") if path.is_file()]
+    assert sum(path.stat().st_size for path in files) < 6_000_000
+    reports = {path.parent for path in files if path.name == "raw.jsonl"}
+    assert not [
+        path for path in files if path.suffix == ".png" and path.parent in reports
+    ]
 
 
 @pytest.mark.parametrize(

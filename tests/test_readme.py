@@ -1,4 +1,4 @@
-"""The Python of README.md runs as pasted, here with a small random model."""
+"""The Python of README.md and docs/python.md runs as pasted, with a small model."""
 
 from __future__ import annotations
 
@@ -14,10 +14,14 @@ from specdec import EngineConfig, SpecDecoder
 from specdec.models import LoadedModel
 from tests.test_decoder import Tokenizer
 
-README = Path(__file__).resolve().parents[1] / "README.md"
+ROOT = Path(__file__).resolve().parents[1]
+#: How many examples a page has at least, and what one of them prints.
+PAGES = {"README.md": (1, " length"), "docs/python.md": (3, " cancelled ")}
 
 
+@pytest.mark.parametrize("page", PAGES)
 def test_the_examples(
+    page: str,
     tiny_model: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -29,15 +33,16 @@ def test_the_examples(
         return SpecDecoder(model, config=config)
 
     monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)
-    text = README.read_text("utf-8")
+    text = (ROOT / page).read_text("utf-8")
     blocks = re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
-    assert len(blocks) >= 3
+    least, shown = PAGES[page]
+    assert len(blocks) >= least
     scope: dict[str, Any] = {}
     for block in blocks:
-        exec(compile(block, str(README), "exec"), scope)
+        exec(compile(block, page, "exec"), scope)
     printed = capsys.readouterr().out.splitlines()
     assert len(scope["results"]) == 2
-    assert any(" cancelled " in line for line in printed)
+    assert any(shown in line for line in printed)
 
 
 def test_every_public_name_is_there() -> None:

@@ -23,6 +23,33 @@ def test_a_page_is_named_where_readers_look(page: str) -> None:
     assert named, f"docs/conf.py: name docs/{page} in NAVIGATION"
 
 
+def test_commits_are_named_by_results_and_the_changelog_alone() -> None:
+    """A page says what is, not how it came to be."""
+    commit = re.compile(r"\b(?=[0-9a-f]*[a-f])(?=[0-9a-f]*\d)[0-9a-f]{7,40}\b")
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+    for page in pages:
+        if page.name != "CHANGELOG.md":
+            assert not commit.findall(page.read_text("utf-8")), page.name
+
+
+def test_every_result_is_listed() -> None:
+    """With what to know about it: a result that nobody finds, or that is gone."""
+    folder = ROOT / "benchmarks"
+    listed = set(
+        re.findall(
+            r"\]\((results/[^)]+\.md)\)", (folder / "README.md").read_text("utf-8")
+        )
+    )
+    found = {p.relative_to(folder).as_posix() for p in folder.rglob("results/**/*.md")}
+    assert listed == found
+
+
+def test_first_pages_stay_short() -> None:
+    """README is a screen and a half, the tuning guide advice and not a log."""
+    assert len((ROOT / "README.md").read_text("utf-8").split()) <= 950
+    assert len((DOCS / "tuning.md").read_text("utf-8").splitlines()) <= 200
+
+
 def test_public_modules_have_a_page() -> None:
     """What the site checks name by name is there to be checked."""
     index = (DOCS / "api" / "README.md").read_text("utf-8")

@@ -91,8 +91,10 @@ def record(speed: float, drafted: int = 0, accepted: int = 0) -> dict[str, Any]:
         "drafted": drafted,
         "accepted": accepted,
         "row_rounds": drafted // 2,
-        "step_ms": [1000 / speed],
-        "step_rows": [1],
+        # The first step begins the caches, and is in no rate of full batches.
+        "step_ms": [1.0, 60_000 / speed],
+        "step_rows": [1, 1],
+        "rounds": [[0, [[0, 0]]], [59, [[59, 59]]]],
     }
     return {
         "peak_memory_bytes": 3 << 20,
@@ -127,7 +129,7 @@ def results(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(script, "ROOT", tmp_path)
     monkeypatch.setattr(script, "RESULTS", tmp_path)
     monkeypatch.setattr(script, "PAGES", [page])
-    columns = ("batch", "k", "tokens/s", "/ no draft", "/ best fixed k", "rate")
+    columns = ("batch", "k", "tokens/s", "/ no draft", "best fixed", "rate")
     table = Table("lengths", "draft", (*columns, "tokens per round", "range"))
     monkeypatch.setattr(script, "TABLES", {"t": table})
     return tmp_path
@@ -145,14 +147,14 @@ def test_draft_lengths(results: Path) -> None:
         ["ngram", "1", "2", "30.0", "2.00", "", "0.25", "1.50", "30.0 (30.0 to 40.0)"],
         ["ngram", "1", "4", "9.0", "0.45", "", "0.75", "2.50", "9.0 (9.0 to 9.0)"],
         [
-            *("ngram", "1", "auto", "40.0", "2.00", "1.00", "0.50", "2.00"),
+            *("ngram", "1", "auto", "40.0", "2.00", "2.00 (k = 2)", "0.50", "2.00"),
             "40.0 (30.0 to 60.0)",
         ],
         ["wrong", "1", "2", "1.0", "0.05", "", "0.00", "1.00", "1.0 (1.0 to 1.0)"],
     ]
     assert source == (
         "[lengths](benchmarks/results/lengths.md): CPU, 2 cores, 8 GiB; MLX 1, "
-        "mlx-lm 2, Python 3; commit abc; median of 3 passes after the first."
+        "mlx-lm 2, Python 3; median of 3 passes after the first."
     )
     assert script.main(["--check"]) == 0
 
@@ -172,6 +174,27 @@ def test_rows_are_chosen_and_ordered(results: Path) -> None:
     table = Table("lengths", "draft", ("k",), ("ngram B=1 k=auto", "plain"))
     made = script.render(table, "").splitlines()
     assert made[2:4] == ["| ngram | auto |", "| no draft |  |"]
+
+
+def test_rows_of_several_files(results: Path) -> None:
+    """Each has its label, and every file its link, once; a missing row is an error."""
+    copy = results / "again.json"
+    copy.write_bytes((results / "lengths.json").read_bytes())
+    parts = [
+        ("lengths", "ngram B=1 k=auto", "n-grams"),
+        ("again", "ngram B=1 k=auto", "the same"),
+        ("again", "ngram B=1 k=4", "four"),
+    ]
+    made = script.render(Table(parts, "draft", ("auto", "passes")), "../")
+    *rows, _, source = made.splitlines()[2:]
+    shown = [["n-grams", "2.00", "3"], ["the same", "2.00", "3"], ["four", "0.45", "3"]]
+    assert [cells(row) for row in rows] == shown
+    assert source == (
+        "Raw results: [lengths](../benchmarks/results/lengths.md), "
+        "[again](../benchmarks/results/again.md)."
+    )
+    with pytest.raises(script.TableError, match="no row begins with 'gone'"):
+        script.render(Table([("again", "gone", "x")], "draft", ("k",)), "")
 
 
 def test_a_stale_page_is_told_in_one_line(

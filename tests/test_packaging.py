@@ -1,0 +1,45 @@
+"""What is installed: bounds of dependencies, and the versions that are locked."""
+
+from __future__ import annotations
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+REQUIREMENTS = [
+    Requirement(text)
+    for group in (PROJECT["dependencies"], *PROJECT["optional-dependencies"].values())
+    for text in group
+]
+LOCK = (ROOT / "requirements.lock").read_text("utf-8").splitlines()
+PINS = [Requirement(line) for line in LOCK if not line.startswith("#")]
+
+#: Numbered by date, so that no number announces what breaks.
+BY_DATE = {"furo", "packaging"}
+
+
+@pytest.mark.parametrize("requirement", REQUIREMENTS, ids=str)
+def test_a_dependency_is_bounded_and_locked(requirement: Requirement) -> None:
+    """A major release arrived unasked; or the lock was not made anew."""
+    operators = {one.operator for one in requirement.specifier}
+    assert operators & {"<", "<=", "==", "~="} or requirement.name in BY_DATE
+    name = canonicalize_name(requirement.name)
+    pins = [pin for pin in PINS if canonicalize_name(pin.name) == name]
+    assert pins, f"{name} is not in requirements.lock"
+    for pin in pins:
+        (pinned,) = pin.specifier
+        assert pinned.version in requirement.specifier, str(pin)
+
+
+def test_the_lock_is_names_and_versions() -> None:
+    """It works with any index: no address, no option, no path stands in it."""
+    for line in LOCK:
+        assert re.match(r"#|[\w.-]+==[\w.!+-]+( ; |$)", line), line
+    assert "://" not in "".join(LOCK)
+    assert "--constraint" in (ROOT / "scripts" / "lib.sh").read_text("utf-8")
