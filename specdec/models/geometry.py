@@ -26,6 +26,7 @@ from ..cache import (
     check_caches,
 )
 from ..memory.geometry import CacheGeometry, ModelGeometry
+from .row_positions import with_row_positions
 
 
 def geometry_of(
@@ -49,6 +50,7 @@ def geometry_of(
         UnsupportedModelError: the batch caches cannot serve the model.
     """
     options = replace(options or CacheOptions(max_write=2), max_length=None)
+    model = with_row_positions(model)
     check_caches(model, name, options)
     at_once = replace(options, quantized_kv_start=0)
     caches, logits = _caches(model, name, at_once)

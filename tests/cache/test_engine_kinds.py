@@ -13,7 +13,7 @@ from specdec.backend import BackendDefaults
 from specdec.params import SamplingParams
 from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
 
-from .small_models import MODELS, WINDOW, ChunkedModel
+from .small_models import AFM7, MODELS, WINDOW, ChunkedModel
 
 TinyModel = Callable[..., nn.Module]
 
@@ -64,6 +64,27 @@ def test_greedy_equals_plain_decoding(
         )
         assert [row.tokens for row in got] == wanted[:rows]
         assert sum(row.accepted for row in got) > 0
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["at-once", "behind"])
+@pytest.mark.parametrize("k", [0, 3])
+def test_layers_without_keys_see_their_rows_positions(
+    k: int, backend: BackendDefaults, tiny_model: TinyModel
+) -> None:
+    """Afm7's turn their queries by the columns read: those of the longest row."""
+    target: Any = tiny_model("afm7", **AFM7)
+    draft: Any = tiny_model("afm7", **AFM7)
+    other: Any = tiny_model("afm7", seed=1, **AFM7)
+    draft.model.layers[0].update({"mlp": other.model.layers[0]["mlp"]})
+    wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
+    for rows in (1, 8):
+        got = run_rows(
+            target, draft if k else None, PROMPTS[:rows], params[:rows],
+            batch_size=rows, num_draft_tokens=k, backend=backend, prefill_step_size=6,
+        )  # fmt: skip
+        assert [row.tokens for row in got] == wanted[:rows]
+        assert (sum(row.accepted for row in got) > 0) is (k > 0)
 
 
 @pytest.mark.parametrize(("backend", "cells"), HALVES)
