@@ -245,3 +245,11 @@ MINIMAX_M3 = {
         "index_local_blocks": 1,
     }
 }
+
+#: A mask one token wider than the ring that decoding reads.
+PLAMO3 = {
+    "window_size": WINDOW,
+    "sliding_window_pattern": 2,
+    "rope_local_theta": 1e4,
+    "tie_word_embeddings": False,
+}

@@ -237,7 +237,7 @@ class TestRefusals:
     def test_columns_are_told_from_positions(
         self, name: str, tiny_model: TinyModel
     ) -> None:
-        """Neither is a good model refused, nor one that chooses keys by columns let in."""
+        """No good model is refused; one that chooses keys by columns is not let in."""
         wrong = {"afm7": AFM7, "minimax_m3_vl": MINIMAX_M3}
         arch, arguments = MODELS.get(name, (name, wrong.get(name, {})))
         model = tiny_model(arch, **arguments)
