@@ -119,7 +119,7 @@ def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Modu
 
     def draw(weight: mx.array) -> mx.array:
         # Wider than the default, so that logits lie far apart; norms stay.
-        if weight.ndim == 1:
+        if weight.ndim < 2:
             return weight
         scale: float = 2 * weight.shape[-1] ** -0.5
         return mx.random.normal(weight.shape) * scale

@@ -72,7 +72,7 @@ def identity(model: Any) -> str | None:
     digest = hashlib.blake2b(f"{type(model)} {model.args}".encode())
     for name, array in leaves:
         digest.update(f"{name} {array.dtype} {array.shape}".encode())
-        digest.update(memoryview(array.view(mx.uint8)))
+        digest.update(memoryview(array.reshape(-1).view(mx.uint8)))
     return digest.hexdigest()
 
 

@@ -14,6 +14,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import CacheError, UnsupportedModelError
 from .batch import BatchCache
+from .columns import counts_columns
 from .core import Settings
 from .kinds import (
     BatchChunkedKVCache,
@@ -179,8 +180,9 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
 
     Beside the classes that the model asks for, its own code is tried: a forward
     of rows with different lengths is built, not computed. That shows models
-    which read ``cache.offset`` as one number, head sizes that the quantization
-    group does not divide, and attention that takes no quantized keys.
+    which read ``cache.offset`` as one number, or work out positions from the columns
+    that attention reads; head sizes that the quantization group does not divide; and
+    attention that takes no quantized keys.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
@@ -207,6 +209,13 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
             f"{name}: its code ({type(model).__module__}) does not work with batch "
             f"caches{stored}: {reason}"
         ) from error
+    dense = adopt_caches(model, 3, replace(options, kv_bits=None), name)
+    if counts_columns(model, dense):
+        raise UnsupportedModelError(
+            f"{name}: its code ({type(model).__module__}) works out positions from the "
+            "number of columns that attention reads, and the rows of a batch each have "
+            "their own"
+        )
 
 
 def _check_classes(caches: list[Any], name: str) -> None:

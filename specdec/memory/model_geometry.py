@@ -25,6 +25,7 @@ from ..cache import (
     adopt_caches,
     check_caches,
 )
+from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
 
 
@@ -49,6 +50,7 @@ def geometry_of(
         UnsupportedModelError: the batch caches cannot serve the model.
     """
     options = replace(options or CacheOptions(max_write=2), max_length=None)
+    model = with_row_positions(model)
     check_caches(model, name, options)
     at_once = replace(options, quantized_kv_start=0)
     caches, logits = _caches(model, name, at_once)

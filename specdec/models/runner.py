@@ -28,6 +28,7 @@ from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
 from .idle import without_idle
+from .row_positions import with_row_positions
 
 
 def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOptions:
@@ -65,6 +66,7 @@ class ModelRunner:
         backend: BackendDefaults,
         prefix_store: PrefixStore | None = None,
     ):
+        model = with_row_positions(model)
         self.name = name
         self.prefill_step_size = config.prefill_step_size
         self.options = replace(

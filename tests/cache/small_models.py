@@ -204,3 +204,52 @@ class ChunkedModel(nn.Module):
 
     def make_cache(self) -> list[Any]:
         return [ChunkedKVCache(WINDOW), KVCache(), ChunkedKVCache(WINDOW)]
+
+
+#: Layers without keys of their own, which turn their queries by the columns that they
+#: are handed.
+AFM7 = {
+    "hidden_dim": 32,
+    "num_layers": 4,
+    "num_kv_reuse_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 2,
+    "hidden_dim_scale_factor": 2.0,
+}
+
+#: Attention to some blocks of keys, chosen by the columns that are read.
+MINIMAX_M3 = {
+    "text_config": {
+        "model_type": "minimax_m3",
+        "vocab_size": 97,
+        "hidden_size": 32,
+        "intermediate_size": 32,
+        "dense_intermediate_size": 64,
+        "shared_intermediate_size": 32,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 8,
+        "rotary_dim": 8,
+        "num_local_experts": 2,
+        "num_experts_per_tok": 1,
+        "rms_norm_eps": 1e-5,
+        "rope_theta": 1e4,
+        "max_position_embeddings": 512,
+        "mlp_layer_types": ["dense", "sparse"],
+        "layer_types": ["full_attention", "minimax_m3_sparse"],
+        "index_n_heads": 2,
+        "index_head_dim": 8,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_local_blocks": 1,
+    }
+}
+
+#: A mask one token wider than the ring that decoding reads.
+PLAMO3 = {
+    "window_size": WINDOW,
+    "sliding_window_pattern": 2,
+    "rope_local_theta": 1e4,
+    "tie_word_embeddings": False,
+}

@@ -8,6 +8,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
 from specdec.backend import BackendDefaults
 from specdec.sampling_params import SamplingParams
@@ -18,7 +20,13 @@ from tests.plain import (
     run_rows,
 )
 
-from .small_models import MODELS, WINDOW, ChunkedModel
+from .small_models import (
+    AFM7,
+    MODELS,
+    PLAMO3,
+    WINDOW,
+    ChunkedModel,
+)
 
 TinyModel = Callable[..., nn.Module]
 
@@ -68,6 +76,62 @@ def test_greedy_equals_plain_decoding(
             prefill_step_size=6,
         )
         assert [row.tokens for row in got] == wanted[:rows]
+        assert sum(row.accepted for row in got) > 0
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["at-once", "behind"])
+@pytest.mark.parametrize("k", [0, 3])
+def test_layers_without_keys_see_their_rows_positions(
+    k: int, backend: BackendDefaults, tiny_model: TinyModel
+) -> None:
+    """Afm7's turn their queries by the columns read: those of the longest row."""
+    target: Any = tiny_model("afm7", **AFM7)
+    draft: Any = tiny_model("afm7", **AFM7)
+    other: Any = tiny_model("afm7", seed=1, **AFM7)
+    draft.model.layers[0].update({"mlp": other.model.layers[0]["mlp"]})
+    wanted = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
+    for rows in (1, 8):
+        got = run_rows(
+            target, draft if k else None, PROMPTS[:rows], params[:rows],
+            batch_size=rows, num_draft_tokens=k, backend=backend, prefill_step_size=6,
+        )  # fmt: skip
+        assert [row.tokens for row in got] == wanted[:rows]
+        assert (sum(row.accepted for row in got) > 0) is (k > 0)
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["at-once", "behind"])
+def test_a_prompt_sees_the_window_that_decoding_sees(
+    backend: BackendDefaults, tiny_model: TinyModel
+) -> None:
+    """Plamo3's mask asks for one token more than its cache keeps.
+
+    In mlx-lm a token written with others sees one more than a token written alone, so
+    that its output depends on the size of a chunk. Here every query sees as many as one
+    that decodes: what mlx-lm gives for a prompt written token by token.
+    """
+    target: Any = tiny_model("plamo3", **PLAMO3)
+    draft: Any = tiny_model("plamo3", **PLAMO3)
+    other: Any = tiny_model("plamo3", seed=1, **PLAMO3)
+    draft.model.layers.layers[-1].update({"mlp": other.model.layers.layers[-1].mlp})
+
+    def by_token(prompt: list[int]) -> list[int]:
+        steps = generate_step(
+            mx.array(prompt), target, max_tokens=NEW_TOKENS, prefill_step_size=1
+        )
+        return [int(token) for token, _ in steps]
+
+    wanted = [by_token(prompt) for prompt in PROMPTS]
+    at_once = [greedy(target, prompt, NEW_TOKENS) for prompt in PROMPTS]
+    longer = [i for i, prompt in enumerate(PROMPTS) if len(prompt) > WINDOW + 1]
+    assert any(wanted[i] != at_once[i] for i in longer)
+    params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
+    for chunk in (1, 6, 64):
+        got = run_rows(
+            target, draft, PROMPTS, params, batch_size=8, num_draft_tokens=3,
+            backend=backend, prefill_step_size=chunk,
+        )  # fmt: skip
+        assert [row.tokens for row in got] == wanted
         assert sum(row.accepted for row in got) > 0
 
 
@@ -155,3 +219,45 @@ def test_rows_that_join_across_a_later_start(start: int, tiny_model: TinyModel) 
             for r, prompt, p in zip(rows, prompts, params, strict=True)
         )
         assert exact >= 3
+
+
+@pytest.mark.parametrize(
+    ("name", "size"),
+    [("full", 5), ("full", 16), ("gemma3", 5), ("gemma3", 16), ("smollm3", 16)],
+)
+def test_max_kv_size_is_that_of_a_prompt_written_by_token(
+    name: str, size: int, tiny_model: TinyModel
+) -> None:
+    """The 4 first tokens are seen by every query, however wide a prompt's chunks are.
+
+    Mlx-lm's ring hides them from tokens that are written together; and in a layer with
+    a window of its own (smollm3's), where mlx-lm has such a ring too, it loses count
+    of its slots. Here that layer sees its window.
+    """
+    sliding = {"sliding_window": WINDOW, "tie_word_embeddings": False,
+               "layer_types": ["sliding_attention", "full_attention"]}  # fmt: skip
+    arch, arguments = {**MODELS, "smollm3": ("smollm3", sliding)}[name]
+    target: Any = tiny_model(arch, **arguments)
+    draft = slightly_off(target, arch, arguments, tiny_model)
+    own = [getattr(layer, "use_sliding", False) for layer in target.layers]
+
+    def by_token(prompt: list[int]) -> list[int]:
+        caches = [
+            RotatingKVCache(size, keep=4) if type(c) is KVCache and not windowed else c
+            for c, windowed in zip(make_prompt_cache(target), own, strict=True)
+        ]
+        steps = generate_step(
+            mx.array(prompt), target, max_tokens=NEW_TOKENS, prefill_step_size=1,
+            prompt_cache=caches,
+        )  # fmt: skip
+        return [int(token) for token, _ in steps]
+
+    prompts = PROMPTS[:5]
+    wanted = [by_token(prompt) for prompt in prompts]
+    params = [SamplingParams(max_tokens=NEW_TOKENS)] * len(prompts)
+    for chunk in (7, 64):
+        got = run_rows(
+            target, draft, prompts, params, batch_size=3, num_draft_tokens=3,
+            prefill_step_size=chunk, max_kv_size=size,
+        )  # fmt: skip
+        assert [row.tokens for row in got] == wanted

@@ -24,9 +24,17 @@ from specdec.cache import (
     make_batch_caches,
     maybe_quantize,
 )
+from specdec.cache.columns import counts_columns
 from specdec.errors import CacheError, UnsupportedModelError
+from specdec.models.row_positions import with_row_positions
 
-from .small_models import LLAMA4, MODELS, ChunkedModel
+from .small_models import (
+    AFM7,
+    LLAMA4,
+    MINIMAX_M3,
+    MODELS,
+    ChunkedModel,
+)
 
 TinyModel = Callable[..., nn.Module]
 OPTIONS = CacheOptions(max_write=16, read_bucket=4, max_length=500)
@@ -219,6 +227,28 @@ class TestRefusals:
         caches = [mlx_lm_cache.BatchKVCache([0, 1, 0]) for _ in range(2)]
         with pytest.raises(ValueError, match="broadcast"):
             model(tokens, cache=caches)
+
+    def test_positions_by_the_columns_that_are_read(
+        self, tiny_model: TinyModel
+    ) -> None:
+        """Right for the longest row alone, and without any error."""
+        model = tiny_model("afm7", **AFM7)
+        assert "positions from the number of columns" in refusal(model)
+        check_caches(with_row_positions(model), "twin")
+        assert "mlx_lm.models.minimax_m3_vl" in refusal(
+            tiny_model("minimax_m3_vl", **MINIMAX_M3)
+        )
+
+    @pytest.mark.parametrize("name", ["afm7", "minimax_m3_vl", *MODELS])
+    def test_columns_are_told_from_positions(
+        self, name: str, tiny_model: TinyModel
+    ) -> None:
+        """No good model is refused; one that chooses keys by columns is not let in."""
+        wrong = {"afm7": AFM7, "minimax_m3_vl": MINIMAX_M3}
+        arch, arguments = MODELS.get(name, (name, wrong.get(name, {})))
+        model = tiny_model(arch, **arguments)
+        caches = adopt_caches(model, 3, CacheOptions(max_write=2))
+        assert counts_columns(model, caches) is (name in wrong)
 
     @pytest.mark.parametrize(
         ("head_size", "group_size", "reason"),

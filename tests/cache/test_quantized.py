@@ -18,6 +18,7 @@ from specdec.cache import (
     CacheOptions,
     maybe_quantize,
 )
+from specdec.cache.storage import QuantizedCodec
 from specdec.errors import CacheError
 
 HEADS, DIM = 2, 64
@@ -240,3 +241,18 @@ class TestMaybeQuantize:
         x, q = tokens(2, 3), tokens(2, 3)
         for a, b in zip(plain, changed, strict=True):
             np.testing.assert_allclose(attend(a, x, q), attend(b, x, q), atol=0.02)
+
+
+def test_last_bits_can_move_a_number_by_a_step() -> None:
+    """What docs/caches.md says of rows with quantized keys: edges between steps.
+
+    Two forwards of other shapes may give numbers that far apart.
+    """
+    codec = QuantizedCodec(4, 32)
+    group = [float(i % 16) for i in range(31)]
+    stored = []
+    for edge in (7.5 - 2**-21, 7.5 + 2**-21):
+        x = mx.array([*group, edge]).reshape(1, 1, 1, 32)
+        stored.append(codec.unpack(codec.encode(x, x)[:3]).flatten())
+    assert stored[0][:31].tolist() == stored[1][:31].tolist() == group
+    assert abs(stored[1][31] - stored[0][31]).item() == 1
