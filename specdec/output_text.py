@@ -55,12 +55,12 @@ class StopTexts:
         states = deque(self._next[0].values())
         while states:
             state = states.popleft()
-            for character, following in self._next[state].items():
+            for character, longer in self._next[state].items():
                 shorter = self.after(self._shorter[state], character)
-                self._shorter[following] = shorter
-                if not self.matched[following]:
-                    self.matched[following] = self.matched[shorter]
-                states.append(following)
+                self._shorter[longer] = shorter
+                if not self.matched[longer]:
+                    self.matched[longer] = self.matched[shorter]
+                states.append(longer)
 
     def after(self, state: int, character: str) -> int:
         """The state one character later."""

@@ -141,7 +141,8 @@ class Sequence:
         logprobs: AbstractSequence[TokenLogprobs],
     ) -> tuple[int, _Ending | None]:
         """Take ``tokens``; how many were used, and how it ends by them, if it does."""
-        used, ending = 0, None
+        used = 0
+        ending: _Ending | None = None
         if self.finish_reason is not None:
             return used, ending
         for token in tokens:

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specdec.output_text import OutputText
+from specdec.output_text import OutputText, StopTexts
 from specdec.request import Request
 from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
@@ -161,3 +161,25 @@ def test_without_stop_texts_the_detokenizer_is_not_asked_for_every_token() -> No
         output.add(0)
     assert not asked
     assert output.take(50, ended=False) == ("a" * 50, 50)
+
+
+def test_each_character_is_looked_at_once_whatever_the_number_of_stop_texts() -> None:
+    """Steps of the search are counted; 3,000 texts once took 3,000 searches a token."""
+    texts = [f"{'a' * n}{m}" for n in range(1, 60) for m in range(2, 50)]
+    found, steps = StopTexts(texts), 0
+    after = found.after
+
+    def counted(state: int, character: str) -> int:
+        nonlocal steps
+        steps += 1
+        return after(state, character)
+
+    found.after = counted  # type: ignore[method-assign]
+    output = OutputText(Detokenizer(), ("x",))
+    output._stop = found
+    for n in range(1, 301):
+        assert not output.add(0)
+        shown, _ = output.take(n, ended=False)
+        # 59 letters may begin a stop text.
+        assert len(shown) == int(n > 59)
+    assert steps == 300

@@ -55,6 +55,29 @@ NAN, INF = float("nan"), float("inf")
         ({"sampler": "greedy"}, "'greedy' is no sampler or logits processor"),
         ({"sampler": len, "temperature": 1.0}, "sampler replaces temperature: leave"),
         ({"sampler": len, "top_k": 4}, "sampler replaces top_k"),
+        (
+            {"max_tokens": 2**31},
+            "max_tokens is 2147483648: it must be at most 2147483647",
+        ),
+        ({"repetition_penalty": 2**63 * 2**70}, "repetition_penalty is 1"),
+        ({"repetition_penalty": 10**400}, "repetition_penalty is 1"),
+        (
+            {"repetition_penalty": 1e-45},
+            "repetition_penalty is 1e-45: it must be a num",
+        ),
+        (
+            {"presence_penalty": 1e39},
+            "presence_penalty is 1e+39: it must be a number t",
+        ),
+        ({"frequency_penalty": -(10**400)}, "frequency_penalty is -1"),
+        ({"logit_bias": {1: 4e38}}, "logit_bias is {1: 4e+38}"),
+        ({"logit_bias": {1: 10**400}}, "logit_bias is {1: 1"),
+        ({"temperature": 10**400}, "temperature is 1"),
+        ({"repetition_context_size": 10**30}, "repetition_context_size is 1"),
+        ({"frequency_context_size": 2**31}, "frequency_context_size is 2147483648"),
+        ({"seed": 1.5}, "seed is 1.5: it must be a whole number"),
+        ({"stop": ["a"] * 129}, "stop has 129 texts: give at most 128"),
+        ({"stop": "a" * 513}, "a stop text has 513 characters: give at most 512"),
         ({"logprobs": 1}, "logprobs is 1: it must be a bool"),
         ({"top_logprobs": -1}, "top_logprobs is -1"),
         ({"top_logprobs": 1001}, "top_logprobs is 1001: it must be at most 1000"),
@@ -103,3 +126,13 @@ def test_what_was_given_can_change_without_harm() -> None:
 )
 def test_context_size(options: dict[str, Any], context_size: int) -> None:
     assert SamplingParams(**options).context_size == context_size
+
+
+def test_only_requests_that_draw_get_a_seed() -> None:
+    """One for all of them, as 0 was, lets concurrent requests draw the same."""
+    assert SamplingParams().seeded().seed is None
+    assert SamplingParams(temperature=1.0, seed=7).seeded().seed == 7
+    warm = SamplingParams(temperature=1.0), SamplingParams(sampler=len)
+    seeds = {p.seeded().seed for p in warm for _ in range(8)}
+    assert None not in seeds
+    assert len(seeds) == 16  # false alarm: 3 in 10**8

@@ -9,11 +9,12 @@ the order in which they came: a long one holds up neither the rows nor the loop.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import threading
 import traceback
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,6 +31,12 @@ from ..results import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams, require_params
 from ..stats import RunStats
 from .session import Session
+
+# Streams that no thread uses. MLX keeps a thread for each stream until the process
+# ends, so that they are used again.
+_idle_streams: list[mx.Stream] = []
+# Seconds that the end of the process waits for a server that nobody closed.
+_PATIENCE = 10.0
 
 OpenSession = Callable[[], AbstractContextManager[Session]]
 
@@ -112,17 +119,25 @@ class _Worker(threading.Thread):
 
     def run(self) -> None:
         failure: BaseException | None = None
+        atexit.register(self._end)
         try:
-            self._serve()
+            with _stream():
+                self._serve()
         except BaseException as error:  # whatever it is, somebody waits
             failure = error
         if failure is not None:
             # Its frames would keep the caches alive for as long as the error.
             traceback.clear_frames(failure.__traceback__)
-        # MLX keeps a thread for each stream, and a process that ends with one aborts.
+        # A process that ends while a thread has any aborts.
         mx.clear_streams()
+        atexit.unregister(self._end)
         with suppress(RuntimeError):  # the loop has gone, and all who could hear
             self._loop.call_soon_threadsafe(self._hear_end, failure)
+
+    def _end(self) -> None:
+        """End the thread, in the last moments of the process."""
+        self.close()
+        self.join(_PATIENCE)
 
     def _serve(self) -> None:
         with self._open_session() as session:
@@ -176,6 +191,22 @@ class _Worker(threading.Thread):
         self._closing = True
         for index in self._requests:
             session.cancel(index)
+
+
+@contextmanager
+def _stream() -> Iterator[None]:
+    """A stream of its own for what this thread computes."""
+    try:
+        stream = _idle_streams.pop()
+    except IndexError:
+        stream = mx.new_thread_unsafe_stream(mx.default_device())
+    mx.set_default_stream(stream)
+    try:
+        yield
+    finally:
+        with suppress(Exception):  # of a device that failed, which was reported
+            mx.synchronize(stream)
+        _idle_streams.append(stream)
 
 
 class Server:

@@ -6,6 +6,8 @@ import asyncio
 import gc
 import inspect
 import random
+import subprocess
+import sys
 import threading
 import weakref
 from collections.abc import Callable
@@ -457,3 +459,175 @@ def test_events_are_those_of_a_session(decoder: SpecDecoder) -> None:
         True
     ]
     assert {e.index for e in events} == {0}
+
+
+# -- requests that would harm others ---------------------------------------
+
+
+@pytest.mark.parametrize("error", [SystemExit(), KeyboardInterrupt(), RuntimeError()])
+def test_what_a_processor_raises_does_not_break_the_server(
+    decoder: SpecDecoder, error: BaseException
+) -> None:
+    """SystemExit ended the thread; KeyboardInterrupt is no Ctrl-C there."""
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        raise error
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            good = SamplingParams(max_tokens=30)
+            beside = asyncio.create_task(server.generate([1, 2], good))
+            bad = SamplingParams(logits_processors=(process,))
+            failed = await server.generate([3], bad)
+            assert failed.finish_reason == "error"
+            assert failed.error is not None
+            assert failed.error.endswith(f"at token 0: {type(error).__name__}")
+            assert_same(await beside, alone(decoder, [1, 2], good))
+            assert_same(await server.generate([4], good), alone(decoder, [4], good))
+
+    asyncio.run(serve())
+
+
+def test_a_lazy_error_of_a_processor_is_its_rows_own_loss(decoder: SpecDecoder) -> None:
+    """What it returns may fail only when it is computed, after the sampler's call."""
+    theirs = mx.arange(VOCAB) * 2.0  # not evaluated: it belongs to this thread
+
+    def process(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits + theirs
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            params = SamplingParams(
+                logits_processors=(process,), sampler=lambda logprobs: mx.array(3)
+            )
+            failed = await server.generate([3], params)
+            assert failed.finish_reason == "error"
+            good = SamplingParams(max_tokens=5)
+            assert_same(await server.generate([4], good), alone(decoder, [4], good))
+
+    asyncio.run(serve())
+
+
+def test_rows_go_on_while_a_prompt_is_tokenized(tiny_model: Callable[..., Any]) -> None:
+    """The tokenizer waits for tokens of the row beside it: in its thread, for ever."""
+    model = loaded(tiny_model("llama", seed=0))
+    more = threading.Event()
+    threads: set[str] = set()
+
+    class Waiting(type(model.tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            threads.add(threading.current_thread().name)
+            assert more.wait(timeout=60)
+            return [7] * len(text)
+
+    model.tokenizer.__class__ = Waiting
+    decoder = SpecDecoder(model)
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            row = server.stream([1, 2], SamplingParams(max_tokens=3000))
+            while not (await anext(row)).token_ids:
+                pass
+            params = SamplingParams(max_tokens=3)
+            long = asyncio.create_task(server.generate("long", params))
+            left = asyncio.create_task(server.generate("left", params))
+            await until(lambda: bool(threads))
+            for _ in range(20):
+                await anext(row)
+            left.cancel()
+            more.set()
+            assert_same(await long, decoder.generate([[7] * 4], params)[0])
+            await row.aclose()
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Waiting, "decode", lambda self, tokens: "long")
+        asyncio.run(serve())
+    assert len(threads) == 1
+    assert "specdec tokenizer" in threads.pop()
+
+
+def test_a_prompt_that_cannot_fit_is_not_tokenized(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """As text, as messages and as token ids: 1.8 MB took seconds."""
+    model = loaded(tiny_model("llama", seed=0))
+    model.config["max_position_embeddings"] = 10
+    model.tokenizer.chat_template = "{{ messages }}"
+    model.tokenizer.has_chat_template = True
+    asked: list[str] = []
+
+    def asking(what: str) -> Any:
+        return lambda self, *args, **options: asked.append(what)
+
+    decoder = SpecDecoder(model)
+
+    async def serve() -> None:
+        async with decoder.serve() as server:
+            # A token of the vocabulary has 2 bytes: 10 of them have 20.
+            size = "it has 21 bytes and at most 20 fit in the target's context of 10 to"
+            for prompt in ("a" * 21, [{"role": "user", "content": "a" * 21}]):
+                for ignore in (False, True):
+                    if ignore and not isinstance(prompt, str):
+                        continue
+                    with pytest.raises(PromptError, match=size):
+                        await server.generate(prompt, ignore_chat_template=ignore)
+            with pytest.raises(PromptError, match="it has 11 messages and the target"):
+                await server.generate([{"role": "user", "content": "a"}] * 11)
+            with pytest.raises(PromptError, match="it has 11 tokens and the target's"):
+                await server.generate([1] * 11)
+        assert asked == []
+
+    with pytest.MonkeyPatch.context() as patch:
+        for name in ("encode", "decode", "apply_chat_template"):
+            patch.setattr(type(model.tokenizer), name, asking(name), raising=False)
+        asyncio.run(serve())
+
+
+def test_what_ended_in_a_step_that_fails_is_reported(decoder: SpecDecoder) -> None:
+    """One row is over when the engine fails: its reader gets the result."""
+
+    @contextmanager
+    def failing() -> Any:
+        session = decoder.session()
+        count, left = session._engine._count, [1]
+
+        def counted(outputs: Any) -> None:
+            if left and any(output.ended for output in outputs):
+                left.clear()
+                raise RuntimeError("the device is gone")
+            count(outputs)
+
+        session._engine._count = counted  # type: ignore[method-assign]
+        yield session
+
+    async def serve() -> None:
+        async with Server(failing, decoder._encode) as server:
+            long = asyncio.create_task(
+                server.generate([1], SamplingParams(max_tokens=4000))
+            )
+            params = SamplingParams(max_tokens=5)
+            result = await server.generate([2], params)
+            assert_same(result, alone(decoder, [2], params))
+            with pytest.raises(ServerError, match="the device is gone"):
+                await long
+
+    asyncio.run(serve())
+
+
+# -- the end of the process ------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["closed", "open"])
+def test_a_program_that_served_ends_well(how: str) -> None:
+    """It aborted with code 134, most times; each cycle left a thread of MLX's."""
+    program = [sys.executable, "-m", "tests.serving_exits", how, "12"]
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run(
+        program, cwd=root, capture_output=True, text=True, timeout=120, check=False
+    )
+    # The loop may say that it was left with a task.
+    assert (done.returncode, "terminate" in done.stderr) == (0, False)
+    threads = list(map(int, done.stdout.split()))
+    assert len(threads) == 12
+    # One that has just ended may still be listed.
+    assert threads[-1] - threads[0] <= 3
