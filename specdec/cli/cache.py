@@ -10,6 +10,7 @@ import click
 
 from ..memory.sizes import format_size
 from ..prefix.audit import Audit, audit, remove
+from ..printable import one_line, shorten
 from .report import FAILURE
 from .streams import show
 
@@ -45,8 +46,8 @@ def list_(folder: Path) -> None:
     for each in found.holdings(folder):
         used = datetime.fromtimestamp(each.last_used)
         show(
-            f"{each.signature[:8]}  {each.model}: {_entries(each.entries)}, "
-            f"{format_size(each.nbytes)}, longest prefix {each.longest} tokens, "
+            f"{one_line(each.signature[:8])}  {shorten(each.model)}: "
+            f"{_entries(each.entries)}, {format_size(each.nbytes)}, longest prefix {each.longest} tokens, "
             f"last used {used:%Y-%m-%d %H:%M}"
         )
     show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")

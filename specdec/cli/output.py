@@ -185,4 +185,4 @@ def _title(prompt: Prompt) -> str:
     else:
         last = prompt[-1]
         text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
-    return one_line(" ".join(text.split()), 70)
+    return one_line(" ".join(text.split()), 70, end=False)
