@@ -222,7 +222,7 @@ def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
     """Look at all of it, level by level: Python's own recursion has an end."""
     level, depth = [value], 0
     while level:
-        if depth > MOST_DEPTH:
+        if depth >= MOST_DEPTH and any(isinstance(x, dict | list) for x in level):
             raise DataError(f"it is nested more than {MOST_DEPTH} deep")
         below: list[Any] = []
         for each in level:
