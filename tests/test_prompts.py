@@ -326,7 +326,7 @@ def test_any_text_survives_json_lines(write: Write, texts: list[str]) -> None:
         ('[\n {"prompt": "a"}\n]\n', "array.json", "one object per line (JSON Lines)"),
         ('[{"prompt": "a"}]', "array.json", "one object per line (JSON Lines)"),
         ('{\n "prompt": "a"\n}\n', "pretty.json", "pretty.json:1: not JSON"),
-        ("[" * 200_000, "deep.jsonl", "deep.jsonl:1: not JSON (maximum recursion"),
+        ("[" * 200_000, "deep.jsonl", "deep.jsonl:1: it is nested too deep"),
         ('{\n "prompt": "a"\n}\n', "p.json", "one object per line (JSON Lines)"),
         ('\n{"text": "a"}\n', "a.jsonl", "a.jsonl:2: expected one object per line"),
         ('\n{"text": "a"}\n', "a.jsonl", ' with one of "prompt", "question", "mess'),
@@ -383,3 +383,18 @@ def test_standard_input(monkeypatch: pytest.MonkeyPatch) -> None:
     give(b"\xff")
     with pytest.raises(PromptFileError, match="standard input:1: not UTF-8"):
         read_prompts("-")
+
+
+@pytest.mark.parametrize("half", ["\ud800", "a\udfffb"])
+def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(half: str) -> None:
+    """The tokenizer raises a TypeError that says nothing of it."""
+    refused = "half of a surrogate pair"
+    tokenizer = FakeTokenizer(template=True)
+    with pytest.raises(PromptError, match=f"the system prompt: character .* {refused}"):
+        encode(tokenizer, "Hi", system_prompt=half)
+    for message in ({**USER, "role": half}, {**USER, "content": half}):
+        with pytest.raises(PromptError, match=refused):
+            encode(tokenizer, [message])
+    tokenizer.apply_chat_template = lambda *_, **__: half  # type: ignore[method-assign]
+    with pytest.raises(PromptError, match=refused):
+        encode(tokenizer, [USER])

@@ -58,7 +58,8 @@ class _Group(click.Group):
             return click_main(*args, standalone_mode=False, **extra)
         try:
             open_streams()
-            _check_arguments(args[0] if args and args[0] else sys.argv[1:])
+            given = args[0] if args else extra.get("args")
+            _check_arguments(sys.argv[1:] if given is None else given)
             with Interrupts() as interrupts:
                 extra["obj"] = interrupts
                 try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from datetime import datetime
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import click
 
 from ..prefix_cache.audit import Audit, audit, remove
+from ..utils.printable import one_line, shorten
 from ..utils.sizes import format_size
 from .report import FAILURE
 from .streams import show
@@ -16,11 +18,11 @@ from .streams import show
 
 def _existing(_: click.Context, __: click.Parameter, value: str) -> Path:
     folder = Path(value).expanduser()
-    if folder.exists() and not folder.is_dir():
+    if os.path.isfile(folder):
         raise click.BadParameter(
             f"{folder} is a file: give the folder that --prefix-cache names"
         )
-    if not folder.is_dir():
+    if not os.path.isdir(folder):
         raise click.BadParameter(f"there is no folder {folder}")
     return folder
 
@@ -45,9 +47,9 @@ def list_(folder: Path) -> None:
     for each in found.holdings(folder):
         used = datetime.fromtimestamp(each.last_used)
         show(
-            f"{each.signature[:8]}  {each.model}: {_entries(each.entries)}, "
-            f"{format_size(each.nbytes)}, longest prefix {each.longest} tokens, "
-            f"last used {used:%Y-%m-%d %H:%M}"
+            f"{one_line(each.signature[:8])}  {shorten(each.model)}: "
+            f"{_entries(each.entries)}, {format_size(each.nbytes)}, "
+            f"longest prefix {each.longest} tokens, last used {used:%Y-%m-%d %H:%M}"
         )
     show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")
     if found.damaged:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import sys
 from pathlib import Path
@@ -179,7 +180,7 @@ def distill(
     if out is None and not dry_run:
         raise click.UsageError("--out is missing: name a folder for the draft")
     folder = None if out is None else Path(out).expanduser()
-    if folder is not None and folder.exists() and not folder.is_dir():
+    if folder is not None and os.path.isfile(folder):
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()

@@ -16,7 +16,7 @@ from ..prompts import Prompt, PromptRecord
 from ..results import GenerationResult, StreamEvent
 from ..utils.data_files import HALVES, json_text
 from ..utils.printable import one_line, shorten
-from .streams import drop
+from .streams import cannot_write, output_failed
 
 
 def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
@@ -141,7 +141,7 @@ class Sink:
         except OSError as error:
             with suppress(OSError):
                 output.close()  # what it still holds would fail again later
-            raise _cannot_write(f"--output {output.name}", error) from error
+            raise cannot_write(f"--output {output.name}", error) from error
 
     def _write_block(self, result: GenerationResult) -> None:
         title = _title(self._prompts[result.index].prompt)
@@ -158,14 +158,9 @@ class Sink:
             raise
         except OSError as error:
             self._stdout_failed = True
-            drop(sys.stdout)
-            raise _cannot_write("standard output", error) from error
+            raise output_failed(error) from error
         if text:
             self._line_open = not text.endswith("\n")
-
-
-def _cannot_write(what: str, error: OSError) -> click.ClickException:
-    return click.ClickException(f"{what} cannot be written: {error.strerror}")
 
 
 def _for_terminal(text: str) -> str:
@@ -185,4 +180,4 @@ def _title(prompt: Prompt) -> str:
     else:
         last = prompt[-1]
         text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
-    return one_line(" ".join(text.split()), 70)
+    return one_line(" ".join(text.split()), 70, end=False)

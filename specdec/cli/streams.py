@@ -44,10 +44,18 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
     Args:
         err: to standard error. What cannot be shown there stops nothing.
         nl: end the last line.
+
+    Raises:
+        click.ClickException: standard output cannot be written.
     """
     lines = "\n".join(map(printable, text.split("\n")))
     if not err:
-        click.echo(lines, nl=nl)
+        try:
+            click.echo(lines, nl=nl)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise output_failed(error) from error
         return
     try:
         click.echo(lines, err=True, nl=nl)
@@ -64,12 +72,21 @@ def flush_output() -> None:
     try:
         sys.stdout.flush()
     except OSError as error:
-        drop(sys.stdout)
+        failed = output_failed(error)
         if isinstance(error, BrokenPipeError):
             sys.exit(1)  # who read it has had enough
-        raise click.ClickException(
-            f"standard output cannot be written: {error.strerror}"
-        ) from error
+        raise failed from error
+
+
+def output_failed(error: OSError) -> click.ClickException:
+    """What to raise once standard output could not be written; it is given up."""
+    drop(sys.stdout)
+    return cannot_write("standard output", error)
+
+
+def cannot_write(what: str, error: OSError) -> click.ClickException:
+    """What to raise where something cannot be written."""
+    return click.ClickException(f"{what} cannot be written: {error.strerror}")
 
 
 def drop(stream: TextIO) -> None:

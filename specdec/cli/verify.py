@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import sys
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -20,7 +21,7 @@ from .progress import Progress
 from .prompts import places_named
 from .quiet import silence_third_parties
 from .report import FAILURE, show_warnings
-from .streams import show
+from .streams import cannot_write, show
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -180,9 +181,16 @@ def verify(
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }
-        if os.path.isfile(output.name):
-            output.truncate(0)
-        output.write(json_text(_record(decoder, found, settings), indent=1) + "\n")
+        record = json_text(_record(decoder, found, settings), indent=1)
+        try:
+            if os.path.isfile(output.name):
+                output.truncate(0)
+            output.write(record + "\n")
+            output.flush()
+        except OSError as error:
+            with suppress(OSError):
+                output.close()
+            raise cannot_write(f"--json {output.name}", error) from error
     show(_header(decoder, found, params))
     show(summary(found))
     if not found.passed:

@@ -20,6 +20,7 @@ from .printable import quoted, shorten
 MOST_DEPTH = 100
 #: Most bytes of a file of settings.
 MOST_BYTES = 10**8
+_MOST_DOTS = 20 * MOST_DEPTH
 # Most that a whole number may be where a shape asks for one: what others compute of it
 # stays a number, too.
 _MOST = 2**53
@@ -104,6 +105,9 @@ def parse_toml(text: str) -> dict[str, Any]:
     Raises:
         DataError: it is not TOML, or has tables in tables without end.
     """
+    # Python's reader takes the square of a dotted key's parts.
+    if any(line.partition("=")[0].count(".") > _MOST_DOTS for line in text.split("\n")):
+        raise DataError("it is nested too deep")
     found: dict[str, Any] = _parsed(tomllib.loads, text, "TOML")
     _check_values(found, surrogates=False, finite=False)
     return found
@@ -209,7 +213,7 @@ def _check_values(value: Any, *, surrogates: bool, finite: bool = True) -> None:
     """Look at all of it, level by level: Python's own recursion has an end."""
     level, depth = [value], 0
     while level:
-        if depth > MOST_DEPTH:
+        if depth >= MOST_DEPTH and any(isinstance(x, dict | list) for x in level):
             raise DataError(f"it is nested more than {MOST_DEPTH} deep")
         below: list[Any] = []
         for each in level:

@@ -10,11 +10,12 @@ LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 200, 60
 _CUT = "..."
 
 
-def one_line(text: object, longest: int = LONGEST) -> str:
+def one_line(text: object, longest: int = LONGEST, *, end: bool = True) -> str:
     """``text`` on one line of printable characters.
 
-    Of a longer text the beginning and the end are kept: a message ends with the way
-    out.
+    Args:
+        longest: most characters.
+        end: keep the end of a longer text, too: a message ends with the way out.
     """
     whole = str(text)
     if len(whole) > 8 * longest:  # enough for what is kept, and soon done
@@ -23,9 +24,9 @@ def one_line(text: object, longest: int = LONGEST) -> str:
     shown = printable(" ".join(line for line in lines if line))
     if len(shown) <= longest:
         return shown
-    tail = (longest - len(_CUT)) // 3
+    tail = (longest - len(_CUT)) // 3 if end else 0
     head = longest - len(_CUT) - tail
-    return f"{shown[:head]}{_CUT}{shown[-tail:]}"
+    return f"{shown[:head]}{_CUT}{shown[len(shown) - tail :]}"
 
 
 def shorten(text: object) -> str:

@@ -37,8 +37,8 @@ def parse_size(text: str) -> int:
         )
     if match and not match[2] and size < _FEWEST_BYTES:
         raise ConfigError(
-            f"{quoted(text)} would be {size} bytes: write the unit, as in {size}GB (or "
-            f"{size}B for bytes)"
+            f"{quoted(text)} would be {size} bytes: write the unit, as in {match[1]}GB "
+            f"(or {match[1]}B for bytes)"
         )
     return size
 

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import io
 import json
+import math
 import os
 import subprocess
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +19,16 @@ from click.testing import Result
 from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cli.output import Sink
+from specdec.cli.streams import open_streams
 from specdec.config import EngineConfig
 from specdec.memory import Fallback
 from specdec.prompts import PromptRecord
+from specdec.request import TokenLogprobs
+from specdec.results import StreamEvent
 from specdec.sampling_params import SamplingParams
 from specdec.stats import RunStats
 
-from .conftest import FakeDecoder
+from .conftest import FakeDecoder, result_of
 
 Specdec = Callable[..., Result]
 
@@ -434,6 +439,8 @@ import sys
 import click
 from specdec.cli.output import Sink
 from specdec.prompts import PromptRecord
+from specdec.results import StreamEvent
+from specdec.request import TokenLogprobs
 from specdec.stats import RunStats
 sink = Sink([PromptRecord("a")], None)
 try:
@@ -493,6 +500,7 @@ def test_a_terminal_without_the_character_gets_a_question_mark(
 ) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(raw, encoding="ascii"))
+    open_streams()
     sink = Sink([PromptRecord("a")], None)
     sink._write("n°0")
     assert raw.getvalue() == b"n?0"
@@ -562,3 +570,71 @@ def test_sampling_options_that_cannot_be(
     result = specdec("run", "-p", "Hi", *options.split())
     assert result.exit_code == 2
     assert message in " ".join(result.stderr.split())
+
+
+def test_every_line_of_output_is_json(specdec: Specdec, tmp_path: Path) -> None:
+    r"""An id such as "\ud800" ends the run with the other results lost."""
+    ids = [r'"\ud800"', r'"a\udc00b"', '"é"', str(10**400), "[[1], {}]", "1.5", "false"]
+    lines = [f'{{"prompt": "p", "id": {each}}}' for each in ids]
+    (tmp_path / "p.jsonl").write_text("\n".join(lines), "utf-8")
+    out = tmp_path / "out.jsonl"
+    asked = ["--prompts", str(tmp_path / "p.jsonl"), "--output", str(out)]
+    result = specdec("run", *asked, "--top-logprobs", "2")
+    assert result.exit_code == 0, result.output
+    found = {
+        row["index"]: row["id"]
+        for row in map(strictly, out.read_text("utf-8").splitlines())
+    }
+    assert [found[i] for i in range(len(ids))] == [json.loads(each) for each in ids]
+
+
+def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
+    """A forbidden token has a log-probability of minus infinity."""
+    result = replace(
+        result_of(0, "p", "a b"),
+        logprobs=[TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)])],
+    )
+    with (tmp_path / "o").open("w+", encoding="utf-8") as output:
+        sink = Sink([PromptRecord("p"), PromptRecord("q")], output)
+        sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
+        output.seek(0)
+        found = strictly(output.read())
+    assert found["logprobs"] == [{"logprob": -1.5, "top": [[3, None], [4, None]]}]
+
+
+def strictly(text: str) -> Any:
+    def refuse(constant: str) -> None:
+        raise ValueError(constant)
+
+    return json.loads(text, parse_constant=refuse)
+
+
+@pytest.mark.parametrize("number", ["NaN", "-Infinity", "1e999", "9" * 5000])
+def test_an_id_that_is_no_number_is_refused(
+    number: str, specdec: Specdec, tmp_path: Path
+) -> None:
+    """It would be written as what is not JSON, or fail when it is written."""
+    (tmp_path / "p.jsonl").write_text(f'{{"prompt": "a", "id": {number}}}\n')
+    result = specdec("run", "--prompts", str(tmp_path / "p.jsonl"))
+    assert result.exit_code == 2
+    assert "p.jsonl:1: " in result.stderr
+    assert len(result.stderr.splitlines()) == 1
+    assert len(result.stderr) < 400
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_terminal_is_shown_what_is_printable(
+    terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A model, or a file of prompts, sets the terminal's title.
+
+    Elsewhere the text is what the model wrote.
+    """
+    stdout = io.StringIO()
+    monkeypatch.setattr(stdout, "isatty", lambda: terminal)
+    monkeypatch.setattr("sys.stdout", stdout)
+    sink = Sink([PromptRecord("\x1b]0;a\x07"), PromptRecord("b")], None)
+    result = result_of(0, "p", "\x1b[31mred\n\tΩ👩‍💻\x9b")
+    sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
+    text = "?[31mred\n\tΩ👩‍💻?" if terminal else result.text
+    assert stdout.getvalue() == f"== [0] ?]0;a?\n{text}\n\n"

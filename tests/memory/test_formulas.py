@@ -178,7 +178,11 @@ def test_sizes(text: str, size: float) -> None:
     assert parse_size(text) == size
 
 
-@pytest.mark.parametrize("text", ["", "GB", "-1GB", "0", "8 apples", "1e9", "8GBs"])
+@pytest.mark.parametrize(
+    "text",
+    ["", "GB", "-1GB", "0", "8 apples", "1e9", "8GBs",
+     "9" * 400 + "GB", "9" * 5000],
+)  # fmt: skip
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is no size: write it as 8GB"):
         parse_size(text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -17,7 +19,7 @@ import pytest
 from click.testing import CliRunner
 
 from specdec.cli import main
-from specdec.errors import ConfigError, ModelNotFoundError
+from specdec.errors import ConfigError, ModelNotFoundError, SpecdecError
 from specdec.tools.bench import plots
 from specdec.tools.bench.cells import Cell, Unit, units_of
 from specdec.tools.bench.figures import Figures
@@ -435,3 +437,112 @@ def test_passes_do_not_learn_from_each_other(tiny: Tiny, tmp_path: Path) -> None
             [wave["requests"] for wave in record["waves"]] for record in passes.values()
         ]
         assert all(each == counts[0] for each in counts)
+
+
+# -- results that were edited by hand, and recipes of any kind ----------------------
+
+ODD: list[Any] = [
+    None, True, "x", "", 5, -1, 0, 1.5, 10**400, 10**18, float("nan"), float("inf"),
+    [], {}, [[]], [1], {"a": 1}, "\ud800", "x" * 5000, "\x1b[31m", "deep",
+]  # fmt: skip
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where something stands in a line; of a list, only the first value."""
+    if at:
+        yield at
+    if isinstance(value, dict):
+        for key in value:
+            yield from places(value[key], (*at, key))
+    elif isinstance(value, list) and value:
+        yield from places(value[0], (*at, 0))
+
+
+def edited(line: str, at: tuple[Any, ...], odd: Any) -> str:
+    document = json.loads(line)
+    holder = document
+    for key in at[:-1]:
+        holder = holder[key]
+    holder[at[-1]] = odd
+    return json.dumps(document).replace('"deep"', "[" * 3000 + "]" * 3000)
+
+
+def test_results_edited_by_hand(whole: Path, tmp_path: Path) -> None:
+    """A value of another kind ends with "unexpected TypeError: ..." somewhere."""
+    lines = (whole / "raw.jsonl").read_text("utf-8").splitlines()
+    kinds = {(json.loads(x)["kind"], "rounds" in x, '"draft"' in x): x for x in lines}
+    rng = random.Random(3)
+    cases = [
+        (lines.index(line), at, odd)
+        for line in kinds.values()
+        for at in places(json.loads(line))
+        for odd in ODD
+    ]
+    refused = []
+    for number, at, odd in rng.sample(cases, 400):
+        changed = [*lines]
+        changed[number] = edited(lines[number], at, odd)
+        text = "\n".join(changed) + "\n"
+        (tmp_path / "raw.jsonl").write_text(text, "utf-8")
+        try:
+            report(Figures(Results.read(tmp_path))).encode()
+        except ConfigError as error:
+            refused.append(str(error))
+    assert max(map(len, refused)) <= 1000
+    assert len(refused) > 200  # the others are free texts, or numbers that may be so
+
+
+@pytest.mark.parametrize(
+    "line", ["", "{", "[]", "null", "NaN", "9" * 5000, "[" * 100_000, '{"kind": 1}']
+)
+def test_lines_that_are_none(line: str, whole: Path, tmp_path: Path) -> None:
+    """The file and the line are named, whatever stands there."""
+    lines = (whole / "raw.jsonl").read_text("utf-8").splitlines()
+    for number in (1, 2, len(lines)):
+        changed = [*lines]
+        changed[number - 1] = line
+        (tmp_path / "raw.jsonl").write_text("\n".join(changed) + "\n", "utf-8")
+        with pytest.raises(ConfigError, match=rf"raw.jsonl:{number}: no line of res"):
+            Results.read(tmp_path)
+
+
+def test_a_full_disk(
+    tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An OSError without a way out; what was kept before must go on to count."""
+    calls, sync = [], os.fsync
+
+    def full(descriptor: int) -> None:
+        calls.append(descriptor)
+        if len(calls) == 5:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        sync(descriptor)
+
+    monkeypatch.setattr("specdec.tools.bench.raw.os.fsync", full)
+    with pytest.raises(SpecdecError, match=r"raw.jsonl cannot be written \(No space"):
+        run(tiny(), tmp_path / "out")
+    monkeypatch.undo()
+    assert len(run(tiny(), tmp_path / "out").passes) == 7
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a" + ".a" * 5000 + " = 1", "nested too deep"),
+        ("a = " + "[" * 5000, "nested too deep"),
+        ("a = " + "9" * 5000, "too many digits"),
+        (
+            "target = 5\n[prompts]\nsource = 'file:x'",
+            "target is 5: it must be the name of a model",
+        ),
+        (TINY.replace("repeat = 2", "repeat = 1000000000"), "lower run.repeat"),
+        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH above 0"),
+        (TINY.replace("batch = [1, 2]", "batch = [" + "9" * 400 + "]"), "at most"),
+    ],
+)
+def test_recipes_of_any_kind(text: str, message: str, tmp_path: Path) -> None:
+    """They end in errors of Python's own, or in lists that fill the memory."""
+    (tmp_path / "a.toml").write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as error:
+        Recipe.read(tmp_path / "a.toml")
+    assert message in str(error.value)

@@ -245,3 +245,25 @@ def test_a_kill_at_any_call_leaves_a_checkpoint(tmp_path: Path) -> None:
     assert (2, False) in seen
     assert {step for step, _ in seen} == {1, 2}
     assert contents(folder) == {NAME: data, BEFORE: old}
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"target": "a text"},
+        {"target": {"name": ["a list"]}},
+        {"target": [1]},
+        {"embedding": {}},
+        {"else": "digits"},
+        {"else": "deep"},
+    ],
+)
+def test_a_card_of_other_kinds(wrong: dict[str, Any], tmp_path: Path) -> None:
+    """A text in place of a table ends in an AttributeError when the draft is used."""
+    text = json.dumps({"format": FORMAT, **wrong})
+    text = text.replace('"deep"', "[" * 5000 + "]" * 5000)
+    text = text.replace('"digits"', "9" * 5000)
+    (tmp_path / "distill.json").write_text(text)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"cannot be read .*: make the draft again"):
+        read_card(tmp_path)

@@ -1,0 +1,125 @@
+"""Standard streams that are closed or full: one line, and nothing lost in silence."""
+
+from __future__ import annotations
+
+import logging
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from click.testing import Result
+
+from specdec.cli.report import show_warnings
+from specdec.prefix_cache.disk import DiskTier
+from tests.prefix_cache.entries import write_chain
+
+Specdec = Callable[..., Result]
+
+
+@pytest.mark.skipif(not os.path.exists("/dev/full"), reason="Linux has it")
+@pytest.mark.parametrize(
+    ("streams", "code", "line"),
+    [
+        (">/dev/full", 1, "error: standard output cannot be written: No space left on"),
+        (">&-", 1, "error: standard output cannot be written: Bad file descriptor"),
+        ("2>&-", 0, ""),
+        ("2>/dev/full", 0, ""),
+        ("<&- >&- 2>&-", 1, ""),
+    ],
+)
+def test_output_that_cannot_be_written(
+    streams: str, code: int, line: str, tmp_path: Path
+) -> None:
+    """A traceback of the interpreter's flush, or an error without a sentence.
+
+    Where nobody can read messages, nothing fails for them.
+    """
+    note = tmp_path / f"block-{'0' * 32}-{'0' * 32}.safetensors"
+    note.write_text("")  # about which there is a line on standard error
+    done = _shell(f"cache list {tmp_path} {streams}")
+    assert done.returncode == code
+    lines = [each for each in done.stderr.splitlines() if "of no use" not in each]
+    assert len(lines) == bool(line)
+    assert "".join(lines).startswith(f"specdec: {line}" if line else "")
+
+
+def test_standard_input_that_is_closed() -> None:
+    """``None`` has no ``isatty``."""
+    done = _shell("run --target o/n <&-")
+    assert done.returncode == 2
+    assert done.stderr.startswith("specdec: error: standard input: no prompts in it")
+    assert len(done.stderr.splitlines()) == 1
+
+
+def test_an_error_on_a_closed_standard_error() -> None:
+    """The exit code still tells."""
+    assert _shell("rnu 2>&-").returncode == 2
+    assert _shell("rnu 2>/dev/full").returncode == 2
+
+
+def _shell(command: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        ["sh", "-c", f"exec {sys.executable} -m specdec {command}"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_what_a_file_says_is_shown_on_one_line(
+    specdec: Specdec, tmp_path: Path
+) -> None:
+    """The name of a model in an entry's header moves the cursor, or makes up lines."""
+    disk = DiskTier(tmp_path, 1 << 30)
+    write_chain(disk, range(8), model="a\x1b[2Jb\nspecdec: error: c" + "d" * 5000)
+    disk.close()
+    result = specdec("cache", "list", str(tmp_path))
+    first, last = result.stdout.splitlines()
+    assert first.startswith("55555555  a?[2Jb specdec: error: cddd")
+    assert len(first) < 400
+    assert last.startswith("2 entries, ")
+
+
+def test_a_warning_is_one_printable_line(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A card names the target that its draft was made for."""
+    logger = logging.getLogger("specdec")
+    monkeypatch.setattr(logger, "handlers", [])
+    show_warnings()
+    logging.getLogger("specdec.models").warning("made for %s", "a\x1b[0m\nb\u202e")
+    assert capsys.readouterr().err == "specdec: warning: made for a?[0m b?\n"
+
+
+def test_values_are_not_echoed_whole(specdec: Specdec) -> None:
+    """A message of 5,000 characters hides what is wrong, and the way out."""
+    long = "x" * 5000
+    for arguments, way_out in [
+        ((long,), "(see: specdec --help)"),
+        (("run", f"--{long}"), "(see: specdec run --help)"),
+        (("run", "-p", "a", "--batch", long), "(see: specdec run --help)"),
+        (("run", "-p", "a", "--target", long), "a hub id (owner/name)"),
+        (("run", "-p", "a", "--draft", f"self:{long}"), "a .gguf file or a hub id"),
+        (("run", "-p", "a", "--memory-limit", long), "512MB or a number of bytes"),
+        (("run", "--prompts", long), "File name too long"),
+        (("run", "-p", "a", "--output", long), "(see: specdec run --help)"),
+        (("run", "-p", "a", "--output", "a\0b"), "(see: specdec --help)"),
+        (("cache", "list", long), "(see: specdec cache list --help)"),
+        (("bench", long), "prefix"),
+        (("bench", "--compare", long, long), "File name too long"),
+        (("report", long), "File name too long"),
+        (("bench", "acceptance-quick", "--set", long), "as in 'batch=[1, 8]'"),
+        (("bench", "acceptance-quick", "--set", f"{long}=1"), "target"),
+        (("run", "-p", "a", "--temp", "1", "--seed", "9" * 5000), "--help)"),
+        (("run", "-p", "a", "--batch", "9" * 400), "1073741824 at most"),
+    ]:
+        result = specdec(*arguments)
+        assert result.exit_code in (1, 2), arguments
+        (line,) = result.stderr.splitlines()
+        assert line.startswith("specdec: error: ")
+        assert way_out in line
+        assert "unexpected" not in line
+        assert len(line) <= 1020
