@@ -80,10 +80,12 @@ class FakeDecoder:
         *,
         dtype: str | None = None,
         config: EngineConfig | None = None,
+        trust_remote_code: bool = False,
     ) -> FakeDecoder:
         if isinstance(self.raises, BaseException):
             raise self.raises
         self.calls.update(target=target, draft=draft, dtype=dtype, config=config)
+        self.calls["trust_remote_code"] = trust_remote_code
         self.config = config or EngineConfig()
         self.draft_name = draft
         return self

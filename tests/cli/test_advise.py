@@ -22,7 +22,7 @@ def advised(
     """Run it with the target as its own draft."""
     target = tiny_model("llama", seed=0)
 
-    def from_pretrained(*names: Any, dtype: Any, config: Any) -> SpecDecoder:
+    def from_pretrained(*names: Any, config: Any, **_: Any) -> SpecDecoder:
         return SpecDecoder(token_level(target), token_level(target), config=config)
 
     monkeypatch.setattr(SpecDecoder, "from_pretrained", from_pretrained)

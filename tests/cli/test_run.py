@@ -97,6 +97,7 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         "target": "a/T",
         "draft": "self:4bit",
         "dtype": "float32",
+        "trust_remote_code": False,
         "config": EngineConfig(
             batch_size=3,
             num_draft_tokens=5,

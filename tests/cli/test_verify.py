@@ -50,6 +50,7 @@ def verify(
         *,
         dtype: str | None,
         config: EngineConfig,
+        trust_remote_code: bool,
     ) -> SpecDecoder:
         calls.update(target=target, draft=draft, dtype=dtype, config=config)
         return make_decoder(
