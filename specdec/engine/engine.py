@@ -126,32 +126,34 @@ class Engine:
 
     def step(self) -> list[RowOutput]:
         """One chunk of prefill, one round, or both; what the rows emitted."""
+        start, stats = time.perf_counter(), self.stats
         outputs = self._leave() if self._cancelled else []
         if self._running is None and self._joining is None and self._scheduler.waiting:
-            waiting = min(self._scheduler.waiting, self._config.batch_size)
-            self._length.prepare(waiting)
-        start = time.perf_counter()
+            self._length.prepare(self._scheduler.together())
+            now = time.perf_counter()
+            stats.calibration_seconds += now - start
+            start = now
         if not outputs and not self._round_is_due:
             self._round_is_due = True
             outputs = self._prefill_chunk()
-            elapsed = time.perf_counter() - start
-            self.stats.prefill_seconds += elapsed
-            start += elapsed
+            now = time.perf_counter()
+            stats.prefill_seconds += now - start
+            start = now
             if outputs:
-                self.stats.prefilled += len(outputs)
+                stats.prefilled += len(outputs)
                 sequences = [o.sequence for o in outputs]
-                self.stats.prompt_tokens += sum(
+                stats.prompt_tokens += sum(
                     len(s.request.prompt_tokens) for s in sequences
                 )
-                self.stats.prefix_tokens += sum(s.prefix_tokens for s in sequences)
+                stats.prefix_tokens += sum(s.prefix_tokens for s in sequences)
         # First tokens do not wait for a round.
         if not outputs:
             self._round_is_due = False
             outputs = self._round()
-            self.stats.decode_seconds += time.perf_counter() - start
-            self.stats.decode_tokens += sum(len(o.token_ids) for o in outputs)
-            self.stats.rounds += bool(outputs)
+            stats.decode_tokens += sum(len(o.token_ids) for o in outputs)
+            stats.rounds += bool(outputs)
         self._count(outputs)
+        stats.decode_seconds += time.perf_counter() - start
         return outputs
 
     def _leave(self) -> list[RowOutput]:

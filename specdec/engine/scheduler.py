@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
+from itertools import islice
 
 from ..request import Request, Sequence
 
@@ -78,6 +79,15 @@ class Scheduler:
                 return admitted[:-1]
             self._waiting.popleft()
         return admitted
+
+    def together(self) -> int:
+        """Rows at the head of the queue that may decode together, if none runs."""
+        rows: list[Sequence] = []
+        for sequence in islice(self._waiting, self.batch_size):
+            rows.append(sequence)
+            if len(rows) > 1 and not self._may_run(rows):
+                return len(rows) - 1
+        return len(rows)
 
     def _may_run(self, rows: list[Sequence]) -> bool:
         """Whether rows can be one batch: of one kind of caches, and in memory."""
