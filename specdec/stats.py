@@ -20,14 +20,16 @@ from .request import (
 class RunStats:
     """Totals over the prompts of one ``generate`` or ``stream`` call, as it goes.
 
-    Times are seconds of wall clock spent in the engine: ``prefill_seconds`` on
-    prompts, for the first token of each row, ``decode_seconds`` on rounds, for the
-    ``decode_tokens`` behind it. A prefill chunk that finds a round still running
-    waits for it, so that with rows that join the two mix a little. ``rounds`` counts
-    rounds of the batch, ``prefilled`` and ``prompt_tokens`` prompts that have been
-    taken in, ``prefix_tokens`` what of them was found in the prefix store;
-    ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
-    position (:class:`~specdec.results.GenerationResult`) add up the rows that have
+    Times are seconds of wall clock, and add up to what the engine took:
+    ``calibration_seconds`` to measure what rounds of a draft cost, before the first
+    one, ``prefill_seconds`` on prompts, for the first token of each row,
+    ``decode_seconds`` on rounds, for the ``decode_tokens`` behind it. A prefill chunk
+    that finds a round still running waits for it, so that with rows that join the two
+    mix a little. ``rounds`` counts rounds of the batch, ``prefilled`` and
+    ``prompt_tokens`` prompts that have been taken in, ``prefix_tokens`` what of them
+    was found in the prefix store; ``prompts``, ``row_rounds``, ``drafted``,
+    ``accepted`` and what they are by position
+    (:class:`~specdec.results.GenerationResult`) add up the rows that have
     ended. ``fallbacks`` are the requests, by index, that fit in memory only with
     packed keys and values (``kv_bits="auto"``). ``draft_error`` is what ended drafting
     before its time, in a line. ``peak_memory_bytes`` is MLX's peak in this process so
@@ -40,6 +42,7 @@ class RunStats:
     prefix_tokens: int = 0
     generated_tokens: int = 0
     decode_tokens: int = 0
+    calibration_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
     rounds: int = 0

@@ -281,6 +281,11 @@ def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> s
     lines = {
         "target": short(decoder.target_name),
         "draft": f"{short(draft)}, {length}{failed}" if draft else "none",
+    }
+    if stats.calibration_seconds >= 0.05:
+        seconds = stats.calibration_seconds
+        lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
+    lines |= {
         "prefill": f"{_some(stats.prefilled, 'prompt')}, "
         f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",

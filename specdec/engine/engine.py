@@ -94,6 +94,7 @@ class Engine:
         self._slots = 0  # once they have joined
         self._chunks: Iterator[None] = iter(())
         self._in_flight: deque[InFlight] = deque()
+        self._lapped = 0.0
 
     def _guarded(self, models: Models) -> Models:
         target, drafter = models
@@ -147,16 +148,22 @@ class Engine:
         Returns:
             What rows emitted: nothing while first rounds are on their way.
         """
+        self._lap()
         if self._ended_early:
             outputs = self._leave()
         else:
-            start = time.perf_counter()
             self._admit()
             self._prefill_chunk()
-            self.stats.prefill_seconds += time.perf_counter() - start
+            self.stats.prefill_seconds += self._lap()
             outputs = [] if self._dispatch() else self._read()
         self._count(outputs)
+        self.stats.decode_seconds += self._lap()
         return outputs
+
+    def _lap(self) -> float:
+        """Seconds since it was last asked: a step's laps add up to the step."""
+        before, self._lapped = self._lapped, time.perf_counter()
+        return self._lapped - before
 
     def _leave(self) -> list[RowOutput]:
         """Let go of rows that ended outside a round, wherever they are."""
@@ -218,8 +225,8 @@ class Engine:
             return
         running = [] if self._running is None else self._running.unfinished
         if not running:
-            waiting = min(self._scheduler.waiting, self._config.batch_size)
-            self._length.prepare(waiting)
+            self._length.prepare(self._scheduler.together())
+            self.stats.calibration_seconds += self._lap()
         sequences = self._scheduler.admit(running)
         if not sequences:
             return
@@ -323,35 +330,29 @@ class Engine:
         batch.replaced = bool(self._scheduler.waiting or self._joining)
         if not batch.needs_a_round():
             return False
-        start = time.perf_counter()
         k = batch.choose_k()
         lookahead = batch.lookahead(k)
         if ahead <= lookahead:
             self._in_flight.append(batch.dispatch(k))
-        self.stats.decode_seconds += time.perf_counter() - start
         return ahead < lookahead
 
     def _read(self) -> list[RowOutput]:
         """Read the oldest round in flight; what its rows emitted."""
         if not self._in_flight:
             return []
-        start = time.perf_counter()
+        self.stats.decode_seconds += self._lap()
         round_ = self._in_flight.popleft()
         rows = round_.running
         kept = round_.read()
         if round_.first:
             self.stats.take_prefilled(rows)
+            self.stats.prefill_seconds += self._lap()
         else:
             assert self._running is not None
             self._running.learn(round_, kept)
             self.stats.rounds += 1
         self._observer.read(round_.num_draft_tokens, rows)
         self._retire()
-        seconds = time.perf_counter() - start
-        if round_.first:
-            self.stats.prefill_seconds += seconds
-        else:
-            self.stats.decode_seconds += seconds
         return [RowOutput.of(s) for s in rows]
 
     def _retire(self) -> None:

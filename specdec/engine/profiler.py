@@ -214,6 +214,7 @@ def measure_forwards(
         taking_in = None
         if typical.is_quick(plain) and drafting.may_miss(typical):
             times = []
+            runs.clear()  # and the caches of the rows that they are of
             # Shapes that are met first take many times as long, once per process.
             for _ in range(MISSES):
                 drafting = _Drafting(target, drafter, num_rows, hidden, proposed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable
 from collections.abc import Sequence as AbstractSequence
+from itertools import islice
 
 from ..request import Request, Sequence
 
@@ -80,12 +81,21 @@ class Scheduler:
         return admitted
 
     def affords(self, rows: AbstractSequence[Sequence], num_slots: int) -> bool:
-        """Whether memory is there for so many slots, each for the longest of ``rows``."""
+        """Whether memory has so many slots, each for the longest of ``rows``."""
         if self.budget is None:
             return True
         requests = [s.request for s in rows]
         more = max(0, num_slots - len(requests))
         return self._cost([*requests, *requests[:1] * more]) <= self.budget
+
+    def together(self) -> int:
+        """Rows at the head of the queue that may decode together, if none runs."""
+        rows: list[Sequence] = []
+        for sequence in islice(self._waiting, self.batch_size):
+            rows.append(sequence)
+            if len(rows) > 1 and not self._may_run(rows):
+                return len(rows) - 1
+        return len(rows)
 
     def _may_run(self, rows: list[Sequence]) -> bool:
         """Whether rows can be one batch: of one kind of caches, and in memory."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..cache.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
 from .formulas import logits_bytes
@@ -107,8 +107,11 @@ class MemoryPlan:
         return max(moment.total for moment in self.moments(rows))
 
     def moments(self, rows: Sequence[RowNeeds]) -> tuple[Moment, ...]:
-        """Loading, prefill and decoding, each at its fullest."""
-        return (self._loading(), self._prefill(rows), self._decoding(rows))
+        """Loading, prefill, decoding and measuring, each at its fullest."""
+        moments = [self._loading(), self._prefill(rows), self._decoding(rows)]
+        if self.pauses and self.num_draft_tokens and rows:
+            moments.append(self._calibration(len(rows)))
+        return tuple(moments)
 
     @property
     def weight_bytes(self) -> int:
@@ -154,8 +157,8 @@ class MemoryPlan:
         layers, workspace = [0], []
         for name, model in self._models():
             held, wide, writes = length, self._wide, self._wide
-            # A draft takes in what it missed, or all that is committed, in pieces:
-            # where shapes repeat, with padding behind the last.
+            # A draft takes in what it missed in pieces: where shapes repeat, with
+            # padding behind the last.
             if name == "draft" and self.pauses:
                 held += CATCH_UP_STEP if self.patient else 0
                 wide = max(wide, min(CATCH_UP_STEP, held))
@@ -181,6 +184,14 @@ class MemoryPlan:
         if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (max(workspace) + logits)
         return Moment("decoding", self._with_others(parts))
+
+    def _calibration(self, num_rows: int) -> Moment:
+        """What rounds cost is measured, before the first, at so many rows."""
+        # Where tokens cost time, at one; two runs are on their way everywhere.
+        num_rows = num_rows if self.patient else 1
+        ahead = replace(self, patient=True, lookahead=max(1, self.lookahead))
+        rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
+        return replace(ahead._decoding(rows), name="measuring")
 
     def _with_others(self, parts: dict[str, int]) -> dict[str, int]:
         others = {"n-gram lookup": self.lookup_bytes, "prefix cache": self.prefix_bytes}

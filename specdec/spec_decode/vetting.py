@@ -43,21 +43,20 @@ def vetted(rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
         return proposals
     vocab_size = round_.sampling.vocab_size
     tokens, lengths = proposals.tokens, proposals.lengths
-    ranges = [("tokens", tokens, 0, vocab_size - 1)]
+    ranges = [("tokens", tokens, vocab_size - 1)]
     if lengths is not None:
-        ranges.append(("lengths", lengths, 0, tokens.shape[1]))
-    # Of its own type, a value may have no room for the bounds.
-    wide = [(part, array.astype(mx.int64), *ends) for part, array, *ends in ranges]
-    found = [(part, a.min(), a.max(), *ends) for part, a, *ends in wide if a.size]
-    given = [a for a in (tokens, lengths, proposals.probabilities) if a is not None]
-    mx.eval(given, [extremes for _, *extremes, _, _ in found])
-    for part, smallest, largest, least, most in found:
-        for value in (int(smallest), int(largest)):
-            if not least <= value <= most:
-                raise DrafterError(
-                    f"drafter {type(rows).__qualname__}: of the {part} that it "
-                    f"proposed one is {value}: they must be {least} to {most}"
-                )
+        ranges.append(("lengths", lengths, tokens.shape[1]))
+    # Of its own type, a value may have no room for the bound.
+    wide = [(part, each.astype(mx.int64), most) for part, each, most in ranges]
+    found = [(part, mx.stack([a.min(), a.max()]), most) for part, a, most in wide]
+    mx.eval(proposals.probabilities, [extremes for _, extremes, _ in found])
+    for part, extremes, most in found:
+        least, largest = int(extremes[0]), int(extremes[1])
+        if least < 0 or largest > most:
+            raise DrafterError(
+                f"drafter {type(rows).__qualname__}: of the {part} that it proposed "
+                f"one is {least if least < 0 else largest}: they must be 0 to {most}"
+            )
     # Whatever class it is of, and whatever else it holds.
     clean = None if lengths is None else lengths.astype(mx.int32)
     return Proposals(tokens.astype(mx.int32), proposals.probabilities, clean)

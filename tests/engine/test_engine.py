@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import itertools
 import random
+import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -22,7 +23,7 @@ from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling import gumbel_noise
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import DraftRows, Proposals, Round
+from specdec.spec_decode import DraftModel, DraftRows, Proposals, Round
 from specdec.spec_decode.rejection_sampler import Verdict
 from tests.plain import (
     AT_ONCE,
@@ -31,6 +32,7 @@ from tests.plain import (
     run_rows,
     sampled,
 )
+from tests.scripted import Script
 
 VOCAB = 97
 LENGTHS = (1, 7, 30, 2, 70, 3, 16, 33)
@@ -447,6 +449,40 @@ def test_noise_is_drawn_only_while_a_row_samples(
     ]
     run_rows(target, None, prompts[:2], params)
     assert 0 < len(drawn) <= 4
+
+
+class Measuring(Script):
+    """Takes a hundred seconds before the first round."""
+
+    def prepare(self, num_rows: int) -> None:
+        for _ in range(99):
+            time.perf_counter()
+
+
+def test_times_add_up_to_the_wall_clock(
+    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What was spent before the first round is not lost, nor called prefill."""
+    seconds = itertools.count()
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
+    config = EngineConfig(batch_size=2, num_draft_tokens=2)
+    runner, draft = (ModelRunner(target, n, config, AT_ONCE) for n in ("a", "b"))
+    drafter = DraftModel(draft, vocab_size=VOCAB, max_draft_tokens=2)
+    length = Measuring(lambda number: number % 3)
+    engine = Engine(runner, drafter, config, AT_ONCE, frozenset(), length=length)
+    for i, prompt in enumerate(prompts):
+        engine.add(Request(i, "", tuple(prompt), SamplingParams(max_tokens=5 + i)))
+    engine.cancel(3)
+    wall = 0.0
+    while engine.busy:
+        start = time.perf_counter()
+        engine.step()
+        wall += time.perf_counter() - start - 2  # around it
+    stats = engine.stats
+    parts = (stats.calibration_seconds, stats.prefill_seconds, stats.decode_seconds)
+    assert sum(parts) == wall
+    assert stats.calibration_seconds > 0 == stats.calibration_seconds % 100
+    assert min(parts) > 0
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-20, 1e-3])

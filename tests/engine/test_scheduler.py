@@ -147,3 +147,20 @@ def test_rows_of_one_batch_keep_keys_in_as_many_bits() -> None:
     packed = scheduler.admit([])
     assert indices(packed) == [2, 3]
     assert indices(scheduler.admit([])) == [4]
+
+
+def test_rows_that_wait_are_known_to_fit_together() -> None:
+    """What is measured for more rows than ever run together may not fit."""
+    scheduler = Scheduler(8, budget=10, cost=total)
+    assert scheduler.together() == 0
+    for index, length in enumerate((4, 5, 1, 3)):
+        scheduler.add(row(index, length))
+    assert scheduler.together() == 3
+    assert scheduler.waiting == 4
+    assert indices(scheduler.admit([])) == [0, 1, 2]
+    lonely = Scheduler(8, budget=1, cost=total)
+    unbounded = Scheduler(2)
+    for each in (lonely, unbounded):
+        for index in range(3):
+            each.add(row(index, 4))
+    assert (lonely.together(), unbounded.together()) == (1, 2)

@@ -15,6 +15,7 @@ from specdec import backend
 from specdec.config import EngineConfig, NumDraftTokens
 from specdec.engine.admission import row_needs
 from specdec.engine.engine import Engine
+from specdec.engine.profiler import measure_forwards
 from specdec.memory import MemoryPlan, RowNeeds
 from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel, load_draft
@@ -22,10 +23,15 @@ from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel, NgramDrafter, NgramOptions
-from specdec.spec_decode.draft_length import DraftLength
+from specdec.spec_decode.draft_length import (
+    AutoLength,
+    DraftLength,
+    ForwardCosts,
+    RoundCosts,
+)
 
 from ..cache.small_models import MODELS
-from ..plain import BEHIND
+from ..plain import AT_ONCE, BEHIND
 from ..scripted import Script
 
 WIDER: dict[str, Any] = {
@@ -259,6 +265,38 @@ def test_a_draft_that_takes_in_much_stays_within_the_plan(
     peak, plan = measure(target, draft, config, requests, length=length)
     assert any(o.num_draft_tokens for o in length.outcomes)
     assert peak <= plan.peak(fullest(requests, batch))
+
+
+@pytest.mark.parametrize("switches", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_measuring_costs_stays_within_the_plan(
+    tiny_model: Callable[..., nn.Module],
+    switches: backend.BackendDefaults,
+    batch: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Before short requests it is the fullest moment, and a limit holds for it, too."""
+    monkeypatch.setattr(backend, "defaults", lambda: switches)
+    config = EngineConfig(batch_size=batch, prefill_step_size=64)
+    target, draft = (loaded(tiny_model, "full", seed=i) for i in (0, 1))
+    params = SamplingParams(max_tokens=2)
+    requests = [Request(i, "", (5 + i,) * 3, params) for i in range(batch)]
+    rows = fullest(requests, batch)
+
+    runner, other = (
+        ModelRunner(each.model, "m", config, switches) for each in (target, draft)
+    )
+    k = config.max_draft_tokens
+    drafter = DraftModel(other, vocab_size=runner.vocab_size, max_draft_tokens=k)
+    length = AutoLength(
+        RoundCosts(ForwardCosts()),
+        measure=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
+        measured_rows=None if switches.repeat_shapes else 1,
+    )
+    peak, plan = measure(target, draft, config, requests, length=length)
+    assert peak <= plan.peak(rows)
+    without = replace(plan, pauses=False)
+    assert batch > 1 or switches is BEHIND or peak > without.peak(rows)
 
 
 def test_the_plan_counts_what_spare_tokens_take(
