@@ -270,7 +270,8 @@ def test_data_of_another_shape(tmp_path: Path) -> None:
     corpus = Corpus(tmp_path, "a")
     metadata = {"format": CORPUS_FORMAT, "target": "a"}
     tokens = mx.array([1, 2], mx.int32)
-    for documents, seconds in [([[2, 1]], "1"), ([2], "1"), ([[2, 1, 0]], "x")]:
+    odd: list[tuple[Any, str]] = [([[2, 1]], "1"), ([2], "1"), ([[2, 1, 0]], "x")]
+    for documents, seconds in odd:
         arrays = {"tokens": tokens, "documents": mx.array(documents, mx.int32)}
         path = corpus._path("odd")
         write_arrays(path, arrays, metadata | {"seconds": seconds})
