@@ -103,3 +103,12 @@ def test_what_was_given_can_change_without_harm() -> None:
 )
 def test_context_size(options: dict[str, Any], context_size: int) -> None:
     assert SamplingParams(**options).context_size == context_size
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "repetition_penalty", "max_tokens", "min_tokens"]
+)
+def test_a_number_that_no_float_holds(name: str) -> None:
+    """An OverflowError instead of a sentence."""
+    with pytest.raises(ConfigError, match=f"{name} is 1000"):
+        SamplingParams(**{name: 10**400})  # type: ignore[arg-type]
