@@ -208,7 +208,7 @@ def _parse_layers(name: str, text: str) -> tuple[int, ...]:
         last = int(found[2] or first)
         if last < first:
             raise ConfigError(
-                f"draft {quoted(name)}: {quoted(part.strip())} ends before it begins"
+                f"draft {quoted(name)}: {part.strip()} ends before it begins"
             )
         layers += range(first, last + 1)
     if len(set(layers)) != len(layers):

@@ -136,3 +136,12 @@ def test_only_requests_that_draw_get_a_seed() -> None:
     seeds = {p.seeded().seed for p in warm for _ in range(8)}
     assert None not in seeds
     assert len(seeds) == 16  # false alarm: 3 in 10**8
+
+
+@pytest.mark.parametrize(
+    "name", ["temperature", "top_p", "repetition_penalty", "max_tokens", "min_tokens"]
+)
+def test_a_number_that_no_float_holds(name: str) -> None:
+    """An OverflowError instead of a sentence."""
+    with pytest.raises(ConfigError, match=f"{name} is 1000"):
+        SamplingParams(**{name: 10**400})  # type: ignore[arg-type]

@@ -6,7 +6,7 @@ What comes from a file, an option or an exception passes here before anyone sees
 from __future__ import annotations
 
 #: Most characters of a message, of a text within one, and of a value within one.
-LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 200, 60
+LONGEST, LONGEST_TEXT, LONGEST_VALUE = 1000, 240, 60
 _CUT = "..."
 
 
@@ -31,7 +31,7 @@ def one_line(text: object, longest: int = LONGEST, *, end: bool = True) -> str:
 
 def shorten(text: object) -> str:
     """``text`` (an error, a path) as a part of a message."""
-    return one_line(text, LONGEST_TEXT)
+    return one_line(text, LONGEST_TEXT, end=False)
 
 
 def quoted(value: object, longest: int = LONGEST_VALUE) -> str:

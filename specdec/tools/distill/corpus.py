@@ -135,10 +135,14 @@ class Corpus:
                 f"{path} was written by another target: name another --data folder, "
                 "or remove this one"
             )
-        tokens = np.array(arrays["tokens"]).tolist()
         documents, first = [], 0
-        for length, prompt_length, kind in np.array(arrays["documents"]).tolist():
-            part = tuple(tokens[first : first + length])
-            documents.append(Document(part, prompt_length, kind))
-            first += length
-        return documents, float(metadata.get("seconds", 0))
+        try:
+            seconds = float(metadata.get("seconds", 0))
+            tokens = np.array(arrays["tokens"]).tolist()
+            for length, prompt_length, kind in np.array(arrays["documents"]).tolist():
+                part = tuple(tokens[first : first + length])
+                documents.append(Document(part, prompt_length, kind))
+                first += length
+        except (TypeError, ValueError) as error:  # of another shape or type
+            raise ModelError(f"{path} is not of specdec distill: remove it") from error
+        return documents, seconds

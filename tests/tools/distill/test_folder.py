@@ -17,6 +17,8 @@ from specdec.models import load, load_draft
 from specdec.models.draft_folder import FORMAT, read_card
 from specdec.tools.distill import checkpoint
 from specdec.tools.distill.checkpoint import BEFORE, NAME, Progress
+from specdec.tools.distill.corpus import FORMAT as CORPUS_FORMAT
+from specdec.tools.distill.corpus import Corpus
 from specdec.tools.distill.job import Job
 from specdec.tools.distill.storage import (
     read_arrays,
@@ -267,3 +269,17 @@ def test_a_card_of_other_kinds(wrong: dict[str, Any], tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ModelError, match=r"cannot be read .*: make the draft again"):
         read_card(tmp_path)
+
+
+def test_data_of_another_shape(tmp_path: Path) -> None:
+    """A file that was made by hand ends in an error of numpy's."""
+    corpus = Corpus(tmp_path, "a")
+    metadata = {"format": CORPUS_FORMAT, "target": "a"}
+    tokens = mx.array([1, 2], mx.int32)
+    odd: list[tuple[Any, str]] = [([[2, 1]], "1"), ([2], "1"), ([[2, 1, 0]], "x")]
+    for documents, seconds in odd:
+        arrays = {"tokens": tokens, "documents": mx.array(documents, mx.int32)}
+        path = corpus._path("odd")
+        write_arrays(path, arrays, metadata | {"seconds": seconds})
+        with pytest.raises(ModelError, match="is not of specdec distill: remove it"):
+            list(corpus.read("odd"))
