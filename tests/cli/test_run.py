@@ -50,6 +50,7 @@ FIELDS = {
     "acceptance_by_position",
     "stop_reason",
     "error",
+    "seed",
     "time_to_first_token",
     "tokens_per_second",
 }
@@ -524,7 +525,7 @@ def test_every_sampling_option_reaches_its_field(
     specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
 ) -> None:
     options = (
-        "--draft self:4bit --temp 0.5 --min-tokens 3 --stop STOP --stop END "
+        "--draft self:4bit --temp 0.5 --seed 9 --min-tokens 3 --stop STOP --stop END "
         "--stop-token-id 7 --stop-token-id 9 --xtc-probability 0.4 --xtc-threshold 0.2 "
         "--repetition-penalty 1.1 --presence-penalty 0.3 --frequency-penalty -0.2 "
         "--logit-bias 5=-inf --logit-bias 6=2.5 --verification block --top-logprobs 2"
@@ -533,6 +534,7 @@ def test_every_sampling_option_reaches_its_field(
     assert specdec("run", "-p", "Hi", *options.split(), *output).exit_code == 0
     assert decoder.calls["params"] == SamplingParams(
         temperature=0.5,
+        seed=9,
         min_tokens=3,
         stop=("STOP", "END"),
         stop_token_ids=(7, 9),
@@ -639,3 +641,20 @@ def test_a_terminal_is_shown_what_is_printable(
     sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
     text = "?[31mred\n\tΩ👩‍💻?" if terminal else result.text
     assert stdout.getvalue() == f"== [0] ?]0;a?\n{text}\n\n"
+
+
+def test_a_seed_that_is_not_given_is_random_and_shown(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    """It was 0 for everybody; the summary's gives the same text again."""
+    seeds = []
+    for options in ((), (), ("--seed", "3")):
+        result = specdec("run", "-p", "Hi", "--temp", "1", *options)
+        params = decoder.calls["params"]
+        assert f"seed:        {params.seed}\n" in result.stderr
+        seeds.append(params.seed)
+    assert seeds[0] != seeds[1]  # false alarm: 1 in 2**32
+    assert seeds[2] == 3
+    result = specdec("run", "-p", "Hi")
+    assert decoder.calls["params"].seed is None
+    assert "seed:" not in result.stderr
