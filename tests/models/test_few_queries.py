@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.bench.models import token_level
+from specdec.kernels import TYPES
 from specdec.models import attending, few_queries, precision
 from specdec.models.attending import take_few_queries, usual_attention
 from specdec.models.joined import separated
@@ -36,6 +38,11 @@ def reference(q: Any, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
     return found.astype(q.dtype)
 
 
+def right(sizes: Iterable[int]) -> dict[tuple[int, mx.Dtype], bool]:
+    """As if the kernel had been tried for these sizes of heads."""
+    return dict.fromkeys(product(sizes, TYPES), True)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A stand-in for the kernel: rows, queries and columns of each attention."""
@@ -46,7 +53,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return reference(q, k, v, scale, mask)
 
     monkeypatch.setattr(few_queries, "attention", stand_in)
-    monkeypatch.setattr(few_queries, "_proven", dict.fromkeys((8, 16, 64), True))
+    monkeypatch.setattr(few_queries, "_proven", right((8, 16, 64)))
     monkeypatch.setattr(few_queries, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
     return calls
 
@@ -137,7 +144,7 @@ class Tried:
         patch.setattr(few_queries, "_agrees", self)
         patch.setattr(few_queries, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
 
-    def __call__(self, size: int) -> bool:
+    def __call__(self, size: int, dtype: mx.Dtype) -> bool:
         self.sizes.append(size)
         return size != self._wrong
 
@@ -196,8 +203,9 @@ def test_nothing_is_tried_while_attention_is_traced(
     found = Tried(monkeypatch)
     assert not few_queries.takes(**arrays())
     assert not found.sizes
-    assert few_queries.proven(64)
+    assert few_queries.proven(64, mx.bfloat16)
     assert few_queries.takes(**arrays())
+    assert not few_queries.takes(**arrays(dtype=mx.float16))
 
 
 def arrays(**changes: Any) -> dict[str, Any]:
@@ -248,8 +256,7 @@ def arrays(**changes: Any) -> dict[str, Any]:
 def test_what_the_kernel_takes(
     changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = dict.fromkeys(few_queries.MOST_COLUMNS, True)
-    monkeypatch.setattr(few_queries, "_proven", everything)
+    monkeypatch.setattr(few_queries, "_proven", right(few_queries.MOST_COLUMNS))
     assert few_queries.takes(**arrays(**changes)) is taken
 
 
@@ -292,8 +299,9 @@ def test_decoding_asks_for_it_and_says_the_same(
 
 @needs_cuda
 @pytest.mark.parametrize("size", few_queries.MOST_COLUMNS)
-def test_the_kernel_is_proven(size: int) -> None:
-    assert few_queries.proven(size)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_kernel_is_proven(size: int, dtype: mx.Dtype) -> None:
+    assert few_queries.proven(size, dtype)
 
 
 @needs_cuda

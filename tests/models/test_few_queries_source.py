@@ -139,22 +139,44 @@ def test_a_scale_of_any_kind() -> None:
     assert mx.array_equal(few_queries.attention(q, k, v, scale, "causal"), found)
 
 
-@pytest.mark.parametrize("size", few_queries.MOST_COLUMNS)
-def test_proven(size: int) -> None:
-    assert few_queries._agrees(size)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(64, mx.float16), (64, mx.bfloat16), (256, mx.bfloat16)]
+)
+def test_proven(size: int, dtype: mx.Dtype) -> None:
+    assert few_queries._agrees(size, dtype)
 
 
 def test_a_fault_with_one_size_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old, new = "sum / all", "D == 256 ? 0.0f : sum / all"
+    old, new = "sum / all", "D == 128 ? 0.0f : sum / all"
     plant(monkeypatch, few_queries_source, "WHOLE", old, new)
     monkeypatch.setattr(few_queries, "_proven", {})
-    assert {s: few_queries.proven(s) for s in few_queries.MOST_COLUMNS} == {
-        64: True,
-        128: True,
-        256: False,
-    }
+    assert few_queries.proven(64, mx.bfloat16)
+    assert not few_queries.proven(128, mx.bfloat16)
+
+
+@pytest.mark.parametrize("mask", ["bool", "added", "causal"])
+@pytest.mark.parametrize("pieces", [True, False])
+def test_each_form_of_the_mask_is_tried(
+    mask: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of one form, or where blocks share keys, stands for no kernel at all."""
+    kernel = few_queries._kernel
+
+    def faulty(dtype: mx.Dtype, form: str, scale: float, shared: bool) -> Any:
+        right = kernel(dtype, form, scale, shared)
+        if (form, shared) != (mask, pieces):
+            return right
+
+        def wrong(**launch: Any) -> Any:
+            found = right(**launch)
+            return [2 * found[0], *found[1:]]
+
+        return wrong
+
+    monkeypatch.setattr(few_queries, "_kernel", faulty)
+    assert not few_queries._agrees(64, mx.bfloat16)
 
 
 @pytest.mark.parametrize("size", [64, 128])

@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.backend import defaults
 from specdec.bench.models import token_level
+from specdec.kernels import TYPES
 from specdec.models import precision, skinny
 from specdec.models.joined import JoinedSkinny, join_products, separated
 from specdec.models.skinny import (
@@ -58,7 +59,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
     monkeypatch.setattr(skinny, "product", stand_in)
     monkeypatch.setattr(skinny, "parts", parted(stand_in))
-    monkeypatch.setattr(skinny, "proven", lambda: True)
+    monkeypatch.setattr(skinny, "proven", lambda dtype: dtype in TYPES)
     return calls
 
 
@@ -175,7 +176,7 @@ def test_copies_in_other_formats_and_for_peers_are_mlx_s_layers(
 def test_without_a_kernel_nothing_changes(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny, "proven", lambda: False)
+    monkeypatch.setattr(skinny, "proven", lambda dtype: False)
     model = model_of(tiny_model)
     take_few_rows(model)
     assert not any(isinstance(m, SkinnyLinear) for _, m in model.named_modules())
@@ -183,7 +184,7 @@ def test_without_a_kernel_nothing_changes(
 
 @pytest.mark.skipif(on_cuda, reason="there it is")
 def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
-    assert not skinny.proven.__wrapped__()
+    assert not skinny.proven.__wrapped__(mx.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -206,7 +207,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 
         monkeypatch.setattr(skinny, "product", counted)
         monkeypatch.setattr(skinny, "parts", parted(part))
-        return bool(skinny.proven.__wrapped__())
+        return bool(skinny.proven.__wrapped__(mx.bfloat16))
 
     assert not tried(wrong, reference)
     assert not tried(reference, wrong)
@@ -282,5 +283,6 @@ def test_a_row_s_bits_do_not_depend_on_what_is_beside_it() -> None:
 
 
 @needs_cuda
-def test_proven_on_this_device() -> None:
-    assert skinny.proven()
+@pytest.mark.parametrize("dtype", TYPES)
+def test_proven_on_this_device(dtype: mx.Dtype) -> None:
+    assert skinny.proven(dtype)
