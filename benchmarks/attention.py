@@ -70,7 +70,7 @@ def main(
     out: str | None,
 ) -> None:
     """Time attention of few queries with a mask, by MLX and by the kernel."""
-    if not all(decode_attention.proven(size) for *_, size in HEADS):
+    if not all(decode_attention.proven(size, DTYPES[dtype]) for *_, size in HEADS):
         raise ConfigError("the kernel needs MLX's CUDA backend and compute 8.0")
     if repeat < 2:
         raise click.UsageError("--repeat must be 2 or more")

@@ -62,7 +62,7 @@ def kernel(x: mx.array, weight: mx.array) -> mx.array:
 @click.option("--out", help="Write OUT.json and OUT.md.")
 def main(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> None:
     """Time products of few rows by MLX and by the kernel."""
-    if not skinny_matmul.proven():
+    if not skinny_matmul.proven(DTYPES[dtype]):
         raise ConfigError("the kernel needs MLX's CUDA backend and compute 8.0")
     if repeat < 2:
         raise click.UsageError("--repeat must be 2 or more")

@@ -12,6 +12,7 @@ import copy
 import copyreg
 from collections.abc import Iterable
 from functools import cache
+from itertools import product
 from types import FunctionType
 from typing import Any
 
@@ -85,22 +86,24 @@ def _attending(kind: Any) -> Any:
 def take_few_queries(model: nn.Module) -> None:
     """Let the model's attention of few queries be computed by the kernel, in place.
 
-    For that it is tried here, for the sizes of heads that the model has.
+    For that it is tried here, for the sizes of heads and types that the model has.
     """
     modules: list[tuple[str, Any]] = model.named_modules()
     for _, module in modules:
         kind = _attending(module.__class__)
-        if kind is None or not _is_half(module):
+        if kind is None:
             continue
-        tried = [decode_attention.proven(size) for size in _head_sizes(module)]
+        each = product(_head_sizes(module), _halves(module))
+        tried = [decode_attention.proven(size, dtype) for size, dtype in each]
         if any(tried):
             module.__class__ = kind
 
 
-def _is_half(module: nn.Module) -> bool:
-    """Whether any of its weights, or of their scales, has 16 bits, as queries then."""
+def _halves(module: nn.Module) -> list[mx.Dtype]:
+    """The types of 16 bits of its weights, or of their scales, and so of queries."""
     arrays: Any = tree_flatten(module.parameters())
-    return any(array.dtype in TYPES for _, array in arrays)
+    found = {array.dtype for _, array in arrays}
+    return [dtype for dtype in TYPES if dtype in found]
 
 
 def _head_sizes(module: Any) -> Iterable[int]:

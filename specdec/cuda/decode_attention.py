@@ -127,7 +127,7 @@ def takes(queries: mx.array, keys: Any, values: Any, mask: Any) -> bool:
     _, heads, tokens, size = queries.shape
     return (
         0 < tokens <= MOST_TOKENS
-        and _proven.get(size, False)
+        and _proven.get((size, queries.dtype), False)
         and 0 < keys.shape[2] <= (MOST_COLUMNS[size] or keys.shape[2])
         and keys.shape == values.shape
         and keys.shape[0] == queries.shape[0]
@@ -150,42 +150,44 @@ def _shown(mask: Any, queries: mx.array, keys: mx.array) -> bool:
     )
 
 
-# Head sizes for which the kernel was tried, and whether it is right there. Functions
-# that are traced ask for it, and nothing can be tried in them.
-_proven: dict[int, bool] = {}
+# Head sizes and types for which the kernel was tried, and whether it is right there.
+# Functions that are traced ask for it, and nothing can be tried in them.
+_proven: dict[tuple[int, mx.Dtype], bool] = {}
 
 
-def proven(size: int) -> bool:
-    """Whether the kernel runs on this device for heads of a size, and is right.
+def proven(size: int, dtype: mx.Dtype) -> bool:
+    """Whether the kernel runs on this device for heads of a size and type, rightly.
 
     It is tried when that is first asked, not within a function that is traced.
     """
-    if size not in _proven:
-        _proven[size] = size in MOST_COLUMNS and _agrees(size)
-    return _proven[size]
+    if (size, dtype) not in _proven:
+        known = size in MOST_COLUMNS and dtype in TYPES
+        _proven[size, dtype] = known and _agrees(size, dtype)
+    return _proven[size, dtype]
 
 
-def _agrees(size: int) -> bool:
+def _agrees(size: int, dtype: mx.Dtype) -> bool:
     """Whether the kernel computes what MLX does, with few keys and with many."""
     few, many = 150, MOST_COLUMNS[size] or SPAN + 100
-    return all(_agrees_on(size, columns) for columns in (few, many))
+    return all(_agrees_on(size, columns, dtype) for columns in (few, many))
 
 
-def _agrees_on(size: int, columns: int) -> bool:
+def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
     shapes = [(2, 6, 3, size), (2, 2, columns, size), (2, 2, columns, size)]
     q, k, v = (
-        mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i, shape in enumerate(shapes)
     )
     lengths = mx.array([columns - 30, columns])[:, None, None, None]
     seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
-    added = mx.where(seen, 0.0, -mx.inf).astype(mx.bfloat16)
-    exact = mx.fast.scaled_dot_product_attention(
-        *(x.astype(mx.float32) for x in (q, k, v)), scale=0.1, mask=seen
-    )
+    added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
     try:
-        # What caches make; booleans are read in the same way.
-        for mask in (added, seen) if columns < SPAN else (added,):
+        for mask in (added, seen, "causal"):
+            exact = mx.fast.scaled_dot_product_attention(
+                *(x.astype(mx.float32) for x in (q, k, v)),
+                scale=0.1,
+                mask=mask if isinstance(mask, str) else seen,
+            )
             found = attention(q, k, v, 0.1, mask).astype(mx.float32)
             # Not the other way round: NaN is no agreement.
             off = mx.abs(found - exact).max()

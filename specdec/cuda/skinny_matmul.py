@@ -52,6 +52,8 @@ _SOURCE = """
   for (int i = 0; i + 1 < x_ndim; ++i) M *= x_shape[i];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int group = lane / 4, part = lane % 4;
+  const bool together =
+      (reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight)) % 16 == 0;
   const int first = blockIdx.x * 16 * TILES, top = blockIdx.y * 8 * WIDE;
   const uint4 zero = make_uint4(0u, 0u, 0u, 0u);
   // Rows beyond the last are read as the last, and not written.
@@ -76,36 +78,10 @@ _SOURCE = """
       #pragma unroll
       for (int c = 0; c < 4; ++c) sums[t][j][c] = 0.0f;
 
-  for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
-    // All are asked for before one is waited for, so that no branch may lie between.
-    uint4 a[UNROLL][TILES][2], b[UNROLL][WIDE];
-    #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const int k = begin + u * WARPS * 32 + part * 8, at = k < K ? k : part * 8;
-      #pragma unroll
-      for (int t = 0; t < TILES; ++t)
-        #pragma unroll
-        for (int i = 0; i < 2; ++i)
-          a[u][t][i] = __ldcs(reinterpret_cast<const uint4*>(rows[t][i] + at));
-      #pragma unroll
-      for (int j = 0; j < WIDE; ++j)
-        b[u][j] = __ldg(reinterpret_cast<const uint4*>(others[j] + at));
-    }
-    #pragma unroll
-    for (int u = 0; u < UNROLL; ++u) {
-      const bool inside = begin + u * WARPS * 32 + part * 8 < K;
-      #pragma unroll
-      for (int j = 0; j < WIDE; ++j) {
-        const uint4 one = inside ? b[u][j] : zero;
-        #pragma unroll
-        for (int t = 0; t < TILES; ++t) {
-          const uint4 upper = inside ? a[u][t][0] : zero;
-          const uint4 lower = inside ? a[u][t][1] : zero;
-          SPECDEC_MMA(sums[t][j], upper.x, lower.x, upper.y, lower.y, one.x, one.y);
-          SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);
-        }
-      }
-    }
+  if (together) {
+    @TURNS@
+  } else {
+    @APART@
   }
 
   // As many of the products' results at a time as 16 KB hold.
@@ -139,6 +115,60 @@ _SOURCE = """
       __syncthreads();
     }
 """
+# The turns of a block's warps. Eight neighbours are one load of 16 bytes, where both
+# arrays begin at a multiple of those: a view of one row need not, and MLX copies none
+# that has no gaps.
+_TURNS = """
+for (int begin = warp * 32; begin < K; begin += UNROLL * WARPS * 32) {
+    // All are asked for before one is waited for, so that no branch may lie between.
+    uint4 a[UNROLL][TILES][2], b[UNROLL][WIDE];
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const int k = begin + u * WARPS * 32 + part * 8, at = k < K ? k : part * 8;
+      #pragma unroll
+      for (int t = 0; t < TILES; ++t)
+        #pragma unroll
+        for (int i = 0; i < 2; ++i)
+          a[u][t][i] = @MATRIX@(rows[t][i] + at);
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j)
+        b[u][j] = @ROW@(others[j] + at);
+    }
+    #pragma unroll
+    for (int u = 0; u < UNROLL; ++u) {
+      const bool inside = begin + u * WARPS * 32 + part * 8 < K;
+      #pragma unroll
+      for (int j = 0; j < WIDE; ++j) {
+        const uint4 one = inside ? b[u][j] : zero;
+        #pragma unroll
+        for (int t = 0; t < TILES; ++t) {
+          const uint4 upper = inside ? a[u][t][0] : zero;
+          const uint4 lower = inside ? a[u][t][1] : zero;
+          SPECDEC_MMA(sums[t][j], upper.x, lower.x, upper.y, lower.y, one.x, one.y);
+          SPECDEC_MMA(sums[t][j], upper.z, lower.z, upper.w, lower.w, one.z, one.w);
+        }
+      }
+    }
+  }
+"""
+_TOGETHER = {
+    "@MATRIX@": "SPECDEC_STREAMED",
+    "@ROW@": "SPECDEC_SHARED",
+}
+_APART = dict.fromkeys(_TOGETHER, "specdec_eight")
+_LOADS = """
+#define SPECDEC_STREAMED(at) __ldcs(reinterpret_cast<const uint4*>(at))
+#define SPECDEC_SHARED(at) __ldg(reinterpret_cast<const uint4*>(at))
+template <class T>
+__device__ __forceinline__ uint4 specdec_eight(const T* at) {
+  const unsigned short* one = reinterpret_cast<const unsigned short*>(at);
+  unsigned pairs[4];
+  #pragma unroll
+  for (int i = 0; i < 4; ++i)
+    pairs[i] = __ldg(one + 2 * i) | static_cast<unsigned>(__ldg(one + 2 * i + 1)) << 16;
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+"""
 # Where a result goes: to the one array, or to that of up to MOST_PARTS that has its
 # column; the i-th ends before ends[i].
 MOST_PARTS = 3
@@ -150,12 +180,18 @@ _PARTS = """*(at < ends[0] ? out0 + row * ends[0] + at
 
 @cache
 def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
+    source = _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE)
+    for place, loads in (("@TURNS@", _TOGETHER), ("@APART@", _APART)):
+        turns = _TURNS
+        for name, load in loads.items():
+            turns = turns.replace(name, load)
+        source = source.replace(place, turns)
     return cuda_kernel(
         f"skinny_{TYPES[dtype]}",
-        _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE),
+        source,
         ("x", "weight", "bias", *(("ends",) if parted else ())),
         tuple(f"out{i}" for i in range(MOST_PARTS)) if parted else ("out",),
-        header=tensor_cores(dtype),
+        header=tensor_cores(dtype) + _LOADS,
     )
 
 
@@ -304,41 +340,61 @@ _SKINNY: dict[type, Any] = {nn.Linear: SkinnyLinear, nn.Embedding: SkinnyEmbeddi
 
 def take_few_rows(model: nn.Module) -> None:
     """Let the model's layers compute few rows by the kernel, in place."""
-    if not proven():
-        return
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     for path, layer in leaves:
         kind = _SKINNY.get(type(layer))
-        if kind is not None:
+        if kind is not None and proven(layer["weight"].dtype):
             model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
 
 
 @cache
-def proven() -> bool:
-    """Whether the kernel runs on this device, and computes what MLX does."""
+def proven(dtype: mx.Dtype) -> bool:
+    """Whether the kernels for a type run on this device, and compute what MLX does.
+
+    Every one that can be launched is tried: for matrices of either kind (see
+    :func:`_warps`), whose rows are longer than all warps' first turn, each block (see
+    :func:`_block`), with and without a bias, whole and in parts, and for an array that
+    begins where 16 bytes cannot be loaded at once.
+    """
+    if dtype not in TYPES:
+        return False
     try:
-        # The narrowest and the widest of the kernels, which needs the most registers,
-        # for matrices of either kind (see _warps), whose rows are longer than all
-        # warps' first turn.
-        for columns, rows in product_of((40, 4 * 544), (3, TILE * WIDEST // 2)):
-            shapes = [(columns, 544), (2, rows, 544)]
-            w, x = (
-                mx.random.normal(shape, key=mx.random.key(i)).astype(mx.bfloat16)
-                for i, shape in enumerate(shapes)
-            )
-            bias = w[:, 0] if rows > 3 else None
-            exact = x.astype(mx.float32) @ w.astype(mx.float32).T
-            if bias is not None:
-                exact = exact + bias.astype(mx.float32)
-            found = [product(x, w, bias)]
-            for ends in ((24, columns), (8, 11, columns)):
-                found.append(mx.concatenate(parts(x, w, bias, ends), axis=-1))
-            for one in found:
-                off = mx.abs(one.astype(mx.float32) - exact)
-                # Not the other way round: NaN is no agreement.
-                if not (off.max() <= 0.01 * mx.abs(exact).max()).item():
+        for columns, rows in product_of((40, 4 * 544), _HEIGHTS):
+            for bias, offset in ((True, 0), (False, 4 if rows == _HEIGHTS[0] else 0)):
+                if not _agrees(columns, rows, dtype, bias=bias, offset=offset):
                     return False
         return True
     except (RuntimeError, ValueError) as error:
         logger.debug("no kernel for products of few rows: %s", error)
         return False
+
+
+# Rows of x for which the blocks differ: from the narrowest to the widest, which needs
+# the most registers.
+_HEIGHTS = tuple(TILE * wide // 2 + 1 for wide in (1, 2, 4, 8))
+
+
+def _agrees(
+    columns: int, rows: int, dtype: mx.Dtype, *, bias: bool, offset: int
+) -> bool:
+    """Whether one of the kernels computes what MLX does.
+
+    Args:
+        offset: numbers before x in its memory; of more than none there is one row.
+    """
+    shapes = [(columns, 544), (1 if offset else rows, 544 + offset)]
+    w, x = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+        for i, shape in enumerate(shapes)
+    )
+    x = x[:, offset:]
+    added = w[:, 0] if bias else None
+    exact = x.astype(mx.float32) @ w.astype(mx.float32).T
+    if added is not None:
+        exact = exact + added.astype(mx.float32)
+    found = [product(x, w, added)]
+    for ends in ((24, columns), (8, 11, columns)):
+        found.append(mx.concatenate(parts(x, w, added, ends), axis=-1))
+    off = (mx.abs(one.astype(mx.float32) - exact).max() for one in found)
+    # Not the other way round: NaN is no agreement.
+    return all((o <= 0.01 * mx.abs(exact).max()).item() for o in off)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import copy
 import pickle
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import attention_patch, decode_attention
 from specdec.cuda.attention_patch import take_few_queries, usual_attention
+from specdec.cuda.compile import TYPES
 from specdec.cuda.fused_linear import separated
 from specdec.models import precision
 from specdec.tools.bench.models import token_level
@@ -37,6 +39,11 @@ def reference(q: Any, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
     return found.astype(q.dtype)
 
 
+def right(sizes: Iterable[int]) -> dict[tuple[int, mx.Dtype], bool]:
+    """As if the kernel had been tried for these sizes of heads."""
+    return dict.fromkeys(product(sizes, TYPES), True)
+
+
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A stand-in for the kernel: rows, queries and columns of each attention."""
@@ -47,7 +54,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
         return reference(q, k, v, scale, mask)
 
     monkeypatch.setattr(decode_attention, "attention", stand_in)
-    monkeypatch.setattr(decode_attention, "_proven", dict.fromkeys((8, 16, 64), True))
+    monkeypatch.setattr(decode_attention, "_proven", right((8, 16, 64)))
     monkeypatch.setattr(decode_attention, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
     return calls
 
@@ -138,7 +145,7 @@ class Tried:
         patch.setattr(decode_attention, "_agrees", self)
         patch.setattr(decode_attention, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
 
-    def __call__(self, size: int) -> bool:
+    def __call__(self, size: int, dtype: mx.Dtype) -> bool:
         self.sizes.append(size)
         return size != self._wrong
 
@@ -197,8 +204,9 @@ def test_nothing_is_tried_while_attention_is_traced(
     found = Tried(monkeypatch)
     assert not decode_attention.takes(**arrays())
     assert not found.sizes
-    assert decode_attention.proven(64)
+    assert decode_attention.proven(64, mx.bfloat16)
     assert decode_attention.takes(**arrays())
+    assert not decode_attention.takes(**arrays(dtype=mx.float16))
 
 
 def arrays(**changes: Any) -> dict[str, Any]:
@@ -249,8 +257,9 @@ def arrays(**changes: Any) -> dict[str, Any]:
 def test_what_the_kernel_takes(
     changes: dict[str, Any], taken: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    everything = dict.fromkeys(decode_attention.MOST_COLUMNS, True)
-    monkeypatch.setattr(decode_attention, "_proven", everything)
+    monkeypatch.setattr(
+        decode_attention, "_proven", right(decode_attention.MOST_COLUMNS)
+    )
     assert decode_attention.takes(**arrays(**changes)) is taken
 
 
@@ -293,8 +302,9 @@ def test_decoding_asks_for_it_and_says_the_same(
 
 @needs_cuda
 @pytest.mark.parametrize("size", decode_attention.MOST_COLUMNS)
-def test_the_kernel_is_proven(size: int) -> None:
-    assert decode_attention.proven(size)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_the_kernel_is_proven(size: int, dtype: mx.Dtype) -> None:
+    assert decode_attention.proven(size, dtype)
 
 
 @needs_cuda

@@ -143,22 +143,44 @@ def test_a_scale_of_any_kind() -> None:
     assert mx.array_equal(decode_attention.attention(q, k, v, scale, "causal"), found)
 
 
-@pytest.mark.parametrize("size", decode_attention.MOST_COLUMNS)
-def test_proven(size: int) -> None:
-    assert decode_attention._agrees(size)
+@pytest.mark.parametrize(
+    ("size", "dtype"), [(64, mx.float16), (64, mx.bfloat16), (256, mx.bfloat16)]
+)
+def test_proven(size: int, dtype: mx.Dtype) -> None:
+    assert decode_attention._agrees(size, dtype)
 
 
 def test_a_fault_with_one_size_leaves_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    old, new = "sum / all", "D == 256 ? 0.0f : sum / all"
+    old, new = "sum / all", "D == 128 ? 0.0f : sum / all"
     plant(monkeypatch, decode_attention_source, "WHOLE", old, new)
     monkeypatch.setattr(decode_attention, "_proven", {})
-    assert {s: decode_attention.proven(s) for s in decode_attention.MOST_COLUMNS} == {
-        64: True,
-        128: True,
-        256: False,
-    }
+    assert decode_attention.proven(64, mx.bfloat16)
+    assert not decode_attention.proven(128, mx.bfloat16)
+
+
+@pytest.mark.parametrize("mask", ["bool", "added", "causal"])
+@pytest.mark.parametrize("pieces", [True, False])
+def test_each_form_of_the_mask_is_tried(
+    mask: str, pieces: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A fault of one form, or where blocks share keys, stands for no kernel at all."""
+    kernel = decode_attention._kernel
+
+    def faulty(dtype: mx.Dtype, form: str, scale: float, shared: bool) -> Any:
+        right = kernel(dtype, form, scale, shared)
+        if (form, shared) != (mask, pieces):
+            return right
+
+        def wrong(**launch: Any) -> Any:
+            found = right(**launch)
+            return [2 * found[0], *found[1:]]
+
+        return wrong
+
+    monkeypatch.setattr(decode_attention, "_kernel", faulty)
+    assert not decode_attention._agrees(64, mx.bfloat16)
 
 
 @pytest.mark.parametrize("size", [64, 128])

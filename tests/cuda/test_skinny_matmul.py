@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.backend import defaults
 from specdec.cuda import skinny_matmul
+from specdec.cuda.compile import TYPES
 from specdec.cuda.fused_linear import JoinedSkinny, join_products, separated
 from specdec.cuda.skinny_matmul import (
     MOST_ROWS,
@@ -59,7 +60,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int, bool]]:
 
     monkeypatch.setattr(skinny_matmul, "product", stand_in)
     monkeypatch.setattr(skinny_matmul, "parts", parted(stand_in))
-    monkeypatch.setattr(skinny_matmul, "proven", lambda: True)
+    monkeypatch.setattr(skinny_matmul, "proven", lambda dtype: dtype in TYPES)
     return calls
 
 
@@ -176,7 +177,7 @@ def test_copies_in_other_formats_and_for_peers_are_mlx_s_layers(
 def test_without_a_kernel_nothing_changes(
     tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(skinny_matmul, "proven", lambda: False)
+    monkeypatch.setattr(skinny_matmul, "proven", lambda dtype: False)
     model = model_of(tiny_model)
     take_few_rows(model)
     assert not any(isinstance(m, SkinnyLinear) for _, m in model.named_modules())
@@ -184,7 +185,7 @@ def test_without_a_kernel_nothing_changes(
 
 @pytest.mark.skipif(on_cuda, reason="there it is")
 def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
-    assert not skinny_matmul.proven.__wrapped__()
+    assert not skinny_matmul.proven.__wrapped__(mx.bfloat16)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +208,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(
 
         monkeypatch.setattr(skinny_matmul, "product", counted)
         monkeypatch.setattr(skinny_matmul, "parts", parted(part))
-        return bool(skinny_matmul.proven.__wrapped__())
+        return bool(skinny_matmul.proven.__wrapped__(mx.bfloat16))
 
     assert not tried(wrong, reference)
     assert not tried(reference, wrong)
@@ -285,5 +286,6 @@ def test_a_row_s_bits_do_not_depend_on_what_is_beside_it() -> None:
 
 
 @needs_cuda
-def test_proven_on_this_device() -> None:
-    assert skinny_matmul.proven()
+@pytest.mark.parametrize("dtype", TYPES)
+def test_proven_on_this_device(dtype: mx.Dtype) -> None:
+    assert skinny_matmul.proven(dtype)

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from specdec.cuda import compile, skinny_matmul
+from specdec.cuda.compile import TYPES
 from tests.cuda.emulation.cuda import (
     KernelFault,
     emulated,
@@ -105,12 +106,20 @@ def test_a_row_s_bits_do_not_depend_on_what_is_beside_it(size: tuple[int, int]) 
             assert mx.array_equal(found, everything[first : first + rows]), rows
 
 
-def test_proven() -> None:
-    assert skinny_matmul.proven.__wrapped__()
+@pytest.mark.parametrize("dtype", TYPES)
+def test_proven(dtype: mx.Dtype) -> None:
+    assert skinny_matmul.proven.__wrapped__(dtype)
 
 
 @pytest.mark.parametrize(
-    "fault", ["WARPS == 4", "WARPS == 16", "WIDE == 1", "WIDE > 2"]
+    "fault",
+    [
+        "WARPS == 4",
+        "WARPS == 16",
+        *(f"WIDE == {wide}" for wide in (1, 2, 4, 8)),
+        "WIDE == 4 && WARPS == 4",
+        "!together",
+    ],
 )
 def test_what_is_wrong_with_some_kernels_is_not_proven(
     monkeypatch: pytest.MonkeyPatch, fault: str
@@ -118,7 +127,30 @@ def test_what_is_wrong_with_some_kernels_is_not_proven(
     """Few warps share the rows of some matrices, many those of others."""
     new = f"float sum = {fault} ? 1.0f : 0.0f;"
     plant(monkeypatch, skinny_matmul, "_SOURCE", "float sum = 0.0f;", new)
-    assert not skinny_matmul.proven.__wrapped__()
+    assert not skinny_matmul.proven.__wrapped__(mx.bfloat16)
+
+
+def test_one_type_does_not_prove_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only float16 has no 70,000: the fault is of its kernels alone."""
+    new = "float sum = static_cast<float>(static_cast<T>(7e4f)) > 1e9f ? 1.0f : 0.0f;"
+    plant(monkeypatch, skinny_matmul, "_SOURCE", "float sum = 0.0f;", new)
+    assert agrees(3, 40, 96, mx.bfloat16, bias=True)
+    assert not skinny_matmul.proven.__wrapped__(mx.float16)
+
+
+@pytest.mark.parametrize("offset", [4, 8, 3])
+@pytest.mark.parametrize("dtype", TYPES)
+def test_a_view_of_one_row_begins_anywhere(dtype: mx.Dtype, offset: int) -> None:
+    """MLX does not copy it: 16 bytes cannot be loaded at once."""
+    base = drawn(1, 1, 96 + 8, dtype=dtype)
+    x, weight = base[..., offset : offset + 96], drawn(48, 96, dtype=dtype, seed=1)
+    aligned = mx.array(np.array(x.astype(mx.float32))).astype(dtype)
+    found = skinny_matmul.product(x, weight, None)
+    assert rounded_once(found, x, weight, None)
+    assert mx.array_equal(found, skinny_matmul.product(aligned, weight, None))
+    flat = drawn(48 * 96 + 8, dtype=dtype, seed=1)
+    of_view = flat[offset : offset + 48 * 96].reshape(48, 96)
+    assert rounded_once(skinny_matmul.product(x, of_view, None), x, of_view, None)
 
 
 def test_sizes_here_are_of_either_kind() -> None:
@@ -159,7 +191,9 @@ FAULTS = {
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    plant(monkeypatch, skinny_matmul, "_SOURCE", *FAULTS[name])
+    old, new = FAULTS[name]
+    source = "_TURNS" if old in skinny_matmul._TURNS else "_SOURCE"
+    plant(monkeypatch, skinny_matmul, source, old, new)
     # A narrow kernel and the widest, with two blocks of rows.
     tried = ((1, 37, 544), (81, 17, 544))
     try:

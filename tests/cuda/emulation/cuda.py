@@ -11,6 +11,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from threading import Lock
 from typing import Any
@@ -60,6 +61,16 @@ class Strided:
     def dtype(self) -> mx.Dtype:
         return self.buffer.dtype
 
+    @property
+    def has_gaps(self) -> bool:
+        """Whether MLX would copy it: dimensions of one do not count."""
+        expected = 1
+        for size, stride in zip(self.shape[::-1], self.strides[::-1], strict=True):
+            if size != 1 and stride != expected:
+                return True
+            expected *= size
+        return False
+
     def contiguous(self) -> mx.array:
         flat = _numbers(self.buffer)[self.offset :]
         strides = [s * flat.itemsize for s in self.strides]
@@ -91,6 +102,9 @@ class _Launch(ctypes.Structure):
         ("stacks", ctypes.c_void_p),
     )
 
+
+# What CUDA allocates begins at a multiple of this.
+_LINE = 16
 
 # Faults are signals, which are the process's.
 _one_at_a_time = Lock()
@@ -136,7 +150,7 @@ def cuda_kernel(
         if not 0 < prod(threadgroup) <= MOST_THREADS or min(grid) < 1:
             raise ValueError(f"threads {threadgroup} of {grid} cannot be launched")
         if ensure_row_contiguous:
-            inputs = [i.contiguous() if isinstance(i, Strided) else i for i in inputs]
+            inputs = [_without_gaps(i) for i in inputs]
         named = zip(input_names, inputs, strict=True)
         code = generated(
             name,
@@ -183,7 +197,7 @@ def _run(
     for array in inputs:
         strided = array if isinstance(array, Strided) else None
         flat = array.buffer if isinstance(array, Strided) else array
-        held.append(np.ascontiguousarray(_numbers(flat)))
+        held.append(_placed(flat))
         arrays.append(_described(held[-1], strided))
     for output in outputs:
         arrays.append(_described(output, None))
@@ -221,6 +235,38 @@ def _numbers(array: mx.array) -> np.ndarray[Any, Any]:
     """Its numbers in order; of bfloat16, which NumPy lacks, the bits."""
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     return np.array(bits)
+
+
+def _without_gaps(array: Input) -> Input:
+    """What a kernel is handed that asks for no gaps: a view that has none stays one."""
+    if not isinstance(array, Strided) or not array.has_gaps:
+        return array
+    return array.contiguous()
+
+
+def _bits(array: mx.array) -> np.ndarray[Any, Any]:
+    """The array's own memory, not a copy."""
+    bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
+    mx.eval(bits)
+    return np.array(bits, copy=False)
+
+
+@cache
+def _origin() -> int:
+    """Where MLX's arrays begin on the CPU, behind a multiple of ``_LINE``."""
+    address: int = _bits(mx.zeros(64)).ctypes.data
+    return address % _LINE
+
+
+def _placed(array: mx.array) -> np.ndarray[Any, Any]:
+    """A copy that begins where the array would on a GPU: a view may begin anywhere."""
+    own = _bits(array)
+    behind = own.ctypes.data - _origin() if own.flags.c_contiguous else 0
+    room = np.empty(own.nbytes + 2 * _LINE, np.uint8)
+    begin = -room.ctypes.data % _LINE + behind % _LINE
+    placed = room[begin : begin + own.nbytes].view(own.dtype).reshape(own.shape)
+    placed[...] = own
+    return placed
 
 
 def _array(numbers: np.ndarray[Any, Any], dtype: mx.Dtype) -> mx.array:

@@ -203,15 +203,18 @@ struct Mapping {
 
   void map(const Array& array) {
     const size_t page = page_size();
-    // CUDA's arrays begin at multiples of 256; of 16 is what loads ask for.
-    const size_t held = (array.bytes + 15) / 16 * 16;
+    // CUDA's arrays begin at multiples of 256; of 16 is what loads ask for. A view may
+    // begin behind one, and does here as it does in Python's copy.
+    const size_t lead =
+        array.writable ? 0 : reinterpret_cast<uintptr_t>(array.data) % 16;
+    const size_t held = (lead + array.bytes + 15) / 16 * 16;
     room = (held + page - 1) / page * page;
     size = room + 2 * page;
     base = static_cast<char*>(
         mmap(nullptr, size, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
     mprotect(base + page, room, PROT_READ | PROT_WRITE);
     memset(base + page, 0xff, room);
-    start = base + page + room - held;
+    start = base + page + room - held + lead;
     memcpy(start, array.data, array.bytes);
     if (!array.writable) mprotect(base + page, room, PROT_READ);
   }

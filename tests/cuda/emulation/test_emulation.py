@@ -402,3 +402,28 @@ def test_a_name_stands_for_one_kernel() -> None:
     assert kernel(inputs=[mx.array([3])], **sizes)[0].item() == 3
     with pytest.raises(ValueError, match="another kernel of this name"):
         kernel(inputs=[mx.array([3.0])], **sizes)
+
+
+@pytest.mark.parametrize("contiguous", [True, False])
+@pytest.mark.parametrize("offset", [0, 4, 8])
+def test_a_view_without_gaps_begins_where_it_does(
+    offset: int, contiguous: bool
+) -> None:
+    """MLX copies none, so that a load of 16 bytes may not be aligned: a fault."""
+    source = "out[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(a)).x + a_ndim;"
+    base = mx.random.normal((1, 72)).astype(mx.bfloat16)
+    mx.eval(base)
+    described = Strided(base.reshape(-1), (1, 64), (72, 1), offset)
+    for view in (base[:, offset : offset + 64], described):
+        if offset % 8:
+            with pytest.raises(KernelFault, match="not aligned"):
+                run(source, view, contiguous=contiguous)
+        else:
+            run(source, view, contiguous=contiguous)
+
+
+def test_a_view_with_gaps_is_copied_where_that_is_asked_for() -> None:
+    source = "out[threadIdx.x] = __ldg(reinterpret_cast<const uint4*>(a)).x + a_ndim;"
+    base = mx.random.normal((2, 72)).astype(mx.bfloat16)
+    run(source, base[:, 4:68], contiguous=True)
+    run(source, Strided(base.reshape(-1), (2, 64), (72, 1), 4), contiguous=True)
