@@ -141,19 +141,24 @@ def odd_template(folder: Path, rng: random.Random) -> None:
     path.write_text(json.dumps(config))
 
 
+def _auto_map(names: Any) -> dict[str, Any]:
+    """What makes transformers ask whether to run it: of a class it does not know."""
+    return {"auto_map": {"AutoTokenizer": names}, "tokenizer_class": "Evil"}
+
+
 def with_code(folder: Path, rng: random.Random) -> None:
     """Files that name code beside them, which must not run."""
     evil = EVIL.format(marker=str(folder.parent / RAN))
     (folder / "evil.py").write_text(evil)
-    name = rng.choice(("config.json", "tokenizer_config.json"))
+    names = ("tokenizer_config.json", "tokenizer_config.json", "config.json")
+    name = rng.choice(names)
     config = json.loads((folder / name).read_text("utf-8"))
     config |= rng.choice(
         (
-            {"auto_map": {"AutoTokenizer": ["evil.Evil", "evil.Evil"]}},
-            {
-                "auto_map": {"AutoTokenizer": [None, "evil.Evil"]},
-                "tokenizer_class": "E",
-            },
+            _auto_map(["evil.Evil", "evil.Evil"]),
+            _auto_map(["evil.Evil", None]),
+            _auto_map([None, "evil.Evil"]),
+            _auto_map("evil.Evil"),
             {"auto_map": {"AutoConfig": "evil.Evil", "AutoTokenizer": "evil.Evil"}},
             {"model_file": "evil.py"},
             {"chat_template_type": "evil"},
