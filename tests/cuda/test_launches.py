@@ -9,6 +9,7 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.models.runner import ModelRows
 from specdec.spec_decode import NamedDrafter, ngram_search
 from specdec.spec_decode.commit import operations
 from specdec.tools.bench.models import token_level
+from tests.scripted import Script
 
 # As on a GPU, as far as a CPU can.
 LIKE_CUDA = BackendDefaults(
@@ -131,8 +133,10 @@ TRIM = {"Subtract": 1, "Maximum": 1, "Minimum": 1}
     ("draft", "k", "allowed"),
     [
         (None, 0, CHOOSING),
-        # Rows are not drafted for, but the drafter is told what they keep.
-        ("ngram", 0, {**CHOOSING, "keep": 1}),
+        # Rows that are not drafted for cost nothing; while a draft rests, the drafter
+        # is told what they keep.
+        ("ngram", 0, CHOOSING),
+        ("resting", 0, {**CHOOSING, "keep": 1}),
         ("ngram", 1, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),
         ("ngram", 4, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),
         # Each draft forward chooses a token; then all of them are put together, and
@@ -150,15 +154,21 @@ def test_a_round_launches_no_more(
     allowed: dict[str, int],
     batch_size: int,
 ) -> None:
-    monkeypatch.setattr(backend, "defaults", lambda: LIKE_CUDA)
+    switches = replace(LIKE_CUDA, peek_rows=0)
+    monkeypatch.setattr(backend, "defaults", lambda: switches)
     monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: commit_kernel)
     monkeypatch.setattr("specdec.spec_decode.ngram.lookup", ngram_kernel)
     target = token_level(tiny_model("llama", seed=0))
-    drafter: Any = NamedDrafter("itself", target) if draft == "model" else draft
+    rests = draft == "resting"
+    drafter: Any = "ngram" if rests else draft
+    if draft == "model":
+        drafter = NamedDrafter("itself", target)
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=k or "auto")
     decoder = SpecDecoder(target, drafter=drafter, config=config)
+    if rests:
+        decoder._length = Script(lambda number: 0)
     launches = Launches(monkeypatch, tmp_path, batch_size)
-    asked = 0 if draft and not k else None
+    asked = 0 if draft == "ngram" and not k else None
     params = SamplingParams(max_tokens=20, num_draft_tokens=asked)
     decoder.generate([[1, 2, 1, 2, 1], [5, 6], [3, 3, 3]][:batch_size], params)
     assert launches.of(k) == allowed
