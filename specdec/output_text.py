@@ -160,11 +160,13 @@ class OutputText:
             ended: nothing is held back any more.
         """
         text = self.text
-        safe = len(text)
-        if self._stop is not None and not ended:
-            safe -= self._stop.depth[self._state]
+        safe = len(text) if ended else len(text) - self._held_back()
         new, self._released = text[self._released : safe], max(self._released, safe)
         if ended or self._stop is None:
             return new, num_tokens
         # A token without text of its own may belong to what comes next.
         return new, min(self._begun_before(safe), bisect_right(self._lengths, safe))
+
+    def _held_back(self) -> int:
+        """Length of the longest end of the text with which a stop text begins."""
+        return 0 if self._stop is None else self._stop.depth[self._state]

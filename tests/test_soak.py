@@ -55,7 +55,7 @@ def trims_too_little(self: ModelRows, n: Any, at_most: int, *fewest: int) -> Non
     _trim(self, taken, at_most, *fewest)
 
 
-def holds_nothing_back(self: OutputText, text: str) -> int:
+def holds_nothing_back(self: OutputText) -> int:
     return 0
 
 
