@@ -1,0 +1,216 @@
+"""Rows come and go in place: no shape changes, nobody else is copied or disturbed."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec.cache.storage import Storage
+from specdec.engine.decode_batch import DecodeBatch
+from specdec.models.compiled import CompiledForwards
+from specdec.models.runner import ModelRows
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import NgramDrafter
+from tests.plain import BEHIND, greedy, run_rows
+from tests.scripted import Script
+
+BATCH, BUCKET = 8, BEHIND.read_bucket
+
+
+@pytest.fixture(scope="module")
+def target(tiny_model: Callable[..., Any]) -> Any:
+    return tiny_model("llama", seed=0)
+
+
+def job(requests: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
+    """Prompts of 1 to 150 tokens, answers of 1 to 40."""
+    rng = random.Random(seed)
+    prompts = [
+        [rng.randrange(97) for _ in range(rng.choice((1, 5, 40, 150)))]
+        for _ in range(requests)
+    ]
+    return prompts, [SamplingParams(max_tokens=rng.randint(1, 40)) for _ in prompts]
+
+
+def shapes_met(
+    target: Any, draft: Any, requests: int, monkeypatch: pytest.MonkeyPatch
+) -> tuple[set[Any], set[Any], int]:
+    """Shapes of decode forwards and of prefill chunks, and graphs built, in a job."""
+    decode: set[Any] = set()
+    prefill: set[Any] = set()
+    functions: set[int] = set()
+    seen = {"forward": decode, "_forward": prefill}
+
+    with monkeypatch.context() as patch:
+        for name, met in seen.items():
+            right = getattr(ModelRows, name)
+
+            def noted(
+                self: ModelRows, tokens: mx.array, right: Any = right, met: Any = met
+            ) -> Any:
+                done = right(self, tokens)
+                cache = self._caches[0]
+                longest = cache._longest
+                extent = min(cache.capacity, -(-longest // BUCKET) * BUCKET)
+                met.add((id(self.runner), tokens.shape, cache.capacity, extent))
+                return done
+
+            patch.setattr(ModelRows, name, noted)
+        make = CompiledForwards._make
+
+        def made(self: CompiledForwards, *args: Any) -> Any:
+            function = make(self, *args)
+            functions.add(len(functions))
+            return function
+
+        patch.setattr(CompiledForwards, "_make", made)
+        prompts, params = job(requests)
+        run_rows(
+            target,
+            draft,
+            prompts,
+            params,
+            batch_size=BATCH,
+            num_draft_tokens=3,
+            backend=BEHIND,
+            prefill_step_size=64,
+            length=Script(lambda number: 3 if number % 2 else 0),
+        )
+    return decode, prefill - decode, len(functions)
+
+
+def test_a_job_meets_few_shapes_however_many_requests_it_has(
+    target: Any, tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every new one costs tens of milliseconds on CUDA, and a graph more to build.
+
+    docs/architecture.md says the number: with a full batch, read extents times draft
+    lengths in use. Rounds here have k = 0 and 3; the draft's forwards take 1 token, 2,
+    and what it catches up with.
+    """
+    draft = tiny_model("llama", seed=5, num_hidden_layers=1)
+    short = shapes_met(target, draft, 60, monkeypatch)
+    long = shapes_met(target, draft, 200, monkeypatch)
+    full = [[each for each in met if each[1][0] == BATCH] for met, *_ in (short, long)]
+    extents = {extent for *_, extent in full[1]}
+    assert len(full[1]) <= len(extents) * (2 + 3)
+    # Neither they, nor those of chunks, nor graphs grow with the number of requests;
+    # the last few rows, which nobody joins, decode in 4, 2 and 1 slots.
+    assert len(full[1]) <= len(full[0])
+    assert len(long[0]) <= len(short[0]) + 3
+    assert len(long[1]) <= len(short[1]) + 6
+    assert long[2] <= short[2] + 6
+
+
+@pytest.mark.parametrize("draft", [None, "model", "ngram"])
+def test_joining_rows_copy_nobody(
+    target: Any, draft: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While others wait, a row that joins is written into a slot, and that is all."""
+    joins: list[bool] = []
+    copies: list[str] = []
+    join, resize = DecodeBatch.join, DecodeBatch._resize
+    stack = Storage.stack
+
+    def noted(self: DecodeBatch, other: DecodeBatch, num_slots: int) -> None:
+        before = len(copies)
+        join(self, other, num_slots)
+        joins.append(len(copies) == before)
+
+    def resized(self: DecodeBatch, size: int) -> None:
+        if self._in_flight or len(self.unfinished) > 1:
+            copies.append("resize")
+        resize(self, size)
+
+    def stacked(*args: Any) -> Any:
+        copies.append("stack")
+        return stack(*args)
+
+    monkeypatch.setattr(DecodeBatch, "join", noted)
+    monkeypatch.setattr(Storage, "stack", stacked)
+    monkeypatch.setattr(DecodeBatch, "_resize", resized)
+    prompts, params = job(40, seed=3)
+    rows = run_rows(
+        target,
+        target if draft == "model" else None,
+        prompts,
+        params,
+        batch_size=4,
+        num_draft_tokens=3 if draft else 0,
+        backend=BEHIND,
+        prefill_step_size=64,
+        drafter=NgramDrafter() if draft == "ngram" else None,
+    )
+    for row, prompt, p in zip(rows, prompts, params, strict=True):
+        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    assert len(joins) > 20
+    assert sum(joins) >= len(joins) - 2
+
+
+def fault_slot_of_another(patch: pytest.MonkeyPatch) -> None:
+    """A row's keys go into the next idle slot, its tokens into the right one."""
+    place = ModelRows.place
+
+    def wrong(self: ModelRows, rows: Any, other: ModelRows) -> None:
+        place(self, [*rows[1:], rows[0]], other)
+
+    patch.setattr(ModelRows, "place", wrong)
+
+
+def fault_slot_of_a_running_row(patch: pytest.MonkeyPatch) -> None:
+    place = ModelRows.place
+
+    def wrong(self: ModelRows, rows: Any, other: ModelRows) -> None:
+        taken = [row for row in range(self.num_rows) if row not in rows]
+        place(self, (taken + list(rows))[: len(rows)], other)
+
+    patch.setattr(ModelRows, "place", wrong)
+
+
+@pytest.mark.parametrize("plant", [fault_slot_of_another, fault_slot_of_a_running_row])
+def test_planted_faults_are_found(
+    target: Any,
+    plant: Callable[[pytest.MonkeyPatch], None],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plant(monkeypatch)
+    prompts, params = job(24, seed=1)
+    rows = run_rows(
+        target,
+        None,
+        prompts,
+        params,
+        batch_size=6,
+        backend=BEHIND,
+        prefill_step_size=64,
+    )
+    expected = [
+        greedy(target, p, q.max_tokens) for p, q in zip(prompts, params, strict=True)
+    ]
+    assert [row.tokens for row in rows] != expected
+
+
+def test_idle_slots_hold_nothing(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An idle slot that keeps an ended row's tokens is read, and written behind."""
+    lengths: list[tuple[bool, int]] = []
+    retire = DecodeBatch.retire
+
+    def noted(self: DecodeBatch) -> None:
+        retire(self)
+        if not self.unfinished:  # it is about to be dropped
+            return
+        offsets: list[int] = self._target.offset.tolist()  # type: ignore[assignment]
+        lengths.extend(
+            (slot is None, n) for slot, n in zip(self.slots, offsets, strict=True)
+        )
+
+    monkeypatch.setattr(DecodeBatch, "retire", noted)
+    prompts, params = job(24, seed=2)
+    run_rows(target, None, prompts, params, batch_size=6, backend=BEHIND)
+    idle = [n for is_idle, n in lengths if is_idle]
+    assert idle
+    assert not any(idle)
