@@ -99,9 +99,7 @@ def test_arrows_point_down() -> None:
 
 
 def test_libraries_are_used_as_they_are() -> None:
-    """mlx-lm is not patched, none of its private names is used, and mlx is not loaded
-    where it is not needed.
-    """
+    """mlx-lm is not patched, its private names are not used, mlx is a choice."""
     wrong = []
     for path, tree in TREES.items():
         imports = list(names_imported(path))
