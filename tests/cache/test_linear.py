@@ -433,3 +433,13 @@ def test_layers_share_what_they_compute() -> None:
 def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
     with pytest.raises(CacheError, match=message):
         BatchKVCache(**settings)
+
+
+@pytest.mark.parametrize("dtype", [mx.int32, mx.int64])
+def test_a_trim_on_the_device_takes_back_between_nothing_and_everything(
+    dtype: mx.Dtype,
+) -> None:
+    """Less than 0 would lengthen a row by tokens that were never written to it."""
+    cache = filled([3, 5, 4])
+    cache.trim_per_sequence(mx.array([-2, 9, 1], dtype), at_most=9)
+    assert cache.offset.tolist() == [3, 0, 3]

@@ -286,6 +286,7 @@ def test_decoding_asks_for_it_and_says_the_same(
     # In float32 the stand-in rounds nothing, so that tokens are the same.
     for module in (decode_attention, attention_patch):
         monkeypatch.setattr(module, "TYPES", {mx.float32: "f32"})
+    monkeypatch.setattr(decode_attention, "_proven", {(8, mx.float32): True})
     config = EngineConfig(batch_size=3, num_draft_tokens=2)
     prompts, params = [[1, 2, 3], [4, 5], [6] * 30], SamplingParams(max_tokens=20)
 

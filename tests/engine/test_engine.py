@@ -524,6 +524,67 @@ def test_batches_shrink_by_halves_where_shapes_are_to_repeat(
     assert sizes == sorted(sizes, reverse=True)
 
 
+@pytest.mark.parametrize("k", [0, 2])
+def test_ended_rows_that_fill_a_batch_keep_nothing(
+    target: Any, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, k: int
+) -> None:
+    """They would grow by a token a round, beyond what caches were planned for.
+
+    Only rows that stay to keep a shape show it, and no token of any row does.
+    """
+    lengths: dict[int, set[int]] = {}
+    dispatch = RowBatch._dispatch
+
+    def watched(self: RowBatch, *args: Any, **options: Any) -> Any:
+        held: list[int] = self._target.offset.tolist()  # type: ignore[assignment]
+        for sequence, n in zip(self.rows, held, strict=True):
+            if sequence.finish_reason is not None:
+                lengths.setdefault(sequence.request.index, set()).add(n)
+        return dispatch(self, *args, **options)
+
+    monkeypatch.setattr(RowBatch, "_dispatch", watched)
+    prompts = [[i + 1, i + 2, i + 3] for i in range(5)]
+    rows = run_rows(
+        target,
+        drafts["near"] if k else None,
+        prompts,
+        [SamplingParams(max_tokens=n) for n in (4, 40, 40, 40, 40)],
+        batch_size=5,
+        num_draft_tokens=k,
+        backend=BEHIND,
+    )
+    assert rows[1].tokens == greedy(target, prompts[1], 40)
+    assert 0 in lengths
+    # A round that was under way when the row ended may still have counted for it.
+    assert all(len(of) <= 2 for of in lengths.values())
+
+
+def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It would take a place, and its prompt be read, for nobody."""
+    begun: list[int] = []
+    rows = ModelRunner.rows
+
+    def watched(self: ModelRunner, prompts: Any, **options: Any) -> ModelRows:
+        begun.extend(prompt[0] for prompt in prompts)
+        return rows(self, prompts, **options)
+
+    monkeypatch.setattr(ModelRunner, "rows", watched)
+    config, params = EngineConfig(batch_size=1), SamplingParams(max_tokens=4)
+    runner = ModelRunner(target, "target", config, AT_ONCE)
+    engine = Engine(runner, None, config, AT_ONCE, frozenset())
+    for index in range(3):
+        engine.add(Request(index, "", (index, 7, 8), params))
+    ended = engine.step()
+    assert engine.cancel(1)
+    while engine.busy:
+        ended += engine.step()
+    reasons = {o.sequence.request.index: o.sequence.finish_reason for o in ended}
+    assert reasons == {0: "length", 1: "cancelled", 2: "length"}
+    assert begun == [0, 2]
+
+
 def test_joined_rows_are_not_held_twice(target: Any, prompts: list[list[int]]) -> None:
     config = EngineConfig(batch_size=4)
     runner = ModelRunner(target, "target", config, AT_ONCE)

@@ -12,6 +12,7 @@ import pytest
 
 from specdec.sampling import RowSampling, gumbel_noise
 from specdec.sampling.filters import Filter
+from specdec.sampling.noise import LOWEST_GUMBEL, round_draws
 from specdec.sampling_params import SamplingParams
 
 
@@ -111,3 +112,30 @@ def test_frequencies_follow_the_filtered_softmax(
         assert counts[0] == draws
         return
     assert chi2 < df * (1 - 2 / (9 * df) + 4.7534 * math.sqrt(2 / (9 * df))) ** 3
+
+
+def test_noise_of_a_draw_of_zero_is_finite(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One in 2**32 draws is 0, and its noise minus infinity: at temperature 0, NaN.
+
+    A row of those would be chosen the NaN's token in place of the best.
+    """
+    usual = mx.random.gumbel
+
+    def with_a_zero(shape: Any, *, key: mx.array) -> mx.array:
+        place = mx.arange(shape[0])
+        return mx.where(place == 3, -mx.inf, usual(shape, key=key))
+
+    monkeypatch.setattr(mx.random, "gumbel", with_a_zero)
+    seeds, first = mx.array([3, 9], mx.uint32), mx.array([5, 6])
+    of_round, _ = round_draws(seeds, first, 2, 50)
+    for found in (gumbel_noise(seeds, first[:, None], 50), of_round):
+        assert mx.all(found[..., 3] == LOWEST_GUMBEL).item()
+        assert mx.all(mx.isfinite(found)).item()
+    params = [SamplingParams(temperature=0), SamplingParams(temperature=1.0)]
+    sampling = RowSampling.of(params, vocab_size=50)
+    logits = mx.random.normal((2, 1, 50), key=mx.random.key(0))
+    for best in (0, 49):
+        logits[0, 0, best] = 30.0 + best
+        chosen = sampling.choose(logits, sampling.draws(first, 1))
+        assert chosen[0, 0].item() == best
+        assert chosen[1, 0].item() != 3
