@@ -42,6 +42,10 @@ BEHIND = BackendDefaults(
     pairs=True,
     unpacks=True,
 )
+# As on Metal: bucketed shapes, and nothing beside what rounds need.
+METAL = BackendDefaults(
+    "metal", read_bucket=64, repeat_shapes=True, lookahead=1, peek_rows=0
+)
 
 
 @dataclass

@@ -28,6 +28,7 @@ from specdec.config import EngineConfig, NumDraftTokens
 from specdec.engine.engine import Engine
 from specdec.engine.session import Bounds, Session
 from specdec.models.runner import ModelRows, ModelRunner
+from specdec.request import Sequence as TokenSequence
 from specdec.results import GenerationResult
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
@@ -35,6 +36,7 @@ from specdec.spec_decode.draft_length import (
     AutoLength,
     BatchState,
     DraftLength,
+    FixedLength,
     ForwardCosts,
     Forwards,
     Peeked,
@@ -43,7 +45,12 @@ from specdec.spec_decode.draft_length import (
 )
 from tests.cache.small_models import MODELS
 from tests.conftest import _tiny_model
-from tests.plain import AT_ONCE, BEHIND, plainly
+from tests.plain import (
+    AT_ONCE,
+    BEHIND,
+    METAL,
+    plainly,
+)
 from tests.test_decoder import Tokenizer
 
 VOCAB = 97
@@ -52,6 +59,8 @@ LOGPROB_TOLERANCE = 1e-3
 # Bytes of the keys and values of one row, of one token, in the smallest model.
 SMALLEST_ROW = 512
 A_FEW_SCALARS = 32
+# Most draft tokens of a round whose number is chosen.
+MOST_DRAFT = 8
 # What of a result goes with how many tokens its rounds drafted.
 COUNTS = ("rounds", "drafted", "accepted", "drafted_at", "accepted_at")
 WIDE = {"hidden_size": 128, "head_dim": 32}
@@ -63,6 +72,15 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "8-bit": ("full", {"kv_bits": 8, "kv_group_size": 32}),
     "bounded": ("sliding", {"max_kv_size": 24}),
 }
+
+
+#: Where a step may be broken off: in a forward, a trim, and what the host does.
+POINTS: tuple[tuple[Any, str], ...] = (
+    (ModelRows, "forward"),
+    (ModelRows, "trim_per_sequence"),
+    (TokenSequence, "commit"),
+    (Engine, "_count"),
+)
 
 
 class WatchedRunner(ModelRunner):
@@ -171,6 +189,8 @@ class Counts:
     accepted: int = 0
     auto_plain: int = 0
     auto_drafting: int = 0
+    interrupted: int = 0
+    ties: int = 0
     checks: int = 0
 
     def check(self, condition: object, *what: object) -> None:
@@ -217,7 +237,9 @@ class ByTheBook(AutoLength):
         self.noise = rng
         self.ks: list[int] = []
         super().__init__(
-            RoundCosts(ForwardCosts()), max_draft_tokens=8, measure=self.measured
+            RoundCosts(ForwardCosts()),
+            max_draft_tokens=MOST_DRAFT,
+            measure=self.measured,
         )
 
     def measured(self, num_rows: int) -> Forwards:
@@ -247,6 +269,24 @@ class ByTheBook(AutoLength):
             # Now and then getting ready for shapes, or catching up, takes long.
             outcome = replace(outcome, spent=1.5 * self.noise.choice((1, 2, 10)))
         super().observe(outcome)
+
+
+class Again(FixedLength):
+    """A row's rounds once more: as many draft tokens in each as it could accept then.
+
+    With the ratio rules that is what a row's tokens depend on, besides its request.
+    """
+
+    def __init__(self, limits: Sequence[int]):
+        super().__init__(MOST_DRAFT)
+        self._limits, self._read = limits, 0
+
+    def choose(self, state: BatchState) -> int:
+        at = self._read + len(state.in_flight)
+        return self._limits[at] if at < len(self._limits) else 0
+
+    def observe(self, outcome: RoundOutcome) -> None:
+        self._read += 1
 
 
 @dataclass
@@ -286,7 +326,13 @@ class World:
         """Whether mlx-lm's plain decoding has the same arithmetic."""
         return not self.options
 
-    def session(self, *, alone: bool = False, draft: bool = True) -> Session:
+    def session(
+        self,
+        *,
+        alone: bool = False,
+        draft: bool = True,
+        length: DraftLength | None = None,
+    ) -> Session:
         """A new engine of this world."""
         config = EngineConfig(
             batch_size=1 if alone else self.batch_size,
@@ -303,8 +349,8 @@ class World:
                 max_draft_tokens=config.max_draft_tokens,
                 context_length=self.draft_context,
             )
-        self.length: DraftLength | None = None
-        if self.num_draft_tokens == "auto":
+        self.length = length
+        if length is None and self.num_draft_tokens == "auto":
             self.length = ByTheBook(random.Random(self.prefill_step_size))
         vocabulary = {str(i): i for i in range(VOCAB)}
         tokenizer = Tokenizer(vocabulary, eos_token_ids=EOS)
@@ -338,17 +384,57 @@ class World:
         assert result is not None
         return result
 
-    def whole(self, work: Work) -> tuple[list[int], str, list[mx.array] | None]:
-        """Tokens as if there were no stop texts and no failure, and why they end."""
+    def whole(
+        self, work: Work, limits: Sequence[int]
+    ) -> tuple[list[int], str, list[mx.array] | None]:
+        """Tokens as if there were no stop texts and no failure, and why they end.
+
+        Args:
+            limits: draft tokens that the row could accept in each of its rounds.
+        """
         changes: dict[str, Any] = {"fails": False, "stop": ()}
         if by_ratio(work):
-            result = self.alone(work, changes=changes)
+            length = Again(limits) if self.is_auto else None
+            result = self.alone(work, changes=changes, length=length)
         elif self.is_plain:
             plain = plainly(self.model, work.prompt, work.params(**changes), EOS)
             return plain.tokens, plain.finish_reason, plain.logprobs
         else:
             result = self.alone(work, draft=False, changes=changes)
         return result.token_ids, result.finish_reason, None
+
+
+class Afresh:
+    """A model without its cache: the same function, summed in another order."""
+
+    def __init__(self, model: Any):
+        self.model, self.layers = model, model.layers
+        self._seen: list[int] = []
+
+    def parameters(self) -> dict[str, Any]:
+        return {}
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        self._seen += inputs[0].tolist()  # type: ignore[arg-type]
+        logits: mx.array = self.model(mx.array([self._seen]))
+        return logits
+
+
+def is_tie(world: World, work: Work, found: Sequence[int], wanted: list[int]) -> bool:
+    """Whether plain decoding is not sure either of the first token that differs.
+
+    Two tokens may be as likely as each other but for float32's last bits, which go with
+    the shape of a forward.
+    """
+    if not world.is_plain or by_ratio(work):
+        return False
+    pairs = zip(found, wanted, strict=False)
+    first = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
+    if first is None:
+        return False
+    params = work.params(fails=False, stop=())
+    other = plainly(Afresh(world.model), work.prompt, params, EOS).tokens
+    return other[:first] == wanted[:first] and other[first:][:1] != [wanted[first]]
 
 
 def by_ratio(work: Work) -> bool:
@@ -402,6 +488,8 @@ class Client:
         self.text: dict[int, str] = {}
         self.results: dict[int, GenerationResult] = {}
         self.cancelled: set[int] = set()
+        #: For each row, the draft tokens that it could accept in each of its rounds.
+        self.limits: dict[int, list[int]] = {}
 
     def run(self, requests: int) -> None:
         rng = self.rng
@@ -423,8 +511,22 @@ class Client:
         index = self.session.add(list(work.prompt), params)
         self.work[index] = work
         self.tokens[index], self.text[index] = [], ""
+        self.watch(index)
         if params.logits_processors:
             self.seen[index] = params.logits_processors[0]  # type: ignore[assignment]
+
+    def watch(self, index: int) -> None:
+        """Note what a row may accept in its rounds."""
+        limits: list[int] = []
+        sequence: Any = self.session._engine._alive[index]
+        commit = sequence.commit_round
+
+        def noted(tokens: Sequence[int], drafted: int, *more: Any) -> None:
+            limits.append(drafted)
+            commit(tokens, drafted, *more)
+
+        sequence.commit_round = noted
+        self.limits[index] = limits
 
     def cancel(self) -> None:
         alive = [i for i in self.work if i not in self.results]
@@ -443,6 +545,38 @@ class Client:
             self.text[i] += event.text
             if event.result is not None:
                 self.results[i] = event.result
+
+    def run_into(self, requests: int) -> None:
+        """Like :meth:`run`; a step is broken off at a random point, as by Ctrl-C."""
+        owner, name = self.rng.choice(POINTS)
+        usual: Any = getattr(owner, name)
+        left = self.rng.randrange(60)
+
+        def broken(*args: Any, **options: Any) -> Any:
+            nonlocal left
+            left -= 1
+            if left == -1:
+                raise KeyboardInterrupt
+            return usual(*args, **options)
+
+        setattr(owner, name, broken)
+        try:
+            self.run(requests)
+        except KeyboardInterrupt:
+            self.counts.interrupted += 1
+        finally:
+            setattr(owner, name, usual)
+
+    def verify_so_far(self) -> None:
+        """What came before a step was broken off is right."""
+        for i, work in self.work.items():
+            if i in self.results:
+                self.verify_row(i, work)
+                continue
+            tokens, *_ = self.world.whole(work, self.limits[i])
+            found = self.tokens[i]
+            if not is_tie(self.world, work, found, tokens):
+                self.counts.check(tokens[: len(found)] == found, self.world, work)
 
     def leave(self) -> None:
         """Let go of the session."""
@@ -478,10 +612,11 @@ class Client:
         check(self.tokens[i] == result.token_ids, "streamed tokens", *where)
         check(self.text[i] == result.text, "streamed text", *where)
         check((i in self.cancelled) == (result.finish_reason == "cancelled"), *where)
-        if self.world.is_auto and by_ratio(work):
-            return  # what comes out depends on k, and k on the rows beside it
-        tokens, reason, logprobs = self.world.whole(work)
+        tokens, reason, logprobs = self.world.whole(work, self.limits[i])
         kept, text, finish_reason, calls = cut(tokens, reason, work)
+        if is_tie(self.world, work, result.token_ids, tokens):
+            self.counts.ties += 1
+            return
         if i in self.cancelled:
             n = len(result.token_ids)
             check(tokens[:n] == result.token_ids, "prefix", tokens, *where)
@@ -500,7 +635,8 @@ class Client:
             check(i in self.cancelled or n == calls, lengths, calls, *where)
         if logprobs is not None and result.logprobs is not None:
             self.verify_logprobs(result, work, logprobs)
-        if i not in self.cancelled and self.rng.random() < 0.15:
+        repeats = not (self.world.is_auto and by_ratio(work))
+        if repeats and i not in self.cancelled and self.rng.random() < 0.15:
             again = self.world.alone(work)
             same = replace(again, index=result.index, logprobs=result.logprobs)
             if self.world.is_auto:
@@ -538,7 +674,7 @@ def draw_worlds(rng: random.Random) -> Iterator[World]:
             yield World(
                 kind,
                 rng.choice(("perfect", "near", "near", "near", "unrelated", None)),
-                rng.choice((AT_ONCE, BEHIND)),
+                rng.choice((AT_ONCE, BEHIND, METAL)),
                 batch_size=rng.choice((1, 2, 3, 5, 8)),
                 num_draft_tokens=rng.choice((1, 2, 3, 5, "auto", "auto")),
                 prefill_step_size=rng.choice((4, 16, 64)),
@@ -574,6 +710,12 @@ def inhabit(world: World, rng: random.Random, requests: int, counts: Counts) -> 
     (mx.enable_compile if world.compiled else mx.disable_compile)()
     gc.collect()
     before = mx.get_active_memory()
+    broken: Client | None = None
+    apart = random.Random(str(world))
+    if apart.random() < 0.5:
+        broken = Client(world, apart, counts)
+        broken.run_into(requests // 4)
+        broken.leave()
     client = Client(world, rng, counts)
     client.run(requests)
     # The session is still there, and idle.
@@ -585,7 +727,10 @@ def inhabit(world: World, rng: random.Random, requests: int, counts: Counts) -> 
     left = mx.get_active_memory() - before
     allowed = SMALLEST_ROW if world.compiled else A_FEW_SCALARS
     counts.check(abs(left) <= allowed, f"{left} bytes left behind", world)
+    # Only now: references keep their logits.
     client.verify()
+    if broken is not None:
+        broken.verify_so_far()
 
 
 def main() -> None:

@@ -23,7 +23,7 @@ def test_random_requests_come_and_go() -> None:
     counts = soak(0, lambda done: done.worlds < WORLDS, requests=REQUESTS)
     assert counts.worlds == WORLDS
     assert counts.rows == REQUESTS * WORLDS
-    assert min(counts.cancelled, counts.failed) > 0
+    assert min(counts.cancelled, counts.failed, counts.interrupted) > 0
     assert counts.accepted > 50
     assert min(counts.auto_plain, counts.auto_drafting) > 20
 

@@ -33,8 +33,8 @@ class _AFM7(afm7.AFMModel):
             h = layer(h, mask, cache=c)
         shared = cache[-1]
         keys, values = shared.keys_and_values()
-        for layer in self.kv_reuse_layers:
-            own, x = layer.self_attn, layer.input_layernorm(h)
+        for reusing in self.kv_reuse_layers:
+            own, x = reusing.self_attn, reusing.input_layernorm(h)
             rows, tokens, _ = x.shape
             q = own.q_proj(x).reshape(rows, tokens, own.n_heads, -1)
             q = own.q_norm(own.rope(q.transpose(0, 2, 1, 3), offset=offset))
@@ -43,7 +43,7 @@ class _AFM7(afm7.AFMModel):
             )
             found = found.transpose(0, 2, 1, 3).reshape(rows, tokens, -1)
             h = h + own.out_proj(found)
-            h = h + layer.mlp(layer.post_attention_layernorm(h))
+            h = h + reusing.mlp(reusing.post_attention_layernorm(h))
         normed: mx.array = self.output_norm(h)
         return normed
 

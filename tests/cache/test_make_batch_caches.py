@@ -244,7 +244,7 @@ class TestRefusals:
         self, name: str, tiny_model: TinyModel
     ) -> None:
         """No good model is refused; one that chooses keys by columns is not let in."""
-        wrong = {"afm7": AFM7, "minimax_m3_vl": MINIMAX_M3}
+        wrong: dict[str, dict[str, Any]] = {"afm7": AFM7, "minimax_m3_vl": MINIMAX_M3}
         arch, arguments = MODELS.get(name, (name, wrong.get(name, {})))
         model = tiny_model(arch, **arguments)
         caches = adopt_caches(model, 3, CacheOptions(max_write=2))

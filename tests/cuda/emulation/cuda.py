@@ -248,7 +248,8 @@ def _bits(array: mx.array) -> np.ndarray[Any, Any]:
     """The array's own memory, not a copy."""
     bits = array.view(mx.uint16) if array.dtype == mx.bfloat16 else array
     mx.eval(bits)
-    return np.array(bits, copy=False)
+    own: np.ndarray[Any, Any] = np.array(bits, copy=False)
+    return own
 
 
 @cache
@@ -264,7 +265,8 @@ def _placed(array: mx.array) -> np.ndarray[Any, Any]:
     behind = own.ctypes.data - _origin() if own.flags.c_contiguous else 0
     room = np.empty(own.nbytes + 2 * _LINE, np.uint8)
     begin = -room.ctypes.data % _LINE + behind % _LINE
-    placed = room[begin : begin + own.nbytes].view(own.dtype).reshape(own.shape)
+    behind_it = room[begin : begin + own.nbytes]
+    placed: np.ndarray[Any, Any] = behind_it.view(own.dtype).reshape(own.shape)
     placed[...] = own
     return placed
 
