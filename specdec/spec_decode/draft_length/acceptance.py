@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from math import sqrt
 
 # An observation weighs 1/e after so many rounds that drafted.
 MEMORY = 48.0
+# The newest rounds replace the estimate where they differ by so many deviations.
+SHORT_MEMORY, CHANGE = 8.0, 3.0
 # Each round that did not draft adds this to 1 / weight: the estimate grows doubtful.
 IDLE_DOUBT = 0.01
 # The chance at a position that was never reached, and the observations it is worth.
@@ -20,6 +23,34 @@ SPREAD, SPREAD_WEIGHT, LEAST_SPREAD, MOST_SPREAD = 1 / 8, 144.0, 1 / 32, 1.0
 MOST_ROWS = 1024
 
 
+@dataclass
+class _Position:
+    """The chance at one position: its mean, of how many observations, lately too."""
+
+    mean: float
+    weight: float
+    new_mean: float = 0.0
+    new_weight: float = 0.0
+
+    def fade(self) -> None:
+        self.weight *= 1 - 1 / MEMORY
+        self.new_weight *= 1 - 1 / SHORT_MEMORY
+
+    def idle(self) -> None:
+        self.weight /= 1 + IDLE_DOUBT * self.weight
+        self.new_weight = 0.0
+
+    def add(self, trials: int, right: int) -> None:
+        self.weight += trials
+        self.mean += (right - trials * self.mean) / self.weight
+        self.new_weight += trials
+        self.new_mean += (right - trials * self.new_mean) / self.new_weight
+        deviation = sqrt((self.mean * (1 - self.mean) + 0.02) / self.new_weight)
+        enough = self.new_weight >= 2 * MEASURED
+        if enough and abs(self.new_mean - self.mean) > CHANGE * deviation:
+            self.mean, self.weight = self.new_mean, self.new_weight
+
+
 class Acceptance:
     """The chance of a draft token at each position, given that those before it held.
 
@@ -29,8 +60,7 @@ class Acceptance:
     """
 
     def __init__(self) -> None:
-        self._means: list[float] = []
-        self._weights: list[float] = []
+        self._positions: list[_Position] = []
 
     def observe(self, rows: Iterable[tuple[int, int]]) -> None:
         """Learn from a round: of each row, (tokens that it could accept, accepted).
@@ -48,32 +78,29 @@ class Acceptance:
 
     def observe_positions(self, found: Sequence[Sequence[int]]) -> None:
         """Learn from a round: at each position, (tokens tried, right)."""
-        fade = 1 - 1 / MEMORY
-        self._weights = [
-            w * fade if found else w / (1 + IDLE_DOUBT * w) for w in self._weights
-        ]
+        for position in self._positions:
+            position.fade() if found else position.idle()
         for j, (trials, right) in enumerate(found):
-            if j == len(self._means):
-                mean, weight = self._at(j)
-                self._means.append(mean)
-                self._weights.append(weight)
-            weight = self._weights[j] + trials
-            self._means[j] += (right - trials * self._means[j]) / weight
-            self._weights[j] = weight
+            if j == len(self._positions):
+                self._positions.append(_Position(*self._at(j)))
+            if trials:
+                self._positions[j].add(trials, right)
 
     def _at(self, j: int) -> tuple[float, float]:
         """Mean and weight of a position; one never reached is like the last one."""
-        if j < len(self._means):
-            return self._means[j], self._weights[j]
-        if not self._means:
+        if j < len(self._positions):
+            return self._positions[j].mean, self._positions[j].weight
+        if not self._positions:
             return PRIOR_MEAN, PRIOR_WEIGHT
-        return self._means[-1], min(PRIOR_WEIGHT, self._weights[-1])
+        last = self._positions[-1]
+        return last.mean, min(PRIOR_WEIGHT, last.weight)
 
     @property
     def measured(self) -> int:
         """Positions that were tried often enough of late."""
-        least = PRIOR_WEIGHT + MEASURED
-        return next((j for j, w in enumerate(self._weights) if w < least), len(self._weights))
+        known = PRIOR_WEIGHT + MEASURED
+        weights = [p.weight for p in self._positions]
+        return next((j for j, w in enumerate(weights) if w < known), len(weights))
 
     def survival(self, k: int, *, doubt: float = 0.0) -> list[float]:
         """Chances that at least 1, 2, ... ``k`` draft tokens are accepted.
