@@ -44,6 +44,7 @@ class RoundTiming:
         rows: numbers of the rows of ``accepted``.
         shadow: of a round that drafted nothing, (tokens compared, right) at each
             position of what would have been proposed.
+        forced: k was not chosen, as no row had room for a draft token.
     """
 
     num_rows: int
@@ -54,6 +55,7 @@ class RoundTiming:
     backlog: int = 0
     rows: Sequence[int] = ()
     shadow: Sequence[tuple[int, int]] = ()
+    forced: bool = False
 
 
 class DraftLength(Protocol):

@@ -128,17 +128,13 @@ class GoodputPolicy:
             for k in ks
         }
 
-    def _of_mean_row(
-        self, state: BatchState, k: int, tokens: Sequence[float]
-    ) -> float:
+    def _of_mean_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
         """Tokens of a round of k, on average over its running rows."""
         if min(state.room) >= k:
             return tokens[k]
         return sum(tokens[min(k, r)] for r in state.room) / len(state.room)
 
-    def _of_last_row(
-        self, state: BatchState, k: int, tokens: Sequence[float]
-    ) -> float:
+    def _of_last_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
         """By how much rounds of k shorten the way to the last row's end."""
         more = tokens[k] - 1
         rounds = max(
@@ -217,9 +213,10 @@ class GoodputPolicy:
         once = self.costs.once(num_rows, k, timing.backlog)
         fair = timing.fair and once <= NOTICED
         learnt = self.costs.observe(num_rows, k, timing.seconds if fair else None)
-        self._charge(timing, once)
-        _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
-        self._run = k, run + 1, timed + learnt
+        if not timing.forced:
+            self._charge(timing, once)
+            _, run, timed = self._run if self._run[0] == k else (k, 0, 0)
+            self._run = k, run + 1, timed + learnt
         self._rows.observe(timing.rows, timing.accepted, self.acceptance.survival(k))
         if k:
             self.acceptance.observe(timing.accepted)
@@ -236,7 +233,11 @@ class GoodputPolicy:
         plain = self.costs.plain_seconds(num_rows)
         self.budget.earn(cost)
         late = once
-        if timing.seconds is not None and plain is not None and (once > NOTICED or not timing.fair):
+        if (
+            timing.seconds is not None
+            and plain is not None
+            and (once > NOTICED or not timing.fair)
+        ):
             late = timing.seconds / plain - cost
         if k != self._best:
             rates = self._rates_known

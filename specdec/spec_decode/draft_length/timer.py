@@ -18,6 +18,7 @@ class _Begun:
     limits: Sequence[int]
     rows: Sequence[int]
     backlog: int
+    forced: bool
     at: float
     looks: bool = False
 
@@ -46,7 +47,13 @@ class StepTimer:
         return [b.num_draft_tokens for b in self._begun]
 
     def begin(
-        self, k: int, limits: Sequence[int], rows: Sequence[int] = (), *, backlog: int = 0
+        self,
+        k: int,
+        limits: Sequence[int],
+        rows: Sequence[int] = (),
+        *,
+        backlog: int = 0,
+        forced: bool = False,
     ) -> None:
         """Note that a round is about to be built.
 
@@ -55,9 +62,10 @@ class StepTimer:
             limits: tokens that each row may accept; -1 for one that has ended.
             rows: their numbers.
             backlog: tokens of a row that the drafter lacks.
+            forced: k was not chosen.
         """
-        caught_up = backlog if k else 0
-        self._begun.append(_Begun(k, limits, rows, caught_up, self._clock()))
+        lag, now = backlog if k else 0, self._clock()
+        self._begun.append(_Begun(k, limits, rows, lag, forced, now))
 
     def look(self) -> None:
         """Note that the round just begun asks the drafter what it would propose."""
@@ -103,4 +111,5 @@ class StepTimer:
             round_.backlog,
             [round_.rows[i] for i, *_ in running] if round_.rows else (),
             shadow,
+            round_.forced,
         )

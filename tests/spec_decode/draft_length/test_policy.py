@@ -291,7 +291,7 @@ def test_costs_of_one_row_may_stand_for_all() -> None:
     for num_rows in (8, 1, 32):
         length.prepare(num_rows)
     assert measured == [1]
-    found, _ = length.costs.relative(8, 2)
+    found = length.costs.relative(8, 2)
     assert found == pytest.approx(cpu(0.2)(8, 2) / cpu(0.2)(8, 0), rel=0.05)
 
 
@@ -319,6 +319,7 @@ def test_a_draft_that_was_wrong_may_pay_when_that_is_long_ago() -> None:
     state = BatchState(1, [8], 128, 60)
     assert length.may_pay(state)
     for k in (0, 1, 0, 1, 0, 1, 0):
+        length.choose(state)
         observe(length, cost, k, 0, 8)
     assert not length.may_pay(state)
     # A hope is a try: what the others lost has to be earned first.
@@ -357,5 +358,3 @@ def test_prompts_are_taken_in_again_when_that_has_paid() -> None:
         for _ in range(30):
             k = length.choose(BatchState(1, [8], 90))
             observe(length, cost, k, k, 1)
-
-
