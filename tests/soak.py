@@ -32,11 +32,11 @@ from specdec.results import GenerationResult
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import (
-    GoodputPolicy,
     BatchState,
     DraftLength,
     ForwardCosts,
     Forwards,
+    GoodputPolicy,
     RoundCosts,
     RoundTiming,
 )

@@ -36,8 +36,8 @@ from ..spec_decode.rejection_sampler import Verdict
 from ..spec_decode.verifier import RowRules
 from ..spec_decode.vetting import vetted
 
-# Tokens of the verify forwards that are timed, and those proposed by the round that says
-# what a draft step takes.
+# Tokens of the verify forwards that are timed, and those proposed by the round that
+# says what a draft step takes.
 VERIFIED, PROPOSED = (1, 2, 5), 3
 BUDGET_SECONDS = 1.5
 # What takes less than this share of the budget is timed as rounds run, MANY at a time,

@@ -31,10 +31,10 @@ from specdec.spec_decode import DraftModel, DraftRows, NgramDrafter, Proposals, 
 from specdec.spec_decode import draft_model as draft_model
 from specdec.spec_decode.backlog import Missed
 from specdec.spec_decode.draft_length import (
-    GoodputPolicy,
     FixedLength,
     ForwardCosts,
     Forwards,
+    GoodputPolicy,
     RoundCosts,
     RoundTiming,
 )
@@ -116,9 +116,9 @@ def test_auto_changes_nothing(
     chosen: list[int] = []
     observe = length.observe
 
-    def noted(outcome: RoundTiming) -> None:
-        chosen.append(outcome.num_draft_tokens)
-        observe(outcome)
+    def noted(timing: RoundTiming) -> None:
+        chosen.append(timing.num_draft_tokens)
+        observe(timing)
 
     length.observe = noted  # type: ignore[method-assign]
     params = [SamplingParams(max_tokens=24 + i) for i in range(6)]

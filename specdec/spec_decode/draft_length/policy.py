@@ -79,8 +79,8 @@ class GoodputPolicy:
         self._rows = RowFactors()
         self._measure, self._measured_rows, self._save = measure, measured_rows, save
         self._save_at = SAVE_AT
-        # What a round that was asked for last was worth, by k, and the best k. Of the rounds that were read last:
-        # their k, how many in a row had it, and how many of those were timed.
+        # When a round was last asked for: the rates by k, and the best k. Of the rounds
+        # read last: their k, how many in a row had it, and how many of these were timed.
         self._rates_known: dict[int, float] = {}
         self._best = 0
         self._run = (0, LONGEST, TIMED)
@@ -138,12 +138,13 @@ class GoodputPolicy:
         """By how much rounds of k shorten the way to the last row's end."""
         more = tokens[k] - 1
         rounds = max(
-            n / (1 + min(k, self._rows.of(row) * more)) for row, n in state.left.items()
+            n / (1 + min(k, room, self._rows.of(row) * more))
+            for (row, n), room in zip(state.left.items(), state.room, strict=True)
         )
         return max(state.left.values()) / rounds
 
     def _newest(self, state: BatchState) -> tuple[int, int, int]:
-        """k of the round that was dispatched last, rounds in a row with it, timed ones."""
+        """k of the last round dispatched, rounds in a row with it, those timed."""
         k, run, timed = self._run
         for dispatched in state.in_flight:
             if dispatched != k:

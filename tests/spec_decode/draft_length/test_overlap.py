@@ -17,11 +17,11 @@ import pytest
 
 from specdec.spec_decode.draft_length import (
     LADDER,
-    GoodputPolicy,
     BatchState,
     DraftLength,
     FixedLength,
     ForwardCosts,
+    GoodputPolicy,
     RoundCosts,
     RoundTiming,
     StepTimer,

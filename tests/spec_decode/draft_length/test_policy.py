@@ -9,11 +9,11 @@ from dataclasses import replace
 import pytest
 
 from specdec.spec_decode.draft_length import (
-    GoodputPolicy,
     BatchState,
     FixedLength,
     ForwardCosts,
     Forwards,
+    GoodputPolicy,
     RoundCosts,
     RoundTiming,
 )

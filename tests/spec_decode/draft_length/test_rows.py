@@ -8,9 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from specdec.spec_decode.draft_length import (
-    GoodputPolicy,
     BatchState,
     ForwardCosts,
+    GoodputPolicy,
     RoundCosts,
     RoundTiming,
     RowFactors,
@@ -160,3 +160,16 @@ def test_factors_are_drawn_to_one_and_forgotten() -> None:
         rows.observe(range(first, first + 10), [(1, 1)] * 10, [0.5])
     assert rows.of(3) == 1.0
     assert len(rows._seen) <= 1024 + 10
+
+
+def test_a_row_that_may_not_be_drafted_for_ends_as_early_as_without_a_draft() -> None:
+    """Catches a rule that counts draft tokens which a row's own limit forbids."""
+    length = GoodputPolicy(RoundCosts(ForwardCosts([LAUNCHED.measured(2)])))
+    for k in (0, 2, 2, 2, 2):
+        rows = [(k, k)] * 2 if k else []
+        length.observe(RoundTiming(2, k, rows, LAUNCHED(2, k)))
+    room, left = [8, 0], {0: 60, 1: 90}
+    assert length.choose(BatchState(2, room, 75)) > 0
+    length.observe(RoundTiming(2, 0, [], LAUNCHED(2, 0)))
+    assert length.choose(BatchState(2, room, 75, left=left)) == 0
+    assert length.choose(BatchState(2, room, 75, left={0: 90, 1: 10})) > 0

@@ -7,9 +7,9 @@ import random
 import pytest
 
 from specdec.spec_decode.draft_length import (
-    GoodputPolicy,
     BatchState,
     ForwardCosts,
+    GoodputPolicy,
     Peek,
     RoundCosts,
     RoundTiming,

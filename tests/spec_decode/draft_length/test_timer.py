@@ -69,7 +69,7 @@ def test_what_held_a_round_up_is_reported(
 
 
 def test_a_round_beside_a_look_is_not_fair() -> None:
-    """Catches plain rounds that seem slower than they are, so that drafts seem to pay."""
+    """Catches plain rounds that seem slow, so that drafts seem to pay."""
     timer = StepTimer(count(0.0, 1.0).__next__)
     looked, found = [], list[RoundTiming]()
     for number in range(24):
