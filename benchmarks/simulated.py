@@ -243,7 +243,7 @@ def main(
         )
         assert drafter is not None
         return measure_forwards(
-            runner, drafter, b, max_draft_tokens=max(ks), repeats=5, budget_seconds=20
+            runner, drafter, b, max_draft_tokens=max(ks), budget_seconds=20
         )
 
     for b in batches:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from specdec.spec_decode.draft_length import BatchState, RoundOutcome
+from specdec.spec_decode.draft_length import BatchState, RoundTiming
 
 
 class Script:
@@ -12,15 +12,9 @@ class Script:
 
     max_draft_tokens = 4
 
-    def __init__(
-        self,
-        choose: Callable[[int], int],
-        *,
-        may_pay: bool = True,
-        held: Callable[[int], int | None] = lambda number: None,
-    ):
-        self._choose, self._may_pay, self._held = choose, may_pay, held
-        self.outcomes: list[RoundOutcome] = []
+    def __init__(self, choose: Callable[[int], int], *, may_pay: bool = True):
+        self._choose, self._may_pay = choose, may_pay
+        self.outcomes: list[RoundTiming] = []
         self.states: list[BatchState] = []
         self.asked: list[BatchState] = []
 
@@ -31,12 +25,9 @@ class Script:
         self.asked.append(state)
         return self._may_pay
 
-    def held(self, num_rows: int) -> int | None:
-        return self._held(len(self.outcomes))
-
     def choose(self, state: BatchState) -> int:
         self.states.append(state)
         return self._choose(len(self.outcomes) + len(state.in_flight))
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.outcomes.append(outcome)
+    def observe(self, timing: RoundTiming) -> None:
+        self.outcomes.append(timing)

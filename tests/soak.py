@@ -33,15 +33,14 @@ from specdec.results import GenerationResult
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import (
-    AutoLength,
     BatchState,
     DraftLength,
     FixedLength,
     ForwardCosts,
     Forwards,
-    Peeked,
+    GoodputPolicy,
     RoundCosts,
-    RoundOutcome,
+    RoundTiming,
 )
 from tests.cache.small_models import MODELS
 from tests.conftest import _tiny_model
@@ -221,7 +220,7 @@ def models(model: str, wide: bool) -> dict[str, Any]:
     return {"perfect": target, "near": near, "unrelated": unrelated}
 
 
-class ByTheBook(AutoLength):
+class ByTheBook(GoodputPolicy):
     """Chooses k as ``auto`` does, by what rounds are said to take.
 
     By the clock, no failure could be had again. What is said comes near to where a
@@ -245,30 +244,28 @@ class ByTheBook(AutoLength):
     def measured(self, num_rows: int) -> Forwards:
         plain = 1 + 0.1 * num_rows
         verify = {s: plain * (1 + self.per_token * (s - 1)) for s in (1, 2, 5, 9)}
-        return Forwards(num_rows, verify, self.per_step * plain, 0.1 * plain)
+        return Forwards(num_rows, verify, self.per_step * plain)
 
     def may_pay(self, state: BatchState) -> bool:
         return self.noise.random() < 0.7 and super().may_pay(state)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        k = outcome.num_draft_tokens
+    def observe(self, timing: RoundTiming) -> None:
+        k = timing.num_draft_tokens
         self.ks.append(k)
-        if outcome.seconds is not None:
+        if timing.seconds is not None and timing.fair:
             cost = 1 + self.per_token * k + self.per_step * k
-            seconds = (1 + 0.1 * outcome.num_rows) * cost * self.noise.uniform(0.8, 1.2)
-            outcome = replace(outcome, seconds=seconds)
+            seconds = (1 + 0.1 * timing.num_rows) * cost * self.noise.uniform(0.8, 1.2)
+            timing = replace(timing, seconds=seconds)
         # Random drafts are hardly ever right: that they are is said for some rounds.
         if self.noise.random() < 0.3:
-            told = [(limit, limit) for limit, _ in outcome.accepted]
-            outcome = replace(outcome, accepted=told)
-            if outcome.peeked.rows:
-                right = [(1, 1)] * len(outcome.peeked.rows)
-                peeked = Peeked([(1, 1)] * 8, outcome.peeked.rows, right)
-                outcome = replace(outcome, peeked=peeked)
-        if outcome.spent is not None:
+            told = [(limit, limit) for limit, _ in timing.accepted]
+            timing = replace(timing, accepted=told)
+            if timing.shadow:
+                timing = replace(timing, shadow=[(1, 1)] * 8)
+        if timing.seconds is not None and not timing.fair:
             # Now and then getting ready for shapes, or catching up, takes long.
-            outcome = replace(outcome, spent=1.5 * self.noise.choice((1, 2, 10)))
-        super().observe(outcome)
+            timing = replace(timing, seconds=1.5 * self.noise.choice((1, 2, 10)))
+        super().observe(timing)
 
 
 class Again(FixedLength):

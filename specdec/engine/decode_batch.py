@@ -24,8 +24,12 @@ from ..models.runner import ModelRunner
 from ..request import Sequence
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.commit import Committed
-from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.draft_length.pacing import Pacer
+from ..spec_decode.draft_length import (
+    BatchState,
+    DraftLength,
+    ShadowAcceptance,
+    StepTimer,
+)
 from ..spec_decode.drafter import backlog, peek
 from ..spec_decode.ready import behind
 from ..spec_decode.verifier import RowRules
@@ -86,7 +90,10 @@ class DecodeBatch:
         self._backend = backend
         self._observer = observer
         self._vocab_size = target.vocab_size
-        self._pacer = Pacer(length, peek_rows=backend.peek_rows)
+        self._length, self._timer = length, StepTimer()
+        self._shadow = ShadowAcceptance()
+        self._has_room = False  # for draft tokens in the next round, in any row
+        self._idle = 0  # rounds since one drafted, or since rows came that may draft
         prompts = [s.request.prompt_tokens if s else NO_TOKENS for s in self.slots]
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
@@ -139,7 +146,7 @@ class DecodeBatch:
     @property
     def drafts(self) -> bool:
         """Whether a row was drafted for in one of the last rounds."""
-        return self._draft is not None and self._pacer.idle < IDLE
+        return self._draft is not None and self._idle < IDLE
 
     # -- prefill -----------------------------------------------------------
 
@@ -184,21 +191,25 @@ class DecodeBatch:
 
     def choose_k(self) -> int:
         """Tokens to propose in the next round; to ask twice is as to ask once."""
+        self._has_room = False
         if self._draft is None:
-            return self._pacer.defer()
-        if (held := self._pacer.held(len(self.slots))) == 0:
             return 0
         unfinished = self.unfinished
         most = max(self._limits.of_use(s, self._pending) for s in unfinished)
         room = [n for n in self._row_limits(most) if n >= 0]
-        if held and held <= max(room):
-            return held
+        self._has_room = any(room)
+        if not self._has_room:
+            return 0
         left = {s.number: s.remaining for s in unfinished}
-        remaining = sum(left.values()) / len(room)
-        known = {} if self.replaced else left
-        missed = backlog(self._draft)
-        k = self._pacer.choose(len(self.slots), room, remaining, known, backlog=missed)
-        return min(most, k)
+        state = BatchState(
+            len(self.slots),
+            room,
+            sum(left.values()) / len(room),
+            backlog(self._draft),
+            self._timer.in_flight,
+            {} if self.replaced else left,
+        )
+        return min(most, self._length.choose(state))
 
     def lookahead(self, k: int) -> int:
         """Rounds that may be on their way when one of k is handed out.
@@ -229,7 +240,9 @@ class DecodeBatch:
         if not first:
             numbers = [-1 if s is None else s.number for s in self.slots]
             missed = 0 if self._draft is None else backlog(self._draft)
-            self._pacer.begin(k, limits, numbers, backlog=missed)
+            forced = not self._has_room
+            self._idle = 0 if k else self._idle + 1
+            self._timer.begin(k, limits, numbers, backlog=missed, forced=forced)
         # 1. propose
         committed = self._committed.within(self._rules.sampling.context_size)
         round_ = self._rules.round_of(k, committed, self._active)
@@ -238,7 +251,7 @@ class DecodeBatch:
             proposals = self._draft.propose(round_)
             inputs = behind(inputs, proposals)
             self._observer.built("draft", inputs)
-        elif not first and self._pacer.may_look(len(self.slots)):
+        elif not first and self._may_peek():
             peeked = self._peek(round_)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
@@ -254,9 +267,15 @@ class DecodeBatch:
             self._draft.commit(round_, replace(verdict, hidden=self._target.hidden))
         self._committed = settled.committed
         if CompiledForwards.unsettled > unsettled:
-            self._pacer.interrupt(drafting=k > 0)  # rounds that waited are not timed
+            self._timer.interrupt(new_shape=k > 0)  # rounds that waited are not timed
         rows, offset = tuple(self.slots), self._target.offset
         return InFlight.of(rows, decision, offset, first=first, peeked=peeked)
+
+    def _may_peek(self) -> bool:
+        """Whether the round just begun looks what a draft would have brought."""
+        most = self._backend.peek_rows
+        few = most is None or len(self.slots) <= most
+        return few and self._has_room and self._shadow.due()
 
     def _peek(self, round_: Round) -> Proposals | None:
         """What would be proposed in a round that does not draft, where that is told."""
@@ -264,7 +283,7 @@ class DecodeBatch:
             return None
         asked = replace(round_, num_draft_tokens=self.num_draft_tokens)
         if (peeked := peek(self._draft, asked)) is not None:
-            self._pacer.look()
+            self._timer.look()
         return peeked
 
     def learn(self, in_flight: InFlight, kept: AbstractSequence[int | None]) -> None:
@@ -273,11 +292,16 @@ class DecodeBatch:
         Args:
             kept: tokens of each slot; ``None`` where no row was running.
         """
-        self._pacer.read(kept, in_flight.peeks)
+        shadow: list[tuple[int, int]] = []
+        if in_flight.num_draft_tokens:
+            self._shadow.forget()
+        elif in_flight.peeked is not None or self._shadow.awaiting:
+            shadow = self._shadow.compare(in_flight.peeks())
+        self._length.observe(self._timer.read(kept, shadow))
 
     def note_interruption(self) -> None:
         """Other work was handed out between two rounds."""
-        self._pacer.interrupt()
+        self._timer.interrupt()
 
     def _bounds(self) -> list[tuple[int, int]]:
         """Least and most tokens of each row in the target's cache.
@@ -356,7 +380,7 @@ class DecodeBatch:
             plain._draft = plain._begin_draft()
             for _ in plain._draft.prefill():  # of last tokens there is hardly any
                 pass
-            self._pacer.idle = 0
+            self._idle = 0
         if len(free) >= len(rows):
             if len(rows) < len(other.slots):
                 other._resize(len(rows))

@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from collections.abc import Sequence as AbstractSequence
 from dataclasses import is_dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -24,12 +25,10 @@ from ..request import Request, Sequence
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, Round
 from ..spec_decode.draft_length import (
-    FEW,
-    TAKEN_IN,
-    AutoLength,
     DraftLength,
     FixedLength,
     Forwards,
+    GoodputPolicy,
 )
 from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import described
@@ -37,89 +36,30 @@ from ..spec_decode.rejection_sampler import Verdict
 from ..spec_decode.verifier import RowRules
 from ..spec_decode.vetting import vetted
 
-# Numbers of tokens of verify forwards, in the order of their use, and when to stop.
-VERIFIED = (1, 2, 5, 3, 9)
+# Tokens of the verify forwards that are timed, and those proposed by the round that
+# says what a draft step takes.
+VERIFIED, PROPOSED = (1, 2, 5), 3
 BUDGET_SECONDS = 1.5
-# What takes less than this share of the budget is timed as rounds run, so often; all of
-# that is gone through so many times, as far as the budget reaches.
+# What takes less than this share of the budget is timed as rounds run, MANY at a time,
+# in so many sweeps.
 QUICK, MANY, SWEEPS = 1 / 16, 8, 4
-# What takes less than this share of the run before it may still be building; it is run
-# again, so often at most, unless it is quick, or takes longer than so many seconds.
+# A run that takes less than this share of the one before may still be compiling; it is
+# run again, so often at most, and not where it takes longer than so many seconds.
 SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 6.0
-# Where a plain step takes longer, it all may take so many plain steps.
-MOST_STEPS = 8
-# How often it is measured what a drafter takes for tokens that it missed.
-MISSES = 2
-# Tokens proposed by the round that tells what a draft step costs.
-PROPOSED = 3
 
 Run = Callable[[], AbstractSequence[mx.array]]
 
 
 class _Stopwatch:
-    """Times work that is built and handed to the device, within a budget.
+    """Times work that is built and dispatched, within a budget."""
 
-    Args:
-        repeats: how often it is timed, of which the fastest counts; what is slow is
-            timed once.
-    """
-
-    def __init__(self, clock: Callable[[], float], repeats: int, budget: float):
-        self._clock, self._repeats, self._budget = clock, repeats, budget
-        self._quick = QUICK * budget
+    def __init__(self, clock: Callable[[], float], budget: float):
+        self._clock, self._budget = clock, budget
         self._begun = clock()
-
-    def limit(self, plain: float) -> None:
-        """Where a plain step is slow, spend no more than some of them."""
-        if plain > self._quick:
-            self._budget = min(self._budget, MOST_STEPS * plain)
 
     def late(self, seconds: float) -> bool:
         """Whether so many more would be beyond the budget."""
         return self._clock() - self._begun + seconds > self._budget
-
-    def is_quick(self, seconds: float) -> bool:
-        """Whether what takes so long may be timed again and again."""
-        return seconds <= self._quick
-
-    def __call__(self, run: Run, likely: float) -> float:
-        """Seconds of one ``run``, which builds and compiles when it is first called.
-
-        Args:
-            likely: what it would take if nothing had to be built.
-        """
-        first = self.once(run)
-        # The first counts where it did not take long for building, and repeating it
-        # would.
-        if self._budget / 8 < first < likely:
-            times = [first]
-        else:
-            times = self._until_settled(run, first)
-        while len(times) < self._repeats:
-            if self.late(first) or not self.is_quick(min(times)):
-                break
-            times.append(self.once(run))
-        return self.again(run, min(times))
-
-    def _until_settled(self, run: Run, first: float) -> list[float]:
-        """Seconds of runs behind the ``first``, on until one is hardly quicker.
-
-        The second may still compile kernels, for seconds on a machine that has never
-        run them. What that took is not taken off the budget: rounds would compile them.
-        """
-        times = [first, self.once(run)]
-        while times[-1] < SETTLED * times[-2] and len(times) <= MOST_SETTLING:
-            if self.is_quick(times[-1]) or times[-1] > MOST_SETTLING_SECONDS:
-                break
-            times.append(self.once(run))
-        self._begun += sum(max(0.0, t - times[-1]) for t in times)
-        return times[1:]
-
-    def again(self, run: Run, known: float) -> float:
-        """As rounds run, where that is quick; else what was ``known``."""
-        if not self.is_quick(known) or self.late((MANY + 1) * known):
-            return known
-        return self._in_turn(run)
 
     def once(self, run: Run) -> float:
         """Seconds of one run, waited for."""
@@ -127,12 +67,35 @@ class _Stopwatch:
         mx.eval(*run())
         return self._clock() - start
 
-    def _in_turn(self, run: Run) -> float:
+    def settled(self, run: Run, likely: float) -> float:
+        """Seconds of a run, once it compiles nothing any more.
+
+        Compiling is not taken off the budget: rounds would compile the same.
+
+        Args:
+            likely: what it takes if nothing is compiled. A first run that is slow, and
+                no slower than that, counts.
+        """
+        times = [self.once(run)]
+        if self._budget / 8 < times[0] < likely:
+            return times[0]
+        times.append(self.once(run))
+        while times[-1] < SETTLED * times[-2] and len(times) <= MOST_SETTLING:
+            if not self._budget * QUICK < times[-1] <= MOST_SETTLING_SECONDS:
+                break
+            times.append(self.once(run))
+        self._begun += sum(max(0.0, t - times[-1]) for t in times)
+        return min(times[1:])
+
+    def again(self, run: Run, known: float) -> float:
         """Median time from one end to the next, each built while one is running.
 
         So it is in rounds. Waited for one by one, launching and reading count too,
-        which on a GPU take as long as a draft step.
+        which on a GPU take as long as a draft step. What is slow, or would be late,
+        takes what is ``known``.
         """
+        if known > self._budget * QUICK or self.late((MANY + 1) * known):
+            return known
         waiting: AbstractSequence[mx.array] = run()
         mx.async_eval(*waiting)
         ends = []
@@ -153,28 +116,23 @@ def measure_forwards(
     num_rows: int,
     *,
     max_draft_tokens: int,
-    repeats: int = 2,
     budget_seconds: float = BUDGET_SECONDS,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Forwards:
-    """Time a plain step, a draft step, and verify forwards while time is left.
+    """Time a plain step, a draft step, and verify forwards of 2 and 5 tokens.
 
-    Each is run once before it is timed, and then as rounds are: compiled where they
-    will be, built while the one before runs. What takes long is waited for, once, and
-    the budget is some plain steps then. A plain step, a draft step and one verify
-    forward are always measured; of the latter no more than the budget allows. What is
-    quick is measured in several sweeps, of which the fastest counts: other load may
-    last for as long as one of them; then, where there is time left, what the drafter
-    takes for tokens that it missed.
+    Each runs until it compiles nothing any more. Then all are timed as rounds run, in
+    several sweeps of which the fastest counts: other load may last for one of them.
+    What takes long is run once or twice, and the last verify forward only while there
+    is time.
 
     Raises:
         DrafterError: the drafter raised something.
     """
-    typical = _Stopwatch(clock, repeats, budget_seconds)
+    watch = _Stopwatch(clock, budget_seconds)
     widest = max_draft_tokens + 1
-    most = 4 * widest
     # Without prompts, nothing is looked up in a prefix store, nor kept there.
-    rows = target.rows([()] * num_rows, max_round=widest, max_length=most)
+    rows = target.rows([()] * num_rows, max_round=widest, max_length=4 * widest)
     for _ in rows.prefill():
         mx.synchronize()
 
@@ -185,46 +143,31 @@ def measure_forwards(
         rows.trim_per_sequence(counts, num_tokens)
         return [chosen, rows.offset]
 
-    # By what they measure: 0 is drafting, else the tokens of a verify forward.
-    runs: dict[int, Run] = {}
-    seconds: dict[int, float] = {}
-
-    def measure(what: int, run: Run, likely: float) -> float:
-        runs[what], seconds[what] = run, typical(run, likely)
-        return seconds[what]
-
-    plain = measure(1, lambda: verify(1), 0.0)
-    typical.limit(plain)
+    # By what they time: 0 is drafting, else the tokens of a verify forward.
+    runs: dict[int, Run] = {1: lambda: verify(1)}
+    plain = watch.settled(runs[1], 0.0)
+    seconds = {1: plain}
     hidden, proposed = None, min(PROPOSED, max_draft_tokens)
     if drafter.hidden_layers:
         verify(proposed + 1)
         hidden = rows.hidden
     try:
-        drafting = _Drafting(target, drafter, num_rows, hidden, proposed)
-        measure(0, drafting.propose, 2 * plain)
+        runs[0] = _Drafting(target, drafter, num_rows, hidden, proposed).propose
+        seconds[0] = watch.settled(runs[0], 2 * plain)
         for s in VERIFIED[1:]:
             # At worst, tokens cost as much together as one by one.
-            worst = s * plain
-            likely = plain + (s - 1) * (seconds.get(2, worst) - plain)
-            if s <= widest and (s == 2 or not typical.late(min(worst, likely))):
-                measure(s, lambda s=s: verify(s), 1.5 * worst)  # type: ignore[misc]
-        for _ in range(SWEEPS - 1):
-            for what, run in runs.items():
-                seconds[what] = min(seconds[what], typical.again(run, seconds[what]))
-        taking_in = None
-        if typical.is_quick(plain) and drafting.may_miss(typical):
-            times = []
-            runs.clear()  # and the caches of the rows that they are of
-            # Shapes that are met first take many times as long, once per process.
-            for _ in range(MISSES):
-                drafting = _Drafting(target, drafter, num_rows, hidden, proposed)
-                drafting.miss(TAKEN_IN)
-                times.append(typical.once(drafting.propose))
-            taking_in = max(0.0, min(times) - seconds[0])
+            if s <= widest and (s == 2 or not watch.late(s * plain)):
+                runs[s] = partial(verify, s)
+                seconds[s] = watch.settled(runs[s], 1.5 * s * plain)
+        sweeps = [
+            {what: watch.again(run, seconds[what]) for what, run in runs.items()}
+            for _ in range(SWEEPS)
+        ]
     except Exception as error:  # a drafter of the user's may raise anything
         raise described(error, drafter) from error
+    seconds = {what: min(sweep[what] for sweep in sweeps) for what in runs}
     draft_step = seconds.pop(0) / proposed
-    return Forwards(num_rows, without_noise(seconds), draft_step, taking_in)
+    return Forwards(num_rows, without_noise(seconds), draft_step)
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
@@ -263,11 +206,8 @@ class _Drafting:
             for i in range(num_rows)
         ]
         self._rules = RowRules.of(sequences, target.vocab_size)
-        self._most = sequences[0].request.max_length + TAKEN_IN + FEW
-        self._context = math.inf
-        if drafter.context_length is not None:
-            self._context = drafter.context_length
-        self._rows = drafter.rows([prompt] * num_rows, max_length=self._most)
+        most = sequences[0].request.max_length
+        self._rows = drafter.rows([prompt] * num_rows, max_length=most)
         for _ in self._rows.prefill():
             mx.synchronize()
         self._hidden, self._num_tokens = hidden, num_tokens
@@ -278,32 +218,14 @@ class _Drafting:
 
     def propose(self) -> list[mx.array]:
         """A round. Its first forward takes two tokens, and what ends it is shared."""
-        round_ = self._round(self._num_tokens)
+        draws = self._rules.draws(self._length, self._num_tokens + 1)
+        rules, rows = self._rules, (self._recent, self._active)
+        round_ = Round(
+            self._num_tokens, *rows, rules.sampling, draws, lengths=self._length
+        )
         proposals = vetted(self._rows, round_, self._rows.propose(round_))
         proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
-        return self._commit(round_, chosen)
-
-    def may_miss(self, typical: _Stopwatch) -> bool:
-        """Whether there is time, and room, to measure what tokens cost it missed."""
-        if self._hidden is not None or self._context < self._most:
-            return False
-        few = typical.once(lambda: self.miss(FEW))
-        # What it takes them in with may take as long again.
-        return not typical.late(2 * MISSES * few * TAKEN_IN / FEW)
-
-    def miss(self, num_rounds: int) -> AbstractSequence[mx.array]:
-        """Rounds without proposals, of which the next one has to take in the tokens."""
-        for _ in range(num_rounds):
-            mx.eval(self._commit(self._round(0), self._recent[:, -1:]))
-        return ()
-
-    def _round(self, k: int) -> Round:
-        draws = self._rules.draws(self._length, k + 1)
-        rules, rows = self._rules, (self._recent, self._active)
-        return Round(k, *rows, rules.sampling, draws, lengths=self._length)
-
-    def _commit(self, round_: Round, chosen: mx.array) -> list[mx.array]:
         self._rows.commit(round_, Verdict(chosen, self._kept, self._hidden))
         self._recent = mx.concatenate([self._recent[:, 1:], chosen[:, :1]], axis=1)
         self._length = self._length + 1
@@ -327,7 +249,7 @@ def draft_length(
         return FixedLength(config.max_draft_tokens if drafter is not None else 0)
     kept = store or CostStore(default_path())
     key = signature(config, target, drafter, defaults)
-    return AutoLength(
+    return GoodputPolicy(
         kept.load(key, new_shape=defaults.new_shape_seconds),
         max_draft_tokens=config.max_draft_tokens,
         measure=lambda num_rows: measure_forwards(

@@ -10,7 +10,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import DrafterError
-from .draft_length import BatchState, DraftLength, RoundOutcome
+from .draft_length import BatchState, DraftLength, RoundTiming
 from .drafter import Drafter, DraftRows, Proposals, Round, backlog, peek
 from .rejection_sampler import Verdict
 from .vetting import vetted
@@ -179,12 +179,9 @@ class _GuardedLength:
     def may_pay(self, state: BatchState) -> bool:
         return self._guard.error is None and self._length.may_pay(state)
 
-    def held(self, num_rows: int) -> int | None:
-        return 0 if self._guard.error is not None else self._length.held(num_rows)
-
     def choose(self, state: BatchState) -> int:
         return 0 if self._guard.error is not None else self._length.choose(state)
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, timing: RoundTiming) -> None:
         if self._guard.error is None:
-            self._length.observe(outcome)
+            self._length.observe(timing)

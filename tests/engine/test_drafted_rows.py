@@ -205,9 +205,9 @@ def test_what_rows_that_begin_are_asked_by(target: Any) -> None:
     params = [SamplingParams(max_tokens=n) for n in (20, 10, 20)]
     rows = run_rows(target, target, prompts, params, batch_size=2, length=length)
     first, second = length.asked
-    assert (first.num_rows, first.remaining, first.undrafted) == (2, 20 - 5, 7)
+    assert (first.num_rows, first.remaining, first.backlog) == (2, 20 - 5, 7)
     assert list(first.room) == [4, 4]
-    assert (second.num_rows, second.undrafted) == (2, 3)
+    assert (second.num_rows, second.backlog) == (2, 3)
     assert list(second.room) == [0, 4]
     assert not any(r.drafted for r in rows)
     assert all(o.forced for o in length.outcomes)
@@ -282,4 +282,4 @@ def test_a_drafter_need_not_tell_of_a_backlog(target: Any) -> None:
     )
     assert row.tokens == greedy(target, prompt, 30)
     assert any(o.num_draft_tokens for o in length.outcomes)
-    assert not any(s.undrafted for s in length.states)
+    assert not any(s.backlog for s in length.states)

@@ -24,9 +24,9 @@ from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel, NgramDrafter, NgramOptions
 from specdec.spec_decode.draft_length import (
-    AutoLength,
     DraftLength,
     ForwardCosts,
+    GoodputPolicy,
     RoundCosts,
 )
 
@@ -288,7 +288,7 @@ def test_measuring_costs_stays_within_the_plan(
     )
     k = config.max_draft_tokens
     drafter = DraftModel(other, vocab_size=runner.vocab_size, max_draft_tokens=k)
-    length = AutoLength(
+    length = GoodputPolicy(
         RoundCosts(ForwardCosts()),
         measure=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
         measured_rows=None if switches.repeat_shapes else 1,

@@ -15,6 +15,7 @@ from specdec.backend import BackendDefaults
 from specdec.engine.observer import RoundObserver
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode.draft_length import BatchState
 from specdec.spec_decode.guard import DraftGuard
 from specdec.spec_decode.rejection_sampler import Verdict
 from specdec.tools.bench.models import token_level
@@ -179,13 +180,13 @@ def test_where_costs_are_measured(
         decoder.measure_forwards(1)
 
 
-def test_a_k_that_is_held_ends_with_the_drafter(draft_failures: list[str]) -> None:
-    """Nothing is told any more that would end it."""
+def test_no_k_is_chosen_after_a_failure(draft_failures: list[str]) -> None:
+    """Catches rounds that are still drafted for by a drafter that has failed."""
     guard = DraftGuard()
-    length = guard.length(Script(lambda number: 2, held=lambda number: 2))
-    assert length.held(1) == 2
+    length = guard.length(Script(lambda number: 2))
+    assert length.choose(BatchState(1, [8], 9.0)) == 2
     guard.fail(ZeroDivisionError("no luck"), Failing())
-    assert length.held(1) == 0
+    assert length.choose(BatchState(1, [8], 9.0)) == 0
     draft_failures.pop()
 
 

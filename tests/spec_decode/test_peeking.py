@@ -14,7 +14,7 @@ from specdec.backend import BackendDefaults
 from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Proposals, Round
-from specdec.spec_decode.draft_length import peeks
+from specdec.spec_decode.draft_length import shadow
 from specdec.spec_decode.ngram import NgramRows
 from tests.plain import AT_ONCE, greedy, run_rows
 from tests.scripted import Script
@@ -81,7 +81,7 @@ def test_plain_rounds_tell_what_drafts_would_have_brought(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows end at different times; nothing is drafted, and nothing changes."""
-    monkeypatch.setattr(peeks, "SELDOM", 1)  # else not every round looks
+    monkeypatch.setattr(shadow, "SELDOM", 1)  # else not every round looks
     script = Script(lambda number: 0)
     rows = decoded(target, script, batch_size=batch_size, backend=backend)
     outputs = [greedy(target, p, n) for p, n in zip(PROMPTS, LENGTHS, strict=True)]
@@ -89,7 +89,7 @@ def test_plain_rounds_tell_what_drafts_would_have_brought(
     assert sum(row.drafted for row in rows) == 0
     found = [[0, 0] for _ in range(K)]
     for outcome in script.outcomes:
-        for position, (trials, kept) in enumerate(outcome.peeked.positions):
+        for position, (trials, kept) in enumerate(outcome.shadow):
             found[position][0] += trials
             found[position][1] += kept
     assert found == by_hand(PROMPTS, outputs)
@@ -104,11 +104,11 @@ def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -
     for row, prompt, n in zip(rows, PROMPTS, LENGTHS, strict=True):
         assert row.tokens == greedy(target, prompt, n)
     for outcome in script.outcomes:
-        positions = outcome.peeked.positions
+        positions = outcome.shadow
         assert not (outcome.num_draft_tokens and positions)
         # Two plain rounds in a row: a second position at most.
         assert len(positions) <= 2
-    assert any(len(o.peeked.positions) == 2 for o in script.outcomes)
+    assert any(len(o.shadow) == 2 for o in script.outcomes)
     assert sum(row.accepted for row in rows) > 0
 
 
@@ -126,7 +126,7 @@ def test_who_tells_is_asked(
     script = Script(lambda number: 0)
     alone(target, script)
     assert set(asked) == ({K} if tells else set())
-    assert any(o.peeked.rows for o in script.outcomes) is tells
+    assert any(o.shadow for o in script.outcomes) is tells
 
 
 def test_where_nothing_is_told_rounds_are_timed(
@@ -139,7 +139,7 @@ def test_where_nothing_is_told_rounds_are_timed(
     behind = script.outcomes[1:-1]
     assert len(behind) > 30
     assert all(o.seconds is not None for o in behind)
-    assert all(o.spent is None for o in behind)
+    assert all(o.fair for o in behind)
 
 
 def test_a_failure_costs_drafts_alone(
@@ -182,14 +182,14 @@ def test_drawn_proposals_are_not_compared(
     monkeypatch.setattr(NgramRows, "peek", drawn)
     script = Script(lambda number: 0)
     alone(target, script)
-    assert not any(o.peeked.rows for o in script.outcomes)
+    assert not any(o.shadow for o in script.outcomes)
 
 
 def test_a_shared_table_is_not_looked_in(target: Any) -> None:
     script = Script(lambda number: 0)
     shared = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, shared=True))
     alone(target, script, drafter=shared)
-    assert not any(o.peeked.rows for o in script.outcomes)
+    assert not any(o.shadow for o in script.outcomes)
 
 
 @pytest.mark.parametrize("most", [None, 0])
@@ -210,7 +210,7 @@ def test_no_graph_grows_while_nothing_is_drafted(
     script = Script(lambda number: 2 * (number == 0))
     alone(target, script, max_tokens=40, backend=replace(AT_ONCE, peek_rows=most))
     plain = len([o for o in script.outcomes if not o.num_draft_tokens])
-    looked = len([o for o in script.outcomes if o.peeked.rows])
+    looked = len([o for o in script.outcomes if o.shadow])
     assert plain > 30
     assert (looked > 0) is (most is None)
     assert max(writes) < 8
@@ -229,4 +229,4 @@ def test_a_backend_says_up_to_how_many_rows(
         num_draft_tokens=K, drafter=drafter(), length=script,
         backend=replace(AT_ONCE, peek_rows=most),
     )  # fmt: skip
-    assert any(o.peeked.rows for o in script.outcomes) is asks
+    assert any(o.shadow for o in script.outcomes) is asks

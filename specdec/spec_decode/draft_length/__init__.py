@@ -1,31 +1,31 @@
 """How many tokens a round drafts. No mlx here."""
 
-from .acceptance import Acceptance, tokens_per_round
-from .auto import AutoLength
-from .base import BatchState, DraftLength, FixedLength, RoundOutcome
-from .costs import FEW, TAKEN_IN, ForwardCosts, Forwards, RoundCosts
-from .ladder import LADDER
-from .peeks import Peek, Peeked, Peeks
+from .acceptance import Acceptance, RowFactors, tokens_per_round
+from .base import BatchState, DraftLength, FixedLength, RoundTiming
+from .costs import ForwardCosts, Forwards, RoundCosts
+from .policy import LADDER, GoodputPolicy, TryBudget
 from .predict import Advice, Prediction, advise, survival_of
+from .shadow import Peek, ShadowAcceptance
+from .timer import StepTimer
 
 __all__ = [
-    "FEW",
     "LADDER",
-    "TAKEN_IN",
     "Acceptance",
     "Advice",
-    "AutoLength",
     "BatchState",
     "DraftLength",
     "FixedLength",
     "ForwardCosts",
     "Forwards",
+    "GoodputPolicy",
     "Peek",
-    "Peeked",
-    "Peeks",
     "Prediction",
     "RoundCosts",
-    "RoundOutcome",
+    "RoundTiming",
+    "RowFactors",
+    "ShadowAcceptance",
+    "StepTimer",
+    "TryBudget",
     "advise",
     "survival_of",
     "tokens_per_round",

@@ -1,4 +1,4 @@
-"""How many draft tokens rows accept: an estimate by position that follows changes."""
+"""How many draft tokens rows accept: by position, and row against row."""
 
 from __future__ import annotations
 
@@ -6,17 +6,21 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-# Rounds that drafted after which an observation weighs 1/e: in the estimate, and in
-# the short view that tells when the estimate is out of date.
-MEMORY, SHORT_MEMORY = 48.0, 8.0
-# Every round that did not draft adds this to 1 / weight.
+# An observation weighs 1/e after so many rounds that drafted.
+MEMORY = 48.0
+# The newest rounds replace the estimate where they differ by so many deviations.
+SHORT_MEMORY, CHANGE = 8.0, 3.0
+# Each round that did not draft adds this to 1 / weight: the estimate grows doubtful.
 IDLE_DOUBT = 0.01
-# What is thought of a draft before anything is known, and of how many
-# observations that is worth.
+# The chance at a position that was never reached, and the observations it is worth.
 PRIOR_MEAN, PRIOR_WEIGHT = 0.6, 2.0
-# Observations that make a position a measured one, or a short view worth a look;
-# standard deviations between the two views that are a change.
-MEASURED, CHANGE = 3.0, 3.0
+# A position counts as measured from so many observations on.
+MEASURED = 3.0
+# How much rows differ before it is known (the variance of their factors), the squared
+# expected tokens that this is worth, and what it is held within.
+SPREAD, SPREAD_WEIGHT, LEAST_SPREAD, MOST_SPREAD = 1 / 8, 144.0, 1 / 32, 1.0
+# Rows that are remembered.
+MOST_ROWS = 1024
 
 
 @dataclass
@@ -25,53 +29,43 @@ class _Position:
 
     mean: float
     weight: float
-    short_mean: float = 0.0
-    short_weight: float = 0.0
+    new_mean: float = 0.0
+    new_weight: float = 0.0
 
     def fade(self) -> None:
         self.weight *= 1 - 1 / MEMORY
-        self.short_weight *= 1 - 1 / SHORT_MEMORY
+        self.new_weight *= 1 - 1 / SHORT_MEMORY
 
     def idle(self) -> None:
         self.weight /= 1 + IDLE_DOUBT * self.weight
-        self.short_weight = 0.0
+        self.new_weight = 0.0
 
-    def add(self, trials: int, kept: int) -> None:
-        weight = self.weight + trials
-        self.mean = (self.mean * self.weight + kept) / weight
-        self.weight = weight
-        short = self.short_weight + trials
-        self.short_mean = (self.short_mean * self.short_weight + kept) / short
-        self.short_weight = short
-        if short < 2 * MEASURED:
-            return
-        variance = self.mean * (1 - self.mean) + 0.02
-        if abs(self.short_mean - self.mean) > CHANGE * sqrt(variance / short):
-            self.mean, self.weight = self.short_mean, short
-
-    def spread(self) -> float:
-        """Standard deviation; never 0, even when all or none were accepted."""
-        return sqrt((self.mean * (1 - self.mean) + 0.1) / self.weight)
+    def add(self, trials: int, right: int) -> None:
+        self.weight += trials
+        self.mean += (right - trials * self.mean) / self.weight
+        self.new_weight += trials
+        self.new_mean += (right - trials * self.new_mean) / self.new_weight
+        deviation = sqrt((self.mean * (1 - self.mean) + 0.02) / self.new_weight)
+        enough = self.new_weight >= 2 * MEASURED
+        if enough and abs(self.new_mean - self.mean) > CHANGE * deviation:
+            self.mean, self.weight = self.new_mean, self.new_weight
 
 
 class Acceptance:
-    """The chance that a draft token is accepted, given that those before it were.
+    """The chance of a draft token at each position, given that those before it held.
 
-    A round tells, for each row, how many of at most ``limit`` tokens it accepted:
-    a lifetime, censored at ``limit``. The product of the conditional chances is
-    then the product-limit estimate of the survival function (Kaplan and Meier
-    1958), which rounds of different k share. Old rounds are forgotten
-    exponentially, and at once where the newest say something else. While nothing
-    is drafted the estimate stays, and becomes less sure.
+    A row that accepts n of at most m tokens tells of the first min(m, n + 1)
+    positions. The product of the chances is the share of rounds that accept so many
+    tokens (Kaplan and Meier 1958), so that rounds of different k share what they saw.
     """
 
     def __init__(self) -> None:
         self._positions: list[_Position] = []
 
     def observe(self, rows: Iterable[tuple[int, int]]) -> None:
-        """One more round: for each row (tokens it could accept, accepted).
+        """Learn from a round: of each row, (tokens that it could accept, accepted).
 
-        There are none in a round that did not draft.
+        A round that did not draft has none.
         """
         found: list[list[int]] = []
         for limit, accepted in rows:
@@ -83,28 +77,27 @@ class Acceptance:
         self.observe_positions(found)
 
     def observe_positions(self, found: Sequence[Sequence[int]]) -> None:
-        """One more round: at each position (tokens tried, right), the first one first.
-
-        A position that no token was tried at has (0, 0).
-        """
+        """Learn from a round: at each position, (tokens tried, right)."""
         for position in self._positions:
             position.fade() if found else position.idle()
-        for j, (trials, kept) in enumerate(found):
+        for j, (trials, right) in enumerate(found):
             if j == len(self._positions):
-                self._positions.append(self._guess())
+                self._positions.append(_Position(*self._at(j)))
             if trials:
-                self._positions[j].add(trials, kept)
+                self._positions[j].add(trials, right)
 
-    def _guess(self) -> _Position:
-        """A position that was never reached: as the last one is."""
+    def _at(self, j: int) -> tuple[float, float]:
+        """Mean and weight of a position; one never reached is like the last one."""
+        if j < len(self._positions):
+            return self._positions[j].mean, self._positions[j].weight
         if not self._positions:
-            return _Position(PRIOR_MEAN, PRIOR_WEIGHT)
+            return PRIOR_MEAN, PRIOR_WEIGHT
         last = self._positions[-1]
-        return _Position(last.mean, min(PRIOR_WEIGHT, last.weight))
+        return last.mean, min(PRIOR_WEIGHT, last.weight)
 
     @property
     def measured(self) -> int:
-        """Positions of which enough has been seen lately."""
+        """Positions that were tried often enough of late."""
         known = PRIOR_WEIGHT + MEASURED
         weights = [p.weight for p in self._positions]
         return next((j for j, w in enumerate(weights) if w < known), len(weights))
@@ -113,19 +106,64 @@ class Acceptance:
         """Chances that at least 1, 2, ... ``k`` draft tokens are accepted.
 
         Args:
-            doubt: standard deviations by which each conditional chance is taken
-                to be better than its estimate.
+            doubt: standard deviations by which each position is taken to be better.
         """
-        positions = self._positions[:k]
-        positions += [self._guess()] * (k - len(positions))
         survival, reached = [], 1.0
-        for position in positions:
-            mean = position.mean
+        for j in range(k):
+            mean, weight = self._at(j)
             if doubt:
-                mean = min(1.0, mean + doubt * position.spread())
-            reached *= mean
+                mean += doubt * sqrt((mean * (1 - mean) + 0.1) / weight)
+            reached *= min(1.0, mean)
             survival.append(reached)
         return survival
+
+
+class RowFactors:
+    """How many draft tokens each row accepts, as a factor of what all rows do.
+
+    A factor is drawn to 1, the more the less rows differ: accepted tokens are taken for
+    Poisson counts whose means differ by gamma factors.
+    """
+
+    def __init__(self) -> None:
+        self._seen: dict[int, tuple[float, float]] = {}
+        # Expected tokens that "this row is like the others" is worth.
+        self._alike = 1 / SPREAD
+
+    def observe(
+        self,
+        rows: Sequence[int],
+        accepted: Iterable[tuple[int, int]],
+        survival: Sequence[float],
+    ) -> None:
+        """Learn from a round.
+
+        Args:
+            rows: the rows' numbers.
+            accepted: of each, (tokens that it could accept, accepted).
+            survival: chances that at least 1, 2, ... tokens are accepted, of all rows.
+        """
+        if len(self._seen) > MOST_ROWS:
+            self._seen = {row: self._seen[row] for row in rows if row in self._seen}
+        fade = 1 - 1 / MEMORY
+        for row, (limit, count) in zip(rows, accepted, strict=False):
+            seen, expected = self._seen.get(row, (0.0, 0.0))
+            self._seen[row] = (
+                seen * fade + count,
+                expected * fade + sum(survival[:limit]),
+            )
+        # What counts vary more than Poisson's is how much rows differ.
+        weight, found = SPREAD_WEIGHT, SPREAD_WEIGHT * SPREAD
+        for row in rows:
+            seen, expected = self._seen[row]
+            weight += expected**2
+            found += (seen - expected) ** 2 - expected
+        self._alike = 1 / min(MOST_SPREAD, max(LEAST_SPREAD, found / weight))
+
+    def of(self, row: int) -> float:
+        """The row's factor; 1 until enough is known."""
+        seen, expected = self._seen.get(row, (0.0, 0.0))
+        return (seen + self._alike) / (expected + self._alike)
 
 
 def tokens_per_round(survival: Iterable[float]) -> list[float]:

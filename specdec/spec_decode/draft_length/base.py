@@ -1,4 +1,4 @@
-"""How many tokens a round drafts: the protocol, and a fixed number."""
+"""What a draft length is asked, what it is shown, and a fixed one."""
 
 from __future__ import annotations
 
@@ -6,65 +6,56 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from .peeks import NOTHING, Peeked
-
 
 @dataclass(frozen=True)
 class BatchState:
-    """What is known of a batch when a round is about to be built.
+    """A batch whose next round is about to be built.
 
     Args:
-        num_rows: rows that are computed, those that have ended and were not
-            dropped yet included.
-        room: for each running row the most draft tokens that could be of use to it.
+        num_rows: rows that are computed; idle slots count.
+        room: of each running row, the most draft tokens that it can use.
         remaining: tokens that the running rows may still emit, on average.
-        undrafted: tokens of a row that the drafter has to catch up with first: those of
-            the rounds since the last one that drafted, or those of prompts.
-        in_flight: k of the rounds that were handed out and not read yet.
-        left: tokens that each running row may still emit, by its number, where no
-            others take the places of rows that end; else empty.
-        fresh: whether no round of the batch was handed out before.
+        backlog: tokens of a row that the drafter has to take in before it drafts.
+        in_flight: k of the rounds that were dispatched and not read yet.
+        left: tokens that each running row may still emit, by the row's number; empty
+            where other requests wait for a place.
     """
 
     num_rows: int
     room: Sequence[int]
     remaining: float
-    undrafted: int = 0
+    backlog: int = 0
     in_flight: Sequence[int] = ()
     left: Mapping[int, int] = field(default_factory=dict)
-    fresh: bool = False
 
 
 @dataclass(frozen=True)
-class RoundOutcome:
-    """What became of a round.
+class RoundTiming:
+    """A round that was read: what it took, and what its rows accepted.
 
     Args:
         num_rows: rows that were computed.
         num_draft_tokens: k.
-        accepted: for each running row (most draft tokens that it could accept,
-            how many it accepted).
-        seconds: how long the round took; ``None`` where that is not known, as
-            other work came between.
-        undrafted: tokens of a row that the drafter caught up with first.
-        rows: the numbers of the rows of ``accepted``, where they are known.
-        forced: nothing could be drafted, so k was not chosen.
-        spent: seconds until it was read, where drafting held it up: shapes of a round
-            that drafts were got ready for, or the round looked what a draft would
-            bring; such rounds have no ``seconds``.
-        peeked: of a round without a draft, what one would have brought, as far as that
-            was looked at.
+        accepted: of each running row, (draft tokens that it could accept, accepted).
+        seconds: what it took; ``None`` where other work ran meanwhile.
+        fair: whether another round of the same shapes would take as long. If not,
+            the seconds hold a new shape, a look, or another k's round.
+        backlog: tokens of a row that the drafter took in first.
+        rows: numbers of the rows of ``accepted``.
+        shadow: of a round that drafted nothing, (tokens compared, right) at each
+            position of what would have been proposed.
+        forced: k was not chosen, as no row had room for a draft token.
     """
 
     num_rows: int
     num_draft_tokens: int
     accepted: Sequence[tuple[int, int]]
     seconds: float | None = None
-    undrafted: int = 0
+    fair: bool = True
+    backlog: int = 0
     rows: Sequence[int] = ()
+    shadow: Sequence[tuple[int, int]] = ()
     forced: bool = False
-    spent: float | None = None
-    peeked: Peeked = NOTHING
 
 
 class DraftLength(Protocol):
@@ -78,24 +69,17 @@ class DraftLength(Protocol):
         """Get ready for batches of ``num_rows``, before the first of them begins."""
 
     def may_pay(self, state: BatchState) -> bool:
-        """Whether drafting may pay for rows that begin.
+        """Whether rows that begin are worth giving to the drafter.
 
         Args:
-            state: of those rows and the ones that they join; of a row that is not
-                drafted for, the room is 0. The drafter missed the prompts.
-        """
-
-    def held(self, num_rows: int) -> int | None:
-        """k of a round of so many rows where nothing is to be asked; else ``None``.
-
-        It is not for a batch's first round, nor for one behind a round of another k
-        that is not read, nor for rows without room for it.
+            state: of those rows and the ones that they join. A row that is not
+                drafted for has no room; the backlog is the new rows' prompts.
         """
 
     def choose(self, state: BatchState) -> int:
-        """k of the next round, held or not; to ask twice is as to ask once."""
+        """k of the next round; to ask twice is as to ask once."""
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, timing: RoundTiming) -> None:
         """Learn from a round that was read."""
 
 
@@ -110,19 +94,15 @@ class FixedLength:
     max_draft_tokens: int
 
     def prepare(self, num_rows: int) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def may_pay(self, state: BatchState) -> bool:
-        """It is what was asked for."""
+        """Say yes: k was asked for."""
         return True
 
-    def held(self, num_rows: int) -> int | None:
-        """Nothing: to ask takes no time."""
-        return None
-
     def choose(self, state: BatchState) -> int:
-        """k."""
+        """Return k."""
         return self.max_draft_tokens
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        """Nothing."""
+    def observe(self, timing: RoundTiming) -> None:
+        """Do nothing."""

@@ -1,4 +1,4 @@
-"""What a round costs by rows and k: measured forwards, corrected by real rounds."""
+"""What a round costs by rows and k: a few timed forwards, corrected by rounds."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from math import exp, log, log2, sqrt
 
-from .pace import PRIOR_VARIANCE, Correction, Key, Paced
-
-# Variances of natural logarithms: of what a cost may change by in a round, and at most.
-DRIFT_VARIANCE = 0.01**2
-MOST_VARIANCE = 0.7**2
 LEAST_SECONDS = 1e-7
-# Tokens of a row that a drafter is measured with while it takes in a prompt; so few are
-# taken in by the way.
-TAKEN_IN, FEW = 128, 8
-# Of what a new shape costs once, the share that the rounds to come have to bring back:
-# it serves later requests too.
+# Of what a new shape costs once, the share that the rounds to come must bring back:
+# later requests use it too.
 NEW_SHAPE_SHARE = 0.2
+# Variances of natural logarithms: of a cost that no round confirmed, of what a cost
+# changes by in a round, of what the machine's pace does, of a round's time.
+PRIOR, DRIFT, PACE, NOISE = 0.2**2, 0.01**2, 0.06**2, 0.08**2
+MOST_VARIANCE = 0.7**2
+# Errors of a round's time beyond this are cut: a stall says nothing.
+MOST_ERROR = 0.3
+# Share of an error that a kind takes that did not change, over that of one that did.
+UNCHANGED = 0.25
 
 
 @dataclass(frozen=True)
@@ -28,27 +28,23 @@ class Forwards:
         num_rows: the batch size, B.
         verify: by S, a forward of the target of shape (B, S), S = 1 among them.
         draft_step: what one proposed token of each row costs.
-        taking_in: what :data:`TAKEN_IN` tokens of each row cost the drafter that it
-            has to catch up with; ``None`` where that follows from the others.
     """
 
     num_rows: int
     verify: Mapping[int, float]
     draft_step: float
-    taking_in: float | None = None
 
 
 class ForwardCosts:
     """Seconds of forwards at any batch size, from those that were measured.
 
-    A verify forward that was not measured is taken from those of its batch size,
-    linear in S; at other batch sizes from all of them, linear in the number of
-    tokens B * S. A draft step grows with the batch as the target's step does.
+    Between and beyond the measured numbers of tokens they are linear. At a batch size
+    that was not measured they are linear in the number of tokens B * S of all batch
+    sizes, and a draft step grows as the target's does.
     """
 
     def __init__(self, measured: Iterable[Forwards] = ()):
         self._by_rows: dict[int, Forwards] = {}
-        # Worked out once: every choice asks for all of them.
         self._rounds: dict[tuple[int, int], float] = {}
         for forwards in measured:
             self.add(forwards)
@@ -64,7 +60,7 @@ class ForwardCosts:
         return [self._by_rows[b] for b in sorted(self._by_rows)]
 
     def covers(self, num_rows: int) -> bool:
-        """Whether a measurement is near enough to tell costs of ``num_rows``."""
+        """Whether a measured batch size is near enough to ``num_rows``."""
         return any(2 / 3 <= b / num_rows <= 1.5 for b in self._by_rows)
 
     def verify(self, num_rows: int, num_tokens: int) -> float:
@@ -81,15 +77,11 @@ class ForwardCosts:
 
     def draft_step(self, num_rows: int) -> float:
         """Seconds for one more proposed token of each row."""
-        near = self._near(num_rows)
-        step = near.draft_step
-        if near.num_rows != num_rows:
-            step *= self.verify(num_rows, 1) / self.verify(near.num_rows, 1)
+        near = min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))
+        step = self._by_rows[near].draft_step
+        if near != num_rows:
+            step *= self.verify(num_rows, 1) / self.verify(near, 1)
         return step
-
-    def _near(self, num_rows: int) -> Forwards:
-        """What was measured at the nearest batch size."""
-        return self._by_rows[min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))]
 
     def round(self, num_rows: int, k: int) -> float:
         """Seconds of a round: k draft steps and a verify forward of k + 1 tokens."""
@@ -101,19 +93,13 @@ class ForwardCosts:
         return seconds
 
     def catch_up(self, num_rows: int, num_tokens: int) -> float:
-        """Seconds for a drafter to take in ``num_tokens`` more of each row at once.
+        """Seconds for a drafter to take in ``num_tokens`` of each row at once.
 
-        Where it was not measured: as the target's forward grows with its tokens, so
-        does the draft's. Few tokens are taken in with the first ones of a round.
+        A draft step grows with its tokens as the target's forward does.
         """
         if not num_tokens:
             return 0.0
-        near = self._near(num_rows)
-        if near.taking_in is not None and num_tokens > FEW:
-            share = num_tokens / TAKEN_IN * num_rows / near.num_rows
-            return max(self.draft_step(num_rows), near.taking_in * share)
-        plain = self.verify(num_rows, 1)
-        more = self.verify(num_rows, num_tokens + 1) / plain - 1
+        more = self.verify(num_rows, num_tokens + 1) / self.verify(num_rows, 1) - 1
         return self.draft_step(num_rows) * max(0.0, more)
 
 
@@ -131,154 +117,120 @@ def _interpolated(points: Mapping[int, float], x: int) -> float:
 
 
 @dataclass
-class RoundCosts:
-    """Relative costs of rounds, corrected while running.
-
-    Only ratios decide which k is best. The machine's pace (other load, a growing
-    context) changes all rounds alike, so it is followed apart (:class:`Paced`), and
-    costs relative to each other are learnt where k or the rows change.
+class Correction:
+    """What rounds say of one (rows, k).
 
     Args:
-        forwards: measured forwards, which say what was never run.
-        corrections: by (rows, k), as learnt.
+        log_factor: logarithm of their time over what was worked out.
+        rounds: how many were timed.
+        seen: number of the last of them.
+    """
+
+    log_factor: float = 0.0
+    rounds: int = 0
+    seen: int = 0
+
+    def variance(self, now: int) -> float:
+        """Doubt about the factor: less by every round, and more by time."""
+        doubt = PRIOR / (1 + self.rounds) + DRIFT * (now - self.seen)
+        return min(MOST_VARIANCE, doubt)
+
+
+@dataclass
+class RoundCosts:
+    """Costs of rounds in plain rounds, corrected while running.
+
+    Only ratios decide which k is best. What changes while k stays is the machine's
+    pace (other load, a growing context), which all rounds share. What changes with k
+    is shared between the pace and the two kinds of rounds, by their variances.
+
+    Args:
+        forwards: measured forwards.
+        corrections: by (rows, k); the factor of plain rounds stays 1.
         new_shape: seconds that a (rows, k) takes longer when it is met first.
     """
 
     forwards: ForwardCosts
-    corrections: dict[Key, Correction] = field(default_factory=dict)
+    corrections: dict[tuple[int, int], Correction] = field(default_factory=dict)
     new_shape: float = 0.0
     rounds: int = 0
-    _paced: Paced = field(default_factory=Paced)
-    # Rounds that ran, whose shapes were got ready for then, and those of them that were
-    # timed: the first one is not learnt from.
+    _pace: float | None = None
+    _last: tuple[int, int] | None = None
     _met: set[tuple[int, int]] = field(default_factory=set)
-    _timed: set[tuple[int, int]] = field(default_factory=set)
-    # relative() since the last round: asked several times for every choice.
-    _known: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict)
-    _catch_up_factor: float = 1.0
 
-    def add(self, forwards: Forwards) -> None:
-        """Take measured forwards in."""
-        self.forwards.add(forwards)
-        self._known.clear()
-
-    def _log_cost(self, num_rows: int, k: int) -> float:
-        factor = self.correction(num_rows, k).log_factor
-        return log(self.forwards.round(num_rows, k)) + factor
-
-    def correction(self, num_rows: int, k: int) -> Correction:
+    def _correction(self, num_rows: int, k: int) -> Correction:
         """What is known of (num_rows, k), by itself or from its nearest neighbour."""
         own = self.corrections.get((num_rows, k))
-        if own is not None:
-            return self._aged(own)
-        # A plain round says little of those that draft, and they of it.
-        alike = [key for key in self.corrections if (key[1] > 0) == (k > 0)]
-        if not alike:
-            return self._aged(Correction())
+        alike = [key for key in self.corrections if key[1] and k]
+        if own is not None or not alike:
+            return own or Correction(seen=self.rounds)
 
         def distance(key: tuple[int, int]) -> float:
             return abs(log2(key[0] / num_rows)) + abs(log2((key[1] + 1) / (k + 1)))
 
-        near = min(alike, key=distance)
-        found = self._aged(self.corrections[near])
-        found.variance += PRIOR_VARIANCE * min(1.0, distance(near))
-        return found
+        near = self.corrections[min(alike, key=distance)]
+        return Correction(near.log_factor, 0, self.rounds)
 
-    def _aged(self, known: Correction) -> Correction:
-        """``known`` with the doubt that time brings."""
-        variance = known.variance + DRIFT_VARIANCE * (self.rounds - known.seen)
-        return Correction(known.log_factor, min(variance, MOST_VARIANCE), self.rounds)
+    def relative(self, num_rows: int, k: int, *, doubt: float = 0.0) -> float:
+        """Plain rounds of as many rows that a round costs.
 
-    def relative(self, num_rows: int, k: int) -> tuple[float, float]:
-        """A round's cost in plain rounds of as many rows; its standard deviation.
-
-        The deviation is that of the logarithm.
+        Args:
+            doubt: standard deviations by which it is taken to be cheaper.
         """
-        known = self._known.get((num_rows, k))
-        if known is None:
-            cost = exp(self._log_cost(num_rows, k) - self._log_cost(num_rows, 0))
-            # Drafting only adds work: what seems cheaper is noise.
-            known = max(1.0, cost), sqrt(self.correction(num_rows, k).variance)
-            self._known[num_rows, k] = known
-        return known
+        if not k and not doubt:
+            return 1.0
+        known = self._correction(num_rows, k)
+        ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
+        # Drafting only adds work: what seems cheaper is noise.
+        cost = max(1.0, ratio * exp(known.log_factor))
+        return cost * exp(-doubt * sqrt(known.variance(self.rounds)))
 
-    def least(self, num_rows: int, k: int, doubt: float) -> float:
-        """Plain rounds that one costs if it is so many deviations cheaper."""
-        cost, deviation = self.relative(num_rows, k)
-        return cost * exp(-doubt * deviation)
+    def once(self, num_rows: int, k: int, backlog: int) -> float:
+        """Plain rounds that k costs once: catching up, and a share of a new shape."""
+        if not k:
+            return 0.0
+        new = self.new_shape if (num_rows, k) not in self._met else 0.0
+        caught_up = self.forwards.catch_up(num_rows, backlog)
+        return (caught_up + NEW_SHAPE_SHARE * new) / self.forwards.round(num_rows, 0)
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """A plain round's time at the pace of the last rounds; ``None`` before any."""
-        pace = self._paced.pace
-        return None if pace is None else exp(pace + self._log_cost(num_rows, 0))
+        if self._pace is None:
+            return None
+        return exp(self._pace) * self.forwards.round(num_rows, 0)
 
-    def extra(self, num_rows: int, k: int, undrafted: int) -> float:
-        """What a round of k costs once: catching up, a new shape; in plain rounds."""
-        if not k:
-            return 0.0
-        plain = self.forwards.round(num_rows, 0)
-        caught = self._catch_up(num_rows, undrafted)
-        met = (num_rows, k) in self._met
-        new = 0.0 if met else NEW_SHAPE_SHARE * self.new_shape
-        return (caught + new) / plain
-
-    def meet(self, num_rows: int, k: int) -> None:
-        """A round of k ran, whether it was timed or not."""
-        self._met.add((num_rows, k))
-
-    def pass_by(self, rounds: int) -> None:
-        """So many rounds ran that are not learnt from."""
-        self.rounds += rounds
-        self._known.clear()
-
-    def _catch_up(self, num_rows: int, undrafted: int) -> float:
-        if self.new_shape:
-            # Chunks have one of two widths, see Missed.padded.
-            chunks, rest = divmod(undrafted, TAKEN_IN)
-            wide = rest > 2 * FEW
-            undrafted = (chunks + wide) * TAKEN_IN + (0 if wide else rest)
-        return self.forwards.catch_up(num_rows, undrafted) * self._catch_up_factor
-
-    def observe(
-        self, num_rows: int, k: int, seconds: float, *, undrafted: int = 0
-    ) -> bool:
-        """Learn from a round's time.
+    def observe(self, num_rows: int, k: int, seconds: float | None) -> bool:
+        """Learn from a round; ``seconds`` are given where they are fair.
 
         Returns:
-            Whether it tells of rounds of the same shapes: the first one does not.
+            Whether it tells of rounds of the same shapes. The first one does not where
+            new shapes cost.
         """
         self.rounds += 1
-        self._known.clear()
-        key = (num_rows, k)
-        is_new = key not in self._timed
-        self._timed.add(key)
-        self.meet(num_rows, k)
-        if is_new and k and self.new_shape:
+        key = num_rows, k
+        new = key not in self._met
+        self._met.add(key)
+        if seconds is None or (new and k and self.new_shape):
             return False
-        own = self.correction(num_rows, k)
+        own = self.corrections[key] = self._correction(num_rows, k)
+        worked_out = log(self.forwards.round(num_rows, k)) + own.log_factor
+        found = log(max(seconds, LEAST_SECONDS)) - worked_out
+        if self._pace is None:
+            self._pace = found
+        error = max(-MOST_ERROR, min(MOST_ERROR, found - self._pace))
+        # It is shared by variances. What the kind before is to blame for, the pace has
+        # been taken to be until now.
+        of_own = of_last = 0.0
         if k:
-            plain = self.forwards.round(num_rows, 0)
-            if self._catch_up(num_rows, undrafted) > 0.02 * plain:
-                self._observe_catch_up(num_rows, k, undrafted, seconds)
-                return True
-        worked_out = log(self.forwards.round(num_rows, k))
-        self._paced.observe(key, own, log(max(seconds, LEAST_SECONDS)) - worked_out)
-        for found, correction in self._paced.corrections():
-            # Doubt about the other one goes on growing.
-            before = None if found == key else self.corrections.get(found)
-            correction.seen = self.rounds if before is None else before.seen
-            self.corrections[found] = correction
+            of_own = own.variance(self.rounds) * (UNCHANGED if key == self._last else 1)
+        if self._last is not None and key != self._last and self._last[1]:
+            last = self.corrections[self._last]
+            of_last = last.variance(self.rounds)
+        step = error / (PACE + NOISE + of_own + of_last)
+        own.log_factor += step * of_own
+        if of_last:
+            last.log_factor -= step * of_last
+        self._pace += step * (PACE + of_last)
+        own.rounds, own.seen = own.rounds + 1, self.rounds
+        self._last = key
         return True
-
-    def _observe_catch_up(
-        self, num_rows: int, k: int, undrafted: int, seconds: float
-    ) -> None:
-        if self._paced.pace is None:
-            return
-        expected = exp(self._log_cost(num_rows, k))
-        caught = seconds / exp(self._paced.pace) - expected
-        worked_out = self.forwards.catch_up(num_rows, undrafted)
-        # Only where it is much of the round does the round tell.
-        if worked_out > expected:
-            found = max(0.1, min(10.0, caught / worked_out))
-            self._catch_up_factor = sqrt(self._catch_up_factor * found)

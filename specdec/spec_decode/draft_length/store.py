@@ -10,10 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from ...utils.data_files import DataError, check_shape, read_json
-from .costs import ForwardCosts, Forwards, RoundCosts
-from .pace import Correction
+from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
-VERSION = 2
+VERSION = 3
 # Pairs of models that are remembered; beyond, the oldest are forgotten.
 MOST_ENTRIES = 64
 
@@ -72,12 +71,11 @@ def _entry_of(costs: RoundCosts) -> dict[str, Any]:
                 "rows": f.num_rows,
                 "verify": [[s, f.verify[s]] for s in sorted(f.verify)],
                 "draft_step": f.draft_step,
-                "taking_in": f.taking_in,
             }
             for f in costs.forwards.measured
         ],
         "corrections": [
-            [*at, c.log_factor, c.variance] for at, c in costs.corrections.items()
+            [*at, c.log_factor, c.rounds] for at, c in costs.corrections.items()
         ],
     }
 
@@ -88,15 +86,14 @@ def _costs_of(entry: dict[str, Any], new_shape: float) -> RoundCosts:
             int(f["rows"]),
             {int(s): _positive(seconds) for s, seconds in f["verify"]},
             _positive(f["draft_step"], or_zero=True),
-            None if f["taking_in"] is None else _positive(f["taking_in"], or_zero=True),
         )
         for f in entry["forwards"]
     ]
     if not all(f.num_rows > 0 and 1 in f.verify for f in forwards):
         raise ValueError("no plain forward")
     corrections = {
-        (int(b), int(k)): Correction(_finite(factor), _positive(variance, or_zero=True))
-        for b, k, factor, variance in entry["corrections"]
+        (int(b), int(k)): Correction(_finite(factor), max(0, int(rounds)))
+        for b, k, factor, rounds in entry["corrections"]
     }
     return RoundCosts(ForwardCosts(forwards), corrections, new_shape)
 

@@ -8,13 +8,13 @@ from dataclasses import dataclass, replace
 from math import exp
 
 from specdec.spec_decode.draft_length import (
-    AutoLength,
     BatchState,
     DraftLength,
     ForwardCosts,
     Forwards,
+    GoodputPolicy,
     RoundCosts,
-    RoundOutcome,
+    RoundTiming,
 )
 
 # Round number and row: the chance that a draft token is accepted.
@@ -59,16 +59,6 @@ class Costs:
         )
 
 
-def ask(length: DraftLength, state: BatchState) -> int:
-    """k of the next round, as a batch comes to it."""
-    held = None if state.fresh else length.held(state.num_rows)
-    if held is None or held > max(state.room):
-        return length.choose(state)
-    if any(k != held for k in state.in_flight):
-        return length.choose(state)
-    return held
-
-
 @dataclass
 class Simulation:
     """Rows that decode for ``rounds`` rounds.
@@ -93,19 +83,19 @@ class Simulation:
 
     def run(self, length: DraftLength, seed: int = 0) -> Result:
         rng = random.Random(seed)
-        pending: list[RoundOutcome] = []
+        pending: list[RoundTiming] = []
         met = {0}
-        seconds, tokens, undrafted = 0.0, 0, 0
+        seconds, tokens, backlog = 0.0, 0, 0
         chosen: list[int] = []
         for number in range(self.rounds):
             state = BatchState(
                 self.num_rows,
                 [100] * self.num_rows,
                 self.rounds - number,
-                undrafted,
+                backlog,
                 [p.num_draft_tokens for p in pending],
             )
-            k = ask(length, state)
+            k = length.choose(state)
             rows = []
             for row in range(self.num_rows):
                 n = 0
@@ -115,14 +105,16 @@ class Simulation:
                 tokens += n + 1
             took = self.cost(self.num_rows, k) * exp(rng.gauss(0, self.noise))
             if k:
-                took += self.cost.catch_up(self.num_rows, undrafted)
+                took += self.cost.catch_up(self.num_rows, backlog)
             if k not in met:
                 met.add(k)
                 took += self.new_shape
             took *= self.pace(number)
-            outcome = RoundOutcome(self.num_rows, k, rows, took, undrafted if k else 0)
+            outcome = RoundTiming(
+                self.num_rows, k, rows, took, backlog=backlog if k else 0
+            )
             pending.append(outcome)
-            undrafted = 0 if k else undrafted + 1
+            backlog = 0 if k else backlog + 1
             seconds += took
             chosen.append(k)
             if len(pending) > self.lag:
@@ -131,10 +123,10 @@ class Simulation:
 
     def auto(
         self, *, draft: float = 1.0, verify: float = 1.0, seed: int = 0
-    ) -> tuple[Result, AutoLength]:
+    ) -> tuple[Result, GoodputPolicy]:
         """What ``auto`` does, with measurements wrong by factors."""
         forwards = self.cost.measured(self.num_rows, draft=draft, verify=verify)
-        length = AutoLength(
+        length = GoodputPolicy(
             RoundCosts(ForwardCosts([forwards]), new_shape=self.new_shape)
         )
         return self.run(length, seed), length
@@ -164,4 +156,4 @@ class Result:
     chosen: list[int]
 
 
-__all__ = ["Costs", "Result", "Simulation", "ask", "replace"]
+__all__ = ["Costs", "Result", "Simulation", "replace"]

@@ -17,16 +17,16 @@ import pytest
 
 from specdec.spec_decode.draft_length import (
     LADDER,
-    AutoLength,
     BatchState,
     DraftLength,
     FixedLength,
     ForwardCosts,
+    GoodputPolicy,
     RoundCosts,
-    RoundOutcome,
+    RoundTiming,
+    StepTimer,
     tokens_per_round,
 )
-from specdec.spec_decode.draft_length.pacing import Pacer
 from tests.spec_decode.draft_length.simulation import Costs
 
 
@@ -77,29 +77,31 @@ class Overlapped:
         """k of each round."""
         rng, pace = random.Random(seed), shared_host(seed)
         now = free_at = 0.0
-        pacer = Pacer(length, lambda: now)
+        timer = StepTimer(lambda: now)
         pending: list[tuple[int, float]] = []
         chosen, met = [], Counter[int]()
         for number in range(self.rounds):
             remaining = max(20.0, 127.0 - number % 127)
-            held = pacer.held(self.num_rows)
             room = [8] * self.num_rows
-            k = pacer.choose(self.num_rows, room, remaining) if held is None else held
-            pacer.begin(k, (k,) * self.num_rows)
+            flying = timer.in_flight
+            state = BatchState(self.num_rows, room, remaining, in_flight=flying)
+            k = length.choose(state)
+            timer.begin(k, (k,) * self.num_rows)
             took = self.cost(self.num_rows, k) * next(pace)
             now += (0.9 if self.launching else 0.1) * took
             met[k] += 1
             if k and met[k] <= NEW:
                 # As shapes are met, and a graph is built for them.
                 now += self.new_shape / NEW
-                pacer.interrupt(drafting=True)
+                timer.interrupt(new_shape=True)
             free_at = max(now, free_at) + (0.1 if self.launching else 0.9) * took
             pending.append((k, free_at))
             chosen.append(k)
             if len(pending) > 1:
                 drafted, end = pending.pop(0)
                 now = max(now, end)
-                pacer.read([1 + self._accepted(rng, drafted) for _ in [0] * 8])
+                kept = [1 + self._accepted(rng, drafted) for _ in [0] * 8]
+                length.observe(timer.read(kept))
         return chosen
 
     def _accepted(self, rng: random.Random, k: int) -> int:
@@ -138,7 +140,7 @@ def test_the_best_is_found_on_a_shared_host(
     rates = []
     for seed in range(16):
         forwards = ForwardCosts([cost.measured(8, draft=draft, verify=verify)])
-        length = AutoLength(RoundCosts(forwards, new_shape=0.04))
+        length = GoodputPolicy(RoundCosts(forwards, new_shape=0.04))
         rates.append(simulation.rate(simulation.run(length, seed)))
     mean = sum(rates) / len(rates)
     assert mean >= 0.97 * simulation.rate([0])
@@ -152,7 +154,7 @@ class Script:
 
     def __init__(self, k_of: Callable[[int], int]):
         self.k_of = k_of
-        self.outcomes: list[RoundOutcome] = []
+        self.outcomes: list[RoundTiming] = []
         self.number = -1
 
     def prepare(self, num_rows: int) -> None: ...
@@ -160,15 +162,12 @@ class Script:
     def may_pay(self, state: BatchState) -> bool:
         return True
 
-    def held(self, num_rows: int) -> int | None:
-        return None
-
     def choose(self, state: BatchState) -> int:
         self.number += 1
         return self.k_of(self.number)
 
-    def observe(self, outcome: RoundOutcome) -> None:
-        self.outcomes.append(outcome)
+    def observe(self, timing: RoundTiming) -> None:
+        self.outcomes.append(timing)
 
 
 def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
@@ -178,11 +177,11 @@ def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
     script = Script(lambda number: (0, 0, 0, 2, 2, 2)[number % 6])
     simulation.run(script, 0)
     timed = {
-        k: [o.seconds for o in script.outcomes if o.num_draft_tokens == k]
+        k: [o.fair and o.seconds for o in script.outcomes if o.num_draft_tokens == k]
         for k in (0, 2)
     }
     for k, seconds in timed.items():
-        known = [s for s in seconds if s is not None]
+        known = [s for s in seconds if s]
         # The first two of three, but for the very first; the last one is followed
         # by another k.
         assert len(known) == (19 if k == 0 else 20 - NEW)
@@ -192,34 +191,7 @@ def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:
     fixed = Script(lambda number: 2)
     simulation.run(fixed, 0)
     # In the first ones shapes are got ready for.
-    assert [o.seconds is not None for o in fixed.outcomes] == [False] * NEW + [True] * (
-        60 - NEW
-    )
-
-
-@pytest.mark.parametrize(
-    ("interruptions", "timed", "spent"),
-    [([], True, False), ([True], False, True), ([True, False], False, False)],
-)
-def test_what_held_a_round_up_is_told(
-    interruptions: list[bool], timed: bool, spent: bool
-) -> None:
-    """Drafting's own work is part of what it costs; that of others is nobody's."""
-    now = 0.0
-    script = Script(lambda number: 0)
-    pacer = Pacer(script, lambda: now)
-    for _ in range(3):
-        pacer.begin(0, (0,))
-        now += 1.0
-    pacer.read([1])
-    now += 1.0
-    for drafting in interruptions:
-        pacer.interrupt(drafting=drafting)
-    now += 1.0
-    pacer.read([1])
-    outcome = script.outcomes[-1]
-    assert outcome.seconds == (2.0 if timed else None)
-    assert outcome.spent == (2.0 if spent else None)
+    assert [o.fair for o in fixed.outcomes] == [False] * NEW + [True] * (60 - NEW)
 
 
 def test_a_fixed_length_needs_no_times() -> None:

@@ -8,18 +8,18 @@ from pathlib import Path
 import pytest
 
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards, RoundCosts
-from specdec.spec_decode.draft_length.pace import Correction
+from specdec.spec_decode.draft_length.costs import Correction
 from specdec.spec_decode.draft_length.store import (
     MOST_ENTRIES,
     CostStore,
     default_path,
 )
 
-FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02, 0.3)
+FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02)
 
 
 def costs() -> RoundCosts:
-    return RoundCosts(ForwardCosts([FORWARDS]), {(8, 2): Correction(0.25, 0.01)})
+    return RoundCosts(ForwardCosts([FORWARDS]), {(8, 2): Correction(0.25, 3)})
 
 
 def test_saved_costs_come_back(tmp_path: Path) -> None:
@@ -27,7 +27,7 @@ def test_saved_costs_come_back(tmp_path: Path) -> None:
     store.save("a", costs())
     found = CostStore(store.path).load("a", new_shape=0.5)
     assert found.forwards.measured == [FORWARDS]
-    assert found.corrections == {(8, 2): Correction(0.25, 0.01)}
+    assert found.corrections == {(8, 2): Correction(0.25, 3)}
     assert found.new_shape == 0.5
     assert [p.name for p in store.path.parent.iterdir()] == ["costs.json"]
     assert CostStore(store.path).load("b").forwards.measured == []
@@ -42,9 +42,7 @@ def test_a_file_keeps_the_newest_pairs(tmp_path: Path) -> None:
 
 
 ENTRY = {
-    "forwards": [
-        {"rows": 8, "verify": [[1, 0.1]], "draft_step": 0.1, "taking_in": None}
-    ],
+    "forwards": [{"rows": 8, "verify": [[1, 0.1]], "draft_step": 0.1}],
     "corrections": [],
 }
 
@@ -57,17 +55,17 @@ ENTRY = {
         "[]",
         "null",
         '"costs"',
-        '{"version": 2}',
-        '{"version": 2, "costs": []}',
-        '{"version": 2, "costs": {"a": null}}',
-        json.dumps({"version": 1, "costs": {"a": ENTRY}}),
-        json.dumps({"version": 2, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
-        json.dumps({"version": 2, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
+        '{"version": 3}',
+        '{"version": 3, "costs": []}',
+        '{"version": 3, "costs": {"a": null}}',
+        json.dumps({"version": 2, "costs": {"a": ENTRY}}),
+        json.dumps({"version": 3, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
+        json.dumps({"version": 3, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
         json.dumps(
-            {"version": 2, "costs": {"a": ENTRY}}, separators=(",", ":")
+            {"version": 3, "costs": {"a": ENTRY}}, separators=(",", ":")
         ).replace("0.1]", "-1]"),
-        json.dumps({"version": 2, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
-        json.dumps({"version": 2, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
+        json.dumps({"version": 3, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
+        json.dumps({"version": 3, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
     ],
 )
 def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:
