@@ -20,7 +20,6 @@ from .interrupts import Interrupts
 from .report import report, with_options
 from .run import run
 from .streams import flush_output, open_streams
-from .tune_layers import tune_layers
 from .verify import verify
 
 __all__ = ["main"]
@@ -102,7 +101,6 @@ for _command in (
     bench,
     report_command,
     distill,
-    tune_layers,
     convert,
     cache,
 ):

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import click
 
-from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, KvBits, NumDraftTokens
+from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, NumDraftTokens
 from ..errors import UnsupportedModelError
-from ..memory.estimate import Estimate
 from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
@@ -40,10 +39,7 @@ _MOST_TOKENS = 1 << 30
 @options.max_kv_size(
     "Full-attention layers keep this many tokens of a row. [default: all]"
 )
-@options.kv_bits(
-    "Keep keys and values quantized; auto: only where a row does not fit otherwise. "
-    "[default: as they are]"
-)
+@options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
 @options.trust_remote_code()
@@ -61,7 +57,7 @@ def estimate(
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
-    kv_bits: KvBits,
+    kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
     trust_remote_code: bool,
@@ -81,14 +77,12 @@ def estimate(
     if spec is None and is_given("num_draft_tokens"):
         raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
     if kv_bits is None and is_given("kv_group_size"):
-        raise click.UsageError(
-            "--kv-group-size needs --kv-bits: add --kv-bits 4, 8 or auto"
-        )
+        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
-    from ..engine.admission import FALLBACK_BITS
     from ..memory import MemoryPlan
+    from ..memory.estimate import Estimate
     from ..memory.planning import plan_memory
     from ..memory.sampling_memory import FILTERED, GREEDY
     from ..model_names import target_name
@@ -114,7 +108,7 @@ def estimate(
         )
     ngram = None if spec is None else ngram_of(spec)
 
-    def plan_with(bits: KvBits) -> MemoryPlan:
+    def plan_with(bits: int | None) -> MemoryPlan:
         config = EngineConfig(
             batch_size=batch_size,
             num_draft_tokens=num_draft_tokens,
@@ -138,17 +132,9 @@ def estimate(
         except UnsupportedModelError:
             return None
 
-    packed: list[tuple[int, MemoryPlan]] = []
-    if kv_bits == "auto":
-        try:
-            packed = [(n, plan_with(n)) for n in FALLBACK_BITS]
-        except UnsupportedModelError as error:
-            stay = f"keys and values stay as they are: {error}"
-            show(f"specdec: note: {stay}", err=True)
     found = Estimate(
         plan=plan_with(kv_bits),
-        kv_bits=None if kv_bits == "auto" else kv_bits,
-        packed=tuple(packed),
+        kv_bits=kv_bits,
         context=context,
         batch=batch_size,
         limit=backend.memory_size() if limit is None else limit,

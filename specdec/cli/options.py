@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import click
 from click.core import ParameterSource
 
-from ..config import DEFAULT_NUM_DRAFT_TOKENS, MAX_BATCH_SIZE, KvBits, NumDraftTokens
+from ..config import DEFAULT_NUM_DRAFT_TOKENS, MAX_BATCH_SIZE, NumDraftTokens
 from ..draft_names import DraftSpec, draft_for
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
 
@@ -162,15 +162,14 @@ def max_kv_size(text: str) -> Option[Any]:
     return positive("--max-kv-size", low=5, text=text)
 
 
-def kv_bits(text: str, *, auto: bool = True) -> Option[Any]:
-    """``--kv-bits``: 4, 8 or, where that is ``auto``'s to choose, ``auto``."""
+def kv_bits(text: str) -> Option[Any]:
+    """``--kv-bits``: 4 or 8."""
 
-    def parsed(_: click.Context, __: click.Parameter, value: str | None) -> KvBits:
-        return int(value) if value in ("4", "8") else "auto" if value else None
+    def parsed(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+        return int(value) if value else None
 
-    choices = ["4", "8", *(["auto"] if auto else [])]
     return click.option(
-        "--kv-bits", type=click.Choice(choices), callback=parsed, help=text
+        "--kv-bits", type=click.Choice(["4", "8"]), callback=parsed, help=text
     )
 
 

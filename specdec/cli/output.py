@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TextIO
 from unicodedata import category
 
 import click
 
-from ..memory import Fallback, format_size
 from ..prompts import Prompt, PromptRecord
 from ..results import GenerationResult, StreamEvent
 from ..utils.data_files import HALVES, json_text
@@ -38,34 +37,6 @@ def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
         raise click.UsageError(
             f"{option} {shorten(path)} cannot be written: {reason}"
         ) from error
-
-
-def fallback_note(fallbacks: Mapping[int, Fallback]) -> str | None:
-    """What was done for prompts that do not fit in memory as they are, in a line."""
-    if not fallbacks:
-        return None
-    most = max(fallbacks.values(), key=lambda f: f.needed)
-    by_bits: dict[int, list[int]] = {}
-    for index, fallback in fallbacks.items():
-        by_bits.setdefault(fallback.kv_bits, []).append(index)
-    packed = " and ".join(
-        f"of {_prompts(indices)} in {bits} bits" for bits, indices in by_bits.items()
-    )
-    up_to = "up to " if len(fallbacks) > 1 else ""
-    return (
-        f"{_prompts(list(fallbacks))} would need {up_to}{format_size(most.needed)} and "
-        f"the memory limit is {format_size(most.limit)}: keys and values {packed}, "
-        f"{up_to}{format_size(max(f.packed for f in fallbacks.values()))}; "
-        "that can change the output"
-    )
-
-
-def _prompts(indices: Sequence[int]) -> str:
-    if len(indices) == 1:
-        return f"prompt {indices[0]}"
-    if len(indices) > 8:
-        return f"{len(indices)} prompts"
-    return f"prompts {', '.join(map(str, indices))}"
 
 
 class Sink:

@@ -12,14 +12,13 @@ from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
-    KvBits,
     NumDraftTokens,
 )
 from ..utils.sizes import parse_size
 from . import options
 from .interrupts import last_words
 from .options import dashed, is_given
-from .output import Sink, fallback_note, open_output
+from .output import Sink, open_output
 from .prefix_options import prefix_config, prefix_options
 from .progress import Progress
 from .prompts import collect, name_of, places_named
@@ -39,7 +38,7 @@ if TYPE_CHECKING:
 @options.draft(
     "Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
     "quantized; layers:0-7,22-29: just those layers of it; ngram: no model, what "
-    "followed the newest tokens before (ngram:shared: in any row); ngram+MODEL: "
+    "followed the newest tokens before; ngram+MODEL: "
     "MODEL where no n-gram matches; none: no draft."
 )
 @click.option(
@@ -75,8 +74,7 @@ if TYPE_CHECKING:
     "[default: all]"
 )
 @options.kv_bits(
-    "Keep keys and values of target and draft quantized; auto: only those of "
-    "prompts that do not fit in memory otherwise. [default: as they are]"
+    "Keep keys and values of target and draft quantized. [default: as they are]"
 )
 @options.kv_group_size()
 @click.option(
@@ -114,7 +112,7 @@ def run(
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
-    kv_bits: KvBits,
+    kv_bits: int | None,
     kv_group_size: str,
     quantized_kv_start: int,
     prefix_cache: str | None,
@@ -190,8 +188,6 @@ def run(
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
         )
-    if not quiet and (note := fallback_note(decoder.stats.fallbacks)):
-        show(f"specdec: note: {note}", err=True)
     streaming = len(records) == 1 and sys.stdout.isatty()
     progress = Progress("prompt", len(records), quiet=quiet or streaming)
     sink = Sink(records, output, progress.aside)
@@ -253,7 +249,7 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _check_together(
-    drafts: bool, num_draft_tokens: NumDraftTokens, kv_bits: KvBits
+    drafts: bool, num_draft_tokens: NumDraftTokens, kv_bits: int | None
 ) -> None:
     """Refuse an option that another one, or its absence, leaves without effect."""
     if not drafts and is_given("num_draft_tokens"):
@@ -265,7 +261,7 @@ def _check_together(
     for name in ("kv_group_size", "quantized_kv_start"):
         if kv_bits is None and is_given(name):
             raise click.UsageError(
-                f"{dashed(name)} needs --kv-bits: add --kv-bits 4, 8 or auto"
+                f"{dashed(name)} needs --kv-bits: add --kv-bits 4 or 8"
             )
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import DEFAULT_BATCH_SIZE, EngineConfig, KvBits
+from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.data_files import json_text
@@ -75,8 +75,7 @@ TOKENS_BEHIND_DRAFT = 3
     low=0,
 )
 @options.kv_bits(
-    "Keep keys and values quantized, in plain decoding too. [default: as they are]",
-    auto=False,
+    "Keep keys and values quantized, in plain decoding too. [default: as they are]"
 )
 @options.kv_group_size()
 @options.dtype()
@@ -102,7 +101,7 @@ def verify(
     verification: Any,
     draws: int,
     max_restarts: int,
-    kv_bits: KvBits,
+    kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
     trust_remote_code: bool,
@@ -198,7 +197,7 @@ def verify(
 
 
 def _check_together(
-    drafts: bool, temp: float, kv_bits: KvBits, *, sampled: bool
+    drafts: bool, temp: float, kv_bits: int | None, *, sampled: bool
 ) -> None:
     """Refuse what is without effect; before a model is loaded."""
     if not drafts and is_given("num_draft_tokens"):

@@ -115,28 +115,6 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     assert 0 < tight["largest_context"] < 8192
 
 
-def test_auto_bits_are_told(config: str) -> None:
-    """An option of a run that its estimate does not know."""
-    base = ("--target", config, "--kv-bits", "auto", "--context")
-    short = as_json(*base, "8192", "--memory-limit", "24GB")
-    assert short["kv_bits"] is None
-    long = as_json(*base, "120000", "--memory-limit", "36GB")
-    assert long["fits"]
-    assert long["kv_bits"] == 8
-    fixed = as_json(*base[:2], "--kv-bits", "8", "--context", "120000")
-    assert long["moments"] == fixed["moments"]
-    result = estimate(*base, "120000", "--memory-limit", "36GB")
-    assert "keys and values: in 8 bits, as a row does not fit" in result.stdout
-    assert result.stderr == ""
-    odd = Path(config).with_name("odd.json")  # heads of 16: no group divides them
-    odd.write_text(json.dumps({**LLAMA_8B, "head_dim": 16}))
-    result = estimate("--target", str(odd), *base[2:], "8192")
-    assert result.exit_code == 0
-    assert result.stderr.startswith("specdec: note: keys and values stay as they are: ")
-    assert result.stderr.count("\n") == 1
-    assert "keys and values" not in result.stdout
-
-
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
     """Told as a pair that fits, which no run takes."""
     target = tmp_path / "target"

@@ -21,7 +21,6 @@ from specdec.backend import BackendDefaults
 from specdec.cli.output import Sink
 from specdec.cli.streams import open_streams
 from specdec.config import EngineConfig
-from specdec.memory import Fallback
 from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
 from specdec.results import StreamEvent
@@ -39,6 +38,7 @@ FIELDS = {
     "text",
     "token_ids",
     "finish_reason",
+    "seed",
     "prompt_tokens",
     "prefix_tokens",
     "generated_tokens",
@@ -114,27 +114,6 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         "system_prompt": "S",
         "ignore_chat_template": False,
     }
-
-
-def test_what_auto_decided_is_told_in_a_line(
-    specdec: Specdec, decoder: FakeDecoder
-) -> None:
-    gib = 1 << 30
-    decoder.stats.fallbacks = {
-        index: Fallback(kv_bits=bits, needed=n * gib, packed=7 * gib, limit=8 * gib)
-        for index, bits, n in ((1, 8, 9), (4, 4, 12), (5, 8, 10))
-    }
-    result = specdec("run", "-p", "Hi", "--kv-bits", "auto")
-    assert decoder.calls["config"] == EngineConfig(kv_bits="auto")
-    assert without_notes(result.stderr) != result.stderr.splitlines()
-    assert (
-        "specdec: note: prompts 1, 4, 5 would need up to 12.0 GiB and the memory limit "
-        "is 8.00 GiB: keys and values of prompts 1, 5 in 8 bits and of prompt 4 in 4 "
-        "bits, up to 7.00 GiB; that can change the output\n"
-    ) in result.stderr
-    assert "would need" not in specdec("run", "-p", "Hi", "--quiet").stderr
-    decoder.stats.fallbacks = {}
-    assert "would need" not in specdec("run", "-p", "Hi").stderr
 
 
 def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
@@ -524,7 +503,7 @@ def test_every_sampling_option_reaches_its_field(
     specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
 ) -> None:
     options = (
-        "--draft self:4bit --temp 0.5 --min-tokens 3 --stop STOP --stop END "
+        "--draft self:4bit --temp 0.5 --seed 4 --min-tokens 3 --stop STOP --stop END "
         "--stop-token-id 7 --stop-token-id 9 --xtc-probability 0.4 --xtc-threshold 0.2 "
         "--repetition-penalty 1.1 --presence-penalty 0.3 --frequency-penalty -0.2 "
         "--logit-bias 5=-inf --logit-bias 6=2.5 --verification block --top-logprobs 2"
@@ -533,6 +512,7 @@ def test_every_sampling_option_reaches_its_field(
     assert specdec("run", "-p", "Hi", *options.split(), *output).exit_code == 0
     assert decoder.calls["params"] == SamplingParams(
         temperature=0.5,
+        seed=4,
         min_tokens=3,
         stop=("STOP", "END"),
         stop_token_ids=(7, 9),

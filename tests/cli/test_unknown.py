@@ -38,7 +38,6 @@ from specdec.cli.unknown import ELSEWHERE, describe_unknown
         ("run --hlep", "--help"),
         ("run --max-tokes 9", "--max-tokens"),
         # Nothing is near these.
-        ("tune-layers --json", None),
         ("run --verbose", None),
         ("run -n 9", None),
         ("cache list --json", None),
