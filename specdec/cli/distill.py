@@ -12,9 +12,7 @@ import click
 from . import options
 from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
-from .quiet import silence_third_parties
-from .report import INTERRUPTED, show_warnings
-from .streams import show
+from .output import INTERRUPTED, show, show_warnings, silence_third_parties
 
 
 def _files(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
@@ -26,7 +24,9 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     return click.option(name, type=kind, metavar="N", help=text)
 
 
-@click.command(short_help="Make a draft for a target, from the target.")
+@click.command(
+    cls=options.Command, short_help="Make a draft for a target, from the target."
+)
 @options.target()
 @click.option(
     "--out",

@@ -9,26 +9,17 @@ from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
-from .options import is_given
-from .quiet import silence_third_parties
-from .streams import show
-
-# Far more than any model serves; sums of it are numbers that can be shown.
-_MOST_TOKENS = 1 << 30
+from .output import show, silence_third_parties
 
 
-@click.command(short_help="Tell how much memory a run needs, and what fits.")
+@click.command(
+    cls=options.Command, short_help="Report how much memory a run needs, and what fits."
+)
 @options.target(
     "MLX model folder, .gguf file, config.json, or a hub id that is downloaded."
 )
 @options.draft()
-@click.option(
-    "--context",
-    type=click.IntRange(2, _MOST_TOKENS),
-    metavar="N",
-    required=True,
-    help="Tokens of a row, prompt and generated together.",
-)
+@options.context("Tokens of a row, prompt and output together, such as 8192 or 8k.")
 @options.batch("Rows that decode together.", default=1)
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round; auto counts the most it chooses.", low=1
@@ -45,7 +36,7 @@ _MOST_TOKENS = 1 << 30
 @options.trust_remote_code()
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
-    "What is there, such as 8GB or 6.5GiB. [default: what the device has]"
+    "Memory available, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
@@ -65,19 +56,17 @@ def estimate(
     memory_limit: str | None,
     as_json: bool,
 ) -> None:
-    """Tell how much memory a run would hold at most, and what fits.
+    """Report how much memory a run would hold at most, and what fits.
 
     Reads headers and configurations; loads no weights.
 
     \b
-      specdec estimate --target MODEL --context 8192 --batch 8
-      specdec estimate --target config.json --context 131072 --memory-limit 24GB
+      specdec estimate --target MODEL --context 8k --batch 8
+      specdec estimate --target config.json --context 128k --memory-limit 24GB
     """  # noqa: D301 - click's mark for lines to keep
     spec = options.check_pair(target, draft)
-    if spec is None and is_given("num_draft_tokens"):
-        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if kv_bits is None and is_given("kv_group_size"):
-        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
+    options.check_num_draft_tokens(draft, drafts=spec is not None)
+    options.check_kv_options(kv_bits)
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..utils.sizes import format_size
+from ..utils.tables import text_table
 from .formulas import recommend_quantization
 from .plan import (
     MAX_BATCH,
@@ -143,15 +144,8 @@ class Estimate:
             if any(sizes):
                 cells.append([part, *(format_size(n) if n else "-" for n in sizes)])
         cells.append(["total", *(format_size(m.total) for m in moments)])
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-            )
-            for row in cells
-        ]
-        return "\n".join([self._heading(), "", *lines, "", *self._conclusions()])
+        table = text_table(cells, align="right")
+        return "\n".join([self._heading(), "", table, "", *self._conclusions()])
 
     def _heading(self) -> str:
         draft = self.plan.draft

@@ -115,6 +115,14 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     assert 0 < tight["largest_context"] < 8192
 
 
+def test_tokens_in_thousands(config: str) -> None:
+    base = ("--target", config, "--context")
+    assert as_json(*base, "8k") == as_json(*base, "8192")
+    result = estimate(*base, "8q")
+    assert result.exit_code == 2
+    assert "'8q' is not a number of tokens: write it as 8192 or 8k" in result.stderr
+
+
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
     """Told as a pair that fits, which no run takes."""
     target = tmp_path / "target"
@@ -187,7 +195,7 @@ def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("arguments", "code", "message"),
     [
         (("--target", "a/x"), 2, "Missing option '--context'"),
-        (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not in the"),
+        (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not between 2"),
         (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
         (("--target", "a/x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
         (("--target", "a/x", "--context", "9", "--memory-limit", "8 apples"), 2,
@@ -198,7 +206,7 @@ def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> Non
          "--kv-group-size needs --kv-bits"),
         (("--target", "a/x", "--context", "9", "--batch", "50000000"), 2,
          "'--batch' / '--batch-size': 50000000 is not in the range 1<=x<=16384"),
-        (("--target", "a/x", "--context", "9" * 400), 2, "is not in the range"),
+        (("--target", "a/x", "--context", "9" * 400), 2, "write it as 8192 or 8k"),
         (("--target", "no-such-model", "--context", "9"), 2, "no model at no-such"),
         (("--target", "no/target", "--context", "9", "--draft", "no-such"), 2,
          "no model at no-such: give a folder, a .gguf file or a hub id"),
