@@ -108,7 +108,7 @@ class EngineConfig:
         if folder is not None:
             path = os.path.expanduser(folder)
             if not path or (os.path.exists(path) and not os.path.isdir(path)):
-                raise ConfigError(f"prefix_cache {path!r} is no folder: name one")
+                raise ConfigError(f"prefix_cache {path!r} is not a folder: name one")
         keeps = folder is not None or self.prefix_memory > 0
         if keeps and self.kv_bits is not None and self.quantized_kv_start:
             raise ConfigError(

@@ -34,8 +34,8 @@ from specdec.sampling_params import SamplingParams
         ({"kv_group_size": None}, "kv_group_size is None"),
         ({"quantized_kv_start": -1}, "quantized_kv_start is -1"),
         ({"max_kv_size": 4}, "max_kv_size is 4: it must be a whole number, 5 or more"),
-        ({"prefix_cache": __file__}, f"prefix_cache {__file__!r} is no folder"),
-        ({"prefix_cache": ""}, "prefix_cache '' is no folder: name one"),
+        ({"prefix_cache": __file__}, f"prefix_cache {__file__!r} is not a folder"),
+        ({"prefix_cache": ""}, "prefix_cache '' is not a folder: name one"),
         ({"prefix_cache_size": 0}, "prefix_cache_size is 0"),
         (
             {"prefix_cache_size": "8GB"},

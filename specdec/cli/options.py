@@ -31,7 +31,8 @@ MOST_TOKENS = 1 << 30
 GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
-        "batch_size", "batch_sizes", "num_draft_tokens", "output_file", "quiet",
+        "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
+        "dry_run", "quiet",
     ),
     "Models": (
         "dtype", "trust_remote_code", "system_prompt", "ignore_chat_template",
@@ -39,7 +40,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
     "Data and training": (
-        "minutes", "tokens", "data_minutes", "data_tokens", "data", "resume",
+        "tokens", "data_minutes", "data_tokens", "data", "resume",
         "optimizer", "learning_rate", "writers", "block_tokens",
     ),
     "Sampling": (
@@ -53,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
         "prefix_cache_memory",
     ),
-    "Output": ("top_logprobs", "json_file", "as_json", "dry_run", "help"),
+    "Output": ("top_logprobs", "json_file", "as_json", "help"),
 }  # fmt: skip
 # A page of fewer options is read at a glance.
 _FEW = 10
@@ -466,7 +467,7 @@ _SAMPLING = (
         metavar="K",
         default=0,
         show_default=True,
-        help="Draw from the K likeliest tokens; 0: from all.",
+        help="Draw from the K likeliest tokens; 0 draws from all.",
     ),
     click.option(
         "--xtc-probability",
@@ -489,19 +490,20 @@ _SAMPLING = (
         "--repetition-penalty",
         type=float,
         metavar="X",
-        help="Divide positive, multiply negative logits of the newest 20 tokens by X.",
+        help="Divide positive logits of the newest 20 tokens by X, multiply negative "
+        "ones by X.",
     ),
     click.option(
         "--presence-penalty",
         type=float,
         metavar="X",
-        help="Take X off the logits of the newest 20 tokens.",
+        help="Subtract X from the logits of the newest 20 tokens.",
     ),
     click.option(
         "--frequency-penalty",
         type=float,
         metavar="X",
-        help="The same, for every occurrence.",
+        help="Subtract X for each occurrence among the newest 20 tokens.",
     ),
     click.option(
         "--logit-bias",
@@ -568,8 +570,8 @@ _PREFIX = (
     click.option(
         "--prefix-cache",
         metavar="DIR",
-        help="Keep the keys and values of prompts in this folder, for prompts that "
-        "begin alike, in this run and later ones. [default: none]",
+        help="Keep the keys and values of prompts in this folder. Later prompts that "
+        "begin alike reuse them, in this run and in others. [default: none]",
     ),
     click.option(
         "--prefix-cache-size",

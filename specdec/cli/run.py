@@ -65,8 +65,8 @@ _PATIENCE = 2.0
     "each. '-' reads a prompt from standard input.",
 )
 @options.prompts(
-    "Prompts, one a line: text, or JSON with prompt, question, messages or "
-    "turns (the first turn). [default: standard input, unless --prompt is given]",
+    "File of prompts, one a line: text, or JSON with prompt, question, messages "
+    "or turns (the first turn). [default: standard input, unless --prompt is given]",
     required=False,
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
@@ -81,7 +81,7 @@ _PATIENCE = 2.0
     low=0,
 )
 @options.prefill_step_size(
-    "Prompt tokens per row in one forward; less takes less memory.",
+    "Prompt tokens per row in one forward; a smaller number takes less memory.",
     default=DEFAULT_PREFILL_STEP_SIZE,
 )
 @options.max_kv_size(

@@ -32,8 +32,8 @@ def parse_size(text: str) -> int:
     size = int(Decimal(match[1]) * unit) if match and unit else 0
     if not 0 < size <= MOST_BYTES:
         raise ConfigError(
-            f"{quoted(text)} is no size: write it as 8GB, 6.5GiB, 512MB or a number of "
-            "bytes"
+            f"{quoted(text)} is not a size: write it as 8GB, 6.5GiB, 512MB or a number "
+            "of bytes"
         )
     if match and not match[2] and size < _FEWEST_BYTES:
         raise ConfigError(

@@ -199,7 +199,7 @@ def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> Non
         (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
         (("--target", "a/x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
         (("--target", "a/x", "--context", "9", "--memory-limit", "8 apples"), 2,
-         "'8 apples' is no size: write it as 8GB"),
+         "'8 apples' is not a size: write it as 8GB"),
         (("--target", "a/x", "--context", "9", "--num-draft-tokens", "2"), 2,
          "--num-draft-tokens needs --draft"),
         (("--target", "a/x", "--context", "9", "--kv-group-size", "32"), 2,
