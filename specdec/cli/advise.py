@@ -143,7 +143,7 @@ class _Sureness:
     """What other prompts of the same kind would have said: prompts drawn again.
 
     Args:
-        speedup_range: 5% and 95% of the speed-ups at the best setting.
+        speedup_range: 5% and 95% of the speed-ups at the best setting that drafts.
         same_verdict: share of the draws that come to the same verdict.
         num_prompts: in each draw.
     """
@@ -163,8 +163,9 @@ class _Sureness:
         share = f"{self.same_verdict:.0%}"
         how = "sure" if self.same_verdict >= _SURE else "unsure: give more prompts"
         return (
-            f"speed-up {low:.2f} to {high:.2f} in nine of ten sets of such prompts; "
-            f"{share} of them come to this verdict ({how})"
+            f"the best draft length gives {low:.2f} to {high:.2f} times plain decoding "
+            f"in nine of ten sets of such prompts; {share} of the sets come to this "
+            f"verdict ({how})"
         )
 
 
@@ -188,8 +189,14 @@ def _advice(
         return advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
 
     found = advice(results)
-    n = max(range(len(sizes)), key=lambda i: max(found.predictions[i].speedup))
-    k = found.predictions[n].best
+    # The best setting that drafts, also where none is worth it.
+    settings = [
+        (speedup, n, k)
+        for n, p in enumerate(found.predictions)
+        for k, speedup in enumerate(p.speedup)
+        if k
+    ]
+    _, n, k = max(settings)
     draw = Random(0)
     drawn = [advice(draw.choices(results, k=len(results))) for _ in range(_DRAWS)]
     speedups = sorted(each.predictions[n].speedup[k] for each in drawn)

@@ -97,3 +97,6 @@ def test_how_sure_a_verdict_is() -> None:
     assert low < found.predictions[0].speedup[found.predictions[0].best] < high
     assert 0 < unsure.same_verdict < 0.9
     assert "(unsure: give more prompts)" in unsure.words
+    found, against = _advice([result(50, 5), result(50, 9)] * 6, costs, [1])
+    assert not found.worth_it
+    assert against.speedup_range[1] < 1, "that of drafting, not of leaving it out"
