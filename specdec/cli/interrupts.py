@@ -1,8 +1,8 @@
 """Ctrl-C, also while the device is at work, and SIGTERM.
 
-Python acts on a signal between two of its own steps, and a step can be a call that
-waits for a forward of a whole chunk. So a thread listens beside it: what the main
-thread has not heard of soon is done here, and a second Ctrl-C ends the process at once.
+Python acts on a signal between two of its own steps, and a step can wait for a forward
+of a whole chunk. So a thread listens too. If the main thread has not reacted soon, the
+thread ends the process. A second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations

@@ -17,7 +17,7 @@ from .output import cannot_write, output_failed
 
 
 class Sink:
-    """Takes stream events; keeps what has finished, whatever happens then.
+    """Takes stream events; finished results are kept, whatever happens next.
 
     One prompt is streamed as it comes. Several are written whole, each under a
     header line, in the order of the prompts; the JSON lines in the order in
@@ -47,7 +47,7 @@ class Sink:
             output.truncate(0)
 
     def take(self, event: StreamEvent) -> None:
-        """Write what an event makes ready.
+        """Write the results that an event completes.
 
         Raises:
             click.ClickException: the file, or standard output, cannot be written.
