@@ -25,9 +25,7 @@ VOCAB = 1000
 WARM_UP = 3
 
 
-def measure(
-    num_rows: int, history: int, k: int, rounds: int, *, shared: bool
-) -> dict[str, list[float]]:
+def measure(num_rows: int, history: int, k: int, rounds: int) -> dict[str, list[float]]:
     """Milliseconds of each round, waited for, with rows of up to ``history`` tokens.
 
     Tokens are random, which costs what others do: all slots are compared. Of each
@@ -38,7 +36,7 @@ def measure(
     if length < 2:
         raise ConfigError(f"--history {history} is too short for {rounds} rounds")
     prompts = draw.integers(0, VOCAB, (num_rows, length)).tolist()
-    options = NgramOptions(max_history=max(history, 256), shared=shared)
+    options = NgramOptions(max_history=max(history, 256))
     rows = NgramDrafter(options).rows(prompts, max_length=history)
     for _ in rows.prefill():
         pass
@@ -68,8 +66,8 @@ def measure(
     return times
 
 
-def name_of(shared: bool, history: int, num_rows: int) -> str:
-    return f"{'ngram:shared' if shared else 'ngram'} history={history} B={num_rows}"
+def name_of(history: int, num_rows: int) -> str:
+    return f"ngram history={history} B={num_rows}"
 
 
 @click.command(cls=Script)
@@ -87,13 +85,12 @@ def main(
     repeat: int,
     out: str | None,
 ) -> None:
-    """Time searches and writes of ngram and ngram:shared, taking turns."""
+    """Time searches and writes of ngram."""
     raw: dict[str, Any] = header_of("What prompt lookup costs in a round")
     raw["load_average_before"] = os.getloadavg()
     raw["num_draft_tokens"] = k
     systems = {
-        name_of(shared, n, b): partial(measure, b, n, k, rounds, shared=shared)
-        for shared in (False, True)
+        name_of(n, b): partial(measure, b, n, k, rounds)
         for n in histories
         for b in batches
     }
@@ -107,9 +104,7 @@ def main(
         return show_spread([statistics.median(p[part]) for p in passes[name]], 2)
 
     rows = [
-        [f"{'ngram:shared' if shared else 'ngram'}, {n} tokens, {part}"]
-        + [cell(name_of(shared, n, b), part) for b in batches]
-        for shared in (False, True)
+        [f"ngram, {n} tokens, {part}"] + [cell(name_of(n, b), part) for b in batches]
         for n in histories
         for part in ("search", "write")
     ]

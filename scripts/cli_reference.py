@@ -23,6 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
 from specdec.cli import main as cli  # noqa: E402
+from specdec.cli.options import grouped  # noqa: E402
 
 PAGE = ROOT / "docs" / "cli.md"
 
@@ -33,9 +34,9 @@ INTRO = """\
 
 Text goes to standard output; progress, notes and errors to standard error. An error
 is one line, `specdec: error: ...`. Exit codes: 0 when all went well, 1 for a failure, 2
-for wrong usage (a file that is not there, or that is no file of prompts, too), 130 when
-interrupted. `-h` or `--help` after a command shows its part of this page;
-`specdec --version` prints the version.
+for wrong usage (including a file of prompts that is missing, empty or malformed), 130
+when interrupted. `-h` or `--help` after a command shows its part of this page;
+`specdec --version` or `-V` prints the version.
 """
 
 
@@ -69,9 +70,13 @@ def section(path: str, command: click.Command, context: click.Context) -> str:
     """One command: usage, text, arguments and options."""
     usage = " ".join([path, *command.collect_usage_pieces(context)])
     parts = [f"## {path}\n", f"    {usage}\n", body(command.help or "")]
-    options = [p for p in command.params if isinstance(p, click.Option)]
-    if options:
-        parts.append(table(("option", ""), [(names(o), meaning(o)) for o in options]))
+    groups = grouped(command, context)
+    for title, some in groups.items():
+        # ``--help`` is the introduction's.
+        rows = [(names(o), meaning(o)) for o in some if o in command.params]
+        if rows:
+            head = title.lower() if len(groups) > 1 else "option"
+            parts.append(table((head, ""), rows))
     return "\n".join(parts)
 
 

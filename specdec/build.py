@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import logging
-from dataclasses import replace
-from functools import cache
 
 from . import backend
 from .backend import BackendDefaults
@@ -13,7 +11,6 @@ from .draft_names import DraftSpec
 from .engine.admission import Preflight
 from .engine.engine import Models
 from .errors import ModelError, UnsupportedModelError
-from .memory import MemoryPlan
 from .memory.planning import plan_memory
 from .models import LoadedModel
 from .models.draft_folder import is_made_for, read_card
@@ -105,20 +102,15 @@ def preflight_of(
     if limit is None:
         return None
 
-    def plan(config: EngineConfig) -> MemoryPlan:
-        return plan_memory(
-            target,
-            draft,
-            config,
-            backend.defaults(),
-            drafts=drafts,
-            lookup_bytes=0 if ngram is None else ngram.nbytes(config.batch_size),
-        )
-
-    packed = None
-    if config.kv_bits == "auto":
-        packed = cache(lambda bits: plan(replace(config, kv_bits=bits)))
-    preflight = Preflight(plan(config), limit, packed)
+    plan = plan_memory(
+        target,
+        draft,
+        config,
+        backend.defaults(),
+        drafts=drafts,
+        lookup_bytes=0 if ngram is None else ngram.nbytes(config.batch_size),
+    )
+    preflight = Preflight(plan, limit)
     preflight.check_models()
     return preflight
 

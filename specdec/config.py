@@ -7,10 +7,9 @@ from dataclasses import dataclass
 from typing import Literal
 
 from .errors import ConfigError
-from .utils.checks import is_int, require, require_bytes, require_int, require_one_of
+from .utils.checks import require, require_bytes, require_int, require_one_of
 
 NumDraftTokens = int | Literal["auto"]
-KvBits = int | Literal["auto"] | None
 
 DEFAULT_BATCH_SIZE = 8
 # Beyond any batch that pays: plans count rows one by one.
@@ -35,9 +34,7 @@ class EngineConfig:
         read_bucket: cache columns handed to attention are rounded up to a
             multiple of this; ``None`` takes the backend's default
             (:func:`specdec.backend.defaults`).
-        kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are;
-            ``auto`` as they are, but for requests that fit in memory only with 8
-            bits, or only with 4 (see docs/memory.md).
+        kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
         kv_group_size: 32, 64 or 128 elements share a scale; it must divide the
             models' head size.
         quantized_kv_start: quantize once the longest row of a batch holds this
@@ -62,7 +59,7 @@ class EngineConfig:
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
     prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
     read_bucket: int | None = None
-    kv_bits: KvBits = None
+    kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
     max_kv_size: int | None = None
@@ -80,9 +77,8 @@ class EngineConfig:
         require_int("prefill_step_size", self.prefill_step_size, 1)
         if self.read_bucket is not None:
             require_int("read_bucket", self.read_bucket, 1)
-        if self.kv_bits not in (None, "auto"):
-            known = is_int(self.kv_bits) and self.kv_bits in (4, 8)
-            require(known, "kv_bits", self.kv_bits, '4, 8 or "auto"')
+        if self.kv_bits is not None:
+            require_one_of("kv_bits", self.kv_bits, (4, 8))
         require_one_of("kv_group_size", self.kv_group_size, (32, 64, 128))
         require_int("quantized_kv_start", self.quantized_kv_start, 0)
         if self.max_kv_size is not None:
@@ -112,7 +108,7 @@ class EngineConfig:
         if folder is not None:
             path = os.path.expanduser(folder)
             if not path or (os.path.exists(path) and not os.path.isdir(path)):
-                raise ConfigError(f"prefix_cache {path!r} is no folder: name one")
+                raise ConfigError(f"prefix_cache {path!r} is not a folder: name one")
         keeps = folder is not None or self.prefix_memory > 0
         if keeps and self.kv_bits is not None and self.quantized_kv_start:
             raise ConfigError(

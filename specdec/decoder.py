@@ -6,7 +6,6 @@ import os
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -91,13 +90,13 @@ class SpecDecoder:
         self._preflight = preflight_of(
             target, model, self.config, drafts=drafts, ngram=ngram
         )
-        models = partial(
-            models_of, target, factory, backend=self._backend, store=self.prefix_store
+        self._target, self._drafter = models_of(
+            target,
+            factory,
+            self.config,
+            backend=self._backend,
+            store=self.prefix_store,
         )
-        self._target, self._drafter = models(self.config)
-        # For requests that do not fit in memory otherwise; made when one comes.
-        own = self.config
-        self._packed = cache(lambda bits: models(replace(own, kv_bits=bits)))
         self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
@@ -138,7 +137,7 @@ class SpecDecoder:
                 installed default model, ``SmolLM2-135M-Instruct``.
             draft: the same; ``self:4bit`` (2, 3, 8) for the target's own weights
                 quantized in memory; ``layers:0-7,22-29`` for just those layers of
-                it; ``ngram`` or ``ngram:shared`` for prompt lookup;
+                it; ``ngram`` for prompt lookup;
                 ``ngram+MODEL`` for a model of these where no n-gram matches;
                 ``smollm2-135m-instruct`` for the default target's draft, which comes
                 with specdec; or ``none``. ``None`` takes that draft for the default
@@ -282,7 +281,6 @@ class SpecDecoder:
             observer,
             self._preflight,
             self._length,
-            self._packed,
         )
         return Session(engine, self.tokenizer, self.bounds, self._limit)
 

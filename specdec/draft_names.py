@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .errors import ConfigError
@@ -21,13 +20,13 @@ from .utils.printable import quoted
 
 #: Drafts that are made from the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
-#: Prompt lookup; ``shared`` looks in other rows and finished requests too.
-NGRAM_DRAFTS = ("ngram", "ngram:shared")
+#: Prompt lookup.
+NGRAM_DRAFT = "ngram"
 
 #: No draft, where there would be one by default.
 NO_DRAFT = "none"
 #: Every draft that is known by its name alone.
-KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, *NGRAM_DRAFTS, *SELF_DRAFTS)
+KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, NGRAM_DRAFT, *SELF_DRAFTS)
 
 LAYERS_EXAMPLE = "layers:0-7,22-29"
 
@@ -87,7 +86,6 @@ class DraftSpec:
         name: as it was given.
         ngram: whether n-grams are looked up, before the model is asked if there
             is one.
-        shared: whether in other rows and finished requests too.
         model: what proposes (where no n-gram matches); ``None``: nothing does.
         implied: whether nobody named it: it is the default target's own, and drafts
             for that very model alone.
@@ -95,7 +93,6 @@ class DraftSpec:
 
     name: str
     ngram: bool
-    shared: bool
     model: ModelDraft | None
     implied: bool = False
 
@@ -111,21 +108,20 @@ class DraftSpec:
         """
         first, plus, rest = name.partition("+")
         if first.partition(":")[0] != "ngram":
-            return cls(name, False, False, ModelDraft.parse(name))
-        if first not in NGRAM_DRAFTS:
+            return cls(name, False, ModelDraft.parse(name))
+        if first != NGRAM_DRAFT:
             raise ConfigError(
-                f"draft {quoted(name)} is not known: use {', '.join(NGRAM_DRAFTS)}, or "
-                "ngram+MODEL"
+                f"draft {quoted(name)} is not known: use ngram or ngram+MODEL"
             )
         model = ModelDraft.parse(rest) if plus else None
         nothing = rest in ("", NO_DRAFT)
         if plus and (nothing or DraftSpec.parse(rest).ngram):
-            wrong = "no model behind the +" if nothing else "n-grams behind the +, too"
+            wrong = "no model after the +" if nothing else "n-grams after the +, too"
             raise ConfigError(
                 f"draft {quoted(name)} names {wrong}: write ngram+MODEL, with "
                 f"a folder, a .gguf file, a hub id, self:4bit or {LAYERS_EXAMPLE}"
             )
-        return cls(name, True, first != "ngram", model)
+        return cls(name, True, model)
 
     def check_model(self) -> None:
         """Refuse a model that is not here and cannot be on the hub, before any loads.
@@ -170,7 +166,7 @@ def draft_for(target: str | None, draft: str | None) -> DraftSpec | None:
     if folder is None:
         return None
     model = ModelDraft(DEFAULT_DRAFT, folder=folder)
-    return DraftSpec(DEFAULT_DRAFT, False, False, model, implied=True)
+    return DraftSpec(DEFAULT_DRAFT, False, model, implied=True)
 
 
 def _hint(name: str) -> str:
@@ -181,11 +177,11 @@ def _hint(name: str) -> str:
 def _meant(name: str) -> str | None:
     """The known draft that is spelt most like ``name``, unless it is that itself."""
     first, plus, rest = name.partition("+")
-    if plus and rest in NGRAM_DRAFTS:
+    if plus and rest == NGRAM_DRAFT:
         return f"{rest}+{_meant(first) or first}"
     if plus:
-        lookup = difflib.get_close_matches(first, NGRAM_DRAFTS, 1)
-        return f"{lookup[0]}+{_meant(rest) or rest}" if lookup else None
+        lookup = difflib.get_close_matches(first, [NGRAM_DRAFT])
+        return f"{NGRAM_DRAFT}+{_meant(rest) or rest}" if lookup else None
     kind, colon, layers = name.partition(":")
     if colon and difflib.get_close_matches(kind, ["layers"]):
         return None if kind == "layers" else f"layers:{layers}"
@@ -215,16 +211,3 @@ def _parse_layers(name: str, text: str) -> tuple[int, ...]:
         twice = next(i for i in layers if layers.count(i) > 1)
         raise ConfigError(f"draft {quoted(name)} names layer {twice} twice")
     return tuple(sorted(layers))
-
-
-def layers_name(layers: Iterable[int]) -> str:
-    """The name of a draft of those layers: ``layers:0-7,22-29``."""
-    runs: list[list[int]] = []
-    for layer in sorted(layers):
-        if runs and layer == runs[-1][-1] + 1:
-            runs[-1].append(layer)
-        else:
-            runs.append([layer])
-    return "layers:" + ",".join(
-        str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}" for run in runs
-    )

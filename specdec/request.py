@@ -20,16 +20,13 @@ _Ending = tuple[FinishReason, str | int | None]
 class Request:
     """One prompt as token ids, with how to decode it.
 
-    ``index`` names it in results and events; nothing else depends on it. With
-    ``kv_bits`` its keys and values are kept in so many bits, whatever the engine does
-    otherwise.
+    ``index`` names it in results and events; nothing else depends on it.
     """
 
     index: int
     prompt: str
     prompt_tokens: tuple[int, ...]
     params: SamplingParams
-    kv_bits: int | None = None
 
     @property
     def max_length(self) -> int:

@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 
 from .errors import DrafterError
-from .memory import Fallback
 from .request import (
     Sequence,
     acceptance_by_position,
@@ -30,10 +29,8 @@ class RunStats:
     was found in the prefix store; ``prompts``, ``row_rounds``, ``drafted``,
     ``accepted`` and what they are by position
     (:class:`~specdec.results.GenerationResult`) add up the rows that have
-    ended. ``fallbacks`` are the requests, by index, that fit in memory only with
-    packed keys and values (``kv_bits="auto"``). ``draft_error`` is what ended drafting
-    before its time, in a line. ``peak_memory_bytes`` is MLX's peak in this process so
-    far, weights included.
+    ended. ``draft_error`` is what ended drafting before its time, in a line.
+    ``peak_memory_bytes`` is MLX's peak in this process so far, weights included.
     """
 
     prompts: int = 0
@@ -51,7 +48,6 @@ class RunStats:
     accepted: int = 0
     drafted_at: list[int] = field(default_factory=list)
     accepted_at: list[int] = field(default_factory=list)
-    fallbacks: dict[int, Fallback] = field(default_factory=dict)
     draft_error: str | None = None
     peak_memory_bytes: int = 0
 

@@ -222,10 +222,9 @@ def test_no_draft_tokens_means_no_draft(target: Any) -> None:
 
 DRAFTS = [
     "ngram",
-    "ngram:shared",
     "layers:0",
     "ngram+layers:1",
-    "ngram:shared+self:8bit",
+    "ngram+self:8bit",
 ]
 
 

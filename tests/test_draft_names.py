@@ -5,17 +5,15 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from specdec import ConfigError, ModelNotFoundError
-from specdec.draft_names import SELF_DRAFTS, DraftSpec, ModelDraft, layers_name
+from specdec.draft_names import SELF_DRAFTS, DraftSpec, ModelDraft
 
 
 @pytest.mark.parametrize("name", ["a/b", "folder/self", "m.gguf", "./ngram", "a+b/c"])
 def test_models(name: str) -> None:
     spec = DraftSpec.parse(name)
-    assert spec == DraftSpec(name, False, False, ModelDraft(name))
+    assert spec == DraftSpec(name, False, ModelDraft(name))
 
 
 @pytest.mark.parametrize("name", SELF_DRAFTS)
@@ -25,13 +23,11 @@ def test_the_target_quantized(name: str) -> None:
 
 
 def test_lookups_and_what_comes_behind_them() -> None:
-    assert DraftSpec.parse("ngram") == DraftSpec("ngram", True, False, None)
-    shared = DraftSpec.parse("ngram:shared")
-    assert (shared.ngram, shared.shared, shared.model) == (True, True, None)
+    assert DraftSpec.parse("ngram") == DraftSpec("ngram", True, None)
     chain = DraftSpec.parse("ngram+owner/a+b")
     assert chain.ngram
     assert chain.model == ModelDraft("owner/a+b")
-    layers = DraftSpec.parse("ngram:shared+layers:4,0-1").model
+    layers = DraftSpec.parse("ngram+layers:4,0-1").model
     assert layers == ModelDraft("layers:4,0-1", layers=(0, 1, 4))
 
 
@@ -39,13 +35,13 @@ def test_lookups_and_what_comes_behind_them() -> None:
     ("name", "way_out"),
     [
         *((n, "use self:2bit, self:3bit") for n in ("self", "self:5bit", "self:4bit ")),
-        *((n, "use ngram, ngram:shared") for n in ("ngram:", "ngram:all", "ngram:2+a")),
+        *((n, "use ngram or ngram") for n in ("ngram:", "ngram:shared", "ngram:2+a")),
         *((n, "write ngram.MODEL") for n in ("ngram+", "ngram+none", "ngram+ngram",
           "ngram+ngram+a")),
         ("ngram+self:1bit", "use self:2bit"),
         *((n, "write layers:0-7,22-29") for n in ("layers", "layers:", "layers:1,",
           "layers:a", "layers:-1", "layers:1-2-3", "layers:1 2", "layers:\u0661")),
-        ("layers:5-2", "5-2 ends before it begins"),
+        ("layers:5-2", "'5-2' ends before it begins"),
         ("layers:0-3,2", "names layer 2 twice"),
     ],
 )  # fmt: skip
@@ -59,7 +55,6 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
     ("name", "hint"),
     [
         ("self:4bit+ngram", "did you mean ngram.self:4bit"),
-        ("self:4bit+ngram:shared", "did you mean ngram:shared.self:4bit"),
         ("layers:0-3+ngram", "did you mean ngram.layers:0-3"),
         ("slef:4bit", "did you mean self:4bit"),
         ("4bit", "did you mean self:4bit"),
@@ -88,10 +83,3 @@ def test_a_folder_of_any_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.chdir(tmp_path)
     (tmp_path / "slef:4bit").mkdir()
     DraftSpec.parse("slef:4bit").check_model()
-
-
-@given(st.sets(st.integers(0, 99), min_size=1))
-def test_layers_have_one_name(layers: set[int]) -> None:
-    name = layers_name(layers)
-    assert ModelDraft.parse(name).layers == tuple(sorted(layers))
-    assert layers_name(range(3)) == "layers:0-2"

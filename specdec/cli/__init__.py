@@ -17,10 +17,9 @@ from .convert import convert
 from .distill import distill
 from .estimate import estimate
 from .interrupts import Interrupts
-from .report import report, with_options
+from .options import with_options
+from .output import flush_output, open_streams, report
 from .run import run
-from .streams import flush_output, open_streams
-from .tune_layers import tune_layers
 from .verify import verify
 
 __all__ = ["main"]
@@ -41,7 +40,7 @@ class _Group(click.Group):
         except click.UsageError as error:
             command = self.get_command(ctx, ctx.invoked_subcommand or "")
             if error.ctx is None and command is not None:
-                # Of an option without its value click does not say whose it is.
+                # click does not name the command of an option without its value.
                 error.ctx = click.Context(command, ctx, ctx.invoked_subcommand)
             raise
         except PromptFileError:
@@ -81,12 +80,14 @@ def _check_arguments(arguments: Iterable[str]) -> None:
     cls=_Group,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-@click.version_option(None, package_name="mlx-specdec", prog_name="specdec")
+@click.version_option(
+    None, "-V", "--version", package_name="mlx-specdec", prog_name="specdec"
+)
 def main() -> None:
     """Batched speculative decoding for MLX.
 
-    The output is the target model's own, token for token; a draft only makes it
-    come sooner, or later.
+    The output is the target model's own, token for token. A draft changes only how
+    fast it comes.
 
     \b
       specdec run --prompt "What is MLX?"
@@ -102,7 +103,6 @@ for _command in (
     bench,
     report_command,
     distill,
-    tune_layers,
     convert,
     cache,
 ):

@@ -1,8 +1,11 @@
-"""``specdec advise``: whether a draft pays for a target, and how to use it."""
+"""``specdec advise``: whether a draft is worth it for a target, and how to use it."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from itertools import zip_longest
+from random import Random
 from typing import TYPE_CHECKING
 
 import click
@@ -11,17 +14,26 @@ from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
+from ..utils.tables import text_table
 from . import options
+from .output import places_named, show, silence_third_parties
 from .progress import Progress
-from .prompts import places_named
-from .quiet import silence_third_parties
-from .streams import show
 
 if TYPE_CHECKING:
-    from ..spec_decode.draft_length import Advice
+    from ..results import GenerationResult
+    from ..spec_decode.draft_length import Advice, ForwardCosts
+
+# Draws of the prompts, to see how the verdict depends on them.
+_DRAWS = 200
+_FEW_PROMPTS = 5
+# Share of the draws that has to agree with a verdict that is called sure.
+_SURE = 0.9
 
 
-@click.command(short_help="Tell whether a draft pays, and with which settings.")
+@click.command(
+    cls=options.Command,
+    short_help="Say whether a draft is worth it, and how to use it.",
+)
 @options.target()
 @options.draft()
 @options.prompts("Prompts like those to come, one a line; '-' reads standard input.")
@@ -33,7 +45,7 @@ if TYPE_CHECKING:
     metavar="N",
     default=4,
     show_default=True,
-    help="Positions at which acceptance is measured; beyond, it is continued.",
+    help="Positions at which acceptance is measured; beyond them it is extrapolated.",
 )
 @options.batches("Batch size to predict for; repeat it for more.", default=(1, 8))
 @options.temp()
@@ -58,7 +70,7 @@ def advise(
     as_json: bool,
     quiet: bool,
 ) -> None:
-    """Decode a few prompts, time forwards, and say what drafting would bring.
+    """Decode a few prompts, time forwards, and predict the speed-up of drafting.
 
     \b
       specdec advise --prompts questions.jsonl
@@ -71,8 +83,7 @@ def advise(
     from ..backend import describe
     from ..decoder import SpecDecoder
     from ..model_names import short
-    from ..spec_decode.draft_length import ForwardCosts, survival_of
-    from ..spec_decode.draft_length import advise as advice_of
+    from ..spec_decode.draft_length import ForwardCosts
 
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
@@ -89,24 +100,21 @@ def advise(
             SamplingParams(max_tokens=max_tokens, temperature=temp, seed=0),
             ignore_chat_template=ignore_chat_template,
         )
+    results = []
     with Progress("prompt", len(records), quiet=quiet) as progress:
         for event in events:
+            if event.result is not None:
+                results.append(event.result)
             progress.add(event.result is not None, what="decoding")
     stats = decoder.stats
     stats.check_draft()
-    survival = survival_of(
-        stats.drafted_at,
-        stats.accepted_at,
-        rounds=stats.row_rounds,
-        rows=stats.prompts,
-    )
     costs = ForwardCosts()
     with Progress("batch size", len(sizes), quiet=quiet) as progress:
         for b in sizes:
             progress.add(0, what=f"timing forwards of {b}")
             costs.add(decoder.measure_forwards(b))
             progress.add(1, what=f"timing forwards of {b}")
-    found = advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
+    found, sure = _advice(results, costs, sizes)
     if as_json:
         record = {
             "target": decoder.target_name,
@@ -117,6 +125,7 @@ def advise(
             **asdict(found),
             "verdict": found.verdict,
             "worth_it": found.worth_it,
+            **asdict(sure),
         }
         show(json_text(record, indent=2))
         return
@@ -124,29 +133,101 @@ def advise(
         f"target: {short(decoder.target_name)}\ndraft:  {decoder.draft_name}\n"
         f"{len(records)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
     )
-    show(_tables(found))
-    show(f"\nverdict: {found.verdict}")
+    show(_table(found))
+    show(f"\nfrom {_some(len(results), 'prompt')}: {sure.words}")
+    show(f"verdict: {found.verdict}")
 
 
-def _tables(found: Advice) -> str:
-    def numbers(values: list[float] | tuple[float, ...], mark: int = -1) -> str:
-        return "".join(
-            f"{value:>7.2f}{'*' if i == mark else ' '}"
-            for i, value in enumerate(values)
+@dataclass(frozen=True)
+class _Sureness:
+    """What other prompts of the same kind would have said: prompts drawn again.
+
+    Args:
+        speedup_range: 5% and 95% of the speed-ups at the best setting that drafts.
+        same_verdict: share of the draws that come to the same verdict.
+        num_prompts: in each draw.
+    """
+
+    speedup_range: tuple[float, float]
+    same_verdict: float
+    num_prompts: int
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        if self.num_prompts < _FEW_PROMPTS:
+            return (
+                f"too few to say how sure that is: give {_FEW_PROMPTS} prompts or more"
+            )
+        low, high = self.speedup_range
+        share = f"{self.same_verdict:.0%}"
+        how = "sure" if self.same_verdict >= _SURE else "unsure: give more prompts"
+        return (
+            f"the best draft length gives {low:.2f} to {high:.2f} times plain decoding "
+            f"in nine of ten sets of such prompts; {share} of the sets come to this "
+            f"verdict ({how})"
         )
 
-    most = len(found.survival)
-    lines = [
-        f"{'draft tokens k':<22}" + "".join(f"{k:>7} " for k in range(most + 1)),
-        f"{'accepted, at least k':<22}" + numbers([1.0, *found.survival]),
+
+def _advice(
+    results: Sequence[GenerationResult], costs: ForwardCosts, sizes: Sequence[int]
+) -> tuple[Advice, _Sureness]:
+    """The advice, and how much of it depends on these very prompts."""
+    from ..spec_decode.draft_length import advise as advice_of
+    from ..spec_decode.draft_length import survival_of
+
+    def advice(rows: Sequence[GenerationResult]) -> Advice:
+        def summed(lists: Iterable[list[int]]) -> list[int]:
+            return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
+
+        survival = survival_of(
+            summed(r.drafted_at for r in rows),
+            summed(r.accepted_at for r in rows),
+            rounds=sum(r.rounds for r in rows),
+            rows=len(rows),
+        )
+        return advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
+
+    found = advice(results)
+    # The best setting that drafts, also where none is worth it.
+    settings = [
+        (speedup, n, k)
+        for n, p in enumerate(found.predictions)
+        for k, speedup in enumerate(p.speedup)
+        if k
     ]
-    if found.measured < most:
-        lines[-1] += f" (continued behind {found.measured})"
+    _, n, k = max(settings)
+    draw = Random(0)
+    drawn = [advice(draw.choices(results, k=len(results))) for _ in range(_DRAWS)]
+    speedups = sorted(each.predictions[n].speedup[k] for each in drawn)
+    low, high = speedups[_DRAWS // 20], speedups[-1 - _DRAWS // 20]
+    same = sum(each.worth_it == found.worth_it for each in drawn) / _DRAWS
+    return found, _Sureness((low, high), same, len(results))
+
+
+def _table(found: Advice) -> str:
+    def numbers(values: Iterable[float], mark: int = -1) -> list[str]:
+        return [f"{x:.2f}{'*' if i == mark else ' '}" for i, x in enumerate(values)]
+
+    most = len(found.survival)
+    beyond = f" (extrapolated beyond {found.measured})" * (found.measured < most)
+    rows = [
+        ["draft tokens k", *(f"{k} " for k in range(most + 1))],
+        ["rounds accepting at least k", *numbers([1.0, *found.survival])],
+    ]
     for p in found.predictions:
-        lines += [
-            f"batch {p.num_rows}: plain step {p.plain_seconds * 1e3:.1f} ms, "
-            f"draft step {p.draft_step:.2f} of it",
-            f"{'  verify, plain steps':<22}" + numbers(p.verify),
-            f"{'  predicted speed-up':<22}" + numbers(p.speedup, p.best),
+        rows += [
+            [f"batch {p.num_rows}: verify, in plain steps", *numbers(p.verify)],
+            [f"batch {p.num_rows}: predicted speed-up", *numbers(p.speedup, p.best)],
         ]
-    return "\n".join(lines)
+    steps = [
+        f"batch {p.num_rows}: a plain step takes {p.plain_seconds * 1e3:.1f} ms, "
+        f"a draft step {p.draft_step:.2f} of it"
+        for p in found.predictions
+    ]
+    shares = f"share of rounds accepting at least k tokens{beyond}; * is the best k"
+    return "\n".join([shares, text_table(rows, align="right"), "", *steps])
+
+
+def _some(n: int, what: str) -> str:
+    return f"{n} {what}" + "s" * (n != 1)

@@ -8,15 +8,14 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
 from . import options
 from .interrupts import last_words
-from .quiet import silence_third_parties
-from .report import INTERRUPTED
-from .streams import show
+from .output import INTERRUPTED, show, silence_third_parties
+from .progress import Progress
 
 if TYPE_CHECKING:
     from ..tools.bench.cells import Unit
@@ -87,9 +86,9 @@ def bench(
     from ..tools.bench.report import findings
     from ..tools.bench.run import run_recipe
 
-    progress = Progress(quiet=quiet)
+    progress = _Parts(quiet=quiet)
 
-    def tell_what_is_kept() -> None:
+    def say_what_is_kept() -> None:
         show(
             f"specdec: interrupted: {progress.done} of {progress.total} parts are "
             f"kept in {folder}; the same command continues",
@@ -97,7 +96,7 @@ def bench(
         )
 
     try:
-        with last_words(tell_what_is_kept):
+        with last_words(say_what_is_kept):
             results = run_recipe(
                 wanted,
                 folder,
@@ -106,7 +105,7 @@ def bench(
                 trust_remote_code=trust_remote_code,
             )
     except KeyboardInterrupt:
-        tell_what_is_kept()
+        say_what_is_kept()
         sys.exit(INTERRUPTED)
     finally:
         progress.close()
@@ -114,10 +113,10 @@ def bench(
     _write(folder)
 
 
-@click.command(short_help="Make a run's report anew from its raw results.")
+@click.command(short_help="Rebuild a report from raw results.")
 @click.argument("folder", metavar="DIR")
 def report(folder: str) -> None:
-    """Make report.md and its plots anew from DIR/raw.jsonl.
+    """Rebuild report.md and its plots from DIR/raw.jsonl.
 
     \b
       specdec report specdec-bench/acceptance-quick
@@ -143,43 +142,34 @@ def _command() -> str:
     return shlex.join(["specdec", *map(short, sys.argv[1:])])
 
 
-class Progress:
-    """A bar with the time left on a terminal, a line for each part elsewhere."""
+class _Parts:
+    """The progress of a recipe; also a line for each part, where there is no bar."""
 
     def __init__(self, *, quiet: bool) -> None:
         self.total = self.done = 0
         self._quiet = quiet
-        self._bar: Any = None
+        self._progress: Progress | None = None
 
-    def expect(self, total: int, done: int) -> Progress:
+    def expect(self, total: int, done: int) -> _Parts:
         """Begin, with what was done in earlier runs."""
-        from tqdm import tqdm
-
         self.total, self.done = total, done
-        self._bar = tqdm(
-            total=total,
-            initial=done,
-            unit="part",
-            # Parts differ in length: the mean of all tells the time left best.
-            smoothing=0,
-            leave=False,
-            disable=self._quiet or not sys.stderr.isatty(),
-        )
+        self._progress = Progress("part", total, done=done, quiet=self._quiet)
         return self
 
     @contextmanager
     def __call__(self, unit: Unit) -> Iterator[None]:
         """Bracket one part."""
-        self._bar.set_description(unit.label)
+        assert self._progress is not None
+        self._progress.show(self.done, what=unit.label)
         start = time.perf_counter()
         yield
         self.done += 1
-        self._bar.update()
-        if self._bar.disable and not self._quiet:
+        self._progress.show(self.done, what=unit.label)
+        if not self._quiet and not self._progress.on_terminal:
             seconds = time.perf_counter() - start
             show(f"[{self.done}/{self.total}] {unit.label}: {seconds:.1f} s", err=True)
 
     def close(self) -> None:
         """Take the bar away."""
-        if self._bar is not None:
-            self._bar.close()
+        if self._progress is not None:
+            self._progress.close()

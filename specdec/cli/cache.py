@@ -12,8 +12,7 @@ import click
 from ..prefix_cache.audit import Audit, audit, remove
 from ..utils.printable import one_line, shorten
 from ..utils.sizes import format_size
-from .report import FAILURE
-from .streams import show
+from .output import FAILURE, show
 
 
 def _existing(_: click.Context, __: click.Parameter, value: str) -> Path:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import click
 
-from .quiet import silence_third_parties
-from .streams import show
+from ..model_names import is_default_target, locate_target
+from .output import show, silence_third_parties
 
 
 @click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
@@ -14,24 +14,28 @@ from .streams import show
 @click.option(
     "--bits",
     type=click.Choice(["4", "8", "16"]),
-    help="Bits per weight; 16 is not quantized, and what mlx-lm is fast with on a "
-    "CPU. [default: as the file has them]",
+    help="Bits per weight. 16 is not quantized; mlx-lm is fastest with it on a CPU. "
+    "[default: as the file has them]",
 )
 def convert(file: str, out_dir: str, bits: str | None) -> None:
     """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads.
 
+    The name of the default target stands for its file, too.
+
     \b
       specdec convert model.gguf model
+      specdec convert SmolLM2-135M-Instruct out
     """  # noqa: D301 - click's mark for lines to keep
     silence_third_parties()
     from ..backend import defaults
     from ..models import convert as convert_model
 
-    convert_model(file, out_dir, bits=int(bits) if bits else None)
+    source = locate_target(file) if is_default_target(file) else file
+    convert_model(source, out_dir, bits=int(bits) if bits else None)
     show(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
     if bits != "16" and defaults().name == "cpu":
         show(
-            "specdec: note: on a CPU mlx-lm itself is many times slower with "
-            "packed weights (their scales have 16 bits): --bits 16 is fast there",
+            "specdec: note: on a CPU, mlx-lm is many times slower with packed weights "
+            "(their scales have 16 bits); --bits 16 is fast there",
             err=True,
         )

@@ -12,9 +12,7 @@ import click
 from . import options
 from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
-from .quiet import silence_third_parties
-from .report import INTERRUPTED, show_warnings
-from .streams import show
+from .output import INTERRUPTED, show, show_warnings, silence_third_parties
 
 
 def _files(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
@@ -26,26 +24,28 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     return click.option(name, type=kind, metavar="N", help=text)
 
 
-@click.command(short_help="Make a draft for a target, from the target.")
+@click.command(
+    cls=options.Command, short_help="Make a draft for a target, from the target."
+)
 @options.target()
 @click.option(
     "--out",
     metavar="DIR",
-    help="Folder of the draft; what it is made of is kept in DIR/work. Needed for all "
-    "but --dry-run.",
+    help="Folder of the draft. Data and checkpoints are kept in DIR/work. Required, "
+    "except with --dry-run.",
 )
 @click.option(
     "--layers",
     metavar="N|I,J,...",
     default="4",
     show_default=True,
-    help="Layers of the target to begin with: so many, spread evenly, or which, "
+    help="Layers of the target to start from: how many, spread evenly, or which, "
     "counted from 0.",
 )
 @options.positive(
     "--widen",
-    text="Join the MLPs of N layers of the target in each of the draft's: more to "
-    "learn with, at hardly any cost on a GPU.",
+    text="Join the MLPs of N layers of the target in each layer of the draft. It "
+    "can learn more, at hardly any cost on a GPU.",
     default=1,
 )
 @_files(
@@ -53,45 +53,48 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     "Prompts for the target to answer and the draft to learn from, as for "
     "`specdec run`; repeat it for more.",
 )
-@_files("--text", "A text file to learn from, too; repeat it for more.")
+@_files("--text", "A text file to learn from as well; repeat it for more.")
 @_files(
     "--holdout",
-    "Prompts to measure with, as for `specdec run`; never learnt from; repeat it "
-    "for more.",
+    "Prompts to measure with, as for `specdec run`. The draft never learns from "
+    "them. Repeat it for more.",
 )
 @_minutes("--minutes", "Train for N minutes. [default: 5, without --tokens]")
-@options.positive("--tokens", text="Train on N tokens, those seen again included.")
+@options.positive("--tokens", text="Train on N tokens, counting repeated ones again.")
 @_minutes(
     "--data-minutes",
-    "Let the target write for N minutes, those of earlier runs included. [default: "
+    "Let the target write for N minutes, earlier runs included. [default: "
     "twice --minutes]",
 )
 @options.positive(
     "--data-tokens",
-    text="Let the target write N tokens; 0: learn from --prompts and --text alone. "
-    "[default: an eighth of --tokens]",
+    text="Let the target write N tokens. With 0, learn from --prompts and --text "
+    "alone. [default: an eighth of --tokens]",
     low=0,
 )
 @click.option(
-    "--data", metavar="DIR", help="Keep what the target writes there, for other runs."
+    "--data", metavar="DIR", help="Keep what the target writes in DIR, for other runs."
 )
-@click.option("--resume", is_flag=True, help="Go on from the checkpoint in DIR/work.")
+@click.option(
+    "--resume", is_flag=True, help="Continue from the checkpoint in DIR/work."
+)
 @options.positive(
     "--bits",
-    text="Store matrices in N bits (2, 3, 4, 5, 6, 8); trained for it. [default: as "
-    "trained]",
+    text="Store matrices in N bits (2, 3, 4, 5, 6, 8), and train for it. [default: "
+    "not quantized]",
 )
 @click.option(
     "--layers-only",
     is_flag=True,
-    help="Store no embedding: specdec takes the target's. mlx-lm cannot load that.",
+    help="Store no embedding; specdec takes the target's. mlx-lm cannot load such a "
+    "draft.",
 )
 @click.option(
     "--optimizer",
     type=click.Choice(["adamw", "muon"]),
     default="adamw",
     show_default=True,
-    help="What trains matrices; anything else, adamw does.",
+    help="Optimizer of matrices; adamw trains everything else.",
 )
 @click.option(
     "--learning-rate",
@@ -108,7 +111,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @options.positive(
     "--block-tokens",
-    text="Tokens of a training step. [default: as the device is fast with]",
+    text="Tokens of a training step. [default: what is fast on the device]",
     low=128,
 )
 @options.positive(
@@ -116,8 +119,8 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @options.positive(
     "--num-draft-tokens",
-    text="Draft length of these rounds; repeat it for more: all greedily, the first at "
-    "temperature 0.7, too.",
+    text="Draft length when --holdout is decoded; repeat it for more. All are decoded "
+    "greedily, the first also at temperature 0.7.",
     default=(4,),
     multiple=True,
 )
@@ -125,7 +128,9 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 @options.trust_remote_code()
 @options.seed()
 @click.option(
-    "--dry-run", is_flag=True, help="Print sizes, memory and an estimate of the time."
+    "--dry-run",
+    is_flag=True,
+    help="Print sizes, memory and the estimated time; train nothing.",
 )
 @options.quiet()
 def distill(
@@ -161,7 +166,7 @@ def distill(
 
     The target makes up user turns and answers them; no other text is needed. The
     draft keeps its embedding and head, and learns its distribution. A run that was
-    stopped goes on with --resume.
+    stopped continues with --resume.
 
     \b
       specdec distill --target MODEL --out my-draft --minutes 5
@@ -172,7 +177,9 @@ def distill(
         if value is not None and not value.strip():
             raise click.UsageError(f"{dashed(name)} is empty: name one")
     if minutes is not None and tokens is not None:
-        raise click.UsageError("--minutes and --tokens exclude each other")
+        raise click.UsageError(
+            "--minutes and --tokens exclude each other: leave one of them out"
+        )
     for name in ("rounds", "num_draft_tokens"):
         if is_given(name) and not holdout:
             needs = "needs --holdout: name prompts to decode"
@@ -236,7 +243,7 @@ def distill(
     def conclude() -> None:
         show(
             f"specdec: interrupted: what was done is kept in {wanted.work}; the same "
-            "command with --resume goes on",
+            "command with --resume continues",
             err=True,
         )
 

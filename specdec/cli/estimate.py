@@ -4,32 +4,22 @@ from __future__ import annotations
 
 import click
 
-from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, KvBits, NumDraftTokens
+from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, NumDraftTokens
 from ..errors import UnsupportedModelError
-from ..memory.estimate import Estimate
 from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
-from .options import is_given
-from .quiet import silence_third_parties
-from .streams import show
-
-# Far more than any model serves; sums of it are numbers that can be shown.
-_MOST_TOKENS = 1 << 30
+from .output import show, silence_third_parties
 
 
-@click.command(short_help="Tell how much memory a run needs, and what fits.")
+@click.command(
+    cls=options.Command, short_help="Report how much memory a run needs, and what fits."
+)
 @options.target(
     "MLX model folder, .gguf file, config.json, or a hub id that is downloaded."
 )
 @options.draft()
-@click.option(
-    "--context",
-    type=click.IntRange(2, _MOST_TOKENS),
-    metavar="N",
-    required=True,
-    help="Tokens of a row, prompt and generated together.",
-)
+@options.context("Tokens of a row, prompt and output together, such as 8192 or 8k.")
 @options.batch("Rows that decode together.", default=1)
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round; auto counts the most it chooses.", low=1
@@ -40,16 +30,13 @@ _MOST_TOKENS = 1 << 30
 @options.max_kv_size(
     "Full-attention layers keep this many tokens of a row. [default: all]"
 )
-@options.kv_bits(
-    "Keep keys and values quantized; auto: only where a row does not fit otherwise. "
-    "[default: as they are]"
-)
+@options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
 @options.trust_remote_code()
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
-    "What is there, such as 8GB or 6.5GiB. [default: what the device has]"
+    "Memory available, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
@@ -61,7 +48,7 @@ def estimate(
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
-    kv_bits: KvBits,
+    kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
     trust_remote_code: bool,
@@ -69,26 +56,22 @@ def estimate(
     memory_limit: str | None,
     as_json: bool,
 ) -> None:
-    """Tell how much memory a run would hold at most, and what fits.
+    """Report how much memory a run would hold at most, and what fits.
 
     Reads headers and configurations; loads no weights.
 
     \b
-      specdec estimate --target MODEL --context 8192 --batch 8
-      specdec estimate --target config.json --context 131072 --memory-limit 24GB
+      specdec estimate --target MODEL --context 8k --batch 8
+      specdec estimate --target config.json --context 128k --memory-limit 24GB
     """  # noqa: D301 - click's mark for lines to keep
     spec = options.check_pair(target, draft)
-    if spec is None and is_given("num_draft_tokens"):
-        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if kv_bits is None and is_given("kv_group_size"):
-        raise click.UsageError(
-            "--kv-group-size needs --kv-bits: add --kv-bits 4, 8 or auto"
-        )
+    options.check_num_draft_tokens(draft, drafts=spec is not None)
+    options.check_kv_options(kv_bits)
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
-    from ..engine.admission import FALLBACK_BITS
     from ..memory import MemoryPlan
+    from ..memory.estimate import Estimate
     from ..memory.planning import plan_memory
     from ..memory.sampling_memory import FILTERED, GREEDY
     from ..model_names import target_name
@@ -114,7 +97,7 @@ def estimate(
         )
     ngram = None if spec is None else ngram_of(spec)
 
-    def plan_with(bits: KvBits) -> MemoryPlan:
+    def plan_with(bits: int | None) -> MemoryPlan:
         config = EngineConfig(
             batch_size=batch_size,
             num_draft_tokens=num_draft_tokens,
@@ -138,17 +121,9 @@ def estimate(
         except UnsupportedModelError:
             return None
 
-    packed: list[tuple[int, MemoryPlan]] = []
-    if kv_bits == "auto":
-        try:
-            packed = [(n, plan_with(n)) for n in FALLBACK_BITS]
-        except UnsupportedModelError as error:
-            stay = f"keys and values stay as they are: {error}"
-            show(f"specdec: note: {stay}", err=True)
     found = Estimate(
         plan=plan_with(kv_bits),
-        kv_bits=None if kv_bits == "auto" else kv_bits,
-        packed=tuple(packed),
+        kv_bits=kv_bits,
         context=context,
         batch=batch_size,
         limit=backend.memory_size() if limit is None else limit,

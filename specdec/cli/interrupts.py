@@ -1,8 +1,8 @@
 """Ctrl-C, also while the device is at work, and SIGTERM.
 
-Python acts on a signal between two of its own steps, and a step can be a call that
-waits for a forward of a whole chunk. So a thread listens beside it: what the main
-thread has not heard of soon is done here, and a second Ctrl-C ends the process at once.
+Python acts on a signal between two of its own steps, and a step can wait for a forward
+of a whole chunk. So a thread listens too. If the main thread has not reacted soon, the
+thread ends the process. A second Ctrl-C ends it at once.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from typing import Any, Self
 
 import click
 
-from .report import INTERRUPTED, show_interrupted
+from .output import INTERRUPTED, show_interrupted
 
 # Seconds that the main thread has to hear of it: some rounds, of most models.
 PATIENCE = 1.0
 
 
 class Interrupts:
-    """Ends the process on Ctrl-C, at the latest ``PATIENCE`` seconds behind the first.
+    """Ends the process on Ctrl-C, at the latest ``PATIENCE`` seconds after the first.
 
     The first raises KeyboardInterrupt in the main thread as soon as Python is at work
     there, and from then on a second has the system's own effect. Where that is not
     soon, the thread says the last words in its place; a command that has set a handler
-    of its own is given all the time it takes. Nothing happens in a process that was
-    told to ignore Ctrl-C (``nohup``), or outside the main thread.
+    of its own is given all the time it takes. Nothing happens in a process that
+    ignores Ctrl-C (``nohup``), or outside the main thread.
 
     Attributes:
         heard: whether the main thread has heard of the first.
@@ -61,7 +61,7 @@ class Interrupts:
         if self._pipe is None:
             return
         signal.set_wakeup_fd(-1)
-        # Behind the first, the second ends even an interpreter that is ending.
+        # After the first, the second ends even an interpreter that is ending.
         second = signal.SIG_DFL if self._came.is_set() else signal.default_int_handler
         signal.signal(signal.SIGINT, second)
         os.close(self._pipe[1])  # which ends the thread
@@ -125,8 +125,8 @@ class RequestsToEnd:
     (``__del__``, a weak reference's callback), that of a handler, too. So what was
     heard is remembered, and long loops look.
 
-    A SIGTERM behind another request does nothing: saving, which the first has set off,
-    goes on (``timeout`` sends it twice). Ctrl-C is impatience: behind a SIGTERM it
+    A SIGTERM after another request does nothing: saving, which the first has set off,
+    goes on (``timeout`` sends it twice). Ctrl-C is impatience: after a SIGTERM it
     breaks saving off, and a second one ends the process at once.
     """
 

@@ -1,19 +1,91 @@
-"""Options that several commands have: one place for their names and their meaning."""
+"""Options: their names, meaning and checks, and the groups of a help page."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any, TypeVar
 
 import click
 from click.core import ParameterSource
 
-from ..config import DEFAULT_NUM_DRAFT_TOKENS, MAX_BATCH_SIZE, KvBits, NumDraftTokens
+from ..config import (
+    DEFAULT_NUM_DRAFT_TOKENS,
+    DEFAULT_PREFIX_CACHE_SIZE,
+    MAX_BATCH_SIZE,
+    NumDraftTokens,
+)
 from ..draft_names import DraftSpec, draft_for
+from ..errors import ConfigError
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
+from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
+from ..utils.sizes import parse_count, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
 Option = Callable[[F], F]
+# Far more than any model serves; sums of it are numbers that can be shown.
+MOST_TOKENS = 1 << 30
+
+#: Groups of a help page, and the parameters in each; the first comes first. What is in
+#: none of them ends the page.
+GROUPS: dict[str, tuple[str, ...]] = {
+    "Common options": (
+        "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
+        "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
+        "dry_run", "quiet",
+    ),
+    "Models": (
+        "dtype", "trust_remote_code", "system_prompt", "ignore_chat_template",
+        "layers", "widen", "bits", "layers_only",
+    ),
+    "Prompts": ("prompts", "text", "holdout", "num_prompts"),
+    "Data and training": (
+        "tokens", "data_minutes", "data_tokens", "data", "resume",
+        "optimizer", "learning_rate", "writers", "block_tokens",
+    ),
+    "Sampling": (
+        "min_tokens", "stop", "stop_token_ids", "top_p", "min_p", "top_k",
+        "xtc_probability", "xtc_threshold", "repetition_penalty", "presence_penalty",
+        "frequency_penalty", "logit_bias", "seed",
+    ),
+    "Drafting": ("verification", "draws", "max_restarts", "rounds"),
+    "Memory": (
+        "memory_limit", "prefill_step_size", "max_kv_size", "kv_bits",
+        "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
+        "prefix_cache_memory",
+    ),
+    "Output": ("top_logprobs", "json_file", "as_json", "help"),
+}  # fmt: skip
+# A page of fewer options is read at a glance.
+_FEW = 10
+
+
+def grouped(
+    command: click.Command, ctx: click.Context
+) -> dict[str, list[click.Option]]:
+    """The options of a command's help page by the titles of their groups."""
+    found = [p for p in command.get_params(ctx) if isinstance(p, click.Option)]
+    if len(found) < _FEW:
+        return {"Options": found}
+    where = {name: title for title, names in GROUPS.items() for name in names}
+    groups: dict[str, list[click.Option]] = {title: [] for title in GROUPS}
+    for option in found:
+        groups.setdefault(where.get(option.name or "", "Output"), []).append(option)
+    common = next(iter(GROUPS))
+    groups[common].sort(key=lambda option: GROUPS[common].index(option.name or ""))
+    return {title: some for title, some in groups.items() if some}
+
+
+class Command(click.Command):
+    """A command whose help page shows its options in groups."""
+
+    def format_options(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
+        for title, some in grouped(self, ctx).items():
+            records = [record for o in some if (record := o.get_help_record(ctx))]
+            with formatter.section(title):
+                formatter.write_dl(records)
 
 
 def target(text: str = "MLX model folder, hub id or .gguf file.") -> Option[Any]:
@@ -43,7 +115,7 @@ def check_target(target: str | None) -> None:
 
 
 def check_pair(target: str | None, draft: str | None) -> DraftSpec | None:
-    """The draft that is meant; names are checked as far as they tell.
+    """The draft that is meant; names are checked without loading anything.
 
     Raises:
         ConfigError, ModelNameError: one cannot be a name.
@@ -152,6 +224,23 @@ def num_draft_tokens(text: str, *, low: int) -> Option[Any]:
     )
 
 
+def context(text: str) -> Option[Any]:
+    """``--context``: a number of tokens, also as ``8k``."""
+
+    def parsed(_: click.Context, __: click.Parameter, value: str) -> int:
+        try:
+            n = parse_count(value)
+        except ConfigError as error:
+            raise click.BadParameter(str(error)) from error
+        if not 2 <= n <= MOST_TOKENS:
+            raise click.BadParameter(f"{value} is not between 2 and {MOST_TOKENS}")
+        return n
+
+    return click.option(
+        "--context", callback=parsed, metavar="N", required=True, help=text
+    )
+
+
 def prefill_step_size(text: str, *, default: int) -> Option[Any]:
     """``--prefill-step-size``."""
     return positive("--prefill-step-size", default=default, text=text)
@@ -162,15 +251,14 @@ def max_kv_size(text: str) -> Option[Any]:
     return positive("--max-kv-size", low=5, text=text)
 
 
-def kv_bits(text: str, *, auto: bool = True) -> Option[Any]:
-    """``--kv-bits``: 4, 8 or, where that is ``auto``'s to choose, ``auto``."""
+def kv_bits(text: str) -> Option[Any]:
+    """``--kv-bits``: 4 or 8."""
 
-    def parsed(_: click.Context, __: click.Parameter, value: str | None) -> KvBits:
-        return int(value) if value in ("4", "8") else "auto" if value else None
+    def parsed(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
+        return int(value) if value else None
 
-    choices = ["4", "8", *(["auto"] if auto else [])]
     return click.option(
-        "--kv-bits", type=click.Choice(choices), callback=parsed, help=text
+        "--kv-bits", type=click.Choice(["4", "8"]), callback=parsed, help=text
     )
 
 
@@ -225,8 +313,7 @@ def trust_remote_code() -> Option[Any]:
     return click.option(
         "--trust-remote-code",
         is_flag=True,
-        help="Run Python code that lies in a model's folder, where the model asks for "
-        "that.",
+        help="Run Python code from a model's folder if the model asks for it.",
     )
 
 
@@ -255,6 +342,284 @@ def is_given(name: str) -> bool:
     return source is ParameterSource.COMMANDLINE
 
 
+def check_num_draft_tokens(draft: str | None, *, drafts: bool) -> None:
+    """Refuse ``--num-draft-tokens`` where nothing drafts."""
+    if drafts or not is_given("num_draft_tokens"):
+        return
+    if draft is not None:
+        raise click.UsageError(
+            f"--num-draft-tokens has no effect with --draft {draft}: leave one of them "
+            "out"
+        )
+    raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
+
+
+def check_kv_options(kv_bits: int | None) -> None:
+    """Refuse options of ``--kv-bits`` without it."""
+    for name in ("kv_group_size", "quantized_kv_start"):
+        if kv_bits is None and is_given(name):
+            raise click.UsageError(
+                f"{dashed(name)} needs --kv-bits: add --kv-bits 4 or 8"
+            )
+
+
+def check_verification(temp: float, *, drafts: bool) -> None:
+    """Refuse ``--verification`` where every rule is the same."""
+    if is_given("verification") and (temp == 0 or not drafts):
+        missing = "a draft (--draft)" if not drafts else "--temp above 0"
+        raise click.UsageError(
+            f"--verification needs {missing}: without it all are the same"
+        )
+
+
 def dashed(name: str) -> str:
     """The option of a parameter's name."""
     return "--" + name.replace("_", "-")
+
+
+# Options that are not called like the field that they fill.
+_NAMED = {"temperature": "temp", "logprobs": "top_logprobs"}
+
+
+def with_options(error: ConfigError, command: click.Command) -> ConfigError:
+    """The error, with options of ``command`` in place of the fields that they fill.
+
+    A field is known by the start of the message, ``NAME is VALUE: ...``, or as a
+    word with an underscore: others are words of the language too.
+    """
+    options = {
+        option.name: option.opts[0]
+        for option in command.params
+        if isinstance(option, click.Option)
+    }
+
+    def named(found: re.Match[str]) -> str:
+        field = found.group()
+        return options.get(_NAMED.get(field, field), field)
+
+    message = re.sub(r"^\w+(?= is )", named, str(error))
+    # Not within names, paths and quotes, which are the user's.
+    message = re.sub(r"(?<![\w./'\"-])[a-z]+(?:_[a-z]+)+(?![\w./'\"-])", named, message)
+    return type(error)(message)
+
+
+# -- of ``specdec run`` alone: sampling ---------------------------------------------
+
+
+def _biases(
+    context: click.Context, option: click.Parameter, values: tuple[str, ...]
+) -> dict[int, float] | None:
+    """Token ids and what is added to their logits, from texts ``ID=BIAS``."""
+    biases = {}
+    for value in values:
+        token, _, bias = value.partition("=")
+        try:
+            biases[int(token)] = float(bias)
+        except ValueError:
+            raise click.BadParameter(
+                f"{value!r} is not of the form ID=BIAS, as in 1234=-5"
+            ) from None
+    return biases or None
+
+
+_SAMPLING = (
+    max_tokens("Most tokens to generate for a prompt.", default=DEFAULT_MAX_TOKENS),
+    positive(
+        "--min-tokens",
+        text="Tokens to generate before one may end a prompt's output.",
+        default=0,
+        low=0,
+    ),
+    click.option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help="Stop before this text appears; repeat it for more.",
+    ),
+    click.option(
+        "--stop-token-id",
+        "stop_token_ids",
+        multiple=True,
+        type=click.IntRange(min=0),
+        metavar="ID",
+        help="Stop before this token; repeat it for more.",
+    ),
+    temp(),
+    click.option(
+        "--top-p",
+        type=float,
+        metavar="P",
+        default=1.0,
+        show_default=True,
+        help="Draw from the likeliest tokens that together have probability P.",
+    ),
+    click.option(
+        "--min-p",
+        type=float,
+        metavar="P",
+        default=0.0,
+        show_default=True,
+        help="Draw from tokens at least P times as likely as the likeliest.",
+    ),
+    click.option(
+        "--top-k",
+        type=int,
+        metavar="K",
+        default=0,
+        show_default=True,
+        help="Draw from the K likeliest tokens; 0 draws from all.",
+    ),
+    click.option(
+        "--xtc-probability",
+        type=float,
+        metavar="P",
+        default=0.0,
+        show_default=True,
+        help="At each token, with probability P, leave out all tokens above "
+        "--xtc-threshold but the least likely of them.",
+    ),
+    click.option(
+        "--xtc-threshold",
+        type=float,
+        metavar="P",
+        default=0.1,
+        show_default=True,
+        help="The probability above which XTC leaves tokens out.",
+    ),
+    click.option(
+        "--repetition-penalty",
+        type=float,
+        metavar="X",
+        help="Divide positive logits of the newest 20 tokens by X, multiply negative "
+        "ones by X.",
+    ),
+    click.option(
+        "--presence-penalty",
+        type=float,
+        metavar="X",
+        help="Subtract X from the logits of the newest 20 tokens.",
+    ),
+    click.option(
+        "--frequency-penalty",
+        type=float,
+        metavar="X",
+        help="Subtract X for each occurrence among the newest 20 tokens.",
+    ),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        callback=_biases,
+        metavar="ID=BIAS",
+        help="Add BIAS to the logit of token ID (-inf forbids it); repeat it for more.",
+    ),
+    seed(random=True),
+    click.option(
+        "--verification",
+        type=click.Choice(VERIFICATIONS),
+        default="coupled",
+        show_default=True,
+        help="How draft tokens are accepted, with --temp and --draft. Only coupled "
+        "gives the same text with every draft.",
+    ),
+    click.option(
+        "--top-logprobs",
+        type=click.IntRange(min=0),
+        metavar="N",
+        help="Write log-probabilities of tokens, and of the N likeliest at each "
+        "position, to --output.",
+    ),
+)
+
+
+def sampling(command: F) -> F:
+    """Give ``command`` the options; it hands their values to :func:`params_of`."""
+    return _added(command, _SAMPLING)
+
+
+def params_of(
+    *,
+    drafts: bool,
+    output_file: str | None,
+    temp: float,
+    top_logprobs: int | None,
+    **same_names: Any,
+) -> SamplingParams:
+    """What the options ask for.
+
+    Args:
+        drafts: whether anything proposes tokens.
+
+    Raises:
+        click.UsageError: an option is left without effect by another.
+        ConfigError: a value is out of range.
+    """
+    check_verification(temp, drafts=drafts)
+    if top_logprobs is not None and output_file is None:
+        raise click.UsageError("--top-logprobs needs --output: name a file for them")
+    return SamplingParams(
+        temperature=temp,
+        logprobs=top_logprobs is not None,
+        top_logprobs=top_logprobs or 0,
+        **same_names,
+    ).seeded()
+
+
+# -- of ``specdec run`` alone: the prefix cache -------------------------------------
+
+_PREFIX = (
+    click.option(
+        "--prefix-cache",
+        metavar="DIR",
+        help="Keep the keys and values of prompts in this folder. Later prompts that "
+        "begin alike reuse them, in this run and in others. [default: none]",
+    ),
+    click.option(
+        "--prefix-cache-size",
+        metavar="SIZE",
+        help="Most that the folder may hold, such as 500MB or 8GB; the entries unused "
+        f"for longest are removed. [default: {DEFAULT_PREFIX_CACHE_SIZE // 10**9}GB]",
+    ),
+    click.option(
+        "--prefix-cache-memory",
+        metavar="SIZE",
+        help="Most to keep in memory, with a folder or without. [default: 1GB with "
+        "--prefix-cache, else none]",
+    ),
+)
+
+
+def prefix_cache(command: F) -> F:
+    """Give ``command`` the options; it hands their values to :func:`prefix_config`."""
+    return _added(command, _PREFIX)
+
+
+def prefix_config(
+    *,
+    prefix_cache: str | None,
+    prefix_cache_size: str | None,
+    prefix_cache_memory: str | None,
+) -> dict[str, Any]:
+    """What they say, as arguments of ``EngineConfig``.
+
+    Raises:
+        click.UsageError: one needs another, or is empty.
+        ConfigError: no size.
+    """
+    if prefix_cache is not None and not prefix_cache.strip():
+        raise click.UsageError("--prefix-cache is empty: name a folder")
+    if prefix_cache is None and is_given("prefix_cache_size"):
+        raise click.UsageError(
+            "--prefix-cache-size needs --prefix-cache: name a folder"
+        )
+    config: dict[str, Any] = {"prefix_cache": prefix_cache}
+    if prefix_cache_size is not None:
+        config["prefix_cache_size"] = parse_size(prefix_cache_size)
+    if prefix_cache_memory is not None:
+        config["prefix_cache_memory"] = parse_size(prefix_cache_memory)
+    return config
+
+
+def _added(command: F, added: tuple[Option[Any], ...]) -> F:
+    for option in reversed(added):
+        command = option(command)
+    return command

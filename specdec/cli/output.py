@@ -1,22 +1,121 @@
-"""Where results go: text to standard output, JSON lines to a file."""
+"""Everything the command line prints but results: streams, errors, notes, files.
+
+An error is one line on standard error and an exit code. Text of users and models is
+shown without characters that a terminal acts on.
+"""
 
 from __future__ import annotations
 
+import logging
 import os
+import re
 import sys
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from typing import Any, TextIO
-from unicodedata import category
 
 import click
 
-from ..memory import Fallback, format_size
-from ..prompts import Prompt, PromptRecord
-from ..results import GenerationResult, StreamEvent
-from ..utils.data_files import HALVES, json_text
-from ..utils.printable import one_line, shorten
-from .streams import cannot_write, output_failed
+from ..errors import ConfigError, SpecdecError
+from ..model_names import nearest
+from ..prompts import PromptRecord
+from ..utils.data_files import HALVES
+from ..utils.printable import one_line, printable, shorten
+
+DEBUG = "SPECDEC_DEBUG"
+
+FAILURE, USAGE, INTERRUPTED = 1, 2, 130
+
+# -- streams -----------------------------------------------------------------------
+
+
+def open_streams() -> None:
+    """Make streams that are closed usable, and let none fail for a character.
+
+    Standard input is then empty, standard output cannot be written, and messages go
+    nowhere. A file opened later would get the number of a closed stream, and what is
+    meant for the stream.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        stream: TextIO | None = getattr(sys, name)
+        if stream is None:
+            setattr(sys, name, _closed(number, "w" if number else "r"))
+        elif number and hasattr(stream, "reconfigure"):
+            # A terminal that lacks a character shows "?" instead of an error.
+            stream.reconfigure(errors="replace")
+
+
+def _closed(number: int, mode: str) -> Any:
+    with suppress(OSError):
+        os.fstat(number)  # it is in use by now
+        return open(os.devnull, mode, encoding="utf-8")
+    # Of standard output, what is written fails: results are not lost in silence.
+    access = os.O_WRONLY if number == 2 else os.O_RDONLY
+    descriptor = os.open(os.devnull, access)  # the lowest that is free
+    return open(descriptor, mode, encoding="utf-8")
+
+
+def show(text: str, *, err: bool = False, nl: bool = True) -> None:
+    """Print lines, without characters that a terminal acts on.
+
+    Args:
+        err: to standard error. What cannot be shown there stops nothing.
+        nl: end the last line.
+
+    Raises:
+        click.ClickException: standard output cannot be written.
+    """
+    lines = "\n".join(map(printable, text.split("\n")))
+    if not err:
+        try:
+            click.echo(lines, nl=nl)
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            raise output_failed(error) from error
+        return
+    try:
+        click.echo(lines, err=True, nl=nl)
+    except OSError:
+        drop(sys.stderr)
+
+
+def flush_output() -> None:
+    """Write what standard output still holds.
+
+    Raises:
+        click.ClickException: it cannot be written.
+    """
+    try:
+        sys.stdout.flush()
+    except OSError as error:
+        failed = output_failed(error)
+        if isinstance(error, BrokenPipeError):
+            sys.exit(1)  # who read it has had enough
+        raise failed from error
+
+
+def output_failed(error: OSError) -> click.ClickException:
+    """What to raise once standard output could not be written; it is given up."""
+    drop(sys.stdout)
+    return cannot_write("standard output", error)
+
+
+def cannot_write(what: str, error: OSError) -> click.ClickException:
+    """What to raise where something cannot be written."""
+    return click.ClickException(f"{what} cannot be written: {error.strerror}")
+
+
+def drop(stream: TextIO) -> None:
+    """Let the interpreter's flush at exit go nowhere: it would fail once more."""
+    with suppress(OSError):  # a stream without a descriptor
+        null = os.open(os.devnull, os.O_WRONLY)
+        try:
+            os.dup2(null, stream.fileno())
+        finally:
+            os.close(null)
 
 
 def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
@@ -40,144 +139,149 @@ def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
         ) from error
 
 
-def fallback_note(fallbacks: Mapping[int, Fallback]) -> str | None:
-    """What was done for prompts that do not fit in memory as they are, in a line."""
-    if not fallbacks:
-        return None
-    most = max(fallbacks.values(), key=lambda f: f.needed)
-    by_bits: dict[int, list[int]] = {}
-    for index, fallback in fallbacks.items():
-        by_bits.setdefault(fallback.kv_bits, []).append(index)
-    packed = " and ".join(
-        f"of {_prompts(indices)} in {bits} bits" for bits, indices in by_bits.items()
-    )
-    up_to = "up to " if len(fallbacks) > 1 else ""
+# -- errors ------------------------------------------------------------------------
+
+
+def report(error: Exception) -> int:
+    """Print one line to standard error; return the exit code."""
+    if isinstance(error, click.exceptions.NoArgsIsHelpError):
+        error.show()
+        return USAGE
+    if isinstance(error, click.Abort):
+        show_interrupted()
+        return INTERRUPTED
+    if debugging():
+        traceback.print_exception(error)
+    message, code = _describe(error)
+    show_error(message)
+    return code
+
+
+def show_error(message: str) -> None:
+    """Print one line to standard error."""
+    show(f"specdec: error: {one_line(' '.join(message.split()))}", err=True)
+
+
+def show_interrupted() -> None:
+    """Say so, in the words of commands that keep nothing."""
+    show("specdec: interrupted", err=True)
+
+
+class _Lines(logging.Handler):
+    def emit(self, record: logging.LogRecord) -> None:
+        show(f"specdec: warning: {one_line(record.getMessage())}", err=True)
+
+
+def show_warnings() -> None:
+    """Let warnings of the library appear as lines like the errors."""
+    logger = logging.getLogger("specdec")
+    if not logger.handlers:
+        logger.addHandler(_Lines(logging.WARNING))
+
+
+def debugging() -> bool:
+    """Whether SPECDEC_DEBUG asks for tracebacks."""
+    return os.environ.get(DEBUG, "") not in ("", "0")
+
+
+def _describe(error: Exception) -> tuple[str, int]:
+    if isinstance(error, click.UsageError):
+        command = error.ctx.command_path if error.ctx else "specdec"
+        message = (
+            _unknown(error)
+            if isinstance(error, click.NoSuchOption)
+            else error.format_message() + _stray(error)
+        )
+        return f"{message} (see: {command} --help)", USAGE
+    if isinstance(error, click.ClickException):
+        return error.format_message(), error.exit_code
+    if isinstance(error, SpecdecError):
+        return str(error), USAGE if isinstance(error, ConfigError) else FAILURE
+    if isinstance(error, OSError) and error.strerror:
+        name = "" if error.filename is None else f"{shorten(error.filename)}: "
+        return f"{name}{error.strerror}", FAILURE
+    if isinstance(error, ImportError) and _is_mlx(error):
+        return (
+            "MLX has no backend here: pip install 'mlx[cpu]', or [cuda12] "
+            f"or [cuda13] for an NVIDIA GPU ({error})",
+            FAILURE,
+        )
     return (
-        f"{_prompts(list(fallbacks))} would need {up_to}{format_size(most.needed)} and "
-        f"the memory limit is {format_size(most.limit)}: keys and values {packed}, "
-        f"{up_to}{format_size(max(f.packed for f in fallbacks.values()))}; "
-        "that can change the output"
+        f"unexpected {type(error).__name__}: {shorten(error)} "
+        f"(set {DEBUG}=1 to see where it comes from)",
+        FAILURE,
     )
 
 
-def _prompts(indices: Sequence[int]) -> str:
-    if len(indices) == 1:
-        return f"prompt {indices[0]}"
-    if len(indices) > 8:
-        return f"{len(indices)} prompts"
-    return f"prompts {', '.join(map(str, indices))}"
+def _stray(error: click.UsageError) -> str:
+    """Where words belong that stand alone, if the command takes prompts or settings."""
+    if error.ctx is None or "unexpected extra argument" not in error.message:
+        return ""
+    settings = error.ctx.params.get("settings") or ()
+    if any("[" in each and "]" not in each for each in map(str, settings)):
+        # The shell has cut a list at its blanks.
+        return ": put the value of --set in quotes, as in --set 'batch=[1, 8]'"
+    options = {name for each in error.ctx.command.params for name in each.opts}
+    return ": write a prompt after --prompt, in quotes" * ("--prompt" in options)
 
 
-class Sink:
-    """Takes stream events; keeps what has finished, whatever happens then.
+def _unknown(error: click.NoSuchOption) -> str:
+    """The error's message, with the option of the closest spelling.
 
-    One prompt is streamed as it comes. Several are written whole, each under a
-    header line, in the order of the prompts; the JSON lines in the order in
-    which the prompts finish. Standard output is written within ``aside()``.
-
-    Attributes:
-        finished: results taken.
-        errors: of prompts that ended with one, by their index.
+    click's own guess counts the dashes, which all have: of ``--json`` it makes
+    ``--stop``.
     """
+    message = f"No such option {error.option_name!r}."
+    if error.ctx is None:
+        return message
+    name = error.option_name.lower().replace("_", "-")
+    known = {
+        opt.removeprefix("--"): opt
+        for each in error.ctx.command.get_params(error.ctx)
+        for opt in each.opts
+        if opt.startswith("--")
+    }
+    name = name.lstrip("-")
+    begun = [each for each in known if each.startswith(name) or name.startswith(each)]
+    found = begun[0] if len(begun) == 1 and len(name) > 2 else nearest(name, known)
+    return message if found is None else f"{message} Did you mean {known[found]!r}?"
 
-    def __init__(
-        self,
-        prompts: Sequence[PromptRecord],
-        output: TextIO | None,
-        aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
-    ) -> None:
-        self._prompts = prompts
-        self._output = output
-        self._aside = aside
-        self._waiting: dict[int, GenerationResult] = {}
-        self._next = 0
-        self._line_open = False
-        self._stdout_failed = False
-        self.finished = 0
-        self.errors: dict[int, str] = {}
-        if output is not None and os.path.isfile(output.name):
-            output.truncate(0)
 
-    def take(self, event: StreamEvent) -> None:
-        """Write what an event makes ready.
+def _is_mlx(error: ImportError) -> bool:
+    return (error.name or "").partition(".")[0] == "mlx" or "libmlx" in str(error)
 
-        Raises:
-            click.ClickException: the file, or standard output, cannot be written.
-        """
-        if len(self._prompts) == 1:
-            self._write(event.text)
-        if event.result is None:
-            return
-        self.finished += 1
-        if event.result.finish_reason == "error":
-            self.errors[event.index] = event.result.error or "no reason was given"
-        if len(self._prompts) > 1:
-            self._waiting[event.index] = event.result
-        if self._output is not None:
-            self._write_line(self._output, event.result)
-        if len(self._prompts) == 1:
-            self._write("\n")
-            return
-        while self._next in self._waiting:
-            self._write_block(self._waiting.pop(self._next))
-            self._next += 1
 
-    def close(self) -> None:
-        """Write the finished results that waited for an earlier prompt."""
-        for index in sorted(self._waiting):
-            self._write_block(self._waiting.pop(index))
-        if self._line_open or (len(self._prompts) == 1 and not self.finished):
-            self._write("\n")
+def name_of(index: int, records: Sequence[PromptRecord]) -> str:
+    """What a message calls a prompt: by file and line, where it has them."""
+    where = records[index].where
+    return f"prompt {index}" if where is None else f"{where} (prompt {index})"
 
-    def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        fields = result.to_dict()
-        named = self._prompts[result.index].id
-        if named is not None:
-            fields = {"index": result.index, "id": named, **fields}
-        line = json_text(fields)
-        try:
-            output.write(line + "\n")
-            output.flush()
-        except OSError as error:
-            with suppress(OSError):
-                output.close()  # what it still holds would fail again later
-            raise cannot_write(f"--output {output.name}", error) from error
 
-    def _write_block(self, result: GenerationResult) -> None:
-        title = _title(self._prompts[result.index].prompt)
-        self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
-
-    def _write(self, text: str) -> None:
-        if self._stdout_failed:
-            return
-        try:
-            with self._aside():
-                sys.stdout.write(_for_terminal(text))
-                sys.stdout.flush()
-        except BrokenPipeError:
+@contextmanager
+def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
+    """Within the block, errors of a prompt name its file and line."""
+    try:
+        yield
+    except SpecdecError as error:
+        found = re.match(r"prompt (\d+)(?=: )", str(error))
+        if found is None:
             raise
-        except OSError as error:
-            self._stdout_failed = True
-            raise output_failed(error) from error
-        if text:
-            self._line_open = not text.endswith("\n")
+        message = name_of(int(found[1]), records) + str(error)[found.end() :]
+        raise type(error)(message) from error
 
 
-def _for_terminal(text: str) -> str:
-    """A model's text; on a terminal, without characters that it acts on."""
-    if not sys.stdout.isatty():
-        return text
-    kept = "\n\t"
-    return "".join(
-        "?" if category(each) in ("Cc", "Cs") and each not in kept else each
-        for each in text
-    )
+def silence_third_parties() -> None:
+    """Quiet transformers and the hub; call it before they are imported.
 
-
-def _title(prompt: Prompt) -> str:
-    if isinstance(prompt, str):
-        text = prompt
-    else:
-        last = prompt[-1]
-        text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
-    return one_line(" ".join(text.split()), 70, end=False)
+    What the user has set in the environment stays. A download keeps its
+    progress bar on a terminal: a model can take minutes.
+    """
+    if debugging():
+        return
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    os.environ.setdefault("HF_HUB_VERBOSITY", "error")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    if not sys.warnoptions:
+        warnings.simplefilter("ignore")

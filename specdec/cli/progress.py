@@ -5,28 +5,34 @@ from __future__ import annotations
 import sys
 import threading
 import time
+from bisect import bisect_left
+from collections import Counter
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
-from .streams import show
+from .output import show
 
 # Seconds between lines: a log of an hour stays readable.
 LINE_SECONDS = 10.0
-# Seconds after which is looked whether a line is due though nothing was done.
+# Seconds between looks at whether a line is due while nothing is done.
 LOOK_SECONDS = 1.0
+# Seconds for which a time left is good enough.
+_LEFT_SECONDS = 0.5
+# tqdm's own time left follows the last update alone.
+_BAR = "{l_bar}{bar}| {n_fmt}/{total_fmt} [{elapsed}{postfix}]"
 
 
 class Progress:
-    """Shows on standard error what is done of how much.
+    """Shows on standard error how much is done, and the time left.
 
-    Time goes on there though nothing is done for long, as in a prefill of many rows.
+    It goes on while nothing is done for long, as in a prefill of many rows.
 
     Args:
         unit: what is counted, in the singular.
-        total: how many there are; :meth:`show` may tell another number.
+        total: how many there are; :meth:`show` may change it.
+        done: how many an earlier run has done.
         quiet: show nothing.
-        time_left: lines tell it too, from the mean of what is done, as a bar does.
         clock: seconds.
     """
 
@@ -35,26 +41,29 @@ class Progress:
         unit: str,
         total: int | None = None,
         *,
+        done: int = 0,
         quiet: bool = False,
-        time_left: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         from tqdm import tqdm
 
-        on_terminal = sys.stderr.isatty()
-        self._unit, self._total, self._done = unit, total, 0
+        self.total, self.done = total, done
+        self.on_terminal = sys.stderr.isatty()
+        self._unit, self._quiet, self._clock = unit, quiet, clock
         self._what = self._note = ""
-        self._clock, self._told = clock, clock()
-        self._began, self._time_left = self._told, time_left
-        self._in_lines = not quiet and not on_terminal
+        self._share: Callable[[], float | None] | None = None
+        self._shown = clock()
+        self._begin()
         self._bar: Any = tqdm(
             total=total,
+            initial=done,
             unit=unit,
             miniters=0,  # a new note moves the bar as well as what is done
+            bar_format=None if total is None else _BAR,
             leave=False,
-            disable=quiet or not on_terminal,
+            disable=quiet or not self.on_terminal,
         )
-        self._telling, self._closed = threading.Lock(), threading.Event()
+        self._showing, self._closed = threading.Lock(), threading.Event()
         self._looking: threading.Thread | None = None
         if not quiet:
             self._looking = threading.Thread(target=self._look, daemon=True)
@@ -73,13 +82,6 @@ class Progress:
             self._looking.join()
         self._bar.close()
 
-    def _look(self) -> None:
-        while not self._closed.wait(LOOK_SECONDS):
-            if self._in_lines:
-                self._tell()
-            else:
-                self._bar.refresh()
-
     def aside(self) -> AbstractContextManager[Any]:
         """Take the bar off the terminal while standard output is written to it."""
         if not sys.stdout.isatty():
@@ -89,51 +91,156 @@ class Progress:
         )
         return context
 
-    def add(self, n: int, *, what: str = "", note: str = "") -> None:
-        """So many more are done."""
-        self.show(self._done + n, what=what, note=note)
+    def add(
+        self,
+        n: int,
+        *,
+        what: str = "",
+        note: str = "",
+        share: Callable[[], float | None] | None = None,
+    ) -> None:
+        """So many more are done; see :meth:`show`."""
+        self.show(self.done + n, what=what, note=note, share=share)
 
     def show(
-        self, done: int, total: int | None = None, *, what: str = "", note: str = ""
+        self,
+        done: int,
+        total: int | None = None,
+        *,
+        what: str = "",
+        note: str = "",
+        share: Callable[[], float | None] | None = None,
     ) -> None:
         """So many are done.
 
         Args:
             total: of how many, where that changes.
             what: is being done.
-            note: what else there is to tell.
+            note: anything else worth showing.
+            share: gives how much of the work is done, where units differ in size.
         """
-        anew = total is not None and total != self._total
-        self._done, self._total = done, self._total if total is None else total
-        if self._in_lines:
-            self._what, self._note = what, note
-            self._tell()
+        anew = (total is not None and total != self.total) or done < self.done
+        self.done, self.total = done, self.total if total is None else total
+        self._note = note
+        if anew:
+            self._begin()
+        self._share = share
+        if not self.on_terminal:
+            self._what = what
+            self._line()
             return
+        if anew:
+            self._bar.bar_format = _BAR
+            self._bar.reset(self.total)
         self._bar.set_description_str(what, refresh=False)
-        self._bar.set_postfix_str(note, refresh=False)
-        if anew or done < self._bar.n:
-            self._bar.reset(self._total)
+        self._bar.set_postfix_str(self._notes(self._clock()), refresh=False)
         self._bar.update(done - self._bar.n)
         if what != self._what:  # it may be long before there is more to show
             self._what = what
             self._bar.refresh()
 
-    def _tell(self) -> None:
-        with self._telling:
-            now = self._clock()
-            if now - self._told < LINE_SECONDS:
-                return
-            self._told = now
-        total = f" of {self._total}" if self._total is not None else ""
-        units = self._unit + "s" * (self._total != 1)
-        told = [self._what, f"{self._done}{total} {units}", self._note, self._left(now)]
-        show(f"specdec: {', '.join(filter(None, told))}", err=True)
+    def _begin(self) -> None:
+        """Count the time from here."""
+        self._began, self._before = self._clock(), self.done
+        self._share = None
+        self._left, self._left_at = "", float("-inf")
 
-    def _left(self, now: float) -> str:
-        if not self._time_left or not self._total or not 0 < self._done < self._total:
-            return ""
-        seconds = (now - self._began) / self._done * (self._total - self._done)
-        minutes = round(seconds / 60)
-        if minutes < 2:
-            return f"about {max(2, round(seconds))} seconds left"
-        return f"about {minutes} minutes left"
+    def _look(self) -> None:
+        while not self._closed.wait(LOOK_SECONDS):
+            if self.on_terminal:
+                self._bar.refresh()
+            else:
+                self._line()
+
+    def _line(self) -> None:
+        if self._quiet:
+            return
+        with self._showing:
+            now = self._clock()
+            if now - self._shown < LINE_SECONDS:
+                return
+            self._shown = now
+        total = f" of {self.total}" if self.total is not None else ""
+        units = self._unit + "s" * (self.total != 1)
+        parts = [self._what, f"{self.done}{total} {units}", self._notes(now)]
+        show(f"specdec: {', '.join(filter(None, parts))}", err=True)
+
+    def _notes(self, now: float) -> str:
+        if now - self._left_at >= _LEFT_SECONDS:
+            self._left, self._left_at = _left(self.seconds_left(now)), now
+        return ", ".join(filter(None, [self._note, self._left]))
+
+    def seconds_left(self, now: float) -> float | None:
+        """From the mean speed so far; ``None`` while there is nothing to go by."""
+        share = None
+        if self._share is not None:
+            share = self._share()
+        elif self.total is not None and self.total > self._before:
+            share = (self.done - self._before) / (self.total - self._before)
+        if not share or share >= 1 or self.done == self.total:
+            return None
+        return (now - self._began) / share * (1 - share)
+
+
+def _left(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
+    minutes = round(seconds / 60)
+    if minutes < 2:
+        return f"about {max(2, round(seconds))} seconds left"
+    return f"about {minutes} minutes left"
+
+
+class Share:
+    """How much of a run is done: its tokens, of those that all prompts come to.
+
+    That is estimated from what the first of them came to. The lengths of finished
+    prompts alone would say too little: short ones finish first. So those that run
+    count as longer than they are (Kaplan and Meier 1958); beyond the longest, prompts
+    end at the mean rate so far.
+
+    Args:
+        num_prompts: of the run.
+        most: tokens that a prompt can have.
+    """
+
+    def __init__(self, num_prompts: int, most: int) -> None:
+        self._waiting, self._most = num_prompts, most
+        self._finished: list[int] = []
+        self._running: dict[int, int] = {}
+
+    def take(self, index: int, num_tokens: int, *, done: bool) -> None:
+        """Count what a prompt emitted."""
+        self._waiting -= index not in self._running
+        tokens = self._running.pop(index, 0) + num_tokens
+        if done:
+            self._finished.append(tokens)
+        else:
+            self._running[index] = tokens
+
+    def __call__(self) -> float | None:
+        """Of 1; ``None`` while no prompt has finished."""
+        finished, running = sorted(self._finished), sorted(self._running.values())
+        so_far = sum(finished) + sum(running)
+        if not so_far or not finished:
+            return None
+        # The share of prompts that are longer than each length, in steps.
+        steps: list[tuple[int, float]] = []
+        longer = 1.0
+        for length, n in Counter(finished).items():
+            shorter = bisect_left(finished, length) + bisect_left(running, length)
+            longer *= 1 - n / (len(finished) + len(running) - shorter)
+            steps.append((length, longer))
+        beyond = so_far / len(finished)
+
+        def after(start: int) -> float:
+            """Tokens that a prompt has after its first ``start``."""
+            first = next((s for n, s in reversed(steps) if n <= start), 1.0)
+            at, alive, tokens = start, 1.0, 0.0
+            for length, share in steps:
+                if length > start:
+                    tokens += alive * (length - at)
+                    at, alive = length, share / first
+            return tokens + alive * min(beyond, max(0, self._most - at))
+
+        return so_far / (so_far + sum(map(after, running)) + self._waiting * after(0))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import select
 import sys
+from collections.abc import Sequence
+from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,35 +15,45 @@ from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
     EngineConfig,
-    KvBits,
     NumDraftTokens,
 )
+from ..errors import PromptFileError
+from ..prompts import PromptRecord, read_records, read_text
 from ..utils.sizes import parse_size
 from . import options
 from .interrupts import last_words
-from .options import dashed, is_given
-from .output import Sink, fallback_note, open_output
-from .prefix_options import prefix_config, prefix_options
-from .progress import Progress
-from .prompts import collect, name_of, places_named
-from .quiet import silence_third_parties
-from .report import FAILURE, INTERRUPTED, show_error, show_warnings
-from .sampling_options import params_of, sampling_options
-from .streams import show
+from .output import (
+    FAILURE,
+    INTERRUPTED,
+    name_of,
+    open_output,
+    places_named,
+    show,
+    show_error,
+    show_warnings,
+    silence_third_parties,
+)
+from .progress import Progress, Share
+from .sink import Sink
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
     from ..sampling_params import SamplingParams
     from ..stats import RunStats
 
+# Seconds after which a pipe that brings nothing is named.
+_PATIENCE = 2.0
 
-@click.command(short_help="Decode prompts with a target model and a draft.")
+
+@click.command(
+    cls=options.Command, short_help="Decode prompts with a target model and a draft."
+)
 @options.target()
 @options.draft(
-    "Draft model, named like the target; self:4bit (2, 3, 8): the target itself, "
-    "quantized; layers:0-7,22-29: just those layers of it; ngram: no model, what "
-    "followed the newest tokens before (ngram:shared: in any row); ngram+MODEL: "
-    "MODEL where no n-gram matches; none: no draft."
+    "Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
+    "quantized. layers:0-7,22-29: those layers of it. ngram: no model; what followed "
+    "the newest tokens before. ngram+MODEL: MODEL where no n-gram matches. none: no "
+    "draft."
 )
 @click.option(
     "--prompt",
@@ -48,26 +61,27 @@ if TYPE_CHECKING:
     "texts",
     multiple=True,
     metavar="TEXT",
-    help="A prompt; repeat it for more. '-' reads one from standard input.",
+    help="A prompt; repeat it for more. Text piped to standard input is appended to "
+    "each. '-' reads a prompt from standard input.",
 )
 @options.prompts(
-    "Prompts, one a line: text, or JSON with prompt, question, messages or "
-    "turns (the first turn). [default: standard input, unless --prompt is given]",
+    "File of prompts, one a line: text, or JSON with prompt, question, messages "
+    "or turns (the first turn). [default: standard input, unless --prompt is given]",
     required=False,
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
-@sampling_options
+@options.sampling
 @click.option(
     "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
 )
 @options.ignore_chat_template()
 @options.num_draft_tokens(
-    "Tokens that the draft proposes in a round. auto: as many as pay, none "
-    "included, from measured costs and acceptance.",
+    "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
+    "none, from measured costs and acceptance.",
     low=0,
 )
 @options.prefill_step_size(
-    "Prompt tokens per row in one forward; less takes less memory.",
+    "Prompt tokens per row in one forward; a smaller number takes less memory.",
     default=DEFAULT_PREFILL_STEP_SIZE,
 )
 @options.max_kv_size(
@@ -75,8 +89,7 @@ if TYPE_CHECKING:
     "[default: all]"
 )
 @options.kv_bits(
-    "Keep keys and values of target and draft quantized; auto: only those of "
-    "prompts that do not fit in memory otherwise. [default: as they are]"
+    "Keep keys and values of target and draft quantized. [default: as they are]"
 )
 @options.kv_group_size()
 @click.option(
@@ -87,12 +100,12 @@ if TYPE_CHECKING:
     show_default=True,
     help="Quantize once the longest row holds N tokens, with --kv-bits.",
 )
-@prefix_options
+@options.prefix_cache
 @options.dtype()
 @options.trust_remote_code()
 @options.memory_limit(
-    "Most memory to use, such as 8GB or 6.5GiB: rows wait for it, and what "
-    "cannot fit is refused. [default: what the device has]"
+    "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
+    "cannot fit is refused. [default: all that the device has]"
 )
 @options.file(
     "--output",
@@ -114,7 +127,7 @@ def run(
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
-    kv_bits: KvBits,
+    kv_bits: int | None,
     kv_group_size: str,
     quantized_kv_start: int,
     prefix_cache: str | None,
@@ -130,15 +143,21 @@ def run(
     """Decode prompts with a target model and, if one is named, a draft.
 
     Text goes to standard output, progress and a summary to standard error. The
-    draft and the batch change how fast the text comes, not which text.
+    draft and the batch change the speed, not the text.
 
     \b
       specdec run --prompt "What is MLX?"
       specdec run --draft self:4bit --prompts questions.jsonl --output out.jsonl
+      cat report.txt | specdec run --prompt "Summarize:"
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
     drafts = options.check_pair(target, draft) is not None
-    _check_together(drafts, num_draft_tokens, kv_bits)
+    options.check_num_draft_tokens(draft, drafts=drafts)
+    options.check_kv_options(kv_bits)
+    if num_draft_tokens == 0:
+        raise click.UsageError(
+            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead"
+        )
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -148,18 +167,18 @@ def run(
         kv_group_size=int(kv_group_size),
         quantized_kv_start=quantized_kv_start,
         memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        **prefix_config(
+        **options.prefix_config(
             prefix_cache=prefix_cache,
             prefix_cache_size=prefix_cache_size,
             prefix_cache_memory=prefix_cache_memory,
         ),
     )
-    params = params_of(drafts=drafts, output_file=output_file, **sampling)
+    params = options.params_of(drafts=drafts, output_file=output_file, **sampling)
     if ignore_chat_template and system_prompt is not None:
         raise click.UsageError(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
         )
-    records = collect(texts, file)
+    records = _collect(texts, file, quiet=quiet)
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -190,14 +209,12 @@ def run(
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
         )
-    if not quiet and (note := fallback_note(decoder.stats.fallbacks)):
-        show(f"specdec: note: {note}", err=True)
     streaming = len(records) == 1 and sys.stdout.isatty()
     progress = Progress("prompt", len(records), quiet=quiet or streaming)
     sink = Sink(records, output, progress.aside)
 
     def conclude(*, interrupted: bool) -> None:
-        """Close what is open, and tell what became of it all."""
+        """Close what is open, and report how it ended."""
         sink.close()
         progress.close()
         for index, error in sorted(sink.errors.items()):
@@ -213,13 +230,15 @@ def run(
             show(_summary(decoder, params, len(sink.errors)), err=True)
 
     interrupted = False
+    share = Share(len(records), params.max_tokens)
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
             for event in events:
                 sink.take(event)
                 done = event.result is not None
-                progress.add(done, **_under_way(decoder.stats))
+                share.take(event.index, len(event.token_ids), done=done)
+                progress.add(done, **_under_way(decoder.stats), share=share)
         except KeyboardInterrupt:
             interrupted = True
         except BaseException:
@@ -230,6 +249,58 @@ def run(
         sys.exit(INTERRUPTED)
     if sink.errors:
         sys.exit(FAILURE)
+
+
+def _collect(
+    texts: Sequence[str], file: str | None, *, quiet: bool
+) -> list[PromptRecord]:
+    """The prompts of ``--prompt`` and ``--prompts``; without any, standard input's.
+
+    What is piped to standard input is appended to the prompts of ``--prompt``, where
+    neither another prompt nor ``--prompts`` reads it.
+
+    Raises:
+        click.UsageError: there are none, or standard input is asked for twice.
+        PromptFileError: see :func:`~specdec.prompts.read_records`.
+    """
+    if not all(text.strip() for text in texts):
+        raise click.UsageError("--prompt is empty: give it a text")
+    if [*texts, file].count("-") > 1:
+        raise click.UsageError("standard input can be read once: give one '-'")
+    if file is not None:
+        return [*map(_typed, texts), *read_records(file)]
+    if "-" in texts:
+        return list(map(_typed, texts))
+    if texts:
+        piped = _piped(quiet=quiet)
+        return [PromptRecord(text + piped) for text in texts]
+    if sys.stdin.isatty():
+        raise click.UsageError(
+            "no prompts: give --prompt TEXT, --prompts FILE, or standard input"
+        )
+    return read_records("-")
+
+
+def _typed(text: str) -> PromptRecord:
+    if text != "-":
+        return PromptRecord(text)
+    text = read_text("-")
+    if not text.strip():
+        raise PromptFileError("standard input: it is empty: give it a prompt")
+    return PromptRecord(text)
+
+
+def _piped(*, quiet: bool) -> str:
+    """What comes after the prompts: standard input, unless that is a terminal."""
+    if sys.stdin.isatty():
+        return ""
+    with suppress(OSError, ValueError):  # a stream without a descriptor
+        ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
+        if not ready and not quiet:
+            note = "reading standard input; </dev/null leaves it out"
+            show(f"specdec: note: {note}", err=True)
+    text = read_text("-")
+    return f"\n\n{text}" if text.strip() else ""
 
 
 def _under_way(stats: RunStats) -> dict[str, str]:
@@ -247,26 +318,9 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
     if num_draft_tokens == "auto" or defaults().name != "cpu":
         return None
     return (
-        "on a CPU verifying costs nearly as much as decoding: a fixed number of "
-        "draft tokens makes most pairs slower there, never different"
+        "on a CPU, verifying costs nearly as much as decoding: with a fixed number of "
+        "draft tokens most pairs are slower there; the output is the same"
     )
-
-
-def _check_together(
-    drafts: bool, num_draft_tokens: NumDraftTokens, kv_bits: KvBits
-) -> None:
-    """Refuse an option that another one, or its absence, leaves without effect."""
-    if not drafts and is_given("num_draft_tokens"):
-        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if num_draft_tokens == 0:
-        raise click.UsageError(
-            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead"
-        )
-    for name in ("kv_group_size", "quantized_kv_start"):
-        if kv_bits is None and is_given(name):
-            raise click.UsageError(
-                f"{dashed(name)} needs --kv-bits: add --kv-bits 4, 8 or auto"
-            )
 
 
 def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> str:
@@ -274,7 +328,7 @@ def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> s
 
     stats, draft = decoder.stats, decoder.draft_name
     k = decoder.config.num_draft_tokens
-    length = "as many tokens a round as pay"
+    length = "as many tokens a round as are worth it"
     if k != "auto":
         length = f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
@@ -302,7 +356,9 @@ def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> s
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
     elif draft and k == "auto" and stats.rounds and not failed:
-        lines["acceptance"] = "nothing was drafted: it does not pay here"
+        lines["acceptance"] = "nothing was drafted: it is not worth it here"
+    if decoder.config.kv_bits is not None:
+        lines["KV cache"] = f"{decoder.config.kv_bits} bits"
     if params.draws:
         lines["seed"] = str(params.seed)
     if num_failed:

@@ -10,18 +10,22 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from ..config import DEFAULT_BATCH_SIZE, EngineConfig, KvBits
+from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.data_files import json_text
 from . import options
 from .options import is_given
-from .output import open_output
+from .output import (
+    FAILURE,
+    cannot_write,
+    open_output,
+    places_named,
+    show,
+    show_warnings,
+    silence_third_parties,
+)
 from .progress import Progress
-from .prompts import places_named
-from .quiet import silence_third_parties
-from .report import FAILURE, show_warnings
-from .streams import cannot_write, show
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -31,11 +35,13 @@ if TYPE_CHECKING:
 DEFAULT_MAX_TOKENS = 64
 # Fixed, so that a certificate can be made again.
 DEFAULT_NUM_DRAFT_TOKENS = 3
-# A row's first token, a round of all its draft tokens, and the round behind it.
-TOKENS_BEHIND_DRAFT = 3
+# A row's first token, a round of all its draft tokens, and the round after it.
+TOKENS_BEYOND_DRAFT = 3
 
 
-@click.command(short_help="Compare the output with plain decoding.")
+@click.command(
+    cls=options.Command, short_help="Compare the output with plain decoding."
+)
 @options.target()
 @options.draft("Draft, named as for `specdec run`; none: batches are compared.")
 @options.prompts(
@@ -44,7 +50,7 @@ TOKENS_BEHIND_DRAFT = 3
 @options.num_prompts("Take the first N prompts. [default: all]")
 @options.max_tokens(
     f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
-    "distribution, a round and what is around it]"
+    "distribution, a round and one token on either side]"
 )
 @options.batch("Prompts that the engine decodes together.", default=DEFAULT_BATCH_SIZE)
 @click.option(
@@ -70,13 +76,12 @@ TOKENS_BEHIND_DRAFT = 3
 )
 @options.positive(
     "--max-restarts",
-    text="Times that a prompt is decoded on from behind a tie.",
+    text="Times that a prompt is continued after a tie.",
     default=16,
     low=0,
 )
 @options.kv_bits(
-    "Keep keys and values quantized, in plain decoding too. [default: as they are]",
-    auto=False,
+    "Keep keys and values quantized, in plain decoding too. [default: as they are]"
 )
 @options.kv_group_size()
 @options.dtype()
@@ -102,7 +107,7 @@ def verify(
     verification: Any,
     draws: int,
     max_restarts: int,
-    kv_bits: KvBits,
+    kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
     trust_remote_code: bool,
@@ -122,9 +127,12 @@ def verify(
     """  # noqa: D301 - click's mark for lines to keep
     sampled = temp > 0 and verification != "coupled"
     drafts = options.check_pair(target, draft) is not None
-    _check_together(drafts, temp, kv_bits, sampled=sampled)
+    options.check_num_draft_tokens(draft, drafts=drafts)
+    options.check_verification(temp, drafts=drafts)
+    options.check_kv_options(kv_bits)
+    _check_together(temp, sampled=sampled)
     if max_tokens is None:
-        short = num_draft_tokens + TOKENS_BEHIND_DRAFT
+        short = num_draft_tokens + TOKENS_BEYOND_DRAFT
         max_tokens = short if sampled else DEFAULT_MAX_TOKENS
     config = EngineConfig(
         batch_size=batch_size,
@@ -197,25 +205,14 @@ def verify(
         sys.exit(FAILURE)
 
 
-def _check_together(
-    drafts: bool, temp: float, kv_bits: KvBits, *, sampled: bool
-) -> None:
-    """Refuse what is without effect; before a model is loaded."""
-    if not drafts and is_given("num_draft_tokens"):
-        raise click.UsageError("--num-draft-tokens needs --draft: name a draft")
-    if is_given("verification") and (temp == 0 or not drafts):
-        missing = "a draft (--draft)" if not drafts else "--temp above 0"
-        raise click.UsageError(
-            f"--verification needs {missing}: without it all are the same"
-        )
+def _check_together(temp: float, *, sampled: bool) -> None:
+    """Refuse what is without effect, before a model is loaded."""
     if is_given("seed") and temp == 0:
         raise click.UsageError("--seed needs --temp: at 0 nothing is drawn")
     if is_given("draws") and not sampled:
         raise click.UsageError("--draws needs --verification rejection or block")
     if is_given("max_restarts") and sampled:
         raise click.UsageError("--max-restarts is for a comparison token for token")
-    if is_given("kv_group_size") and kv_bits is None:
-        raise click.UsageError("--kv-group-size needs --kv-bits: add --kv-bits 4 or 8")
 
 
 def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:

@@ -1,23 +1,19 @@
 """Whether a run fits in memory, asked before it begins. No mlx here.
 
 Models are checked before they are loaded, a request when it is added, and rows
-before they get a place: what cannot fit is refused with the numbers, what does not
-fit yet waits, and where that was asked for, a request that does not fit otherwise
-has its keys and values packed.
+before they get a place: what cannot fit is refused with the numbers, and what does not
+fit yet waits.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
-from ..errors import MemoryLimitError, UnsupportedModelError
-from ..memory import Choosing, Fallback, MemoryPlan, RowNeeds, format_size
+from ..errors import MemoryLimitError
+from ..memory import Choosing, MemoryPlan, RowNeeds, format_size
 from ..request import Request
 from ..sampling_params import SamplingParams
-
-#: Bits in which keys and values are kept where they do not fit as they are.
-FALLBACK_BITS = (8, 4)
 
 
 @dataclass(frozen=True)
@@ -27,14 +23,10 @@ class Preflight:
     Args:
         plan: of the run.
         limit: bytes for everything that MLX holds.
-        packed: the plan with keys and values in so many bits, where a request may
-            fall back to it; raises :class:`UnsupportedModelError` for models whose
-            keys cannot be packed. ``None``: no request may.
     """
 
     plan: MemoryPlan
     limit: int
-    packed: Callable[[int], MemoryPlan] | None = None
 
     def check_models(self) -> None:
         """Refuse models that leave no room for the smallest request.
@@ -46,8 +38,6 @@ class Preflight:
         needed, weights = self.plan.peak([smallest]), self.plan.weight_bytes
         if needed <= self.limit:
             return
-        if any(peak <= self.limit for _, peak in self._packed_peaks(smallest)[0]):
-            return
         share, way = self._prefix_share(smallest)
         if self.plan.draft is not None or self.plan.lookup_bytes:
             way = "leave the draft out, " + way
@@ -57,11 +47,8 @@ class Preflight:
             f"models of fewer bits, {way}or raise --memory-limit (memory_limit)"
         )
 
-    def check(self, prompt_tokens: int, params: SamplingParams) -> Fallback | None:
+    def check(self, prompt_tokens: int, params: SamplingParams) -> None:
         """Refuse a request that does not fit even alone.
-
-        Returns:
-            ``None`` where it fits as it is, else how it fits.
 
         Raises:
             MemoryLimitError: with the numbers.
@@ -69,21 +56,13 @@ class Preflight:
         row = row_needs(prompt_tokens, params)
         needed = self.plan.peak([row])
         if needed <= self.limit:
-            return None
-        packed, tried = self._packed_peaks(row)
-        for kv_bits, peak in packed:
-            if peak <= self.limit:
-                return Fallback(
-                    kv_bits=kv_bits, needed=needed, packed=peak, limit=self.limit
-                )
-            tried = f" ({format_size(peak)} with keys and values in {kv_bits} bits)"
+            return
         share, way = self._prefix_share(row)
-        way += "add --kv-bits, " if self.packed is None else ""
         raise MemoryLimitError(
             f"{prompt_tokens} prompt tokens and up to {params.max_tokens} more need "
-            f"{format_size(needed)}{share}{tried} and the memory limit is "
+            f"{format_size(needed)}{share} and the memory limit is "
             f"{format_size(self.limit)}: shorten it, lower --max-tokens or "
-            f"--prefill-step-size, {way}or raise --memory-limit"
+            f"--prefill-step-size, {way}add --kv-bits, or raise --memory-limit"
         )
 
     def _prefix_share(self, row: RowNeeds) -> tuple[str, str]:
@@ -97,24 +76,9 @@ class Preflight:
         )
 
     def cost(self, requests: Sequence[Request]) -> int:
-        """Most bytes that these requests hold when they have rows together.
-
-        Args:
-            requests: one or more, of equal ``kv_bits``.
-        """
-        plan, kv_bits = self.plan, requests[0].kv_bits
-        if kv_bits is not None and self.packed is not None:
-            plan = self.packed(kv_bits)
-        return plan.peak([row_needs(len(r.prompt_tokens), r.params) for r in requests])
-
-    def _packed_peaks(self, row: RowNeeds) -> tuple[list[tuple[int, int]], str]:
-        """What a row needs alone in fewer and fewer bits, or why it cannot."""
-        if self.packed is None:
-            return [], ""
-        try:
-            return [(n, self.packed(n).peak([row])) for n in FALLBACK_BITS], ""
-        except UnsupportedModelError as error:
-            return [], f" (keys and values stay as they are: {error})"
+        """Most bytes that these requests hold when they have rows together."""
+        rows = [row_needs(len(r.prompt_tokens), r.params) for r in requests]
+        return self.plan.peak(rows)
 
 
 def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:

@@ -50,8 +50,6 @@ class Engine:
         preflight: rows wait while those that run leave no memory for them.
         length: chooses how many tokens rounds draft; ``None``: the most that the
             config allows.
-        packed: a target and a drafter that keep keys and values in so many bits, for
-            requests that ask for it (``Request.kv_bits``).
     """
 
     def __init__(
@@ -65,12 +63,10 @@ class Engine:
         observer: RoundObserver | None = None,
         preflight: Preflight | None = None,
         length: DraftLength | None = None,
-        packed: Callable[[int], Models] | None = None,
     ):
         self.stats = RunStats()
         self._guard = DraftGuard()
         self._models = self._guarded((target, drafter))
-        self._packed = packed
         self._config = config
         self._backend = backend
         self._eos_token_ids = frozenset(eos_token_ids)
@@ -254,10 +250,7 @@ class Engine:
             self._begin(fit, running)
 
     def _begin(self, sequences: list[Sequence], running: list[Sequence]) -> None:
-        models, kv_bits = self._models, sequences[0].request.kv_bits
-        if kv_bits is not None and self._packed is not None:
-            models = self._guarded(self._packed(kv_bits))
-        target, drafter = models
+        target, drafter = self._models
         drafts = drafter is not None and self._may_draft(drafter, running, sequences)
         for sequence in sequences:
             sequence.kv_bits, sequence.drafts = target.options.kv_bits, drafts

@@ -20,8 +20,7 @@ def _free(requests: AbstractSequence[Request]) -> int:
 class Scheduler:
     """Rows that wait for a place, and whether there is one.
 
-    Nobody overtakes: a row that does not fit, or whose keys and values are kept in
-    other bits than those of the rows that run, holds those behind it back.
+    Nobody overtakes: a row that does not fit holds those behind it back.
 
     Args:
         batch_size: rows that decode together at most.
@@ -98,9 +97,7 @@ class Scheduler:
         return len(rows)
 
     def _may_run(self, rows: list[Sequence]) -> bool:
-        """Whether rows can be one batch: of one kind of caches, and in memory."""
-        if rows[0].request.kv_bits != rows[-1].request.kv_bits:
-            return False
+        """Whether rows can be one batch in memory."""
         if self.budget is None:
             return True
         if list(map(id, rows)) == list(map(id, self._too_many)):

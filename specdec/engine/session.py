@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
-from ..memory import Fallback
 from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
 from ..request import Request
 from ..results import GenerationResult, StreamEvent
@@ -36,16 +35,6 @@ class Bounds:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
 
         Raises:
-            PromptError, ConfigError, MemoryLimitError: see :meth:`admit`.
-        """
-        return self.admit(prompt, params)[0]
-
-    def admit(
-        self, prompt: EncodedPrompt, params: SamplingParams
-    ) -> tuple[SamplingParams, Fallback | None]:
-        """The same, and how it fits in memory where it does not as it is.
-
-        Raises:
             PromptError: the prompt is longer than the context.
             ConfigError: a token id is none of the target's.
             MemoryLimitError: the request does not fit in memory even alone.
@@ -62,9 +51,9 @@ class Bounds:
                     f"the target's last is {self.vocab_size - 1}"
                 )
         params = self._cut(prompt, params)
-        if self.preflight is None:
-            return params, None
-        return params, self.preflight.check(len(prompt.token_ids), params)
+        if self.preflight is not None:
+            self.preflight.check(len(prompt.token_ids), params)
+        return params
 
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
@@ -172,12 +161,9 @@ class Session:
             special = (*newline, *sorted(self._tokenizer.eos_token_ids))
             special = tuple(t for t in special if t < self._bounds.vocab_size)
             params = replace(params, xtc_special_tokens=special)
-        params, fallback = self._bounds.admit(prompt, params.seeded())
-        index, kv_bits = self._next_index, None
-        if fallback is not None:
-            self.stats.fallbacks[index] = fallback
-            kv_bits = fallback.kv_bits
-        request = Request(index, prompt.text, prompt.token_ids, params, kv_bits)
+        params = self._bounds.check(prompt, params.seeded())
+        index = self._next_index
+        request = Request(index, prompt.text, prompt.token_ids, params)
         self._next_index += 1
         self._engine.add(request)
         return index

@@ -5,7 +5,6 @@ Nothing here imports mlx; :mod:`specdec.memory.model_geometry` reads models.
 
 from ..cache.capacity import cache_slots, grown_capacity, ring_slots, round_up
 from ..utils.sizes import format_size, parse_size
-from .fallback import Fallback
 from .formulas import (
     attention_slot_bytes,
     growing_bytes,
@@ -23,7 +22,6 @@ from .sampling_memory import Choosing
 __all__ = [
     "CacheGeometry",
     "Choosing",
-    "Fallback",
     "MemoryPlan",
     "ModelGeometry",
     "Moment",

@@ -8,6 +8,7 @@ from functools import cached_property
 from typing import Any
 
 from ..utils.sizes import format_size
+from ..utils.tables import text_table
 from .formulas import recommend_quantization
 from .plan import (
     MAX_BATCH,
@@ -36,8 +37,6 @@ class Estimate:
         choosing: as in :class:`RowNeeds`.
         context_length: positions that the target serves; ``None``: not known.
         kv_bits: of keys and values; ``None``: as they are.
-        packed: fewer and fewer bits, each with its plan: the first with which a row
-            fits is taken where, alone, it does not fit otherwise (``--kv-bits auto``).
     """
 
     plan: MemoryPlan
@@ -48,19 +47,6 @@ class Estimate:
     choosing: Choosing = GREEDY
     context_length: int | None = None
     kv_bits: int | None = None
-    packed: tuple[tuple[int, MemoryPlan], ...] = ()
-
-    @cached_property
-    def _used(self) -> tuple[int | None, MemoryPlan]:
-        """Bits of keys and values, and the plan: where none fits, of the fewest."""
-        choices = [(self.kv_bits, self.plan), *self.packed]
-        row = self._rows(1, self.context)
-        fitting = (
-            (bits, plan)
-            for bits, plan in choices
-            if self.limit is None or plan.peak(row) <= self.limit
-        )
-        return next(fitting, choices[-1])
 
     def _rows(self, batch: int, context: int) -> list[RowNeeds]:
         # One token is generated at least.
@@ -71,7 +57,7 @@ class Estimate:
     @cached_property
     def moments(self) -> tuple[Moment, ...]:
         """The run's fullest moments."""
-        return self._used[1].moments(self._rows(self.batch, self.context))
+        return self.plan.moments(self._rows(self.batch, self.context))
 
     @property
     def total(self) -> int:
@@ -88,26 +74,17 @@ class Estimate:
 
         0 when not even two fit.
         """
-        longest, alone = 0, 0
-        for plan in (self.plan, *(plan for _, plan in self.packed)):
-            together = self._longest(plan, self.batch)
-            # What fits alone with more bits is not packed any further.
-            if together > alone:
-                longest = together
-            alone = self._longest(plan, 1) if self.packed else 0
-        return longest if longest > 1 else 0
-
-    def _longest(self, plan: MemoryPlan, batch: int) -> int:
-        return largest_fitting(
-            lambda n: plan.peak(self._rows(batch, n)) <= (self.limit or 0),
+        longest = largest_fitting(
+            lambda n: self.plan.peak(self._rows(self.batch, n)) <= (self.limit or 0),
             min(self.context_length or MAX_CONTEXT, MAX_CONTEXT),
         )
+        return longest if longest > 1 else 0
 
     def largest_batch(self) -> int:
         """Most rows at this context."""
-        limit, plan = self.limit or 0, self._used[1]
+        limit = self.limit or 0
         return largest_fitting(
-            lambda n: plan.peak(self._rows(n, self.context)) <= limit, MAX_BATCH
+            lambda n: self.plan.peak(self._rows(n, self.context)) <= limit, MAX_BATCH
         )
 
     def suggested_kv_bits(self) -> int | str | None:
@@ -142,7 +119,7 @@ class Estimate:
             "context_length": self.context_length,
             "batch": self.batch,
             "num_draft_tokens": self.plan.num_draft_tokens,
-            "kv_bits": self._used[0],
+            "kv_bits": self.kv_bits,
             "num_parameters": self.plan.target.num_parameters,
             "moments": {m.name: {**m.parts, "total": m.total} for m in self.moments},
             "total": self.total,
@@ -167,15 +144,8 @@ class Estimate:
             if any(sizes):
                 cells.append([part, *(format_size(n) if n else "-" for n in sizes)])
         cells.append(["total", *(format_size(m.total) for m in moments)])
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        lines = [
-            "  ".join(
-                [row[0].ljust(widths[0])]
-                + [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-            )
-            for row in cells
-        ]
-        return "\n".join([self._heading(), "", *lines, "", *self._conclusions()])
+        table = text_table(cells, align="right")
+        return "\n".join([self._heading(), "", table, "", *self._conclusions()])
 
     def _heading(self) -> str:
         draft = self.plan.draft
@@ -198,19 +168,11 @@ class Estimate:
         context, batch = self.largest_context(), self.largest_batch()
         return [
             f"at most {size}: {verdict}",
-            *([_told(self._used[0])] if self.packed else []),
             f"largest context at this batch: {_most(context, MAX_CONTEXT, 'tokens')}",
             f"largest batch at this context: {_most(batch, MAX_BATCH, 'rows')}",
             f"suggested KV cache bits: {'none fits' if kv is None else kv}",
             f"suggested weight bits: {'none fits' if weights is None else weights}",
         ]
-
-
-def _told(kv_bits: int | None) -> str:
-    """What ``auto`` decided for keys and values."""
-    if kv_bits is None:
-        return "keys and values: as they are, with which a row fits"
-    return f"keys and values: in {kv_bits} bits, as a row does not fit otherwise"
 
 
 def _most(n: int, limit: int, what: str) -> str:

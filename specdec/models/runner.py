@@ -37,7 +37,7 @@ def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOption
         max_write=config.prefill_step_size,
         read_bucket=config.read_bucket or backend.read_bucket,
         unpacks=backend.unpacks,
-        kv_bits=None if config.kv_bits == "auto" else config.kv_bits,
+        kv_bits=config.kv_bits,
         kv_group_size=config.kv_group_size,
         quantized_kv_start=config.quantized_kv_start,
         max_kv_size=config.max_kv_size,

@@ -67,8 +67,8 @@ def ngram_of(spec: DraftSpec) -> NgramOptions | None:
     if not spec.ngram:
         return None
     if spec.model is None:
-        return NgramOptions(shared=spec.shared)
-    return NgramOptions(min_ngram=_MIN_NGRAM_BEFORE_A_MODEL, shared=spec.shared)
+        return NgramOptions()
+    return NgramOptions(min_ngram=_MIN_NGRAM_BEFORE_A_MODEL)
 
 
 @dataclass(frozen=True)

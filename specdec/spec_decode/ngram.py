@@ -17,14 +17,12 @@ from ..errors import ConfigError
 from ..utils.checks import require, require_int
 from . import ngram_search
 from .drafter import Proposals, Round
-from .ngram_search import EMPTY, Lookup, read, ring_of, write
-from .ngram_shared import NgramTable
+from .ngram_search import EMPTY, Lookup, ring_of
 from .ready import Ready
 from .rejection_sampler import Verdict
 from .vetting import ours
 
 _MIN_CAPACITY = 256
-_TABLE_BYTES = 8 << 20
 # Rounds that look nothing up, of which the tokens are handed over together: a hand-over
 # takes the host tens of microseconds. What lives on meanwhile are a few small arrays.
 _TOGETHER = 8
@@ -39,8 +37,6 @@ class NgramOptions:
             occurred before; the longest match is taken, of equals the newest.
         max_history: newest tokens of a row that are searched. A round's cost
             grows with ``max_ngram`` times this.
-        shared: where a row's own tokens have no match, look in those of other
-            rows and of finished requests (the newest 65536 of all).
 
     Raises:
         ConfigError: a value is out of range.
@@ -49,7 +45,6 @@ class NgramOptions:
     max_ngram: int = 4
     min_ngram: int = 2
     max_history: int = 8192
-    shared: bool = False
 
     def __post_init__(self) -> None:
         require_int("min_ngram", self.min_ngram, 1)
@@ -66,11 +61,9 @@ class NgramOptions:
         """Most bytes that looking up takes for so many rows, measured and rounded up.
 
         Comparing a slot with each of the newest tokens takes 8 bytes, what is made
-        of that 32; the shared table is held twice while it changes.
+        of that 32.
         """
-        slot = 32 + 8 * self.max_ngram
-        table = _TABLE_BYTES if self.shared else 0
-        return num_rows * self.max_history * slot + table
+        return num_rows * self.max_history * (32 + 8 * self.max_ngram)
 
 
 class NgramDrafter:
@@ -95,7 +88,6 @@ class NgramDrafter:
                 "decoder wants drafter='ngram', or a function that makes one"
             )
         self.options = options or NgramOptions()
-        self.table = NgramTable() if self.options.shared else None
         kernels = defaults().kernels and ngram_kernel.proven()
         self.lookup: Lookup = ngram_kernel if kernels else ngram_search
 
@@ -109,7 +101,7 @@ class NgramRows:
     """The tokens of some rows, searched in every round.
 
     Args:
-        drafter: how to look, and where else.
+        drafter: how to look.
         prompts: of the rows.
         max_length: tokens that the longest row can ever hold.
     """
@@ -118,9 +110,7 @@ class NgramRows:
         self, drafter: NgramDrafter, prompts: Sequence[Sequence[int]], max_length: int
     ):
         self._options = drafter.options
-        self._table = drafter.table
         self._lookup = drafter.lookup
-        self._prompts: Sequence[Sequence[int]] = prompts
         # Most tokens that a row can hold, its first one included.
         self._longest = max(map(len, prompts)) + 1
         self._ring = ring_of(prompts, self._capacity(self._longest))
@@ -128,12 +118,7 @@ class NgramRows:
         self._unwritten = 0
 
     def prefill(self) -> Iterator[None]:
-        """Show the prompts to the other rows."""
-        if self._table is not None:
-            for prompt in self._prompts:
-                tokens = [EMPTY] * self._table.context_size + list(prompt)
-                self._table.add(mx.array([tokens]), mx.array([len(prompt)]))
-        self._prompts = ()
+        """Nothing: a row holds its prompt from the beginning."""
         return iter(())
 
     def propose(self, round_: Round) -> Proposals:
@@ -149,32 +134,11 @@ class NgramRows:
             max_ngram=options.max_ngram,
             min_ngram=options.min_ngram,
         )
-        if self._table is None:
-            return Ready.within(inputs, lengths=lengths)
-        return self._shared(self._table, round_, inputs[:, 1:], lengths)
-
-    def _shared(
-        self, table: NgramTable, round_: Round, tokens: mx.array, lengths: mx.array
-    ) -> Proposals:
-        """What was found, and where nothing was, what followed in other rows."""
-        # The prompts' first token comes with the first round; later it is there.
-        newest = round_.recent[:, -1:]
-        self._ring = write(self._ring, round_.lengths - 1, newest, 1)
-        context = self._newest(round_.lengths, table.context_size)
-        followed, count = table.follow(context, round_.num_draft_tokens)
-        found = lengths > 0
-        # In empty slots, too, there has to be a token.
-        tokens = mx.where(found[:, None], tokens, mx.maximum(followed, 0))
-        return Proposals(
-            tokens, lengths=mx.where(found, lengths, count).astype(mx.int32)
-        )
+        return Ready.within(inputs, lengths=lengths)
 
     def peek(self, round_: Round) -> Proposals | None:
-        """The same, in a round that does not draft; not with a shared table.
-
-        Looking in that takes several times as long.
-        """
-        return None if self._table is not None else self.propose(round_)
+        """The same, in a round that does not draft."""
+        return self.propose(round_)
 
     def commit(self, round_: Round, verdict: Verdict) -> None:
         """Take what was kept."""
@@ -184,19 +148,11 @@ class NgramRows:
         self._ring = self._lookup.keep(
             self._ring, round_.lengths, round_.recent, verdict.chosen, verdict.kept
         )
-        if self._table is not None:
-            before = self._newest(round_.lengths, self._table.context_size)
-            new = mx.concatenate([before, verdict.chosen], axis=1)
-            self._table.add(new, verdict.kept)
         self._unwritten += 1
         # Else the graph of every round that looks nothing up would live on.
         if self._unwritten >= _TOGETHER:
             mx.async_eval(self._ring)
             self._unwritten = 0
-
-    def _newest(self, lengths: mx.array, n: int) -> mx.array:
-        """The newest ``n`` tokens of rows of those lengths, shape (B, n)."""
-        return read(self._ring, lengths[:, None] - n + mx.arange(n))
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         """Nothing: no hidden states are asked for."""

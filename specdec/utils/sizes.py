@@ -1,4 +1,4 @@
-"""Sizes as people write them: ``8GB``, ``6.5GiB``."""
+"""Sizes and counts as people write them: ``8GB``, ``6.5GiB``, ``8k`` tokens."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def parse_size(text: str) -> int:
     size = int(Decimal(match[1]) * unit) if match and unit else 0
     if not 0 < size <= MOST_BYTES:
         raise ConfigError(
-            f"{quoted(text)} is no size: write it as 8GB, 6.5GiB, 512MB or a number of "
-            "bytes"
+            f"{quoted(text)} is not a size: write it as 8GB, 6.5GiB, 512MB or a number "
+            "of bytes"
         )
     if match and not match[2] and size < _FEWEST_BYTES:
         raise ConfigError(
@@ -41,6 +41,20 @@ def parse_size(text: str) -> int:
             f"(or {match[1]}B for bytes)"
         )
     return size
+
+
+def parse_count(text: str) -> int:
+    """Tokens of ``8192``, ``8k`` (8 times 1024) or ``1m`` (1024 times 1024).
+
+    Raises:
+        ConfigError: it is none of these.
+    """
+    match = re.fullmatch(r"(\d{1,12})([km]?)", text.strip(), re.I | re.ASCII)
+    if match is None:
+        raise ConfigError(
+            f"{quoted(text)} is not a number of tokens: write it as 8192 or 8k"
+        )
+    return int(match[1]) << (10 * ("", "k", "m").index(match[2].lower()))
 
 
 def format_size(size: int) -> str:

@@ -11,7 +11,10 @@ import pytest
 from click.testing import CliRunner
 
 from specdec.cli import main
+from specdec.cli.advise import _advice
 from specdec.decoder import SpecDecoder
+from specdec.results import GenerationResult
+from specdec.spec_decode.draft_length import ForwardCosts, Forwards
 from specdec.tools.bench.models import token_level
 
 
@@ -66,3 +69,34 @@ def test_text(advised: Callable[..., str]) -> None:
     assert "2 prompts, " in text
     assert "predicted speed-up" in text
     assert text.splitlines()[-1].startswith("verdict: ")
+    assert "from 2 prompts: too few to say how sure that is: give 5" in text
+
+
+def result(drafted: int, accepted: int) -> GenerationResult:
+    return GenerationResult(
+        index=0, prompt="", text="", token_ids=[], finish_reason="length",
+        prompt_tokens=1, rounds=drafted, drafted=drafted, accepted=accepted,
+        drafted_at=[drafted], accepted_at=[accepted],
+    )  # fmt: skip
+
+
+def test_how_sure_a_verdict_is() -> None:
+    """A verdict from prompts that say opposite things, given without a doubt."""
+    costs = ForwardCosts()
+    verify = {k + 1: 1e-3 * (1 + 0.05 * k) for k in range(9)}
+    costs.add(Forwards(1, verify, 0.35e-3))
+    found, sure = _advice([result(50, 45)] * 20, costs, [1])
+    assert found.worth_it
+    assert sure.same_verdict == 1
+    low, high = sure.speedup_range
+    assert low == high == max(found.predictions[0].speedup)
+    assert "(sure)" in sure.words
+    mixed = [result(50, 45)] * 4 + [result(50, 5)] * 4
+    found, unsure = _advice(mixed, costs, [1])
+    low, high = unsure.speedup_range
+    assert low < found.predictions[0].speedup[found.predictions[0].best] < high
+    assert 0 < unsure.same_verdict < 0.9
+    assert "(unsure: give more prompts)" in unsure.words
+    found, against = _advice([result(50, 5), result(50, 9)] * 6, costs, [1])
+    assert not found.worth_it
+    assert against.speedup_range[1] < 1, "that of drafting, not of leaving it out"

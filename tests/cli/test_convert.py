@@ -54,3 +54,12 @@ def test_failure(specdec: Specdec, calls: list[tuple[Any, ...]]) -> None:
     result = specdec("convert", "missing.gguf", "out")
     assert result.exit_code == 1
     assert result.stderr == "specdec: error: missing.gguf: no such file\n"
+
+
+def test_the_default_target_by_its_name(
+    specdec: Specdec, calls: list[tuple[Any, ...]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The one name that every other command knows."""
+    monkeypatch.setattr("specdec.model_names.default_target", lambda: "its/file.gguf")
+    assert specdec("convert", "SmolLM2-135M-Instruct", "out").exit_code == 0
+    assert calls == [("its/file.gguf", "out", None)]

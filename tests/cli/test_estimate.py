@@ -115,26 +115,12 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
     assert 0 < tight["largest_context"] < 8192
 
 
-def test_auto_bits_are_told(config: str) -> None:
-    """An option of a run that its estimate does not know."""
-    base = ("--target", config, "--kv-bits", "auto", "--context")
-    short = as_json(*base, "8192", "--memory-limit", "24GB")
-    assert short["kv_bits"] is None
-    long = as_json(*base, "120000", "--memory-limit", "36GB")
-    assert long["fits"]
-    assert long["kv_bits"] == 8
-    fixed = as_json(*base[:2], "--kv-bits", "8", "--context", "120000")
-    assert long["moments"] == fixed["moments"]
-    result = estimate(*base, "120000", "--memory-limit", "36GB")
-    assert "keys and values: in 8 bits, as a row does not fit" in result.stdout
-    assert result.stderr == ""
-    odd = Path(config).with_name("odd.json")  # heads of 16: no group divides them
-    odd.write_text(json.dumps({**LLAMA_8B, "head_dim": 16}))
-    result = estimate("--target", str(odd), *base[2:], "8192")
-    assert result.exit_code == 0
-    assert result.stderr.startswith("specdec: note: keys and values stay as they are: ")
-    assert result.stderr.count("\n") == 1
-    assert "keys and values" not in result.stdout
+def test_tokens_in_thousands(config: str) -> None:
+    base = ("--target", config, "--context")
+    assert as_json(*base, "8k") == as_json(*base, "8192")
+    result = estimate(*base, "8q")
+    assert result.exit_code == 2
+    assert "'8q' is not a number of tokens: write it as 8192 or 8k" in result.stderr
 
 
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
@@ -209,18 +195,18 @@ def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> Non
     ("arguments", "code", "message"),
     [
         (("--target", "a/x"), 2, "Missing option '--context'"),
-        (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not in the"),
+        (("--target", "a/x", "--context", "1"), 2, "'--context': 1 is not between 2"),
         (("--target", "", "--context", "9"), 2, "--target is empty: name a model"),
         (("--target", "a/x", "--context", "9", "--draft", "self"), 2, "'self' is not"),
         (("--target", "a/x", "--context", "9", "--memory-limit", "8 apples"), 2,
-         "'8 apples' is no size: write it as 8GB"),
+         "'8 apples' is not a size: write it as 8GB"),
         (("--target", "a/x", "--context", "9", "--num-draft-tokens", "2"), 2,
          "--num-draft-tokens needs --draft"),
         (("--target", "a/x", "--context", "9", "--kv-group-size", "32"), 2,
          "--kv-group-size needs --kv-bits"),
         (("--target", "a/x", "--context", "9", "--batch", "50000000"), 2,
          "'--batch' / '--batch-size': 50000000 is not in the range 1<=x<=16384"),
-        (("--target", "a/x", "--context", "9" * 400), 2, "is not in the range"),
+        (("--target", "a/x", "--context", "9" * 400), 2, "write it as 8192 or 8k"),
         (("--target", "no-such-model", "--context", "9"), 2, "no model at no-such"),
         (("--target", "no/target", "--context", "9", "--draft", "no-such"), 2,
          "no model at no-such: give a folder, a .gguf file or a hub id"),

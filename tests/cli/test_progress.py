@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import random
 import threading
 import time
+from collections import deque
+from collections.abc import Iterable
 
 import pytest
 
-from specdec.cli.progress import LINE_SECONDS, Progress
+from specdec.cli.progress import LINE_SECONDS, Progress, Share
 
 
 class Clock:
@@ -31,7 +34,8 @@ def test_a_line_every_so_often_where_there_is_no_terminal(
         clock.now += LINE_SECONDS
         progress.show(0, 1, what="plain")
     assert capsys.readouterr().err == (
-        "specdec: 1 of 3 prompts, 12 tokens\nspecdec: plain, 0 of 1 prompt\n"
+        "specdec: 1 of 3 prompts, 12 tokens, about 20 seconds left\n"
+        "specdec: plain, 0 of 1 prompt\n"
     )
 
 
@@ -56,7 +60,7 @@ def test_a_line_comes_though_nothing_is_done(
 def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
     """From the mean of what is done, not from what was done last."""
     clock = Clock()
-    with Progress("set", 61, time_left=True, clock=clock) as progress:
+    with Progress("set", 61, clock=clock) as progress:
         clock.now += LINE_SECONDS
         progress.add(0)
         clock.now += 2 * LINE_SECONDS
@@ -70,6 +74,58 @@ def test_the_time_left(capsys: pytest.CaptureFixture[str]) -> None:
         "specdec: 31 of 61 sets, about 58 seconds left\n"
         "specdec: 61 of 61 sets\n"
     )
+
+
+def test_what_an_earlier_run_has_done_took_no_time() -> None:
+    """A recipe that is continued would seem to end at once."""
+    clock = Clock()
+    with Progress("part", 10, done=6, quiet=True, clock=clock) as progress:
+        clock.now += 60
+        progress.show(7)
+        assert progress.seconds_left(clock.now) == pytest.approx(180)
+
+
+@pytest.mark.parametrize("terminal", [False, True])
+@pytest.mark.parametrize(
+    "lengths",
+    [(100,) * 64, range(40, 232, 3), [30, 250] * 32, [90, 100, 110, 400] * 16],
+    ids=["alike", "even", "two kinds", "some long"],
+)
+def test_the_time_left_of_a_run(
+    lengths: Iterable[int], terminal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within a third, from the first prompts to the middle: short ones finish first.
+
+    A step takes as long for every batch, so that the last rows are slower.
+    """
+    monkeypatch.setattr("sys.stderr.isatty", lambda: terminal)
+    drawn = list(lengths)
+    random.Random(0).shuffle(drawn)
+    clock, waiting = Clock(), deque(enumerate(drawn))
+    rows: dict[int, int] = {}
+    began, said = clock.now, []
+    share = Share(len(drawn), 512)
+    with Progress("prompt", len(drawn), quiet=not terminal, clock=clock) as progress:
+        while waiting or rows:
+            while waiting and len(rows) < 8:
+                index, rows[index] = waiting[0][0], 0
+                waiting.popleft()
+            clock.now += 0.25
+            for index in list(rows):
+                rows[index] += 1
+                done = rows[index] == drawn[index]
+                share.take(index, 1, done=done)
+                progress.add(done, share=share)
+                if done:
+                    del rows[index]
+            left = progress.seconds_left(clock.now)
+            if 8 <= progress.done <= len(drawn) / 2:
+                assert left is not None
+                said.append((clock.now, left))
+    assert len(said) > 100
+    for at, left in said:
+        assert left == pytest.approx(clock.now - at, rel=1 / 3)
+    assert clock.now - began > 100
 
 
 def test_quiet(capsys: pytest.CaptureFixture[str]) -> None:

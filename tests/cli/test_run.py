@@ -8,20 +8,24 @@ import math
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import click
 import pytest
 from click.testing import Result
 
 from specdec import backend
 from specdec.backend import BackendDefaults
-from specdec.cli.output import Sink
-from specdec.cli.streams import open_streams
+from specdec.cli import main
+from specdec.cli.options import GROUPS, grouped
+from specdec.cli.output import open_streams
+from specdec.cli.run import _piped
+from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
-from specdec.memory import Fallback
 from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
 from specdec.results import StreamEvent
@@ -39,6 +43,7 @@ FIELDS = {
     "text",
     "token_ids",
     "finish_reason",
+    "seed",
     "prompt_tokens",
     "prefix_tokens",
     "generated_tokens",
@@ -50,7 +55,6 @@ FIELDS = {
     "acceptance_by_position",
     "stop_reason",
     "error",
-    "seed",
     "time_to_first_token",
     "tokens_per_second",
 }
@@ -117,27 +121,6 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
     }
 
 
-def test_what_auto_decided_is_told_in_a_line(
-    specdec: Specdec, decoder: FakeDecoder
-) -> None:
-    gib = 1 << 30
-    decoder.stats.fallbacks = {
-        index: Fallback(kv_bits=bits, needed=n * gib, packed=7 * gib, limit=8 * gib)
-        for index, bits, n in ((1, 8, 9), (4, 4, 12), (5, 8, 10))
-    }
-    result = specdec("run", "-p", "Hi", "--kv-bits", "auto")
-    assert decoder.calls["config"] == EngineConfig(kv_bits="auto")
-    assert without_notes(result.stderr) != result.stderr.splitlines()
-    assert (
-        "specdec: note: prompts 1, 4, 5 would need up to 12.0 GiB and the memory limit "
-        "is 8.00 GiB: keys and values of prompts 1, 5 in 8 bits and of prompt 4 in 4 "
-        "bits, up to 7.00 GiB; that can change the output\n"
-    ) in result.stderr
-    assert "would need" not in specdec("run", "-p", "Hi", "--quiet").stderr
-    decoder.stats.fallbacks = {}
-    assert "would need" not in specdec("run", "-p", "Hi").stderr
-
-
 def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
     arguments = (
         "--model a/T --draft-model a/D -m 4 --batch-size 2 --ignore-chat-template"
@@ -172,7 +155,80 @@ def test_the_default_target_has_a_draft(
     ):
         result = specdec("run", "-p", "Hi", "--num-draft-tokens", "2", *arguments)
         assert (result.exit_code == 0) == drafts, result.output
-        assert ("--num-draft-tokens needs --draft" in result.stderr) != drafts
+        assert ("--num-draft-tokens " in result.stderr) != drafts
+
+
+def test_draft_tokens_without_a_draft(specdec: Specdec) -> None:
+    """Advice to name a draft, for one who has just asked for none."""
+    command = ("run", "-p", "Hi", "--target", "a/T", "--num-draft-tokens", "3")
+    assert "needs --draft: name a draft" in specdec(*command).stderr
+    result = specdec(*command, "--draft", "none")
+    assert "no effect with --draft none: leave one of them out" in result.stderr
+    assert result.exit_code == 2
+
+
+def test_piped_text_is_appended_to_prompts(
+    specdec: Specdec, decoder: FakeDecoder
+) -> None:
+    """A file that is silently left out of what is asked about it."""
+    command = ("run", "-p", "Summarize:", "-p", "Translate:")
+    assert specdec(*command, stdin="A long\nreport.\n").exit_code == 0
+    both = ["Summarize:\n\nA long\nreport.\n", "Translate:\n\nA long\nreport.\n"]
+    assert decoder.calls["prompts"] == both
+    assert specdec(*command, stdin=" \n").exit_code == 0
+    assert decoder.calls["prompts"] == ["Summarize:", "Translate:"]
+    assert specdec("run", "-p", "-", "-p", "b", stdin="a").exit_code == 0
+    assert decoder.calls["prompts"] == ["a", "b"]
+
+
+def test_a_pipe_that_brings_nothing_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A program that leaves its pipe open, and a command that waits in silence."""
+    monkeypatch.setattr(sys.modules["specdec.cli.run"], "_PATIENCE", 0.01)
+    reader, writer = os.pipe()
+    with open(reader, encoding="utf-8") as stdin:
+        monkeypatch.setattr("sys.stdin", stdin)
+        ending = threading.Timer(0.5, os.close, (writer,))
+        ending.start()
+        assert _piped(quiet=False) == ""
+        ending.join()
+    assert "reading standard input; </dev/null leaves it out" in capsys.readouterr().err
+
+
+def test_help_pages_begin_with_the_common_options(specdec: Specdec) -> None:
+    """Forty options in the order in which they were thought of."""
+    lines = specdec("run", "--help").stdout.splitlines()
+    titles = [x.rstrip(":") for x in lines if x and not x.startswith(" ")]
+    assert titles[1:] == [
+        "Common options", "Models", "Sampling", "Drafting", "Memory", "Output",
+    ]  # fmt: skip
+    first = lines.index("Common options:")
+    common = lines[first + 1 : lines.index("Models:")]
+    assert sum(line.startswith("  -") for line in common) == 10
+    for name, command in main.commands.items():
+        context = click.Context(command, info_name=name)
+        shown = [o for some in grouped(command, context).values() for o in some]
+        options = [
+            p for p in command.get_params(context) if isinstance(p, click.Option)
+        ]
+        assert sorted(map(id, shown)) == sorted(map(id, options))
+    known = {
+        option.name for command in main.commands.values() for option in command.params
+    }
+    assert {each for names in GROUPS.values() for each in names} <= {*known, "help"}
+
+
+def test_the_version_in_a_letter(specdec: Specdec) -> None:
+    assert specdec("-V").stdout == specdec("--version").stdout
+    assert specdec("-V").stdout.startswith("specdec, version ")
+
+
+def test_the_summary_reports_quantized_keys(specdec: Specdec) -> None:
+    """An option that changes the output, missing from the record of a run."""
+    result = specdec("run", "-p", "Hi", "--kv-bits", "8")
+    assert "KV cache:    8 bits\n" in result.stderr
+    assert "KV cache" not in specdec("run", "-p", "Hi").stderr
 
 
 def without_notes(stderr: str) -> list[str]:
@@ -197,7 +253,7 @@ def test_a_draft_on_a_cpu_is_noted(
     cpu = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
     monkeypatch.setattr(backend, "defaults", lambda: cpu)
     result = specdec("run", "-p", "Hi", *arguments)
-    assert ("slower there, never different" in result.stderr) is noted
+    assert ("slower there; the output is the same" in result.stderr) is noted
     cuda = BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1)
     monkeypatch.setattr(backend, "defaults", lambda: cuda)
     assert "never different" not in specdec("run", "-p", "Hi", *arguments).stderr
@@ -206,7 +262,7 @@ def test_a_draft_on_a_cpu_is_noted(
 @pytest.mark.parametrize(
     ("arguments", "length"),
     [
-        ([], "as many tokens a round as pay"),
+        ([], "as many tokens a round as are worth it"),
         (["--num-draft-tokens", "3"], "3 tokens a round"),
     ],
 )
@@ -249,9 +305,9 @@ def test_summary_of_a_draft_that_failed(specdec: Specdec, decoder: FakeDecoder) 
     decoder.stats.drafted = decoder.stats.accepted = 0
     decoder.stats.draft_error = "drafter X failed (ValueError: no)"
     result = specdec("run", "-p", "Hi", "--draft", "self:4bit")
-    line = "draft:       self:4bit, as many tokens a round as pay, until it failed"
-    assert line in result.stderr.splitlines()
-    assert "does not pay" not in result.stderr
+    line = "draft:       self:4bit, as many tokens a round as are worth it, until it"
+    assert f"{line} failed" in result.stderr.splitlines()
+    assert "not worth it" not in result.stderr
 
 
 def test_summary_when_nothing_was_drafted(
@@ -259,7 +315,7 @@ def test_summary_when_nothing_was_drafted(
 ) -> None:
     decoder.stats.drafted = decoder.stats.accepted = 0
     stderr = specdec("run", "-p", "Hi", "--draft", "self:4bit").stderr
-    assert "acceptance:  nothing was drafted: it does not pay here" in stderr
+    assert "acceptance:  nothing was drafted: it is not worth it here" in stderr
 
 
 def test_quiet(specdec: Specdec) -> None:
@@ -439,7 +495,7 @@ def test_a_full_disk_is_told_on_a_line_of_its_own(specdec: Specdec) -> None:
 _FULL_STDOUT = """
 import sys
 import click
-from specdec.cli.output import Sink
+from specdec.cli.sink import Sink
 from specdec.prompts import PromptRecord
 from specdec.results import StreamEvent
 from specdec.request import TokenLogprobs

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from click.testing import Result
 
-from specdec.cli.report import show_warnings
+from specdec.cli.output import show_warnings
 from specdec.prefix_cache.disk import DiskTier
 from tests.prefix_cache.entries import write_chain
 

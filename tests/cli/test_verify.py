@@ -94,7 +94,7 @@ def test_exact(verify: Verify, calls: dict[str, Any], tmp_path: Path) -> None:
     assert (calls["target"], calls["draft"]) == ("a/T", "self:4bit")
     assert calls["dtype"] == "float32"
     assert calls["prompts"] == ["Hello", "Prompts"]
-    assert calls["params"] == SamplingParams(max_tokens=9)
+    assert calls["params"] == SamplingParams(max_tokens=9, seed=0)
     assert "verdict: exact: 18 of 18 tokens of 2 prompts" in result.stdout
     assert "draft:   draft, up to 4 a round, acceptance rate 0." in result.stdout
     record = json.loads(path.read_text("utf-8"))

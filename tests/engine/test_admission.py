@@ -13,7 +13,7 @@ import pytest
 
 from specdec import EngineConfig, MemoryLimitError, SamplingParams, SpecDecoder
 from specdec import backend as backend_
-from specdec.engine.admission import Preflight, row_needs
+from specdec.engine.admission import Preflight
 from specdec.engine.engine import Engine
 from specdec.memory import CacheGeometry, MemoryPlan, ModelGeometry
 from specdec.memory.planning import plan_memory
@@ -197,30 +197,6 @@ def test_rows_cost_more_together_than_the_sum_of_what_they_hold_alone() -> None:
     weights = 10 * MIB
     together = costs([short, long]) - weights
     assert together > costs([short]) + costs([long]) - 2 * weights
-
-
-def test_packed_rows_cost_what_their_own_plan_tells() -> None:
-    """Else rows that fit together would wait for each other."""
-    packed = {
-        bits: MemoryPlan(
-            target=model(caches=(CacheGeometry(slot_bytes=1024 * bits // 16),)),
-            prefill_step_size=64,
-        )
-        for bits in (8, 4)
-    }
-    some = SamplingParams(max_tokens=10)
-    dense = preflight(1).plan
-    found = Preflight(dense, 12 * MIB, packed.__getitem__)
-    assert found.check(500, some) is None
-    for bits, length in ((8, 1000), (4, 2000)):
-        row = row_needs(length, some)
-        fallback = found.check(length, some)
-        assert fallback is not None
-        assert fallback.kv_bits == bits
-        assert fallback.needed == dense.peak([row])
-        assert fallback.packed == packed[bits].peak([row])
-        requests = [Request(i, "", (1,) * length, some, bits) for i in range(3)]
-        assert found.cost(requests) == packed[bits].peak([row] * 3)
 
 
 def test_models_are_refused_before_they_are_loaded(tmp_path: Path) -> None:

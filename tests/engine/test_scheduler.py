@@ -136,19 +136,6 @@ def test_nothing_is_asked_again_while_the_rows_are_the_same() -> None:
     assert asked == [2, 3, 2, 3]
 
 
-def test_rows_of_one_batch_keep_keys_in_as_many_bits() -> None:
-    scheduler = Scheduler(8)
-    for index, kv_bits in enumerate((None, None, 8, 8, None)):
-        request = Request(index, "", (1,), SamplingParams(), kv_bits)
-        scheduler.add(Sequence(request, frozenset()))
-    first = scheduler.admit([])
-    assert indices(first) == [0, 1]
-    assert scheduler.admit(first[1:]) == []
-    packed = scheduler.admit([])
-    assert indices(packed) == [2, 3]
-    assert indices(scheduler.admit([])) == [4]
-
-
 def test_rows_that_wait_are_known_to_fit_together() -> None:
     """What is measured for more rows than ever run together may not fit."""
     scheduler = Scheduler(8, budget=10, cost=total)

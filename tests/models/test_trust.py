@@ -138,7 +138,6 @@ def test_a_draft_of_layers_alone(tmp_path: Path) -> None:
         "run --target T --draft M --prompt a --max-tokens 2",
         "verify --target M --prompts P --max-tokens 2",
         "advise --target T --draft M --prompts P --max-tokens 2",
-        "tune-layers --target M --prompts P --max-tokens 2 --max-evaluations 2",
         "estimate --target T --draft M --context 8",
         "distill --target M --out OUT --layers 1 --tokens 256 --data-tokens 64",
         "bench R --out OUT",

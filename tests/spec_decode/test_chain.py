@@ -67,8 +67,8 @@ def behind(
     return ChainDrafter(first, second)
 
 
-def lookup(*, shared: bool = False) -> NgramDrafter:
-    return NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, shared=shared))
+def lookup() -> NgramDrafter:
+    return NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3))
 
 
 @BACKENDS
@@ -95,7 +95,7 @@ def test_greedy_and_sampled_rows_equal_plain_decoding(
         batch_size=batch_size,
         num_draft_tokens=k,
         backend=backend,
-        drafter=behind(lookup(shared=k == 4), drafts[draft], backend, k),
+        drafter=behind(lookup(), drafts[draft], backend, k),
     )
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == sampled(target, prompt, p)
@@ -268,17 +268,15 @@ def test_lookups_add_to_what_is_accepted(
 
 
 @BACKENDS
-@pytest.mark.parametrize("shared", [False, True])
 def test_a_row_joins_after_a_longer_one_has_left(
-    target: Any, drafts: dict[str, Any], backend: BackendDefaults, shared: bool
+    target: Any, drafts: dict[str, Any], backend: BackendDefaults
 ) -> None:
     """The lookup's ring stays as large as the longer row made it."""
     prompts = [[5, 6, 7] * 100, [8, 9, 10], [11, 12, 13], [14, 15] * 140]
     params = [SamplingParams(max_tokens=n) for n in (4, 24, 12, 6)]
-    first = NgramDrafter(NgramOptions(shared=shared))
     rows = run_rows(
         target, None, prompts, params, batch_size=2, num_draft_tokens=3,
-        backend=backend, drafter=behind(first, drafts["layers"], backend, 3),
+        backend=backend, drafter=behind(NgramDrafter(), drafts["layers"], backend, 3),
     )  # fmt: skip
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == greedy(target, prompt, p.max_tokens)

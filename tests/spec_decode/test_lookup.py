@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,6 @@ from specdec.spec_decode.ngram_search import (
     ring_of,
     write,
 )
-from specdec.spec_decode.ngram_shared import NgramTable
 
 
 def search(
@@ -85,76 +83,6 @@ def test_the_newest_of_equally_long_matches_wins(tokens: list[int]) -> None:
     )
     first_behind = continuation(ring_of([row], 32), mx.array([len(row)]), match, 1)
     assert first_behind.item() == 2
-
-
-class Table:
-    """The reference: a dictionary from n-gram to what followed it last."""
-
-    def __init__(self, n: int):
-        self.n = n
-        self.followed: dict[tuple[int, ...], int] = {}
-
-    def add(self, before: list[int], new: list[int]) -> None:
-        tokens = [*before, *new]
-        for i in range(self.n, len(tokens)):
-            self.followed[tuple(tokens[i - self.n : i])] = tokens[i]
-
-    def follow(self, context: list[int], k: int) -> list[int]:
-        tokens = list(context)
-        while len(tokens) < self.n + k:
-            behind = self.followed.get(tuple(tokens[-self.n :]))
-            if behind is None:
-                break
-            tokens.append(behind)
-        return tokens[self.n :]
-
-
-@given(st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=9), max_size=8))
-def test_a_table_remembers_what_followed_last(rows: list[list[int]]) -> None:
-    """Rows one after the other; many heads and a long log, so that none is lost."""
-    table = NgramTable(context_size=2, log_size=512, num_heads=2**16)
-    plain = Table(2)
-    for row in rows:
-        # Columns behind the row's own are not remembered.
-        padded = [*row, *([9] * (9 - len(row)))]
-        table.add(mx.array([padded]), mx.array([len(row) - 2]))
-        plain.add(row[:2], row[2:])
-    contexts = [[a, b] for a in range(4) for b in range(4)]
-    tokens, length = table.follow(mx.array(contexts), 5)
-    found: Any = tokens.tolist()
-    known: Any = length.tolist()
-    for i, context in enumerate(contexts):
-        assert found[i][: known[i]] == plain.follow(context, 5)
-
-
-def test_a_table_forgets_and_never_lies() -> None:
-    """With hardly any room, what is found is still what followed once."""
-    table = NgramTable(context_size=1, log_size=8, num_heads=4)
-    followed: dict[int, set[int]] = {}
-    row = [(i * i) % 23 for i in range(200)]
-    for a, b in pairwise(row):
-        followed.setdefault(a, set()).add(b)
-    for i in range(0, 200, 5):
-        table.add(mx.array([row[max(i - 1, 0) : i + 5]]), mx.array([5]))
-        assert table._log.shape == (8, 2)
-        assert table._heads.shape == (4,)
-    tokens, length = table.follow(mx.arange(23)[:, None], 1)
-    kept = [i for i in range(23) if length[i].item()]
-    assert 0 < len(kept) <= 4
-    for i in kept:
-        assert tokens[i, 0].item() in followed[i]
-
-
-def test_numbers_begin_again_before_they_overflow() -> None:
-    table = NgramTable(context_size=1, log_size=16, num_heads=16)
-    table.add(mx.array([[1, 2, 3]]), mx.array([2]))
-    table._next = 2**30 + 1
-    table.add(mx.array([[4, 5, 6]]), mx.array([2]))
-    assert table._next == 2
-    tokens, length = table.follow(mx.array([[4]]), 2)
-    assert tokens.tolist() == [[5, 6]]
-    assert length.tolist() == [2]
-    assert table.follow(mx.array([[1]]), 1)[1].tolist() == [0]
 
 
 def test_no_match_reaches_across_the_rings_end() -> None:

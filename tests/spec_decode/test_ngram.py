@@ -29,8 +29,6 @@ from specdec.spec_decode.verifier import RowRules
 from tests.plain import greedy, run_rows, sampled
 from tests.spec_decode.repetitive import BACKENDS, check_distribution, make_prompts
 
-SHARED = pytest.mark.parametrize("shared", [False, True], ids=["own", "shared"])
-
 
 @pytest.fixture(scope="module")
 def target(tiny_model: Callable[..., Any]) -> Any:
@@ -42,10 +40,9 @@ def drafter(**options: Any) -> NgramDrafter:
 
 
 @BACKENDS
-@SHARED
 @pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (7, 1)])
 def test_greedy_equals_mlx_lm(
-    target: Any, k: int, batch_size: int, shared: bool, backend: BackendDefaults
+    target: Any, k: int, batch_size: int, backend: BackendDefaults
 ) -> None:
     prompts = make_prompts()
     params = [SamplingParams(max_tokens=31 + i % 3) for i in range(8)]
@@ -57,7 +54,7 @@ def test_greedy_equals_mlx_lm(
         batch_size=batch_size,
         num_draft_tokens=k,
         backend=backend,
-        drafter=drafter(shared=shared),
+        drafter=drafter(),
     )
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == greedy(target, prompt, p.max_tokens)
@@ -67,9 +64,8 @@ def test_greedy_equals_mlx_lm(
 
 
 @BACKENDS
-@SHARED
 def test_sampled_rows_equal_plain_decoding(
-    target: Any, shared: bool, backend: BackendDefaults
+    target: Any, backend: BackendDefaults
 ) -> None:
     prompts = make_prompts(1)
     params = [
@@ -78,7 +74,7 @@ def test_sampled_rows_equal_plain_decoding(
     ]
     rows = run_rows(
         target, None, prompts, params, batch_size=5, backend=backend,
-        drafter=drafter(shared=shared),
+        drafter=drafter(),
     )  # fmt: skip
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == sampled(target, prompt, p)
@@ -129,7 +125,7 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(
         backend=backend,
         prefill_step_size=rng.choice((4, 16)),
         eos=eos,
-        drafter=drafter(shared=bool(seed % 2)),
+        drafter=drafter(),
     )
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         tokens = sampled(target, prompt, p)
@@ -140,11 +136,10 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(
 
 
 @BACKENDS
-@SHARED
 @pytest.mark.parametrize("lengths", [(300, 3, 3), (3, 300, 3), (600, 300, 3),
                                      (600, 3, 300), (253, 3, 600, 3)])  # fmt: skip
 def test_a_row_joins_after_a_longer_one_has_left(
-    target: Any, backend: BackendDefaults, lengths: tuple[int, ...], shared: bool
+    target: Any, backend: BackendDefaults, lengths: tuple[int, ...]
 ) -> None:
     """The ring stays as large as the longer row made it; the new row's is small."""
     prompts = [([3 * i + 5, 3 * i + 6, 3 * i + 7] * 200)[:n] for i, n in
@@ -152,7 +147,7 @@ def test_a_row_joins_after_a_longer_one_has_left(
     params = [SamplingParams(max_tokens=n) for n in (4, 24, 12, 6)[: len(lengths)]]
     rows = run_rows(
         target, None, prompts, params, batch_size=2, backend=backend,
-        drafter=NgramDrafter(NgramOptions(shared=shared)),
+        drafter=NgramDrafter(),
     )  # fmt: skip
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == greedy(target, prompt, p.max_tokens)
@@ -211,24 +206,6 @@ def test_a_row_that_repeats_itself_is_followed(
     # From the second token of the second time round, all of it.
     assert row.rounds <= first + 2 + (200 - first) / 8
     assert row.accepted > 0.85 * (200 - first - 2)
-
-
-@BACKENDS
-def test_other_rows_and_finished_requests_are_found(
-    target: Any, backend: BackendDefaults
-) -> None:
-    """A second request equal to the first is drafted from what the first became."""
-    shared, own = drafter(min_ngram=3, shared=True), drafter(min_ngram=3)
-    prompt = make_prompts()[1]
-    for pool, least in ((shared, 0.8), (own, 0.0)):
-        rows = run_rows(
-            target, None, [prompt, prompt], [SamplingParams(max_tokens=40)] * 2,
-            batch_size=1, backend=backend, drafter=pool,
-        )  # fmt: skip
-        assert rows[0].tokens == rows[1].tokens == greedy(target, prompt, 40)
-        assert rows[1].accepted >= least * 28
-        if pool is own:
-            assert rows[1].accepted == rows[0].accepted
 
 
 @BACKENDS
@@ -292,7 +269,7 @@ def test_a_fault_in_the_history_is_noticed(
 )  # fmt: skip
 def test_options_out_of_range(options: dict[str, int]) -> None:
     with pytest.raises(ConfigError, match="must be"):
-        NgramOptions(**options)  # type: ignore[arg-type]
+        NgramOptions(**options)
 
 
 class PlainRounds:

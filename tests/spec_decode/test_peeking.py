@@ -185,13 +185,6 @@ def test_drawn_proposals_are_not_compared(
     assert not any(o.shadow for o in script.outcomes)
 
 
-def test_a_shared_table_is_not_looked_in(target: Any) -> None:
-    script = Script(lambda number: 0)
-    shared = NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3, shared=True))
-    alone(target, script, drafter=shared)
-    assert not any(o.shadow for o in script.outcomes)
-
-
 @pytest.mark.parametrize("most", [None, 0])
 def test_no_graph_grows_while_nothing_is_drafted(
     target: Any, most: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path

@@ -5,11 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import tempfile
 from pathlib import Path
 from typing import Any
 
 from ...utils.data_files import DataError, check_shape, read_json
+from ...utils.files import replace_file
 from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
 VERSION = 3
@@ -41,7 +41,7 @@ class CostStore:
             return RoundCosts(ForwardCosts(), new_shape=new_shape)
 
     def save(self, key: str, costs: RoundCosts) -> None:
-        """Write the file anew with ``costs`` in it, in one step."""
+        """Write the file with ``costs`` added, in one step."""
         entries = self._entries()
         entries.pop(key, None)
         entries[key] = _entry_of(costs)
@@ -50,11 +50,7 @@ class CostStore:
         # A cache: without it, the next run measures again.
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile(
-                "w", dir=self.path.parent, suffix=".tmp", delete=False
-            ) as file:
-                file.write(text)
-            os.replace(file.name, self.path)
+            replace_file(self.path, text.encode())
 
     def _entries(self) -> dict[str, Any]:
         try:

@@ -280,7 +280,7 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
     for key in table:
         if key not in known:
             raise ConfigError(
-                f"{prefix}{shorten(key)} is no key: there are "
+                f"unknown key `{prefix}{shorten(key)}`; valid keys: "
                 f"{', '.join(sorted(known))}"
                 f"{_meant(prefix + key)}"
             )

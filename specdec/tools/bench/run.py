@@ -129,19 +129,14 @@ class Bench:
     def _kept_decoder(self, cell: Cell) -> SpecDecoder:
         """One for all passes of a cell, as in a server: graphs are compiled once.
 
-        Not where it keeps prefixes, or looks up n-grams of finished requests: the same
-        prompts come in every pass, and every wave begins with none.
+        Not where it keeps prefixes: the same prompts come in every pass, and every wave
+        begins with none.
         """
-        if cell.conditions.prefix_cache or self._remembers(cell):
+        if cell.conditions.prefix_cache:
             return self._decoder(cell)
         if cell not in self._kept:
             self._kept[cell] = self._decoder(cell)
         return self._kept[cell]
-
-    def _remembers(self, cell: Cell) -> bool:
-        """Whether its drafter knows what earlier requests became."""
-        ngram = None if cell.draft is None else self._drafts[cell.draft].ngram
-        return ngram is not None and ngram.shared
 
     def _decoder(self, cell: Cell, *, end: bool = True) -> SpecDecoder:
         conditions = cell.conditions

@@ -1,10 +1,14 @@
-"""Order of runs, spread, Markdown tables. No mlx here."""
+"""Order of runs, and spread. No mlx here."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
+
+from ...utils.tables import markdown_table
+
+__all__ = ["interleaved", "markdown_table", "show_spread", "spread", "turns"]
 
 S = TypeVar("S")
 T = TypeVar("T")
@@ -44,13 +48,3 @@ def show_spread(values: Sequence[float], digits: int = 1) -> str:
     if len(values) > 1:
         text += f" ({s['min']:.{digits}f} to {s['max']:.{digits}f})"
     return text
-
-
-def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A Markdown table; columns but the first are aligned right."""
-    lines = [
-        "| " + " | ".join(header) + " |",
-        "|---|" + "---:|" * (len(header) - 1),
-        *("| " + " | ".join(map(str, row)) + " |" for row in rows),
-    ]
-    return "\n".join(lines) + "\n"

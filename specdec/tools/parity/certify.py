@@ -56,10 +56,6 @@ def certify(
     params = params or SamplingParams()
     _check(decoder, params, draws, max_restarts)
     config = decoder.config
-    if config.kv_bits == "auto":
-        raise ConfigError(
-            'kv_bits is "auto": name the bits to verify, 4 or 8, or leave it out'
-        )
     plain = PlainTarget(
         separated(decoder.target.model),
         kv_bits=config.kv_bits,

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
+from ...utils.tables import text_table
 from .certify import Certificate
 from .compare import Divergence, Token
 from .distribution import FALSE_ALARM, DistributionCertificate
@@ -25,7 +24,7 @@ def _tokens(found: TokenCertificate) -> str:
     if found.divergences:
         header = ["prompt", "token", "plain", "engine", "gap at 1 x 1", "at verify"]
         header += ["noise", "of gap", "class"]
-        lines += [table(header, [_row(d) for d in found.divergences]), ""]
+        lines += [text_table([header, *map(_row, found.divergences)]), ""]
     for divergence in found.divergences:
         if divergence.reason:
             where = f"prompt {divergence.prompt}, token {divergence.position}"
@@ -89,7 +88,7 @@ def _distribution(found: DistributionCertificate) -> str:
         ]
         for t in worst
     ]
-    lines = [table(header, rows), ""] if rows else []
+    lines = [text_table([header, *rows]), ""] if rows else []
     lines += [f"error of prompt {i}: {error}" for i, error in found.errors]
     p_values = ", ".join(f"{name} {p:.2g}" for name, p in found.p_values.items())
     tested = (
@@ -108,17 +107,6 @@ def _distribution(found: DistributionCertificate) -> str:
         f"verdict: {verdicts[found.verdict]} (false alarm {FALSE_ALARM:.0e}): {tested}"
     )
     return "\n".join(lines)
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Columns as wide as their widest cell."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    return "\n".join(
-        "  ".join(
-            cell.ljust(width) for cell, width in zip(row, widths, strict=True)
-        ).rstrip()
-        for row in (header, *rows)
-    )
 
 
 def _some(prompts: int) -> str:

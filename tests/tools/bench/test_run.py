@@ -426,19 +426,6 @@ def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
     assert "fastest draft" in text
 
 
-def test_passes_do_not_learn_from_each_other(tiny: Tiny, tmp_path: Path) -> None:
-    """N-grams of finished requests: the same prompts were decoded a pass before."""
-    recipe = tiny("draft='ngram:shared'", "repeat=2", "max_tokens=12")
-    results = run(recipe, tmp_path / "out")
-    drafted = [passes for cell, passes in results.passes.items() if cell.draft]
-    assert drafted
-    for passes in drafted:
-        counts = [
-            [wave["requests"] for wave in record["waves"]] for record in passes.values()
-        ]
-        assert all(each == counts[0] for each in counts)
-
-
 # -- results that were edited by hand, and recipes of any kind ----------------------
 
 ODD: list[Any] = [

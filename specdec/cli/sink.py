@@ -1,0 +1,131 @@
+"""Results of ``specdec run``: text to standard output, JSON lines to a file."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext, suppress
+from typing import Any, TextIO
+from unicodedata import category
+
+from ..prompts import Prompt, PromptRecord
+from ..results import GenerationResult, StreamEvent
+from ..utils.data_files import json_text
+from ..utils.printable import one_line
+from .output import cannot_write, output_failed
+
+
+class Sink:
+    """Takes stream events; finished results are kept, whatever happens next.
+
+    One prompt is streamed as it comes. Several are written whole, each under a
+    header line, in the order of the prompts; the JSON lines in the order in
+    which the prompts finish. Standard output is written within ``aside()``.
+
+    Attributes:
+        finished: results taken.
+        errors: of prompts that ended with one, by their index.
+    """
+
+    def __init__(
+        self,
+        prompts: Sequence[PromptRecord],
+        output: TextIO | None,
+        aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
+        self._prompts = prompts
+        self._output = output
+        self._aside = aside
+        self._waiting: dict[int, GenerationResult] = {}
+        self._next = 0
+        self._line_open = False
+        self._stdout_failed = False
+        self.finished = 0
+        self.errors: dict[int, str] = {}
+        if output is not None and os.path.isfile(output.name):
+            output.truncate(0)
+
+    def take(self, event: StreamEvent) -> None:
+        """Write the results that an event completes.
+
+        Raises:
+            click.ClickException: the file, or standard output, cannot be written.
+        """
+        if len(self._prompts) == 1:
+            self._write(event.text)
+        if event.result is None:
+            return
+        self.finished += 1
+        if event.result.finish_reason == "error":
+            self.errors[event.index] = event.result.error or "no reason was given"
+        if len(self._prompts) > 1:
+            self._waiting[event.index] = event.result
+        if self._output is not None:
+            self._write_line(self._output, event.result)
+        if len(self._prompts) == 1:
+            self._write("\n")
+            return
+        while self._next in self._waiting:
+            self._write_block(self._waiting.pop(self._next))
+            self._next += 1
+
+    def close(self) -> None:
+        """Write the finished results that waited for an earlier prompt."""
+        for index in sorted(self._waiting):
+            self._write_block(self._waiting.pop(index))
+        if self._line_open or (len(self._prompts) == 1 and not self.finished):
+            self._write("\n")
+
+    def _write_line(self, output: TextIO, result: GenerationResult) -> None:
+        fields = result.to_dict()
+        named = self._prompts[result.index].id
+        if named is not None:
+            fields = {"index": result.index, "id": named, **fields}
+        line = json_text(fields)
+        try:
+            output.write(line + "\n")
+            output.flush()
+        except OSError as error:
+            with suppress(OSError):
+                output.close()  # what it still holds would fail again later
+            raise cannot_write(f"--output {output.name}", error) from error
+
+    def _write_block(self, result: GenerationResult) -> None:
+        title = _title(self._prompts[result.index].prompt)
+        self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
+
+    def _write(self, text: str) -> None:
+        if self._stdout_failed:
+            return
+        try:
+            with self._aside():
+                sys.stdout.write(_for_terminal(text))
+                sys.stdout.flush()
+        except BrokenPipeError:
+            raise
+        except OSError as error:
+            self._stdout_failed = True
+            raise output_failed(error) from error
+        if text:
+            self._line_open = not text.endswith("\n")
+
+
+def _for_terminal(text: str) -> str:
+    """A model's text; on a terminal, without characters that it acts on."""
+    if not sys.stdout.isatty():
+        return text
+    kept = "\n\t"
+    return "".join(
+        "?" if category(each) in ("Cc", "Cs") and each not in kept else each
+        for each in text
+    )
+
+
+def _title(prompt: Prompt) -> str:
+    if isinstance(prompt, str):
+        text = prompt
+    else:
+        last = prompt[-1]
+        text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
+    return one_line(" ".join(text.split()), 70, end=False)
