@@ -96,7 +96,9 @@ class NgramDrafter:
             )
         self.options = options or NgramOptions()
         self.table = NgramTable() if self.options.shared else None
-        kernels = defaults().kernels and ngram_kernel.proven()
+        kernels = defaults().kernels and ngram_kernel.proven(
+            ngram_search.search, ngram_search.keep
+        )
         self.lookup: Lookup = ngram_kernel if kernels else ngram_search
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:

@@ -20,8 +20,8 @@ from specdec.backend import BackendDefaults
 from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
-from specdec.spec_decode import NamedDrafter, ngram_search
-from specdec.spec_decode.commit import operations
+from specdec.spec_decode import NamedDrafter, commit, ngram_search
+from specdec.spec_decode.commit import Settler
 from specdec.tools.bench.models import token_level
 
 # As on a GPU, as far as a CPU can.
@@ -51,7 +51,7 @@ class Launches:
         patch.setattr(mx, "async_eval", self._handed_over)
         patch.setattr(ModelRows, "forward", self._uncounted(ModelRows.forward))
         for module, name, stands_for in (
-            (commit_kernel, "settle", operations.settle),
+            (commit_kernel, "settle", commit.settle),
             (ngram_kernel, "search", ngram_search.search),
             (ngram_kernel, "keep", ngram_search.keep),
         ):
@@ -131,8 +131,8 @@ TRIM = {"Subtract": 1, "Maximum": 1, "Minimum": 1}
     ("draft", "k", "allowed"),
     [
         (None, 0, CHOOSING),
-        # Rows are not drafted for, but the drafter is told what they keep.
-        ("ngram", 0, {**CHOOSING, "keep": 1}),
+        # Where no row drafts, no drafter has to know what rows keep.
+        ("ngram", 0, CHOOSING),
         ("ngram", 1, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),
         ("ngram", 4, {**CHOOSING, **TRIM, "search": 1, "keep": 1}),
         # Each draft forward chooses a token; then all of them are put together, and
@@ -151,8 +151,10 @@ def test_a_round_launches_no_more(
     batch_size: int,
 ) -> None:
     monkeypatch.setattr(backend, "defaults", lambda: LIKE_CUDA)
-    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: commit_kernel)
-    monkeypatch.setattr("specdec.spec_decode.ngram.lookup", ngram_kernel)
+    monkeypatch.setattr(
+        "specdec.spec_decode.verifier.settler", lambda: Settler(commit_kernel.settle)
+    )
+    monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     target = token_level(tiny_model("llama", seed=0))
     drafter: Any = NamedDrafter("itself", target) if draft == "model" else draft
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=k or "auto")

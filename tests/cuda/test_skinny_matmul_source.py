@@ -8,7 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.cuda import compile, skinny_matmul
+from specdec.cuda import kernels, skinny_matmul
 from tests.cuda.emulation.cuda import (
     KernelFault,
     emulated,
@@ -26,7 +26,7 @@ HIGH = 400
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, skinny_matmul._kernel, compile.cuda_kernel)
+    yield from emulated(monkeypatch, skinny_matmul._kernel, kernels.cuda_kernel)
 
 
 def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> mx.array:

@@ -611,13 +611,14 @@ class TestFaultsAreCaught:
         prompts: list[list[int]],
         monkeypatch: pytest.MonkeyPatch,
     ) -> None:
-        from specdec.spec_decode.commit import operations
+        from specdec.spec_decode import commit
 
         def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
             from specdec.spec_decode.rejection_sampler import count_kept
 
             return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-        monkeypatch.setattr(operations, "count_kept", faulty)
-        monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: operations)
+        settler = commit.Settler(commit.settle)
+        monkeypatch.setattr(commit, "count_kept", faulty)
+        monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: settler)
         assert self.differs(target, drafts["near"], prompts)
