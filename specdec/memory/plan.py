@@ -78,10 +78,9 @@ class MemoryPlan:
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host read behind the device.
-        patient: whether shapes are to repeat: speculative rounds are read so late too
-            (DecodeBatch), and what a draft missed is padded.
-        spare: tokens per row that a narrow step computes in vain, 0 or 1
-            (``BackendDefaults.pairs``).
+        static_shapes, pad_single_token: as in :class:`~specdec.backend.BackendDefaults`:
+            with the first, speculative rounds are read so late too, and what a draft
+            missed is padded.
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
         lookup_bytes: of what n-grams are looked up in, and of looking.
@@ -94,8 +93,8 @@ class MemoryPlan:
     prefill_step_size: int
     read_bucket: int = 1
     lookahead: int = 1
-    patient: bool = True
-    spare: int = 0
+    static_shapes: bool = True
+    pad_single_token: bool = False
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
@@ -160,9 +159,9 @@ class MemoryPlan:
             # A draft takes in what it missed in pieces: where shapes repeat, with
             # padding behind the last.
             if name == "draft" and self.pauses:
-                held += CATCH_UP_STEP if self.patient else 0
+                held += CATCH_UP_STEP if self.static_shapes else 0
                 wide = max(wide, min(CATCH_UP_STEP, held))
-                writes = wide + self.spare
+                writes = wide + self.pad_single_token
             parts[f"{name} KV cache"] = self._kv_bytes(model, rows, held, writes)
             layers.append(self._largest_layer(model, rows, held))
             columns = model.columns(held, max_write=wide, read_bucket=self.read_bucket)
@@ -171,7 +170,7 @@ class MemoryPlan:
         # rows that join copy it twice more, in one go.
         parts["growth and joins"] = max(layers) * (3 if len(rows) > 1 else 1)
         # A draft's first forward of a round takes two tokens.
-        heads = [(self.target, max(k, self.spare))] + (
+        heads = [(self.target, max(k, self.pad_single_token))] + (
             [(self.draft, 1)] if self.draft else []
         )
         logits = sum(
@@ -188,8 +187,8 @@ class MemoryPlan:
     def _calibration(self, num_rows: int) -> Moment:
         """What rounds cost is measured, before the first, at so many rows."""
         # Where tokens cost time, at one; two runs are on their way everywhere.
-        num_rows = num_rows if self.patient else 1
-        ahead = replace(self, patient=True, lookahead=max(1, self.lookahead))
+        num_rows = num_rows if self.static_shapes else 1
+        ahead = replace(self, static_shapes=True, lookahead=max(1, self.lookahead))
         rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
         return replace(ahead._decoding(rows), name="measuring")
 
@@ -206,7 +205,7 @@ class MemoryPlan:
     @property
     def _ahead(self) -> int:
         """Rounds in flight behind the one that is read."""
-        return self.lookahead if self.patient or not self.num_draft_tokens else 0
+        return self.lookahead if self.static_shapes or not self.num_draft_tokens else 0
 
     @property
     def _round(self) -> int:
@@ -215,8 +214,8 @@ class MemoryPlan:
 
     @property
     def _wide(self) -> int:
-        """The same, with a spare token: what a ring has to be able to undo."""
-        return self._round + self.spare
+        """The same, with padding: what a ring has to be able to undo."""
+        return self._round + self.pad_single_token
 
     @property
     def _max_write(self) -> int:
@@ -229,7 +228,7 @@ class MemoryPlan:
         wanted, and rounds in flight write behind them.
         """
         context = max((r.context for r in rows), default=0)
-        written = (self._ahead + 1) * self._round + self.spare
+        written = (self._ahead + 1) * self._round + self.pad_single_token
         return context - 2 + written if context else 0
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:

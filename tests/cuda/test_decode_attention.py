@@ -271,7 +271,9 @@ def test_decoding_asks_for_it_and_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of different lengths, in buckets of columns, as where shapes repeat."""
-    made = replace(backend.defaults(), read_bucket=32, repeat_shapes=True, pairs=True)
+    made = replace(
+        backend.defaults(), read_bucket=32, static_shapes=True, pad_single_token=True
+    )
     monkeypatch.setattr(backend, "defaults", lambda: made)
     model = tiny_model("llama").eval()
     # In float32 the stand-in rounds nothing, so that tokens are the same.

@@ -26,7 +26,12 @@ from specdec.tools.bench.models import token_level
 
 # As on a GPU, as far as a CPU can.
 LIKE_CUDA = BackendDefaults(
-    "cuda", read_bucket=64, repeat_shapes=True, lookahead=1, pairs=True, kernels=True
+    "cuda",
+    read_bucket=64,
+    static_shapes=True,
+    lookahead=1,
+    pad_single_token=True,
+    kernels=True,
 )
 # They give an array another shape, and compute nothing.
 VIEWS = {"Slice", "Broadcast", "ExpandDims", "Squeeze", "Reshape", "View"}

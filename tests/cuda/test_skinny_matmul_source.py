@@ -191,5 +191,5 @@ def test_faults_of_parts_are_found(
 
 
 def test_a_product_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "TYPES", {mx.bfloat16: "f16"})
+    monkeypatch.setattr(kernels, "TYPES", {mx.bfloat16: "f16"})
     assert not agrees(3, 16, 64, mx.bfloat16, bias=False)

@@ -26,8 +26,8 @@ from specdec.models.runner import ModelRows, ModelRunner, cache_options
 from ..cache.small_models import MODELS, WINDOW, ChunkedModel
 
 TinyModel = Callable[..., nn.Module]
-CPU = backend.BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
-GPU = backend.BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1)
+CPU = backend.BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
 # Names that small_models.MODELS does not have, with their models.

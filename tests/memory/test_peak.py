@@ -224,7 +224,7 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compiled forwards, spare tokens and copies of packed columns are held, too."""
+    """Compiled forwards, padding and copies of packed columns are held, too."""
     monkeypatch.setattr(backend, "defaults", lambda: BEHIND)
     options = {"prefill_step_size": 64, "num_draft_tokens": 0, **options}
     config = EngineConfig(batch_size=batch, **options)
@@ -236,7 +236,7 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
     def run() -> tuple[int, int]:
         nonlocal weights
         peak, plan = measure(target, draft, config, requests)
-        assert plan.spare == 1
+        assert plan.pad_single_token
         weights = plan.weight_bytes
         return peak, plan.peak(fullest(requests, batch))
 
@@ -291,7 +291,7 @@ def test_measuring_costs_stays_within_the_plan(
     length = AutoLength(
         RoundCosts(ForwardCosts()),
         measure=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
-        measured_rows=None if switches.repeat_shapes else 1,
+        measured_rows=None if switches.static_shapes else 1,
     )
     peak, plan = measure(target, draft, config, requests, length=length)
     assert peak <= plan.peak(rows)
@@ -299,7 +299,7 @@ def test_measuring_costs_stays_within_the_plan(
     assert batch > 1 or switches is BEHIND or peak > without.peak(rows)
 
 
-def test_the_plan_counts_what_spare_tokens_take(
+def test_the_plan_counts_what_padding_takes(
     tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of two tokens a row where one is kept: no fewer than measured."""
@@ -309,7 +309,7 @@ def test_the_plan_counts_what_spare_tokens_take(
     peaks, told = [0, 0], [0, 0]
     # The fullest of some runs of each: what is alive at once depends on timing.
     for _ in range(6):
-        for i, switches in enumerate((replace(BEHIND, pairs=False), BEHIND)):
+        for i, switches in enumerate((replace(BEHIND, pad_single_token=False), BEHIND)):
             monkeypatch.setattr(backend, "defaults", lambda switches=switches: switches)
             peak, plan = measure(target, None, config, requests)
             peaks[i] = max(peaks[i], peak)
