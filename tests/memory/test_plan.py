@@ -29,10 +29,8 @@ TARGET = ModelGeometry(
     caches=(CacheGeometry(slot_bytes=2 * 8 * 128 * 2),) * 32,
     vocab_size=128_256,
     elem_bytes=2,
-    hidden_size=4096,
-    layer_width=43_008,
-    num_heads=32,
-    head_width=128,
+    token_bytes=7 * 43_008,
+    score_bytes=32 * 2 + 4,
     loading_bytes=16_000_000_000,
 )
 DRAFT = replace(
@@ -142,7 +140,7 @@ def test_a_window_bounds_the_cache() -> None:
 def test_rows_that_are_quantized_late_are_dense_before() -> None:
     packed = replace(
         TARGET,
-        caches=(CacheGeometry(slot_bytes=1000, packed=True),),
+        caches=(CacheGeometry(slot_bytes=1000),),
         dense_caches=(CacheGeometry(slot_bytes=3000),),
     )
     plan = replace(PLAN, target=packed, quantized_kv_start=4096)
@@ -164,7 +162,7 @@ def estimate(limit: int | None, context: int = 8192, batch: int = 1) -> Estimate
     def with_bits(bits: int | None) -> MemoryPlan | None:
         if bits is None:
             return PLAN
-        slot = CacheGeometry(slot_bytes=4096 * bits // 16 + 256, packed=True)
+        slot = CacheGeometry(slot_bytes=4096 * bits // 16 + 256)
         return replace(PLAN, target=replace(TARGET, caches=(slot,) * 32))
 
     return Estimate(
