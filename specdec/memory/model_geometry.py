@@ -64,7 +64,15 @@ def geometry_of(
         dense, _ = _forward(model, name, replace(at_once, kv_bits=None))
     settings = _Settings(config)
     heads = settings.number("num_attention_heads", "n_heads", "num_heads", "n_head")
+    hidden = settings.number("hidden_size", "d_model", "n_embd", "dim", "model_dim")
+    nope, rope, values = (
+        settings.number(key)
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
     latent = settings.number("kv_lora_rank") > 0
+    head = settings.number("head_dim") or hidden // max(heads, 1)
+    queries = heads * (nope + rope if latent else head)
+    unfolded = heads * (nope + values) if latent else 0
     elem_bytes: int = logits.dtype.size
     return ModelGeometry(
         name=name,
@@ -74,14 +82,15 @@ def geometry_of(
         dense_caches=tuple(map(_cache_geometry, dense)),
         vocab_size=int(logits.shape[-1]),
         elem_bytes=elem_bytes,
-        # Measured on MLX's CPU backend and rounded up: outputs, copies of them in the
-        # model's type, and norms, which compute in float32.
-        token_bytes=(2 * elem_bytes + 3) * _layer_width(model, settings),
-        # Latent attention adds scores of its own to the mask. A mask takes up to four
-        # bytes.
+        # Measured on MLX's CPU backend, each width varied alone, and rounded up: the
+        # outputs of a layer's projections; in float32, since norms compute in it, six
+        # copies of its queries and eight residual streams.
+        token_bytes=elem_bytes * _layer_width(model, settings)
+        + 24 * queries
+        + 32 * hidden,
+        # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
         score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
-        column_bytes=_copied_bytes(caches)
-        + (_unfolded(settings, heads) * elem_bytes if latent else 0),
+        column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
         loading_bytes=loading_bytes,
     )
 
@@ -121,11 +130,6 @@ def _copied_bytes(caches: Sequence[BatchCache]) -> int:
     unpacked = sorted(_per_slot(c, c.unpacked_nbytes) for c in caches)
     copy = max((_per_slot(c, c.nbytes) for c in packed), default=0)
     return copy + sum(unpacked[-UNDER_WAY:])
-
-
-def _unfolded(settings: _Settings, heads: int) -> int:
-    """Numbers that latent attention unfolds of a cached column."""
-    return heads * (settings.number("qk_nope_head_dim") + settings.number("v_head_dim"))
 
 
 class _Settings:
@@ -168,7 +172,7 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 def _layer_width(model: nn.Module, settings: _Settings) -> int:
     """Outputs of all projections of the widest layer for one token.
 
-    Of experts only of those that a token uses.
+    Of experts only of those that a token uses, and what is gathered for them.
     """
     active = settings.number(
         "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k"
@@ -181,6 +185,7 @@ def _layer_width(model: nn.Module, settings: _Settings) -> int:
             continue
         width = weight.shape[-2]
         if weight.ndim == 3:  # experts
-            width *= max(active, 1)
+            columns = weight.shape[-1] * 32 // getattr(layer, "bits", 32)
+            width = max(active, 1) * (width + columns)
         widths[found[1]] += width
     return max(widths.values(), default=0)

@@ -158,7 +158,7 @@ def test_weights_and_widths(tiny_model: TinyModel) -> None:
     assert found.num_parameters == sum(sizes.values())
     assert found.weight_bytes == 4 * sum(sizes.values())
     width = 32 + 2 * 16 + 32 + 2 * 64 + 32
-    assert found.token_bytes == (2 * 4 + 3) * width
+    assert found.token_bytes == 4 * width + 24 * 32 + 32 * 32
     assert found.score_bytes == 4 * 4 + 4
     assert (found.vocab_size, found.elem_bytes) == (97, 4)
     nn.quantize(model, group_size=32, bits=4)

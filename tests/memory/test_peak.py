@@ -202,6 +202,33 @@ def test_a_run_stays_within_its_plan(
     check_plan(run, lambda told, peak: told - weights <= 1.75 * (peak - weights))
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("full", {"intermediate_size": 32, "head_dim": 8}),
+        ("full", {"intermediate_size": 32, "head_dim": 128}),
+        ("full", {"intermediate_size": 32, "num_key_value_heads": 1}),
+        ("full", {"intermediate_size": 128, "hidden_size": 512}),
+        ("gemma3", {}),
+    ],
+    ids=str,
+)
+def test_layers_of_any_proportion_stay_within_the_plan(
+    tiny_model: Callable[..., nn.Module],
+    name: str,
+    widths: dict[str, Any],
+    dtype: mx.Dtype,
+) -> None:
+    """Heads counted in the type of the model, where norms compute in float32."""
+    target = loaded(tiny_model, name, **widths)
+    target.model.set_dtype(dtype)
+    config = EngineConfig(batch_size=2, num_draft_tokens=0, prefill_step_size=64)
+    requests = requests_of(2, 60, 8)
+    peak, plan = measure(target, None, config, requests)
+    assert peak <= plan.peak(fullest(requests, 2))
+
+
 BEHIND_RUNS: list[Run] = [
     ("full", 4, 6, 200, 80, {}),
     ("full", 8, 12, 10, 280, {}),

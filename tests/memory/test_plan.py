@@ -29,7 +29,7 @@ TARGET = ModelGeometry(
     caches=(CacheGeometry(slot_bytes=2 * 8 * 128 * 2),) * 32,
     vocab_size=128_256,
     elem_bytes=2,
-    token_bytes=7 * 43_008,
+    token_bytes=2 * 43_008 + 24 * 32 * 128 + 32 * 4096,
     score_bytes=32 * 2 + 4,
     loading_bytes=16_000_000_000,
 )
