@@ -39,9 +39,9 @@ def milliseconds(
     defaults = replace(
         backend.defaults(),
         read_bucket=256,
-        repeat_shapes=True,
+        static_shapes=True,
         compile_after=0 if compiles else None,
-        pairs=False,
+        pad_single_token=False,
     )
     runner = ModelRunner(model, "target", EngineConfig(batch_size=rows), defaults)
     length = context + (steps + WARM_UP) * width + 1

@@ -27,73 +27,62 @@ class BackendDefaults:
         read_bucket: cache columns handed to attention are rounded up to a
             multiple of this. CUDA builds an attention plan for every new shape
             (about 40 ms each); a CPU pays for every extra column instead.
-        repeat_shapes: keep shapes identical from round to round, even when
-            that computes a little more, because each new one costs.
+        static_shapes: keep shapes the same from round to round, even when that
+            computes a little more, because each new one costs.
         lookahead: rounds that the host reads behind the device, which builds
             one while the one before runs.
         new_shape_seconds: what a shape that was not met before costs.
         compile_after: a decode forward is compiled once its shapes were met so many
             times; ``None``: never. It takes shapes that repeat, and pays where
             launching and Python take longer than computing.
-        pairs: steps of one token per row are computed with a spare second one:
+        pad_single_token: steps of one token per row compute a second one in vain:
             CUDA's fused attention takes a mask only for several queries (where it is
             not ours). A single row would need none, but its shapes would never repeat.
         unpacks: packed keys and values are unpacked for attention; CUDA's products
             with packed ones take no views, and few of the shapes that attention has.
-        flattens: products with packed weights take rows and positions at once.
-        joins: products of one input by several layers are computed as one.
-        kernels: products of few rows, attention of few queries, prompt lookup, and
-            what follows from a round, are kernels of ours.
+        kernels: models, prompt lookup and commits run by what :mod:`specdec.cuda`
+            has, as far as it is proven on the device.
         peek_rows: rows of a batch up to which plain rounds look what a drafter would
             propose, where it tells; ``None``: any number.
     """
 
     name: Literal["cpu", "cuda", "metal"]
     read_bucket: int
-    repeat_shapes: bool
+    static_shapes: bool
     lookahead: int
     new_shape_seconds: float = 0.0
     compile_after: int | None = None
-    pairs: bool = False
+    pad_single_token: bool = False
     unpacks: bool = False
-    flattens: bool = False
-    joins: bool = False
     kernels: bool = False
     peek_rows: int | None = None
 
     def rows_to_keep(self, rows: int, running: int) -> int:
         """Rows of a batch of ``rows`` to go on with when just ``running`` still run.
 
-        A new batch size is a new shape. Where those are dear, ``rows`` is halved as
+        A new batch size is a new shape. With static shapes ``rows`` is halved as
         often as the running ones fit: few shapes, whatever the rows' lengths.
         """
-        if not self.repeat_shapes or not running:
+        if not self.static_shapes or not running:
             return running
         while running < rows and (rows + 1) // 2 >= running:
             rows = (rows + 1) // 2
         return rows
 
-    @property
-    def most_spare(self) -> int:
-        """Tokens per row that a step may compute beside what is wanted."""
-        return int(self.pairs)
-
 
 _DEFAULTS = {
     each.name: each
     for each in (
-        BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1),
+        BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1),
         BackendDefaults(
             "cuda",
             read_bucket=256,
-            repeat_shapes=True,
+            static_shapes=True,
             lookahead=1,
             new_shape_seconds=0.04,
             compile_after=1,
-            pairs=True,
+            pad_single_token=True,
             unpacks=True,
-            flattens=True,
-            joins=True,
             kernels=True,
             # A look held a round of 8 rows up by a tenth to a third, of one by 5 to 8%
             # (one H200).
@@ -101,7 +90,7 @@ _DEFAULTS = {
         ),
         # Not measured: launching what a look takes may cost more than it brings.
         BackendDefaults(
-            "metal", read_bucket=256, repeat_shapes=True, lookahead=1, peek_rows=0
+            "metal", read_bucket=256, static_shapes=True, lookahead=1, peek_rows=0
         ),
     )
 }

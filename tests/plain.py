@@ -30,21 +30,21 @@ from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import DraftLength
 
 # Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
-# compiled forwards, a spare token in plain steps of two rows or more, packed keys
+# compiled forwards, padding in steps of one token, packed keys
 # and values unpacked for attention.
-AT_ONCE = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
+AT_ONCE = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
 BEHIND = BackendDefaults(
     "cuda",
     read_bucket=64,
-    repeat_shapes=True,
+    static_shapes=True,
     lookahead=1,
     compile_after=1,
-    pairs=True,
+    pad_single_token=True,
     unpacks=True,
 )
 # As on Metal: bucketed shapes, and nothing beside what rounds need.
 METAL = BackendDefaults(
-    "metal", read_bucket=64, repeat_shapes=True, lookahead=1, peek_rows=0
+    "metal", read_bucket=64, static_shapes=True, lookahead=1, peek_rows=0
 )
 
 

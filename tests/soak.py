@@ -282,7 +282,7 @@ class Again(FixedLength):
         at = self._read + len(state.in_flight)
         return self._limits[at] if at < len(self._limits) else 0
 
-    def observe(self, outcome: RoundOutcome) -> None:
+    def observe(self, outcome: RoundTiming) -> None:
         self._read += 1
 
 

@@ -39,7 +39,7 @@ def test_defaults(
     assert expected == (
         found.name,
         found.read_bucket,
-        found.repeat_shapes,
+        found.static_shapes,
         found.lookahead,
         found.peek_rows,
     )

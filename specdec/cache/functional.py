@@ -92,13 +92,13 @@ class FunctionalCache(CacheCore):
         return twin
 
     def take(
-        self, arrays: Arrays, offset: mx.array, num_tokens: int, spare: int = 0
+        self, arrays: Arrays, offset: mx.array, num_tokens: int, taken_back: int = 0
     ) -> None:
         """Hold what a write of ``num_tokens`` tokens made, room for which was reserved.
 
         Args:
             offset: tokens kept by every row now, shape (B,).
-            spare: how many of those written were taken back of every row.
+            taken_back: of those tokens, how many every row has lost again.
 
         Raises:
             CacheError: that is more than a ring can take back.
@@ -106,6 +106,6 @@ class FunctionalCache(CacheCore):
         self._storage.arrays = arrays
         self.offset = offset
         self._count(num_tokens, self._longest + num_tokens)
-        if spare:
-            self._note_trim(spare)
-            self._longest -= spare
+        if taken_back:
+            self._note_trim(taken_back)
+            self._longest -= taken_back

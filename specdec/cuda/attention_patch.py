@@ -22,7 +22,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models import base
 
 from . import decode_attention
-from .compile import TYPES
+from .kernels import TYPES
 
 _NAME = "scaled_dot_product_attention"
 _USUAL: Any = getattr(base, _NAME)

@@ -1,21 +1,18 @@
 """What follows from a round, by one CUDA kernel.
 
-:mod:`.operations` says the same in some twenty operations on small arrays; where
-launches bound a round, each takes as long as this one does.
+Its reference is some twenty operations on small arrays. Where launches bound a round,
+each of them takes as long as this kernel does.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
 
-from ..spec_decode.commit import operations
-from ..spec_decode.commit.committed import Committed
-from ..spec_decode.commit.operations import Settled
-from ..spec_decode.rejection_sampler import Verdict
-from .compile import cuda_kernel
+from .kernels import cuda_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -56,14 +53,26 @@ def settle(
     chosen: mx.array,
     limit: mx.array,
     meant: mx.array | None,
-    committed: Committed,
-) -> Settled:
-    """What :func:`.operations.settle` computes."""
+    recent: mx.array,
+    lengths: mx.array,
+) -> tuple[mx.array, ...]:
+    """What every row of a round keeps, and what follows from that.
+
+    Args:
+        inputs: the newest token, then the draft tokens, shape (B, k + 1).
+        chosen: the target's tokens, shape (B, k + 1), int32.
+        limit: most draft tokens that each row may keep, -1 for rows that have ended,
+            shape (B,), int32.
+        meant: draft tokens that each row has, shape (B,); ``None``: all.
+        recent: the newest tokens before the round, shape (B, W), int32.
+        lengths: tokens of every row before the round, shape (B,), int32.
+
+    Returns:
+        Tokens kept (B,); the limit (B,); tokens rejected (B,); both first and
+        ``chosen`` packed (B, k + 3); ``recent`` and ``lengths`` after the round.
+    """
     rows, width = chosen.shape
-    recent, lengths = committed.recent, committed.lengths
-    kept, allowed, rejected, packed, next_recent, next_lengths = cuda_kernel(
-        "settle", _SETTLE, _INPUTS, _OUTPUTS
-    )(
+    found: list[mx.array] = cuda_kernel("settle", _SETTLE, _INPUTS, _OUTPUTS)(
         inputs=[
             # Of a round without draft tokens they are a view, which would be copied;
             # they are not looked at.
@@ -86,29 +95,23 @@ def settle(
         ],
         output_dtypes=[mx.int32] * len(_OUTPUTS),
     )
-    return Settled(
-        Verdict(chosen, kept),
-        allowed,
-        rejected,
-        packed,
-        Committed(next_recent, next_lengths),
-    )
+    return tuple(found)
 
 
 @cache
-def proven() -> bool:
-    """Whether the kernel runs on this device, and finds what the operations do."""
+def proven(reference: Callable[..., tuple[mx.array, ...]]) -> bool:
+    """Whether the kernel runs on this device, and finds what ``reference`` does."""
     inputs = mx.array([[9, 1, 2], [9, 1, 2], [9, 1, 5], [9, 1, 2]])
     chosen = mx.array([[1, 2, 3], [1, 2, 3], [1, 2, 3], [4, 5, 6]])
     limit, meant = mx.array([2, -1, 2, 2]), mx.array([1, 2, 2, 0])
-    committed = Committed.of([[8, 9], [9], [7, 8, 9], [6, 7, 8, 9]], 3)
+    recent = mx.array([[-1, 8, 9], [-1, -1, 9], [7, 8, 9], [7, 8, 9]])
+    lengths = mx.array([2, 1, 3, 4])
     try:
         for n, some in ((3, meant), (3, None), (1, None)):
             most = mx.minimum(limit, n - 1)
-            asked = inputs[:, :n], chosen[:, :n], most, some, committed
-            found, wanted = settle(*asked), operations.settle(*asked)
-            pairs = zip(_arrays(found), _arrays(wanted), strict=True)
-            if not all(mx.array_equal(a, b).item() for a, b in pairs):
+            asked = inputs[:, :n], chosen[:, :n], most, some, recent, lengths
+            both = zip(_read(settle(*asked)), _read(reference(*asked)), strict=True)
+            if not all(mx.array_equal(a, b).item() for a, b in both):
                 return False
         return True
     except (RuntimeError, ValueError) as error:
@@ -116,14 +119,8 @@ def proven() -> bool:
         return False
 
 
-def _arrays(settled: Settled) -> tuple[mx.array, ...]:
-    after = settled.committed
-    return (
-        settled.verdict.kept,
-        settled.limit,
-        settled.rejected,
-        settled.packed,
-        # Of rows that have ended they mean nothing.
-        mx.where(settled.verdict.kept[:, None] > 0, after.recent, -1),
-        after.lengths,
-    )
+def _read(found: tuple[mx.array, ...]) -> tuple[mx.array, ...]:
+    """What is read of it: the newest tokens of rows that have ended are not."""
+    kept, limit, rejected, packed, recent, lengths = found
+    recent = mx.where(kept[:, None] > 0, recent, -1)
+    return kept, limit, rejected, packed, recent, lengths

@@ -21,7 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from . import decode_attention_source as text
-from .compile import TYPES, cuda_kernel, tensor_cores
+from .kernels import TYPES, cuda_kernel, tensor_cores
 
 logger = logging.getLogger(__name__)
 

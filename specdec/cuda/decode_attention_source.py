@@ -1,4 +1,4 @@
-"""The source of the kernels for attention of few queries, see :mod:`.few_queries`."""
+"""The source of the kernels of :mod:`.decode_attention`."""
 
 from __future__ import annotations
 

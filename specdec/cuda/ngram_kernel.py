@@ -1,18 +1,21 @@
 """Prompt lookup as two CUDA kernels: a search, and the writing of what was kept.
 
-:mod:`.lookup` says the same in some sixty operations on small arrays, whose launches
-take a millisecond of every round, whatever they compute. Each of these is one.
+Their references are some sixty operations on small arrays, whose launches take a
+millisecond of every round, whatever they compute. Each kernel is one launch.
+
+A row keeps its tokens in a ring: the token of position ``p`` is in slot
+``p % capacity``, and -1 in slots without one.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from functools import cache
 
 import mlx.core as mx
 
-from ..spec_decode import ngram_search
-from .compile import cuda_kernel
+from .kernels import cuda_kernel
 
 logger = logging.getLogger(__name__)
 
@@ -96,7 +99,19 @@ def search(
     max_ngram: int,
     min_ngram: int,
 ) -> tuple[mx.array, mx.array]:
-    """What :func:`.lookup.search` computes."""
+    """What followed each row's longest match, the newest one of those.
+
+    Args:
+        ring: of the rows, shape (B, capacity), int32; the newest token may be missing.
+        lengths: tokens of each row, shape (B,), int32.
+        recent: the newest tokens of each row, shape (B, R), int32.
+        k: how many tokens.
+        max_ngram, min_ngram: most and fewest tokens of a match.
+
+    Returns:
+        The newest token of each row, then the ``k`` tokens, shape (B, k + 1), 0 where
+        there is no match; and how many were found, k or 0, shape (B,).
+    """
     rows = ring.shape[0]
     taken = ("ring", "lengths", "recent", "numbers")
     made = ("inputs", "found_lengths")
@@ -118,7 +133,13 @@ def keep(
     chosen: mx.array,
     kept: mx.array,
 ) -> mx.array:
-    """What :func:`.lookup.keep` computes."""
+    """``ring`` with the newest token, and those kept after it, in it.
+
+    Args:
+        ring, lengths, recent: as for :func:`search`, before the round.
+        chosen: tokens of the round, shape (B, S), int32.
+        kept: how many of them, shape (B,), int32.
+    """
     taken = ("ring", "lengths", "recent", "chosen", "kept")
     written: mx.array = cuda_kernel("lookup_keep", _KEEP, taken, ("out",))(
         inputs=[ring, lengths, recent, chosen, kept],
@@ -131,19 +152,24 @@ def keep(
 
 
 @cache
-def proven() -> bool:
-    """Whether the kernels run on this device, and find what the operations do."""
-    ring = ngram_search.ring_of([[5, 6, 7, 5, 6, 7, 5], [1, 2, 3], [4] * 300], 256)
+def proven(
+    as_searched: Callable[..., tuple[mx.array, mx.array]],
+    as_kept: Callable[..., mx.array],
+) -> bool:
+    """Whether the kernels run on this device, and find what the references do."""
+    texts = [5, 6, 7, 5, 6, 7, 5], [1, 2, 3], [4] * 256
+    ring = mx.array([text + [-1] * (256 - len(text)) for text in texts])
+    # The last row is longer than the ring.
     lengths, recent = mx.array([8, 4, 301]), mx.array([[5, 6], [3, 9], [4, 4]])
     chosen, kept = mx.arange(9).reshape(3, 3), mx.array([2, 0, 3])
     options = {"max_ngram": 4, "min_ngram": 2}
     try:
         found = search(ring, lengths, recent, 3, **options)
-        wanted = ngram_search.search(ring, lengths, recent, 3, **options)
+        wanted = as_searched(ring, lengths, recent, 3, **options)
         written = keep(ring, lengths, recent, chosen, kept)
-        as_wanted = ngram_search.keep(ring, lengths, recent, chosen, kept)
-        pairs = zip((*found, written), (*wanted, as_wanted), strict=True)
-        return all(mx.array_equal(a, b).item() for a, b in pairs)
+        as_wanted = as_kept(ring, lengths, recent, chosen, kept)
+        both = zip((*found, written), (*wanted, as_wanted), strict=True)
+        return all(mx.array_equal(a, b).item() for a, b in both)
     except (RuntimeError, ValueError) as error:
         logger.debug("no kernel for prompt lookup: %s", error)
         return False

@@ -23,8 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
-from .compile import TYPES, cuda_kernel, tensor_cores
 from .flattened_matmul import as_kind
+from .kernels import TYPES, cuda_kernel, tensor_cores
 
 logger = logging.getLogger(__name__)
 

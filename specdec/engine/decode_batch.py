@@ -83,7 +83,7 @@ class DecodeBatch:
         self.alone = True
         self._in_flight = in_flight
         self._limits = DraftLimits(
-            drafter, length.max_draft_tokens, every_use=backend.repeat_shapes
+            drafter, length.max_draft_tokens, static_shapes=backend.static_shapes
         )
         # The largest k of any round.
         self.num_draft_tokens = self._limits.most
@@ -218,8 +218,9 @@ class DecodeBatch:
         cost time, and functions of the user's need every token before the next:
         then rounds are read at once.
         """
-        patient = self._backend.repeat_shapes or not k
-        return self._backend.lookahead if patient and not self._rules.stepwise else 0
+        if self._rules.stepwise or (k and not self._backend.static_shapes):
+            return 0
+        return self._backend.lookahead
 
     def _row_limits(self, k: int) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended."""

@@ -276,7 +276,7 @@ class Engine:
         """
 
         def slots(rows: int) -> int:
-            static = self._backend.repeat_shapes
+            static = self._backend.static_shapes
             return slots_for(rows, self._config.batch_size, static_shapes=static)
 
         rows = [*running, *joining]

@@ -23,12 +23,12 @@ class DraftLimits:
     Args:
         drafter: may have a context that rows outgrow; ``None`` drafts nothing.
         most: the largest k of any round.
-        every_use: do not look at what is left of a row, so that shapes repeat.
+        static_shapes: do not look at what is left of a row, so that shapes repeat.
     """
 
-    def __init__(self, drafter: Drafter | None, most: int, *, every_use: bool):
+    def __init__(self, drafter: Drafter | None, most: int, *, static_shapes: bool):
         self.most = most if drafter else 0
-        self._every_use = every_use
+        self._static_shapes = static_shapes
         context = drafter.context_length if drafter else None
         # The draft writes all but the last of what it proposes.
         self._longest = inf if context is None else context - self.most + 1
@@ -51,7 +51,7 @@ class DraftLimits:
         Args:
             pending: tells in how many rounds in flight a row takes part.
         """
-        if self._every_use:
+        if self._static_shapes:
             return self.most
         return min(self.most, max(sequence.remaining - pending(sequence) - 1, 0))
 

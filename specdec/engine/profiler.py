@@ -256,7 +256,7 @@ def draft_length(
             target, drafter, num_rows, max_draft_tokens=config.max_draft_tokens
         ),
         # Where tokens cost time, those of one row tell what any number costs.
-        measured_rows=None if defaults.repeat_shapes else 1,
+        measured_rows=None if defaults.static_shapes else 1,
         save=lambda costs: kept.save(key, costs),
     )
 

@@ -6,10 +6,7 @@ Nothing here imports mlx; :mod:`specdec.memory.model_geometry` reads models.
 from ..cache.capacity import cache_slots, grown_capacity, ring_slots, round_up
 from ..utils.sizes import format_size, parse_size
 from .formulas import (
-    attention_slot_bytes,
-    growing_bytes,
     kv_cache_bytes,
-    latent_slot_bytes,
     logits_bytes,
     quantized_elem_bytes,
     recommend_quantization,
@@ -26,14 +23,11 @@ __all__ = [
     "ModelGeometry",
     "Moment",
     "RowNeeds",
-    "attention_slot_bytes",
     "cache_slots",
     "format_size",
-    "growing_bytes",
     "grown_capacity",
     "kv_cache_bytes",
     "largest_fitting",
-    "latent_slot_bytes",
     "logits_bytes",
     "parse_size",
     "quantized_elem_bytes",

@@ -7,8 +7,6 @@ per layer, row, head and slot (specdec/cache/storage.py), packed ones as
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from ..cache.capacity import round_up
 from ..errors import ConfigError
 
@@ -43,35 +41,8 @@ def kv_cache_bytes(
         ctx_len: tokens of a row, prompt and generated.
         batch: rows.
     """
-    slot = attention_slot_bytes(num_kv_heads, head_dim, elem_bytes)
+    slot = round(num_kv_heads * 2 * head_dim * elem_bytes)
     return num_layers * slot * round_up(ctx_len, SLOT_MULTIPLE) * batch
-
-
-def attention_slot_bytes(
-    num_kv_heads: int,
-    head_dim: int,
-    elem_bytes: float,
-    *,
-    value_dim: int | None = None,
-) -> int:
-    """Bytes of one token in one layer: a key and a value for each head.
-
-    Args:
-        value_dim: size of a value, where it is not that of a key.
-    """
-    width = head_dim + (head_dim if value_dim is None else value_dim)
-    return round(num_kv_heads * width * elem_bytes)
-
-
-def latent_slot_bytes(
-    kv_lora_rank: int, qk_rope_head_dim: int, elem_bytes: float
-) -> int:
-    """Bytes of one token in a layer of multi-head latent attention (MLA).
-
-    One compressed vector and one rotated key part, shared by all heads
-    (DeepSeek-V2, section 2.1), as mlx-lm's deepseek models store them.
-    """
-    return round((kv_lora_rank + qk_rope_head_dim) * elem_bytes)
 
 
 def quantized_elem_bytes(
@@ -86,19 +57,6 @@ def quantized_elem_bytes(
         scale_bytes: of one scale, and of one bias: the size of the elements before.
     """
     return bits / 8 + 2 * scale_bytes / group_size
-
-
-def growing_bytes(before: Sequence[int], after: Sequence[int]) -> int:
-    """Most that is held while caches grow, layer after layer.
-
-    A layer's old arrays go as soon as they are copied, so beside the new ones of
-    all layers at most one layer's old ones are held: all of ``after`` and the
-    largest of ``before``.
-
-    Args:
-        before, after: bytes of each layer.
-    """
-    return sum(after) + max(before, default=0)
 
 
 def logits_bytes(

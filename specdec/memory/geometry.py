@@ -1,15 +1,10 @@
-"""What a model's arrays are made of, as numbers: read off it by models/geometry.py."""
+"""What a model's arrays are made of, as numbers; :mod:`.model_geometry` reads them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from ..cache.capacity import cache_slots, ring_slots, round_up
-
-# Layers whose arrays the device has not given back yet, at most: MLX hands CUDA a graph
-# of about a layer's operations at a time, waits where ten are under way, and gives an
-# array back with the graph that used it last.
-UNDER_WAY = 10
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,16 +18,11 @@ class CacheGeometry:
         window: tokens that a query sees in a ring (sinks not counted), or a
             chunk; ``None``: everything.
         keep: first tokens that a ring never drops.
-        packed: whether keys and values are quantized.
-        unpacked_bytes: of the same token, where packed keys and values are unpacked
-            for attention; else 0.
     """
 
     slot_bytes: int
     window: int | None = None
     keep: int = 0
-    packed: bool = False
-    unpacked_bytes: int = 0
 
     def slots(self, length: int, *, max_length: int | None, max_write: int) -> int:
         """Slots per row, see :func:`~specdec.cache.capacity.cache_slots`."""
@@ -53,7 +43,7 @@ class CacheGeometry:
 
 @dataclass(frozen=True, kw_only=True)
 class ModelGeometry:
-    """A model's weights, its caches, and how wide its activations are.
+    """A model's weights, its caches, and what a forward holds beside them.
 
     Args:
         name: for messages.
@@ -63,16 +53,10 @@ class ModelGeometry:
         dense_caches: the same before they are quantized, where rows are quantized
             when they are long (``quantized_kv_start``); else empty.
         vocab_size: logits of one position.
-        elem_bytes: of one logit, key or activation.
-        hidden_size: width of the residual stream.
-        layer_width: outputs of all projections of the widest layer; of experts, only
-            of those that one token uses, and what is gathered for them.
-        num_heads: of queries.
-        head_width: of one query head.
-        score_copies: scores that attention holds at a time: 1, or 2 where it adds
-            its own to the mask (latent attention).
-        expanded_width: numbers per cached token that attention unfolds while it
-            runs (latent attention); 0 for most.
+        elem_bytes: of one logit.
+        token_bytes: activations of one token.
+        score_bytes: attention scores and masks of one token and one cached column.
+        column_bytes: copies that attention makes of one cached column of a row.
         loading_bytes: most that is held while the model is loaded, its weights
             included; 0 when it is loaded already.
     """
@@ -84,12 +68,9 @@ class ModelGeometry:
     dense_caches: tuple[CacheGeometry, ...] = ()
     vocab_size: int
     elem_bytes: int
-    hidden_size: int
-    layer_width: int
-    num_heads: int
-    head_width: int
-    score_copies: int = 1
-    expanded_width: int = 0
+    token_bytes: int
+    score_bytes: int
+    column_bytes: int = 0
     loading_bytes: int = 0
 
     def layer_bytes(
@@ -127,33 +108,10 @@ class ModelGeometry:
     def workspace_bytes(self, rows: int, tokens: int, columns: int) -> int:
         """What a forward holds beside weights, caches and logits, at most.
 
-        Linear in the tokens of the forward; the factors were measured with MLX's
-        CPU backend, see docs/memory.md:
-
-        - ``layer_width`` outputs of a layer's projections, and six more of its
-          queries (rotated, scaled, transposed, the output of attention);
-        - eight residual streams in float32: norms compute in it;
-        - a score for each head and column, and masks: up to four bytes a column;
-        - a copy of the packed keys and values of one layer, which kernels want
-          contiguous, and dense ones of several where they are unpacked;
-        - what latent attention unfolds.
-
         Args:
             rows: of the batch.
             tokens: that each row feeds.
             columns: keys that each row has, its newest included.
         """
-        if not rows or not tokens:
-            return 0
-        queries = self.num_heads * self.head_width
-        per_token = (
-            self.elem_bytes * (self.layer_width + 6 * queries)
-            + 32 * self.hidden_size
-            + self.score_copies * self.num_heads * columns * self.elem_bytes
-            + 4 * columns
-        )
-        per_column = self.elem_bytes * self.expanded_width
-        per_column += max((c.slot_bytes for c in self.caches if c.packed), default=0)
-        unpacked = sorted(c.unpacked_bytes for c in self.caches)
-        per_column += sum(unpacked[-UNDER_WAY:])
-        return rows * (tokens * per_token + columns * per_column)
+        per_token = self.token_bytes + columns * self.score_bytes
+        return rows * (tokens * per_token + columns * self.column_bytes)

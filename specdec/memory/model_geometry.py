@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -27,6 +27,11 @@ from ..cache import (
 )
 from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
+
+# Layers whose arrays the device has not given back yet, at most: MLX hands CUDA a graph
+# of about a layer's operations at a time, waits where ten are under way, and gives an
+# array back with the graph that used it last.
+UNDER_WAY = 10
 
 
 def geometry_of(
@@ -53,11 +58,10 @@ def geometry_of(
     model = with_row_positions(model)
     check_caches(model, name, options)
     at_once = replace(options, quantized_kv_start=0)
-    caches, logits = _caches(model, name, at_once)
-    dense: tuple[CacheGeometry, ...] = ()
+    caches, logits = _forward(model, name, at_once)
+    dense: list[BatchCache] = []
     if options.kv_bits is not None and options.quantized_kv_start:
-        dense, _ = _caches(model, name, replace(at_once, kv_bits=None))
-    weights = [array for _, array in _arrays(model)]
+        dense, _ = _forward(model, name, replace(at_once, kv_bits=None))
     settings = _Settings(config)
     heads = settings.number("num_attention_heads", "n_heads", "num_heads", "n_head")
     hidden = settings.number("hidden_size", "d_model", "n_embd", "dim", "model_dim")
@@ -67,45 +71,65 @@ def geometry_of(
     )
     latent = settings.number("kv_lora_rank") > 0
     head = settings.number("head_dim") or hidden // max(heads, 1)
+    queries = heads * (nope + rope if latent else head)
+    unfolded = heads * (nope + values) if latent else 0
+    elem_bytes: int = logits.dtype.size
     return ModelGeometry(
         name=name,
         num_parameters=sum(_count(layer) for _, layer in _leaves(model)),
-        weight_bytes=sum(array.nbytes for array in weights),
-        caches=caches,
-        dense_caches=dense,
+        weight_bytes=sum(array.nbytes for _, array in _arrays(model)),
+        caches=tuple(map(_cache_geometry, caches)),
+        dense_caches=tuple(map(_cache_geometry, dense)),
         vocab_size=int(logits.shape[-1]),
-        elem_bytes=logits.dtype.size,
-        hidden_size=hidden,
-        layer_width=_layer_width(model, settings),
-        num_heads=heads,
-        head_width=nope + rope if latent else head,
-        score_copies=2 if latent else 1,
-        expanded_width=heads * (nope + values) if latent else 0,
+        elem_bytes=elem_bytes,
+        # Measured on MLX's CPU backend, each width varied alone, and rounded up: the
+        # outputs of a layer's projections; in float32, since norms compute in it, six
+        # copies of its queries and eight residual streams.
+        token_bytes=elem_bytes * _layer_width(model, settings)
+        + 24 * queries
+        + 32 * hidden,
+        # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
+        score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
+        column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
         loading_bytes=loading_bytes,
     )
 
 
-def _caches(
+def _forward(
     model: nn.Module, name: str, options: CacheOptions
-) -> tuple[tuple[CacheGeometry, ...], mx.array]:
-    """The geometry of the caches behind a forward of one token, and its logits."""
+) -> tuple[list[BatchCache], mx.array]:
+    """The caches that a forward of one token leaves, and its logits."""
     made = adopt_caches(model, 1, options, name)
     logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
     flat: list[BatchCache] = []
     for cache in made:
         flat += cache.caches if isinstance(cache, BatchCacheList) else [cache]
-    return tuple(map(_cache_geometry, flat)), logits
+    return flat, logits
 
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:
-    ring, slots = isinstance(cache, RingCache), cache.capacity
+    ring = isinstance(cache, RingCache)
     return CacheGeometry(
-        slot_bytes=cache.nbytes // slots if slots else 0,
+        slot_bytes=_per_slot(cache, cache.nbytes),
         window=cache.window if isinstance(cache, RingCache) else None,
         keep=cache.keep if ring else 0,  # type: ignore[attr-defined]
-        packed=hasattr(cache, "packing"),
-        unpacked_bytes=cache.unpacked_nbytes // slots if slots else 0,
     )
+
+
+def _per_slot(cache: BatchCache, nbytes: int) -> int:
+    return nbytes // cache.capacity if cache.capacity else 0
+
+
+def _copied_bytes(caches: Sequence[BatchCache]) -> int:
+    """What attention copies of a column of packed keys and values.
+
+    Kernels want one layer's contiguous. Where they are unpacked, several layers'
+    unpacked ones are held.
+    """
+    packed = [c for c in caches if hasattr(c, "packing")]
+    unpacked = sorted(_per_slot(c, c.unpacked_nbytes) for c in caches)
+    copy = max((_per_slot(c, c.nbytes) for c in packed), default=0)
+    return copy + sum(unpacked[-UNDER_WAY:])
 
 
 class _Settings:
@@ -146,7 +170,10 @@ _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
 def _layer_width(model: nn.Module, settings: _Settings) -> int:
-    """Outputs of all projections of the widest layer, for one token."""
+    """Outputs of all projections of the widest layer for one token.
+
+    Of experts only of those that a token uses, and what is gathered for them.
+    """
     active = settings.number(
         "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k"
     )

@@ -78,10 +78,9 @@ class MemoryPlan:
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host read behind the device.
-        patient: whether shapes are to repeat: speculative rounds are read so late too
-            (DecodeBatch), and what a draft missed is padded.
-        spare: tokens per row that a narrow step computes in vain, 0 or 1
-            (``BackendDefaults.pairs``).
+        static_shapes: speculative rounds are read so late too, and what a draft missed
+            is padded.
+        pad_single_token: steps of one token per row compute two.
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
         lookup_bytes: of what n-grams are looked up in, and of looking.
@@ -94,8 +93,8 @@ class MemoryPlan:
     prefill_step_size: int
     read_bucket: int = 1
     lookahead: int = 1
-    patient: bool = True
-    spare: int = 0
+    static_shapes: bool = True
+    pad_single_token: bool = False
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
@@ -132,64 +131,68 @@ class MemoryPlan:
         return Moment("loading", {**self._weights(), "loading": more})
 
     def _prefill(self, rows: Sequence[RowNeeds]) -> Moment:
-        """The last chunk of the longest prompt: the target's, or the draft's."""
+        """The last chunk of the longest prompt."""
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
         width = chunk_width(prompt, self.prefill_step_size, self.read_bucket)
-        moments = []
+        parts = self._weights()
         for name, model in self._models():
-            parts = self._weights()
-            for other, prefilled in self._models():
-                parts[f"{other} KV cache"] = self._kv_bytes(prefilled, rows, prompt)
-                if other == name:
-                    break
-            columns = model.columns(
-                prompt, max_write=self._max_write, read_bucket=self.read_bucket
-            )
-            parts["growth and joins"] = self._largest_layer(model, rows, prompt)
-            parts["activations"] = model.workspace_bytes(len(rows), width, columns)
-            moments.append(Moment("prefill", self._with_others(parts)))
-        return max(moments, key=lambda moment: moment.total)
+            self._add(parts, name, model, rows, prompt, width, self._max_write)
+        return Moment("prefill", self._with_others(parts))
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
         """A round in which every row is as long as it can become."""
         length, k = self._longest(rows), self.num_draft_tokens
         parts = self._weights()
-        layers, workspace = [0], []
         for name, model in self._models():
-            held, wide, writes = length, self._wide, self._wide
-            # A draft takes in what it missed in pieces: where shapes repeat, with
-            # padding behind the last.
+            held, width, writes = length, self._wide, self._wide
+            # A draft takes in what it missed in pieces; with static shapes the last
+            # one is padded.
             if name == "draft" and self.pauses:
-                held += CATCH_UP_STEP if self.patient else 0
-                wide = max(wide, min(CATCH_UP_STEP, held))
-                writes = wide + self.spare
-            parts[f"{name} KV cache"] = self._kv_bytes(model, rows, held, writes)
-            layers.append(self._largest_layer(model, rows, held))
-            columns = model.columns(held, max_write=wide, read_bucket=self.read_bucket)
-            workspace.append(model.workspace_bytes(len(rows), wide, columns))
-        # Caches grow a layer at a time, beside its old arrays. Rows that leave and
-        # rows that join copy it twice more, in one go.
-        parts["growth and joins"] = max(layers) * (3 if len(rows) > 1 else 1)
+                held += CATCH_UP_STEP if self.static_shapes else 0
+                width = max(width, min(CATCH_UP_STEP, held))
+                writes = width + self.pad_single_token
+            self._add(parts, name, model, rows, held, width, writes)
+        # Rows that leave and rows that join copy a layer twice more, in one go.
+        parts["growth and joins"] *= 3 if len(rows) > 1 else 1
         # A draft's first forward of a round takes two tokens.
-        heads = [(self.target, max(k, self.spare))] + (
+        heads = [(self.target, max(k, self.pad_single_token))] + (
             [(self.draft, 1)] if self.draft else []
         )
-        logits = sum(
-            logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
-        )
         choosing = [r.choosing for r in rows]
-        logits += max(choosing_bytes(choosing, n, m.vocab_size) for m, n in heads)
-        parts["logits"] = logits
-        parts["activations"] = max(workspace)
+        parts["logits"] = sum(
+            logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
+        ) + max(choosing_bytes(choosing, n, m.vocab_size) for m, n in heads)
         if ahead := self._ahead:
-            parts["rounds in flight"] = ahead * (max(workspace) + logits)
+            parts["rounds in flight"] = ahead * (parts["activations"] + parts["logits"])
         return Moment("decoding", self._with_others(parts))
+
+    def _add(
+        self,
+        parts: dict[str, int],
+        name: str,
+        model: ModelGeometry,
+        rows: Sequence[RowNeeds],
+        length: int,
+        width: int,
+        max_write: int,
+    ) -> None:
+        """Add a model's caches, and what a forward of ``width`` tokens a row holds."""
+        parts[f"{name} KV cache"] = sum(self._layers(model, rows, length, max_write))
+        # Caches grow a layer at a time, beside its old arrays; rings are as large
+        # then as prefill has made them.
+        layer = max(self._layers(model, rows, length, self._max_write), default=0)
+        columns = model.columns(
+            length, max_write=max_write, read_bucket=self.read_bucket
+        )
+        forward = model.workspace_bytes(len(rows), width, columns)
+        for part, size in ("growth and joins", layer), ("activations", forward):
+            parts[part] = max(parts.get(part, 0), size)
 
     def _calibration(self, num_rows: int) -> Moment:
         """What rounds cost is measured, before the first, at so many rows."""
         # Where tokens cost time, at one; two runs are on their way everywhere.
-        num_rows = num_rows if self.patient else 1
-        ahead = replace(self, patient=True, lookahead=max(1, self.lookahead))
+        num_rows = num_rows if self.static_shapes else 1
+        ahead = replace(self, static_shapes=True, lookahead=max(1, self.lookahead))
         rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
         return replace(ahead._decoding(rows), name="measuring")
 
@@ -206,7 +209,7 @@ class MemoryPlan:
     @property
     def _ahead(self) -> int:
         """Rounds in flight behind the one that is read."""
-        return self.lookahead if self.patient or not self.num_draft_tokens else 0
+        return self.lookahead if self.static_shapes or not self.num_draft_tokens else 0
 
     @property
     def _round(self) -> int:
@@ -215,8 +218,8 @@ class MemoryPlan:
 
     @property
     def _wide(self) -> int:
-        """The same, with a spare token: what a ring has to be able to undo."""
-        return self._round + self.spare
+        """The same, with padding: what a ring has to be able to undo."""
+        return self._round + self.pad_single_token
 
     @property
     def _max_write(self) -> int:
@@ -229,7 +232,7 @@ class MemoryPlan:
         wanted, and rounds in flight write behind them.
         """
         context = max((r.context for r in rows), default=0)
-        written = (self._ahead + 1) * self._round + self.spare
+        written = (self._ahead + 1) * self._round + self.pad_single_token
         return context - 2 + written if context else 0
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:
@@ -242,26 +245,12 @@ class MemoryPlan:
         most = max(context + (self.lookahead + 2) * self._round, padded)
         return round_up(most, self.read_bucket)
 
-    def _kv_bytes(
-        self,
-        model: ModelGeometry,
-        rows: Sequence[RowNeeds],
-        length: int,
-        max_write: int | None = None,
-    ) -> int:
-        return sum(self._layers(model, rows, length, max_write))
-
-    def _largest_layer(
-        self, model: ModelGeometry, rows: Sequence[RowNeeds], length: int
-    ) -> int:
-        return max(self._layers(model, rows, length), default=0)
-
     def _layers(
         self,
         model: ModelGeometry,
         rows: Sequence[RowNeeds],
         length: int,
-        max_write: int | None = None,
+        max_write: int,
     ) -> list[int]:
         """Bytes of each cache once the longest row has ``length`` tokens."""
         limit = self._max_length(rows)
@@ -271,7 +260,7 @@ class MemoryPlan:
                 len(rows),
                 min(n, limit),
                 max_length=limit,
-                max_write=max_write or self._max_write,
+                max_write=max_write,
                 dense=dense,
             )
 

@@ -69,12 +69,12 @@ class CompiledForwards:
         self._refused = False
 
     def __call__(
-        self, tokens: mx.array, caches: Sequence[Any], spare: int = 0
+        self, tokens: mx.array, caches: Sequence[Any], *, padding: int = 0
     ) -> tuple[mx.array, mx.array | None] | None:
         """Write ``tokens`` of shape (B, S) behind every row of ``caches``.
 
         Args:
-            spare: times that a single token (S = 1) is computed again and taken back.
+            padding: times that a single token (S = 1) is computed again and taken back.
 
         Returns:
             Logits (B, S, V), and hidden states where layers are listened to; ``None``
@@ -86,7 +86,7 @@ class CompiledForwards:
         if self._refused:
             return None
         members = _members(caches)
-        width = tokens.shape[1] + spare
+        width = tokens.shape[1] + padding
         keys = [cache.reserve(width) for cache in members]
         if None in keys:
             return None
@@ -94,7 +94,7 @@ class CompiledForwards:
         groups = [_place(offsets, cache.offset) for cache in members]
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
-        shape = (*tokens.shape, spare)
+        shape = (*tokens.shape, padding)
         key = (shape, tokens.dtype, tuple(groups), tuple(keys), str(stream))
         function = self._functions.get(key)
         if function is None:
@@ -104,7 +104,7 @@ class CompiledForwards:
             CompiledForwards.unsettled += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
-            function = self._make(caches, members, groups, spare)
+            function = self._make(caches, members, groups, padding)
         held = [cache.arrays for cache in members]
         try:
             logits, hidden, offsets, held = function(tokens, offsets, held)
@@ -125,7 +125,7 @@ class CompiledForwards:
             )
             return None
         for cache, group, arrays in zip(members, groups, held, strict=True):
-            cache.take(arrays, offsets[group], width, spare)
+            cache.take(arrays, offsets[group], width, padding)
         self._functions[key] = function
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
@@ -161,7 +161,7 @@ class CompiledForwards:
         caches: Sequence[Any],
         members: list[BatchCache],
         groups: list[int],
-        spare: int,
+        padding: int,
     ) -> Function:
         model, recorder = self._model, self._recorder
         bare = [cache.without_arrays() for cache in members]
@@ -179,8 +179,8 @@ class CompiledForwards:
             ]
             rest = iter(twins)
             num_tokens = tokens.shape[1]
-            if spare:
-                tokens = mx.broadcast_to(tokens, (tokens.shape[0], 1 + spare))
+            if padding:
+                tokens = mx.broadcast_to(tokens, (tokens.shape[0], 1 + padding))
             logits = model(
                 tokens,
                 cache=[
@@ -195,8 +195,8 @@ class CompiledForwards:
                     after[group] = twin.offset
                 if twin.offset is offsets[group] or twin.offset is not after[group]:
                     raise _CannotCompileError
-            if spare:
-                after = [offset - spare for offset in after]
+            if padding:
+                after = [offset - padding for offset in after]
                 logits = logits[:, :num_tokens]
                 hidden = None if hidden is None else hidden[:, :num_tokens]
             return logits, hidden, after, [twin.arrays for twin in twins]

@@ -92,12 +92,10 @@ def fit(model: Any) -> None:
     backend = defaults()
     if backend.name == "cpu":
         widen_packed(model)
-    if backend.flattens:
-        flatten_products(model)
     if backend.kernels:
+        flatten_products(model)
         take_few_rows(model)
         take_few_queries(model)
-    if backend.joins:
         join_products(model)
 
 

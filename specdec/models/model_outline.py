@@ -157,7 +157,7 @@ def _fit(model: nn.Module, conversions: Conversions) -> None:
         before = weights_of(model)
         widen_packed(model, lazy=True)
         conversions.widening(before, weights_of(model))
-    if backend.joins:
+    if backend.kernels:
         conversions.joining(model)
 
 

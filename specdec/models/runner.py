@@ -134,7 +134,9 @@ class ModelRunner:
         longest = max(map(len, prompts), default=0)
         options = replace(
             self.options,
-            max_write=max(self.prefill_step_size, max_round + self.backend.most_spare),
+            max_write=max(
+                self.prefill_step_size, max_round + self.backend.pad_single_token
+            ),
             max_length=self._bound(max(max_length, self._padded(longest))),
         )
         return ModelRows(self, prompts, options, max_round)
@@ -243,8 +245,8 @@ class ModelRows:
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
-        # A ring must be able to take a spare token back beside all of a round's.
-        max_write += self.runner.backend.most_spare
+        # A ring must be able to take padding back beside all of a round's tokens.
+        max_write += self.runner.backend.pad_single_token
         for cache in self._caches:
             cache.resize(max_write)
 
@@ -271,16 +273,16 @@ class ModelRows:
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
         rows, width = tokens.shape
-        spare = self.runner.backend.most_spare if width == 1 else 0
+        padding = int(self.runner.backend.pad_single_token and width == 1)
         if self.runner.compiled is not None:
-            done = self.runner.compiled(tokens, self._caches, spare)
+            done = self.runner.compiled(tokens, self._caches, padding=padding)
             if done is not None:
                 logits, self.hidden = done
                 return logits
-        if not spare:
+        if not padding:
             return self._forward(tokens)
-        logits = self._forward(mx.broadcast_to(tokens, (rows, 1 + spare)))
-        self.trim_per_sequence([spare] * rows, spare)
+        logits = self._forward(mx.broadcast_to(tokens, (rows, 1 + padding)))
+        self.trim_per_sequence([padding] * rows, padding)
         if self.hidden is not None:
             self.hidden = self.hidden[:, :width]
         return logits[:, :width]

@@ -114,7 +114,7 @@ class DraftModelRows:
         if not self._missed.width:
             return tokens
         narrow = self._draft.max_round
-        if self._draft.runner.backend.repeat_shapes:
+        if self._draft.runner.backend.static_shapes:
             pieces = list(self._missed.padded(narrow, CATCH_UP_STEP, self._rows.fits))
         else:
             *pieces, rest = self._missed.exact(narrow, CATCH_UP_STEP)

@@ -88,7 +88,9 @@ class NgramDrafter:
                 "decoder wants drafter='ngram', or a function that makes one"
             )
         self.options = options or NgramOptions()
-        kernels = defaults().kernels and ngram_kernel.proven()
+        kernels = defaults().kernels and ngram_kernel.proven(
+            ngram_search.search, ngram_search.keep
+        )
         self.lookup: Lookup = ngram_kernel if kernels else ngram_search
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:

@@ -250,11 +250,11 @@ def test_a_draft_on_a_cpu_is_noted(
     noted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
+    cpu = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
     monkeypatch.setattr(backend, "defaults", lambda: cpu)
     result = specdec("run", "-p", "Hi", *arguments)
     assert ("slower there; the output is the same" in result.stderr) is noted
-    cuda = BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1)
+    cuda = BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
     monkeypatch.setattr(backend, "defaults", lambda: cuda)
     assert "never different" not in specdec("run", "-p", "Hi", *arguments).stderr
 

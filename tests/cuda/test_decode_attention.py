@@ -20,8 +20,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import attention_patch, decode_attention
 from specdec.cuda.attention_patch import take_few_queries, usual_attention
-from specdec.cuda.compile import TYPES
 from specdec.cuda.fused_linear import separated
+from specdec.cuda.kernels import TYPES
 from specdec.models import precision
 from specdec.tools.bench.models import token_level
 
@@ -280,7 +280,9 @@ def test_decoding_asks_for_it_and_says_the_same(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Rows of different lengths, in buckets of columns, as where shapes repeat."""
-    made = replace(backend.defaults(), read_bucket=32, repeat_shapes=True, pairs=True)
+    made = replace(
+        backend.defaults(), read_bucket=32, static_shapes=True, pad_single_token=True
+    )
     monkeypatch.setattr(backend, "defaults", lambda: made)
     model = tiny_model("llama").eval()
     # In float32 the stand-in rounds nothing, so that tokens are the same.

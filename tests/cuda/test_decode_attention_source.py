@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.cuda import compile, decode_attention, decode_attention_source
+from specdec.cuda import decode_attention, decode_attention_source, kernels
 from tests.cuda.emulation.cuda import (
     KernelFault,
     Strided,
@@ -31,7 +31,7 @@ pytestmark = needs_compiler
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, decode_attention._kernel, compile.cuda_kernel)
+    yield from emulated(monkeypatch, decode_attention._kernel, kernels.cuda_kernel)
 
 
 def close(found: mx.array, exact: mx.array) -> bool:

@@ -21,14 +21,19 @@ from specdec.backend import BackendDefaults
 from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
-from specdec.spec_decode import NamedDrafter, ngram_search
-from specdec.spec_decode.commit import operations
+from specdec.spec_decode import NamedDrafter, commit, ngram_search
+from specdec.spec_decode.commit import Settler
 from specdec.tools.bench.models import token_level
 from tests.scripted import Script
 
 # As on a GPU, as far as a CPU can.
 LIKE_CUDA = BackendDefaults(
-    "cuda", read_bucket=64, repeat_shapes=True, lookahead=1, pairs=True, kernels=True
+    "cuda",
+    read_bucket=64,
+    static_shapes=True,
+    lookahead=1,
+    pad_single_token=True,
+    kernels=True,
 )
 # They give an array another shape, and compute nothing.
 VIEWS = {"Slice", "Broadcast", "ExpandDims", "Squeeze", "Reshape", "View"}
@@ -53,7 +58,7 @@ class Launches:
         patch.setattr(mx, "async_eval", self._handed_over)
         patch.setattr(ModelRows, "forward", self._uncounted(ModelRows.forward))
         for module, name, stands_for in (
-            (commit_kernel, "settle", operations.settle),
+            (commit_kernel, "settle", commit.settle),
             (ngram_kernel, "search", ngram_search.search),
             (ngram_kernel, "keep", ngram_search.keep),
         ):
@@ -156,8 +161,10 @@ def test_a_round_launches_no_more(
 ) -> None:
     switches = replace(LIKE_CUDA, peek_rows=0)
     monkeypatch.setattr(backend, "defaults", lambda: switches)
-    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: commit_kernel)
-    monkeypatch.setattr("specdec.spec_decode.ngram.lookup", ngram_kernel)
+    monkeypatch.setattr(
+        "specdec.spec_decode.verifier.settler", lambda: Settler(commit_kernel.settle)
+    )
+    monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     target = token_level(tiny_model("llama", seed=0))
     rests = draft == "resting"
     drafter: Any = "ngram" if rests else draft

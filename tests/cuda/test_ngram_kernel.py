@@ -18,6 +18,8 @@ from specdec.tools.bench.models import token_level
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
 
+REFERENCES = ngram_search.search, ngram_search.keep
+
 
 @pytest.mark.parametrize("proven", [True, False])
 @pytest.mark.parametrize("kernels", [True, False])
@@ -26,7 +28,7 @@ def test_kernels_are_used_where_they_are_meant_to_and_proven(
 ) -> None:
     defaults = replace(backend.defaults(), kernels=kernels)
     monkeypatch.setattr(ngram, "defaults", lambda: defaults)
-    monkeypatch.setattr(ngram_kernel, "proven", lambda: proven)
+    monkeypatch.setattr(ngram_kernel, "proven", lambda *_: proven)
     used: Any = NgramDrafter().lookup
     assert used is (ngram_kernel if kernels and proven else ngram_search)
 
@@ -53,12 +55,12 @@ def test_what_finds_something_else_is_not_proven(
 ) -> None:
     monkeypatch.setattr(ngram_kernel, "search", search)
     monkeypatch.setattr(ngram_kernel, "keep", keep)
-    assert ngram_kernel.proven.__wrapped__() is proven
+    assert ngram_kernel.proven.__wrapped__(*REFERENCES) is proven
 
 
 @pytest.mark.skipif(on_cuda, reason="there it is")
 def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
-    assert not ngram_kernel.proven.__wrapped__()
+    assert not ngram_kernel.proven.__wrapped__(*REFERENCES)
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
@@ -106,7 +108,7 @@ def test_what_the_kernels_are_given(
 def test_the_same_is_found_and_kept() -> None:
     """Rows of few different tokens, shorter than the ring, as long, and longer."""
     choices = random.Random(0)
-    assert ngram_kernel.proven()
+    assert ngram_kernel.proven(*REFERENCES)
     for _ in range(60):
         capacity, rows = choices.choice([256, 512]), choices.randint(1, 9)
         prompts = [

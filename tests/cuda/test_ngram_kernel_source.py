@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.cuda import compile, ngram_kernel
+from specdec.cuda import kernels, ngram_kernel
 from specdec.spec_decode import ngram_search
 from tests.cuda.emulation.cuda import (
     KernelFault,
@@ -20,10 +20,12 @@ from tests.cuda.emulation.cuda import (
 
 pytestmark = needs_compiler
 
+REFERENCES = ngram_search.search, ngram_search.keep
+
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, compile.cuda_kernel)
+    yield from emulated(monkeypatch, kernels.cuda_kernel)
 
 
 State = tuple[mx.array, mx.array, mx.array]
@@ -98,7 +100,7 @@ def test_matches_reach_across_the_end_of_the_ring() -> None:
 
 
 def test_proven() -> None:
-    assert ngram_kernel.proven.__wrapped__()
+    assert ngram_kernel.proven.__wrapped__(*REFERENCES)
 
 
 SEARCH_FAULTS = {

@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.backend import defaults
 from specdec.cuda import skinny_matmul
-from specdec.cuda.compile import TYPES
 from specdec.cuda.fused_linear import JoinedSkinny, join_products, separated
+from specdec.cuda.kernels import TYPES
 from specdec.cuda.skinny_matmul import (
     MOST_ROWS,
     SkinnyEmbedding,
@@ -223,7 +223,7 @@ def test_a_model_speculates_with_itself(
 ) -> None:
     """Through the engine, in half precision: nearly all of it is accepted.
 
-    Where a step takes a spare token, single ones of three rows are products of six.
+    Where a step of one token is padded, single ones of three rows are products of six.
     """
     model = model_of(tiny_model)
     take_few_rows(model)
@@ -233,7 +233,7 @@ def test_a_model_speculates_with_itself(
     config = EngineConfig(batch_size=3, num_draft_tokens=3)
     decoder = SpecDecoder(token_level(model), token_level(model), config=config)
     found = decoder.generate(prompts, params)
-    single = 3 * (1 + defaults().most_spare)
+    single = 3 * (1 + defaults().pad_single_token)
     assert {rows for rows, *_ in asked} > {single, 12}
     assert sum(r.accepted for r in found) > 0.9 * sum(r.drafted for r in found)
 

@@ -8,8 +8,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.cuda import compile, skinny_matmul
-from specdec.cuda.compile import TYPES
+from specdec.cuda import kernels, skinny_matmul
+from specdec.cuda.kernels import TYPES
 from tests.cuda.emulation.cuda import (
     KernelFault,
     emulated,
@@ -27,7 +27,7 @@ HIGH = 400
 
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    yield from emulated(monkeypatch, skinny_matmul._kernel, compile.cuda_kernel)
+    yield from emulated(monkeypatch, skinny_matmul._kernel, kernels.cuda_kernel)
 
 
 def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> mx.array:
@@ -225,5 +225,5 @@ def test_faults_of_parts_are_found(
 
 
 def test_a_product_of_another_type_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(compile, "TYPES", {mx.bfloat16: "f16"})
+    monkeypatch.setattr(kernels, "TYPES", {mx.bfloat16: "f16"})
     assert not agrees(3, 16, 64, mx.bfloat16, bias=False)

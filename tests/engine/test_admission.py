@@ -136,10 +136,8 @@ def model(**changes: Any) -> ModelGeometry:
             "caches": (CacheGeometry(slot_bytes=1024),),
             "vocab_size": 100,
             "elem_bytes": 2,
-            "hidden_size": 8,
-            "layer_width": 8,
-            "num_heads": 1,
-            "head_width": 8,
+            "token_bytes": 400,
+            "score_bytes": 6,
             **changes,
         }
     )

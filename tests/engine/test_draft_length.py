@@ -267,7 +267,7 @@ def test_outcomes_are_told_in_order(
     assert [o.num_draft_tokens for o in told] == (ks + ks)[:10]
     assert [o.backlog for o in told] == [0, 0, 2, 0, 0, 1, 0, 0, 2, 0]
     # While the others ran, another k was built, nothing at all, or a graph.
-    if not backend.repeat_shapes:
+    if not backend.static_shapes:
         assert all(o.seconds and o.fair for o in told if o.num_draft_tokens)
     elif not at_once:
         assert [i for i, o in enumerate(told) if o.seconds and o.fair] == [2, 6, 8]

@@ -15,15 +15,15 @@ from specdec.models import model_outline as outlines
 from ..models.folders import write_folder
 from ..plain import plainly
 
-# As on a GPU, as far as a CPU can: compiled forwards, spare tokens, rounds in flight.
+# As on a GPU, as far as a CPU can: compiled forwards, padding, rounds in flight.
 JOINING = BackendDefaults(
     "cuda",
     read_bucket=64,
-    repeat_shapes=True,
+    static_shapes=True,
     lookahead=1,
     compile_after=2,
-    pairs=True,
-    joins=True,
+    pad_single_token=True,
+    kernels=True,
 )
 PROMPTS = [[40, 41, 42], [50], [60, 61, 62, 63, 64, 65, 66], [70, 71]]
 PARAMS = SamplingParams(max_tokens=24)

@@ -10,13 +10,10 @@ from hypothesis import strategies as st
 from specdec.cache.capacity import padded_length
 from specdec.errors import CacheError, ConfigError
 from specdec.memory import (
-    attention_slot_bytes,
     cache_slots,
     format_size,
-    growing_bytes,
     grown_capacity,
     kv_cache_bytes,
-    latent_slot_bytes,
     logits_bytes,
     parse_size,
     quantized_elem_bytes,
@@ -77,22 +74,14 @@ def test_quantized_elements_are_as_mlx_packs_them(
     packed = sum(a.nbytes for a in mx.quantize(keys, group_size=group_size, bits=bits))
     each = quantized_elem_bytes(bits, group_size, scale_bytes=dtype.size)
     assert each * keys.size == packed
-    assert attention_slot_bytes(4, 128, each) * 2 * 8 == 2 * packed
 
 
 def test_figures_of_the_documentation() -> None:
     assert quantized_elem_bytes(4) == 4.5 / 8
     assert quantized_elem_bytes(8) == 8.5 / 8
-    assert latent_slot_bytes(512, 64, 2) == 1152  # DeepSeek-V3
     assert logits_bytes(8, 3, 151_936, 2) == 8 * 4 * 151_936 * 2
     assert weight_bytes(8e9, 16) == 16_000_000_000
     assert weight_bytes(8e9, 4) == 4_500_000_000
-    assert attention_slot_bytes(2, 192, 2, value_dim=128) == 2 * (192 + 128) * 2
-
-
-def test_growing_holds_one_old_layer() -> None:
-    assert growing_bytes([10, 30, 20], [20, 60, 40]) == 120 + 30
-    assert growing_bytes([], []) == 0
 
 
 # -- recommendations -----------------------------------------------------------

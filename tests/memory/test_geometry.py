@@ -14,20 +14,15 @@ from specdec.backend import BackendDefaults
 from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
-from specdec.memory import (
-    attention_slot_bytes,
-    latent_slot_bytes,
-    quantized_elem_bytes,
-)
-from specdec.memory.geometry import UNDER_WAY
-from specdec.memory.model_geometry import geometry_of
+from specdec.memory import quantized_elem_bytes
+from specdec.memory.model_geometry import UNDER_WAY, geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
 
 from ..cache.small_models import MODELS, WINDOW, ChunkedModel
 
 TinyModel = Callable[..., nn.Module]
-CPU = backend.BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
-GPU = backend.BackendDefaults("cuda", read_bucket=256, repeat_shapes=True, lookahead=1)
+CPU = backend.BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
 # Names that small_models.MODELS does not have, with their models.
@@ -136,9 +131,10 @@ def test_each_kind_by_its_formula(tiny_model: TinyModel) -> None:
         found = geometry_of(model, HEADS, name, made)
         return [c.slot_bytes for c in found.caches]
 
-    dense = attention_slot_bytes(2, 8, 4)
-    latent = latent_slot_bytes(16, 8, 4)
-    packed = attention_slot_bytes(2, 64, quantized_elem_bytes(4, 32, scale_bytes=4))
+    # Heads, keys and values, head size, bytes; one latent and one rotated part.
+    dense = 2 * 2 * 8 * 4
+    latent = (16 + 8) * 4
+    packed = 2 * 2 * 64 * quantized_elem_bytes(4, 32, scale_bytes=4)
     assert slots_of("full") == [dense] * 2
     assert slots_of("full", 64, kv_bits=4, kv_group_size=32) == [packed] * 2
     assert slots_of("latent") == [latent] * 2
@@ -161,12 +157,14 @@ def test_weights_and_widths(tiny_model: TinyModel) -> None:
     }
     assert found.num_parameters == sum(sizes.values())
     assert found.weight_bytes == 4 * sum(sizes.values())
-    assert found.layer_width == 32 + 2 * 16 + 32 + 2 * 64 + 32
+    width = 32 + 2 * 16 + 32 + 2 * 64 + 32
+    assert found.token_bytes == 4 * width + 24 * 32 + 32 * 32
+    assert found.score_bytes == 4 * 4 + 4
     assert (found.vocab_size, found.elem_bytes) == (97, 4)
     nn.quantize(model, group_size=32, bits=4)
     packed = geometry_of(model, HEADS, "it")
     assert packed.num_parameters == found.num_parameters
-    assert packed.layer_width == found.layer_width
+    assert packed.token_bytes == found.token_bytes
     assert packed.weight_bytes < found.weight_bytes / 4
 
 
@@ -229,7 +227,6 @@ def test_what_is_unpacked_for_attention(tiny_model: TinyModel, layers: int) -> N
         for unpacks in (False, True)
     )
     dense = geometry_of(model, HEADS, "it", CacheOptions(max_write=4)).caches[0]
-    assert {c.unpacked_bytes for c in packed.caches} == {0}
-    assert {c.unpacked_bytes for c in unpacking.caches} == {dense.slot_bytes}
+    assert packed.column_bytes == packed.caches[0].slot_bytes
     more = unpacking.workspace_bytes(3, 2, 50) - packed.workspace_bytes(3, 2, 50)
     assert more == 3 * 50 * min(layers, UNDER_WAY) * dense.slot_bytes

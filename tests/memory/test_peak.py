@@ -202,6 +202,33 @@ def test_a_run_stays_within_its_plan(
     check_plan(run, lambda told, peak: told - weights <= 1.75 * (peak - weights))
 
 
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("name", "widths"),
+    [
+        ("full", {"intermediate_size": 32, "head_dim": 8}),
+        ("full", {"intermediate_size": 32, "head_dim": 128}),
+        ("full", {"intermediate_size": 32, "num_key_value_heads": 1}),
+        ("full", {"intermediate_size": 128, "hidden_size": 512}),
+        ("gemma3", {}),
+    ],
+    ids=str,
+)
+def test_layers_of_any_proportion_stay_within_the_plan(
+    tiny_model: Callable[..., nn.Module],
+    name: str,
+    widths: dict[str, Any],
+    dtype: mx.Dtype,
+) -> None:
+    """Heads counted in the type of the model, where norms compute in float32."""
+    target = loaded(tiny_model, name, **widths)
+    target.model.set_dtype(dtype)
+    config = EngineConfig(batch_size=2, num_draft_tokens=0, prefill_step_size=64)
+    requests = requests_of(2, 60, 8)
+    peak, plan = measure(target, None, config, requests)
+    assert peak <= plan.peak(fullest(requests, 2))
+
+
 BEHIND_RUNS: list[Run] = [
     ("full", 4, 6, 200, 80, {}),
     ("full", 8, 12, 10, 280, {}),
@@ -224,7 +251,7 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
     options: dict[str, Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Compiled forwards, spare tokens and copies of packed columns are held, too."""
+    """Compiled forwards, padding and copies of packed columns are held, too."""
     monkeypatch.setattr(backend, "defaults", lambda: BEHIND)
     options = {"prefill_step_size": 64, "num_draft_tokens": 0, **options}
     config = EngineConfig(batch_size=batch, **options)
@@ -236,7 +263,7 @@ def test_a_run_with_cudas_switches_stays_within_its_plan(
     def run() -> tuple[int, int]:
         nonlocal weights
         peak, plan = measure(target, draft, config, requests)
-        assert plan.spare == 1
+        assert plan.pad_single_token
         weights = plan.weight_bytes
         return peak, plan.peak(fullest(requests, batch))
 
@@ -291,7 +318,7 @@ def test_measuring_costs_stays_within_the_plan(
     length = GoodputPolicy(
         RoundCosts(ForwardCosts()),
         measure=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
-        measured_rows=None if switches.repeat_shapes else 1,
+        measured_rows=None if switches.static_shapes else 1,
     )
     peak, plan = measure(target, draft, config, requests, length=length)
     assert peak <= plan.peak(rows)
@@ -299,7 +326,7 @@ def test_measuring_costs_stays_within_the_plan(
     assert batch > 1 or switches is BEHIND or peak > without.peak(rows)
 
 
-def test_the_plan_counts_what_spare_tokens_take(
+def test_the_plan_counts_what_padding_takes(
     tiny_model: Callable[..., nn.Module], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Logits of two tokens a row where one is kept: no fewer than measured."""
@@ -309,7 +336,7 @@ def test_the_plan_counts_what_spare_tokens_take(
     peaks, told = [0, 0], [0, 0]
     # The fullest of some runs of each: what is alive at once depends on timing.
     for _ in range(6):
-        for i, switches in enumerate((replace(BEHIND, pairs=False), BEHIND)):
+        for i, switches in enumerate((replace(BEHIND, pad_single_token=False), BEHIND)):
             monkeypatch.setattr(backend, "defaults", lambda switches=switches: switches)
             peak, plan = measure(target, None, config, requests)
             peaks[i] = max(peaks[i], peak)

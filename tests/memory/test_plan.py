@@ -29,10 +29,8 @@ TARGET = ModelGeometry(
     caches=(CacheGeometry(slot_bytes=2 * 8 * 128 * 2),) * 32,
     vocab_size=128_256,
     elem_bytes=2,
-    hidden_size=4096,
-    layer_width=43_008,
-    num_heads=32,
-    head_width=128,
+    token_bytes=2 * 43_008 + 24 * 32 * 128 + 32 * 4096,
+    score_bytes=32 * 2 + 4,
     loading_bytes=16_000_000_000,
 )
 DRAFT = replace(
@@ -44,7 +42,7 @@ DRAFT = replace(
     loading_bytes=2_500_000_000,
 )
 PLAN = MemoryPlan(target=TARGET, prefill_step_size=512)
-PAIR = replace(PLAN, draft=DRAFT, num_draft_tokens=3, patient=False)
+PAIR = replace(PLAN, draft=DRAFT, num_draft_tokens=3, static_shapes=False)
 
 rows = st.lists(
     st.builds(
@@ -80,14 +78,14 @@ def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     """Up to a piece's width behind what its rows hold; the target has none."""
     row = RowNeeds(300, 100)
     exact = replace(PAIR, pauses=True).moments([row])[2]
-    padded = replace(PAIR, pauses=True, patient=True).moments([row])[2]
-    fixed = replace(PAIR, patient=True).moments([row])[2]
+    padded = replace(PAIR, pauses=True, static_shapes=True).moments([row])[2]
+    fixed = replace(PAIR, static_shapes=True).moments([row])[2]
     assert exact.parts["draft KV cache"] == 16 * 2048 * 412
     assert padded.parts["draft KV cache"] >= exact.parts["draft KV cache"]
     assert padded.parts["target KV cache"] == fixed.parts["target KV cache"]
     # Rows of 250 tokens fit 256 slots, and their padding does not.
     short = RowNeeds(200, 50)
-    longest = replace(PAIR, pauses=True, patient=True, read_bucket=256)
+    longest = replace(PAIR, pauses=True, static_shapes=True, read_bucket=256)
     without = replace(longest, pauses=False)
     needed = [p.moments([short])[2].parts["draft KV cache"] for p in (longest, without)]
     assert needed[0] > needed[1]
@@ -142,7 +140,7 @@ def test_a_window_bounds_the_cache() -> None:
 def test_rows_that_are_quantized_late_are_dense_before() -> None:
     packed = replace(
         TARGET,
-        caches=(CacheGeometry(slot_bytes=1000, packed=True),),
+        caches=(CacheGeometry(slot_bytes=1000),),
         dense_caches=(CacheGeometry(slot_bytes=3000),),
     )
     plan = replace(PLAN, target=packed, quantized_kv_start=4096)
@@ -164,7 +162,7 @@ def estimate(limit: int | None, context: int = 8192, batch: int = 1) -> Estimate
     def with_bits(bits: int | None) -> MemoryPlan | None:
         if bits is None:
             return PLAN
-        slot = CacheGeometry(slot_bytes=4096 * bits // 16 + 256, packed=True)
+        slot = CacheGeometry(slot_bytes=4096 * bits // 16 + 256)
         return replace(PLAN, target=replace(TARGET, caches=(slot,) * 32))
 
     return Estimate(

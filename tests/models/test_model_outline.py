@@ -167,7 +167,7 @@ def test_what_cannot_be_outlined(tmp_path: Path) -> None:
 
 
 JOINING = BackendDefaults(
-    "cuda", read_bucket=64, repeat_shapes=True, lookahead=1, flattens=True, joins=True
+    "cuda", read_bucket=64, static_shapes=True, lookahead=1, kernels=True
 )
 
 

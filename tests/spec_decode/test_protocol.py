@@ -88,11 +88,17 @@ FAULTS: dict[str, tuple[Make, str]] = {
     ),
     "no tokens": (lambda b, k: Proposals(None), "tokens .* are of type NoneType"),  # type: ignore[arg-type]
     "too few": (lambda b, k: sound(b, k - 1), r"are int32 of shape \([34], 1\): they"),
-    "flat": (lambda b, k: Proposals(mx.zeros((b,), mx.int32)), r"shape \([34],\): they"),
+    "flat": (
+        lambda b, k: Proposals(mx.zeros((b,), mx.int32)),
+        r"shape \([34],\): they",
+    ),
     "another batch": (lambda b, k: sound(b + 1, k), r"of shape \([45], 2\): they must"),
     "floats": (lambda b, k: Proposals(mx.zeros((b, k))), r"are float32 of shape"),
     "truth": (lambda b, k: Proposals(mx.zeros((b, k), mx.bool_)), "are bool of shape"),
-    "lengths": (with_lengths(lambda b: mx.zeros((b, 1))), r"the lengths .* \([34], 1\)"),
+    "lengths": (
+        with_lengths(lambda b: mx.zeros((b, 1))),
+        r"the lengths .* \([34], 1\)",
+    ),
     "float lengths": (with_lengths(lambda b: mx.zeros((b,))), "lengths .* float32"),
     "probabilities": (
         with_probabilities(lambda b, k: mx.zeros((b, k, VOCAB - 1))),

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from specdec.cuda.compile import tensor_cores
+from specdec.cuda.kernels import tensor_cores
 
 from .cuda import (
     Input,

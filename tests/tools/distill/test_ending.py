@@ -99,7 +99,7 @@ def test_saving_is_not_what_ends(
 
 def test_the_target_is_asked_while_it_writes(tiny_model: Callable[..., Any]) -> None:
     """Between chunks of a long prompt, and every few steps: a wave can take minutes."""
-    cpu = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
+    cpu = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
     config = EngineConfig(prefill_step_size=4)
     runner = ModelRunner(tiny_model("llama"), "t", config, cpu)
 

@@ -22,7 +22,7 @@ from specdec.tools.distill.writing import write
 from tests.models.folders import tokenizer_of
 from tests.plain import greedy
 
-CPU = BackendDefaults("cpu", read_bucket=1, repeat_shapes=False, lookahead=1)
+CPU = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [3]]
 
 

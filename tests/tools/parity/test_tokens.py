@@ -14,7 +14,7 @@ from specdec.cache import positions
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.sampling import RowSampling
-from specdec.spec_decode.commit import operations
+from specdec.spec_decode import commit
 from specdec.spec_decode.rejection_sampler import count_kept
 from specdec.tools.parity import TokenCertificate, certify
 
@@ -223,8 +223,9 @@ def one_token_too_many(patch: Patch) -> None:
     def wrong(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
         return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-    patch.setattr(operations, "count_kept", wrong)
-    patch.setattr("specdec.spec_decode.verifier.settler", lambda: operations)
+    settler = commit.Settler(commit.settle)
+    patch.setattr(commit, "count_kept", wrong)
+    patch.setattr("specdec.spec_decode.verifier.settler", lambda: settler)
 
 
 def trim_to_the_minimum(patch: Patch) -> None:

@@ -17,15 +17,17 @@ from hypothesis import strategies as st
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import commit_kernel, ngram_kernel
-from specdec.cuda.compile import cuda_kernel
+from specdec.cuda.kernels import cuda_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.spec_decode import NamedDrafter, commit
-from specdec.spec_decode.commit import Committed, Settled, operations
+from specdec.spec_decode.commit import Committed, Settled, Settler
 from specdec.tools.bench.models import token_level
 from tests.cuda.emulation import cuda
 
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
+
+BY_OPERATIONS, BY_KERNEL = Settler(commit.settle), Settler(commit_kernel.settle)
 
 
 @dataclass(frozen=True)
@@ -119,7 +121,7 @@ def check(played: Played, settled: Settled) -> None:
 
 @given(rounds())
 def test_what_follows_from_a_round(played: Played) -> None:
-    check(played, operations.settle(*played.arguments))
+    check(played, BY_OPERATIONS.settle(*played.arguments))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -131,7 +133,7 @@ def test_a_plain_round_takes_few_operations(num_rows: int, tmp_path: Path) -> No
     mx.eval([a for a in arguments if isinstance(a, mx.array)])
     committed: Any = arguments[-1]
     mx.eval(committed.recent, committed.lengths)
-    settled = operations.settle(*arguments)
+    settled = BY_OPERATIONS.settle(*arguments)
     file = tmp_path / "graph.dot"
     after = settled.committed
     mx.export_to_dot(str(file), settled.packed, after.recent, after.lengths)
@@ -149,7 +151,7 @@ def test_what_follows_from_a_verdict_that_others_made(
     inputs, chosen, limit, _, committed = played.arguments
     width = chosen.shape[1]
     verdict = replace(
-        operations.settle(inputs, chosen, limit, None, committed).verdict,
+        BY_OPERATIONS.settle(inputs, chosen, limit, None, committed).verdict,
         kept=mx.full(limit.shape, min(kept, width), mx.int32),
     )
     settled = Settled.of(verdict, limit, committed)
@@ -159,7 +161,7 @@ def test_what_follows_from_a_verdict_that_others_made(
         limit=[min(kept, width) - 1] * len(played.texts),
         meant=None,
     )
-    wanted = operations.settle(*as_if.arguments)
+    wanted = BY_OPERATIONS.settle(*as_if.arguments)
     assert mx.array_equal(settled.rejected, wanted.rejected)
     assert mx.array_equal(settled.committed.recent, wanted.committed.recent)
     assert mx.array_equal(settled.committed.lengths, wanted.committed.lengths)
@@ -178,29 +180,29 @@ def test_the_kernel_is_used_where_it_is_meant_to_and_proven(
 ) -> None:
     defaults = replace(backend.defaults(), kernels=kernels)
     monkeypatch.setattr(commit, "defaults", lambda: defaults)
-    monkeypatch.setattr(commit_kernel, "proven", lambda: proven)
-    used: Any = commit.settler()
-    assert used is (commit_kernel if kernels and proven else operations)
+    monkeypatch.setattr(commit_kernel, "proven", lambda _: proven)
+    module: Any = commit_kernel if kernels and proven else commit
+    assert commit.settler().compute is module.settle
 
 
-def one_too_many(*arguments: Any) -> Settled:
-    settled = operations.settle(*arguments)
-    return replace(settled, rejected=settled.rejected + 1)
+def one_too_many(*arguments: Any) -> tuple[mx.array, ...]:
+    kept, limit, rejected, *rest = commit.settle(*arguments)
+    return kept, limit, rejected + 1, *rest
 
 
 @pytest.mark.parametrize(
-    ("settle", "proven"), [(operations.settle, True), (one_too_many, False)]
+    ("settle", "proven"), [(commit.settle, True), (one_too_many, False)]
 )
 def test_what_finds_something_else_is_not_proven(
     monkeypatch: pytest.MonkeyPatch, settle: Any, proven: bool
 ) -> None:
     monkeypatch.setattr(commit_kernel, "settle", settle)
-    assert commit_kernel.proven.__wrapped__() is proven
+    assert commit_kernel.proven.__wrapped__(commit.settle) is proven
 
 
 @pytest.mark.skipif(on_cuda, reason="there it is")
 def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
-    assert not commit_kernel.proven.__wrapped__()
+    assert not commit_kernel.proven.__wrapped__(commit.settle)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
@@ -217,6 +219,8 @@ def test_lengths_are_those_of_the_caches(
 
     def retired(self: DecodeBatch) -> None:
         retire(self)
+        if not self.unfinished:  # the batch is dropped as it is
+            return
         running = mx.array([s is not None for s in self.slots])
         lengths, offset = self._committed.lengths, self._target.offset
         assert mx.array_equal(mx.where(running, lengths, 1), offset + 1).item()
@@ -227,7 +231,7 @@ def test_lengths_are_those_of_the_caches(
     target = token_level(tiny_model("llama", seed=0))
     drafts = {None: None, "ngram": "ngram", "model": NamedDrafter("itself", target)}
     # As on a GPU: rows that have ended stay.
-    defaults = replace(backend.defaults(), repeat_shapes=True, read_bucket=64)
+    defaults = replace(backend.defaults(), static_shapes=True, read_bucket=64)
     monkeypatch.setattr(backend, "defaults", lambda: defaults)
     config = EngineConfig(batch_size=3, num_draft_tokens=3)
     params = [
@@ -277,13 +281,13 @@ def some_rounds(count: int) -> Iterator[Played]:
 
 def check_kernel(count: int) -> None:
     for played in some_rounds(count):
-        check(played, commit_kernel.settle(*played.arguments))
+        check(played, BY_KERNEL.settle(*played.arguments))
 
 
 @cuda.needs_compiler
 @pytest.mark.usefixtures("emulator")
 def test_the_kernel_finds_what_follows() -> None:
-    assert commit_kernel.proven.__wrapped__()
+    assert commit_kernel.proven.__wrapped__(commit.settle)
     check_kernel(60)
 
 
@@ -296,7 +300,7 @@ def test_the_kernel_copies_more_than_it_has_threads() -> None:
         chosen = [[0] * kept + [1] * (41 - kept)]
         check(
             Played([text], proposed, chosen, [40 if kept else -1], None, window),
-            commit_kernel.settle(
+            BY_KERNEL.settle(
                 mx.array([[text[-1], *proposed[0]]]),
                 mx.array(chosen),
                 mx.array([40 if kept else -1]),
@@ -312,7 +316,7 @@ def test_what_other_drafters_propose_is_of_any_integers() -> None:
     for played in some_rounds(9):
         inputs, chosen, limit, _, committed = played.arguments
         meant = limit.astype(mx.int64)
-        settled = commit_kernel.settle(
+        settled = BY_KERNEL.settle(
             inputs.astype(mx.uint32), chosen, limit, meant, committed
         )
         check(replace(played, meant=None), settled)
@@ -338,7 +342,7 @@ FAULTS = {
 def test_a_faulty_kernel_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     right, wrong = FAULTS[fault]
     cuda.plant(monkeypatch, commit_kernel, "_SETTLE", right, wrong)
-    assert not commit_kernel.proven.__wrapped__()
+    assert not commit_kernel.proven.__wrapped__(commit.settle)
     with pytest.raises((AssertionError, cuda.KernelFault)):
         check_kernel(60)
 
@@ -356,7 +360,9 @@ def test_tokens_are_the_same(
     """Whole runs with all kernels, and without any."""
     target = token_level(tiny_model("llama", seed=0))
     params = [
-        SamplingParams(max_tokens=n, temperature=temperature, verification=verification)
+        SamplingParams(
+            max_tokens=n, temperature=temperature, verification=verification, seed=n
+        )
         for n in (12, 1, 9)
     ]
     config = EngineConfig(batch_size=2, num_draft_tokens=3)
@@ -368,12 +374,12 @@ def test_tokens_are_the_same(
 
     drafters: list[Any] = [None, "ngram", NamedDrafter("itself", target)]
     without = [decoded(drafter) for drafter in drafters]
-    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: commit_kernel)
-    monkeypatch.setattr("specdec.spec_decode.ngram.lookup", ngram_kernel)
+    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: BY_KERNEL)
+    monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     assert [decoded(drafter) for drafter in drafters] == without
 
 
 @needs_cuda
 def test_a_gpu_finds_what_follows() -> None:
-    assert commit_kernel.proven()
+    assert commit_kernel.proven(commit.settle)
     check_kernel(90)

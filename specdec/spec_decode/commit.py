@@ -1,0 +1,199 @@
+"""What a round commits: each row's newest tokens, and what the host is to read.
+
+By MLX's operations, or by one CUDA kernel in their place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import mlx.core as mx
+
+from ..backend import defaults
+from ..cuda import commit_kernel
+from .rejection_sampler import Verdict, count_kept, next_recent
+
+
+@dataclass(frozen=True)
+class Committed:
+    """Each row's newest tokens, and how many it has; on the device.
+
+    Args:
+        recent: the newest tokens, the last one last, shape (B, W), int32; -1 in
+            front of a row that has fewer. Of one that has ended they mean nothing.
+        lengths: tokens of every row, the prompt included, shape (B,), int32.
+    """
+
+    recent: mx.array
+    lengths: mx.array
+
+    @classmethod
+    def of(cls, prompts: Sequence[Sequence[int]], width: int) -> Committed:
+        """Prompts, with the newest ``width`` tokens of each."""
+        newest = [list(p[-width:]) for p in prompts]
+        recent = [[-1] * (width - len(p)) + p for p in newest]
+        return cls(
+            mx.array(recent, mx.int32), mx.array([len(p) for p in prompts], mx.int32)
+        )
+
+    @property
+    def newest(self) -> mx.array:
+        """The last token of every row, shape (B, 1)."""
+        return self.recent[:, -1:]
+
+    def placed(self, rows: Sequence[int], other: Committed) -> Committed:
+        """These, with ``other`` in the given rows."""
+        width = max(self.recent.shape[1], other.recent.shape[1])
+        at, new = mx.array(list(rows), mx.int32), other.within(width).recent
+        index = mx.broadcast_to(at[:, None], new.shape)
+        return Committed(
+            mx.put_along_axis(self.within(width).recent, index, new, axis=0),
+            mx.put_along_axis(self.lengths, at, other.lengths, axis=0),
+        )
+
+    def joined(self, other: Committed) -> Committed:
+        """These rows, then those of ``other``."""
+        width = max(self.recent.shape[1], other.recent.shape[1])
+        return Committed(
+            mx.concatenate([self.within(width).recent, other.within(width).recent]),
+            mx.concatenate([self.lengths, other.lengths]),
+        )
+
+    def only(self, rows: Sequence[int]) -> Committed:
+        """The given rows, in that order."""
+        which = mx.array(list(rows), mx.int32)
+        return Committed(self.recent[which], self.lengths[which])
+
+    def within(self, width: int) -> Committed:
+        """The same with the newest ``width`` tokens of each row."""
+        missing = width - self.recent.shape[1]
+        if not missing:
+            return self
+        recent = self.recent[:, -width:]
+        if missing > 0:
+            recent = mx.pad(recent, [(0, 0), (missing, 0)], constant_values=-1)
+        return Committed(recent, self.lengths)
+
+
+@dataclass(frozen=True)
+class Settled:
+    """A round's verdict, and what follows from it; on the device.
+
+    Args:
+        verdict: what every row commits.
+        limit: most draft tokens that each row could accept, of those that were meant;
+            -1 where it had ended, shape (B,), int32.
+        rejected: inputs of the round that do not stand, shape (B,), int32.
+        packed: for the host, shape (B, k + 3), int32: how many tokens each row keeps,
+            ``limit``, and the k + 1 that were chosen.
+        committed: what is committed after the round.
+    """
+
+    verdict: Verdict
+    limit: mx.array
+    rejected: mx.array
+    packed: mx.array
+    committed: Committed
+
+    @classmethod
+    def of(cls, verdict: Verdict, limit: mx.array, committed: Committed) -> Settled:
+        """What follows from ``verdict``.
+
+        Args:
+            limit: as above.
+            committed: before the round.
+        """
+        rejected, packed, recent, lengths = _after(
+            verdict.chosen, verdict.kept, limit, committed.recent, committed.lengths
+        )
+        return cls(verdict, limit, rejected, packed, Committed(recent, lengths))
+
+
+Compute = Callable[
+    [mx.array, mx.array, mx.array, mx.array | None, mx.array, mx.array],
+    tuple[mx.array, ...],
+]
+
+
+@dataclass(frozen=True)
+class Settler:
+    """Settles rounds where equality decides.
+
+    Args:
+        compute: :func:`settle`, or a kernel that takes and returns the same arrays.
+    """
+
+    compute: Compute
+
+    def settle(
+        self,
+        inputs: mx.array,
+        chosen: mx.array,
+        limit: mx.array,
+        meant: mx.array | None,
+        committed: Committed,
+    ) -> Settled:
+        """What follows from a round.
+
+        Args:
+            inputs, chosen, limit, meant: as for :func:`settle`.
+            committed: before the round.
+        """
+        kept, limit, rejected, packed, recent, lengths = self.compute(
+            inputs, chosen, limit, meant, committed.recent, committed.lengths
+        )
+        after = Committed(recent, lengths)
+        return Settled(Verdict(chosen, kept), limit, rejected, packed, after)
+
+
+def settler() -> Settler:
+    """What settles rounds here: the kernel if the backend wants it and it is proven."""
+    kernel = defaults().kernels and commit_kernel.proven(settle)
+    return Settler(commit_kernel.settle if kernel else settle)
+
+
+def settle(
+    inputs: mx.array,
+    chosen: mx.array,
+    limit: mx.array,
+    meant: mx.array | None,
+    recent: mx.array,
+    lengths: mx.array,
+) -> tuple[mx.array, ...]:
+    """What follows from a round, by MLX's operations.
+
+    Args:
+        inputs: what the target was given: the newest token, then the draft tokens,
+            shape (B, k + 1).
+        chosen: the target's tokens, shape (B, k + 1), int32.
+        limit: see :func:`~specdec.spec_decode.rejection_sampler.count_kept`.
+        meant: draft tokens that each row's drafter means, shape (B,); ``None``: all.
+        recent, lengths: of :class:`Committed`, before the round.
+
+    Returns:
+        How many tokens each row keeps, then ``limit``, ``rejected`` and ``packed`` of
+        :class:`Settled`, then ``recent`` and ``lengths`` after the round.
+    """
+    if meant is not None:
+        limit = mx.minimum(limit, meant)
+    kept = count_kept(inputs[:, 1:], chosen, limit)
+    return kept, limit, *_after(chosen, kept, limit, recent, lengths)
+
+
+def _after(
+    chosen: mx.array,
+    kept: mx.array,
+    limit: mx.array,
+    recent: mx.array,
+    lengths: mx.array,
+) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    rejected = chosen.shape[1] - kept
+    packed = mx.concatenate([kept[:, None], limit[:, None], chosen], axis=1)
+    if chosen.shape[1] > 1:
+        recent = next_recent(recent, chosen, kept)
+    else:
+        # Plain rounds: those of a row that has ended are never read, and to leave them
+        # as they were takes a third more of the time of everything that follows.
+        recent = mx.concatenate([recent[:, 1:], chosen], axis=1)
+    return rejected, packed, recent, lengths + kept
