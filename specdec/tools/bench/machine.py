@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ... import backend
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _cpu_name() -> str:

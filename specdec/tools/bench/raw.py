@@ -42,7 +42,9 @@ _MACHINE = {
     "memory_gib": float,
 }
 _CELL = {
-    **dict.fromkeys(("batch", "context", "kv_bits", "num_draft_tokens"), int),
+    **dict.fromkeys(("batch", "context", "kv_bits"), int),
+    "num_draft_tokens": (int, str),
+    "load?": float,
     "temperature": float,
     "prefix_cache": bool,
     "system": str,
@@ -57,6 +59,16 @@ _WAVE = {
     "step_ms": [float],
     "step_rows": [int],
     "rounds?": [[int, [[int, int]]]],
+}
+# Of a job; times are seconds since it began.
+_REQUEST = {
+    **dict.fromkeys(("prompt_tokens", "tokens", "rounds", "drafted", "accepted"), int),
+    **dict.fromkeys(("arrived", "first", "ended"), float),
+    "digest": str,
+}
+_ROUNDS = {
+    **dict.fromkeys(("k", "near_join", "number"), int),
+    **dict.fromkeys(("p10", "p50", "p90", "mean"), float),
 }
 # Most draft tokens of a round that figures are computed for.
 _MOST_DRAFTED = 10_000
@@ -73,6 +85,15 @@ _LINES: dict[str, Shape] = {
         "peak_memory_bytes": int,
         "memory_before_bytes": int,
         "waves": [_WAVE],
+    },
+    "job": {
+        "cell": _CELL,
+        "pass": int,
+        **dict.fromkeys(("peak_memory_bytes", "memory_before_bytes"), int),
+        "seconds": float,
+        "requests": [_REQUEST],
+        "rounds": [_ROUNDS],
+        "phases": {"calibration": float, "prefill": float, "decode": float},
     },
     "profile": {
         "cell": _CELL,
@@ -92,7 +113,7 @@ class Results:
         prompts: ``digest``, ``tokens`` and ``categories`` of every prompt, ``found``.
         starts: ``command``, ``commit``, ``date`` and ``machine`` of every process
             that added results.
-        passes: of every cell, by their number.
+        passes: of every cell, by their number; of a recipe of jobs, its jobs.
         profiles: rounds taken apart, of every cell.
     """
 
@@ -221,6 +242,11 @@ class RawFile:
         cell = unit.cell.to_dict()
         self._add({"kind": "pass", "cell": cell, "pass": unit.number, **record})
 
+    def add_job(self, unit: Unit, record: Mapping[str, Any]) -> None:
+        """Keep one job of a cell."""
+        cell = unit.cell.to_dict()
+        self._add({"kind": "job", "cell": cell, "pass": unit.number, **record})
+
     def add_profile(self, unit: Unit, rounds: Iterable[Record]) -> None:
         """Keep a cell's rounds, taken apart."""
         cell = unit.cell.to_dict()
@@ -258,6 +284,9 @@ def _check_line(line: Record, prompts: Record) -> None:
         waves = line["waves"]
         fits = line["pass"] >= 0 and all(map(_is_wave, waves))
         if not fits or sum(w["rows"] for w in waves) != len(prompts["tokens"]):
+            raise DataError("its numbers do not fit together")
+    elif line["kind"] == "job":
+        if line["seconds"] <= 0 or not line["requests"]:
             raise DataError("its numbers do not fit together")
     elif line["kind"] == "profile":
         for each in line["rounds"]:
