@@ -23,8 +23,8 @@ def arrivals_per_second(results: Results, cell: Cell) -> float:
     at_once = replace(cell.conditions, load=0.0)
     passes = results.passes[Cell(system="specdec", conditions=at_once)]
     warm = [p for n, p in passes.items() if n] or list(passes.values())
-    rate = statistics.median(len(p["requests"]) / p["seconds"] for p in warm)
-    return rate * cell.conditions.load
+    rates: list[float] = [len(p["requests"]) / p["seconds"] for p in warm]
+    return statistics.median(rates) * cell.conditions.load
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,8 @@ class JobFigures:
 
     def total(self, name: str) -> int:
         """The sum of one number over the requests of the passes that count."""
-        return sum(r[name] for p in self.counted for r in p["requests"])
+        each: list[int] = [r[name] for p in self.counted for r in p["requests"]]
+        return sum(each)
 
     @property
     def length(self) -> float:
@@ -115,7 +116,8 @@ class JobFigures:
                 found[row["k"], bool(row["near_join"])].append(row)
 
         def middle(rows: Sequence[Record], name: str) -> float:
-            return statistics.median(row[name] for row in rows)
+            values: list[float] = [row[name] for row in rows]
+            return statistics.median(values)
 
         return [
             RoundTime(
@@ -130,14 +132,16 @@ class JobFigures:
     @property
     def peak_bytes(self) -> int:
         """Largest peak memory above what was held before."""
-        return max(
+        peaks: list[int] = [
             p["peak_memory_bytes"] - p["memory_before_bytes"]
             for p in self.passes.values()
-        )
+        ]
+        return max(peaks)
 
     def phase(self, name: str) -> float:
         """Median seconds of a phase in the passes that count."""
-        return statistics.median(p["phases"][name] for p in self.counted)
+        seconds: list[float] = [p["phases"][name] for p in self.counted]
+        return statistics.median(seconds)
 
     def equal_to(self, other: JobFigures | None) -> str | None:
         """How many requests had another system's tokens, of how many."""

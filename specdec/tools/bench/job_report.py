@@ -1,4 +1,4 @@
-"""The report of whole jobs, and the block of it that fits into an issue. No mlx here."""
+"""The report of whole jobs, and a block of it that fits into an issue. No mlx here."""
 
 from __future__ import annotations
 
@@ -47,9 +47,8 @@ def job_findings(figures: Figures) -> list[str]:
         against = f.ratios(jobs.plain(f))
         if f.cell.system != "specdec" or f.cell.draft is None or not against:
             continue
-        text = (
-            f"- **{_name(jobs, f)}**: {statistics.median(against):.2f} times no draft"
-        )
+        ratio = statistics.median(against)
+        text = f"- **{_name(jobs, f)}**: {ratio:.2f} times no draft"
         theirs = f.ratios(jobs.mlx_lm(f))
         if theirs:
             text += f", {statistics.median(theirs):.2f} times mlx-lm"
@@ -59,28 +58,28 @@ def job_findings(figures: Figures) -> list[str]:
 
 _JOBS = (
     "From the call to the last token: prompts encoded, rows joining as others end, "
-    "text made. *tokens/s*: median (smallest to largest) of the passes after the first. "
-    "*/ no draft* and */ mlx-lm*: pass by pass, at the same batch, over this engine "
-    "without a draft and over mlx-lm without one. *first pass*: tokens/s and seconds of "
-    "the first job in this process, compiling included; systems that come later find "
-    "some of it done. *ms to first token* and *ms per token* after it: of a request, "
-    "half and 99 of 100 are below; here all requests wait from the beginning. *tokens "
-    "per round*: of a row, the extra token included. *as mlx-lm*: requests with exactly "
-    "mlx-lm's tokens; in half precision a near tie may fall otherwise where shapes "
-    "differ. *peak MiB*: above what was held before."
+    "text made. *tokens/s*: median (smallest to largest) of the passes after the "
+    "first. */ no draft* and */ mlx-lm*: pass by pass, at the same batch, over this "
+    "engine without a draft and over mlx-lm without one. *first pass*: tokens/s and "
+    "seconds of the first job in this process, compiling included; systems that come "
+    "later find some of it done. *ms to first token*, and *ms per token* after it: of "
+    "a request; half and 99 of 100 are below; all requests wait from the beginning. "
+    "*tokens per round*: of a row, the extra token included. *as mlx-lm*: requests "
+    "with exactly mlx-lm's tokens; in half precision a near tie may fall otherwise "
+    "where shapes differ. *peak MiB*: above what was held before."
 )
 _ROUNDS = (
-    "Milliseconds from one round's end to the next's, by draft length, medians over the "
-    "passes that count. *near a join*: a row joined in this round, the one before or the "
-    "one after; its prompt is taken in meanwhile. Ten, fifty and ninety of a hundred "
-    "rounds are below *10%*, *50%* and *90%*. Lengths of fewer than one round in a "
-    "hundred are left out."
+    "Milliseconds from one round's end to the next's, by draft length, medians over "
+    "the passes that count. *near a join*: a row joined in this round, the one before "
+    "or the one after; its prompt is taken in meanwhile. Ten, fifty and ninety of a "
+    "hundred rounds are below *10%*, *50%* and *90%*. Lengths of fewer than one round "
+    "in a hundred are left out."
 )
 _LOADS = (
     "Requests arrive at random (Poisson), at the same times for every system. *ms to "
     "first token* counts from a request's arrival, waiting for a row included. "
-    "*waiting*: requests without a token when the last one arrived; a twentieth of all, "
-    "and more than two, count as a queue."
+    "*waiting*: requests without a token when the last one arrived; a twentieth of "
+    "all, and more than two, count as a queue."
 )
 
 

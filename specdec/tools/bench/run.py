@@ -22,6 +22,7 @@ from ...spec_decode import NamedDrafter
 from .cells import Cell, Unit, units_of
 from .engine import engine
 from .job_figures import arrivals_per_second
+from .jobs import System as JobSystem
 from .jobs import (
     Tokenizing,
     mlx_lm_batch_jobs,
@@ -30,7 +31,6 @@ from .jobs import (
     run_job,
     specdec_jobs,
 )
-from .jobs import System as JobSystem
 from .machine import commit, load_average, machine
 from .measure import measure
 from .models import load_model, token_level
