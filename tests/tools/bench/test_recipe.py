@@ -22,6 +22,7 @@ SHIPPED = {
     "acceptance-specbench",
     "batch-sweep",
     "distilled",
+    "jobs",
     "kv-quant",
     "long-context",
     "prefix",
@@ -117,7 +118,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
         Recipe.read(tmp_path / "nothing.toml")
     odd = tmp_path / "odd.toml"
     odd.write_text("title = \n", "utf-8")
-    with pytest.raises(ConfigError, match="is no TOML file"):
+    with pytest.raises(ConfigError, match="cannot be read: not TOML"):
         Recipe.read(odd)
     odd.write_text("title = 'x'\n", "utf-8")
     with pytest.raises(ConfigError, match="source is missing: give it"):
