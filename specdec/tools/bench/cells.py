@@ -10,7 +10,7 @@ from typing import Any, Literal
 from ...config import NumDraftTokens
 from ...draft_names import DraftSpec
 from ...model_names import short
-from .recipe import Recipe
+from .recipe import WRONG, Recipe
 from .tables import turns
 
 System = Literal["specdec", "mlx-lm step", "mlx-lm batch", "mlx-lm speculative"]
@@ -79,7 +79,10 @@ class Cell:
     @property
     def draft_name(self) -> str:
         """The draft as reports name it: of a path, the last part."""
-        return short(self.draft or "none")
+        name = self.draft or "none"
+        if name.startswith(WRONG):
+            return WRONG + short(name.removeprefix(WRONG))
+        return short(name)
 
     @property
     def label(self) -> str:
@@ -161,7 +164,9 @@ def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
     cells = [theirs, plain] if recipe.run.mlx_lm else [plain]
     for draft, k in product(recipe.draft, recipe.sweep.num_draft_tokens):
         ours = replace(plain, draft=draft, num_draft_tokens=k)
-        alone = conditions.batch == 1 and not DraftSpec.parse(draft).ngram
+        # mlx-lm speculates with models, one row at a time.
+        model = not draft.startswith(WRONG) and not DraftSpec.parse(draft).ngram
+        alone = conditions.batch == 1 and model
         if recipe.run.mlx_lm and alone and k != "auto":
             cells.append(replace(ours, system="mlx-lm speculative"))
         cells.append(ours)

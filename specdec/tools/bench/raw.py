@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ...errors import ConfigError, SpecdecError
 from ...utils.data_files import (
@@ -259,16 +259,25 @@ class RawFile:
         self.results.take(parse_json(json_text(line)))
 
     def _write(self, line: Record) -> None:
-        try:
-            with open(self.path, "a", encoding="utf-8", errors=HALVES) as file:
-                file.write(json_text(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SpecdecError(
-                f"{self.path} cannot be written ({error.strerror}): make room or name "
-                "another folder with --out; the same command continues"
-            ) from error
+        write_line(self.path, line)
+
+
+def write_line(path: Path, line: Record, *, mode: Literal["a", "w"] = "a") -> None:
+    """Write a raw result, or a part of one, as a line that is on the disk after it.
+
+    Raises:
+        SpecdecError: it cannot be written.
+    """
+    try:
+        with open(path, mode, encoding="utf-8", errors=HALVES) as file:
+            file.write(json_text(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SpecdecError(
+            f"{path} cannot be written ({error.strerror}): make room or name "
+            "another folder with --out; the same command continues"
+        ) from error
 
 
 def _check_line(line: Record, prompts: Record) -> None:

@@ -20,6 +20,8 @@ from ...utils.data_files import DataError, is_text, parse_toml, read_toml
 from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
+#: Before the name of a draft model: it proposes other tokens than it chose.
+WRONG = "wrong:"
 # Most combinations and passes of a recipe: they would take weeks.
 _MOST_PARTS = 10**6
 # Beside a checkout's package, and inside an installed one.
@@ -199,7 +201,8 @@ class Recipe:
         title: what the report is called.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
-        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``.
+        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``;
+            ``wrong:`` before the name of a model proposes other tokens than it would.
             ``none``, or no name, measures plain decoding alone; a file without the
             key takes the default target's draft, if that is the target.
         dtype: of both models; ``stored`` leaves them as they are.
@@ -335,7 +338,13 @@ def _drafts(draft: Any) -> tuple[str, ...]:
     names = tuple(draft) if isinstance(draft, list | tuple) else (draft,)
     for name in names:
         require(_text(name), "draft", name, "the name of a draft")
-        DraftSpec.parse(name)
+        source = name.removeprefix(WRONG)
+        ngram = DraftSpec.parse(source).ngram if source else False
+        a_model = bool(source) and not ngram and WRONG not in source
+        if name.startswith(WRONG) and (not a_model or source == NO_DRAFT):
+            raise ConfigError(
+                f"draft is {quoted(name)}: {WRONG} stands before the name of a model"
+            )
     return tuple(name for name in names if name != NO_DRAFT)
 
 

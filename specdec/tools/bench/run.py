@@ -31,15 +31,16 @@ from .jobs import (
     run_job,
     specdec_jobs,
 )
-from .machine import commit, load_average, machine
+from .machine import origin
 from .measure import measure
 from .models import load_model, token_level
 from .peers import mlx_lm_batch, mlx_lm_speculative
 from .profile import profile
 from .prompts import EncodedSet, encode_set
 from .raw import RawFile, Results
-from .recipe import Recipe
+from .recipe import WRONG, Recipe
 from .waves import Clock, Options, Record, Run
+from .wrong import WrongDrafter
 
 #: Told of all units and of those already done; gives what brackets each new unit.
 Progress = Callable[[Unit], AbstractContextManager[Any]]
@@ -67,7 +68,7 @@ class Bench:
     ):
         self._recipe, self._clock = recipe, clock
         dtype = None if recipe.dtype == "stored" else recipe.dtype
-        for name in recipe.draft:
+        for name in (name.removeprefix(WRONG) for name in recipe.draft):
             if not name.startswith("random:"):
                 named_draft(name)
         self._target = load_model(
@@ -228,11 +229,13 @@ def _drafter(
     texts: bool,
 ) -> NamedDrafter:
     """A drafter; without ``texts`` one to be driven with token ids alone."""
-    if name.startswith("random:"):
-        found = NamedDrafter(name, load_model(name, dtype))
+    source = name.removeprefix(WRONG)
+    kind = NamedDrafter if source == name else WrongDrafter
+    if source.startswith("random:"):
+        found = kind(name, load_model(source, dtype))
     else:
-        found = NamedDrafter.load(
-            DraftSpec.parse(name),
+        found = kind.load(
+            DraftSpec.parse(source),
             target,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -274,7 +277,7 @@ def run_recipe(
     missing = [unit for unit in units if not raw.has(unit)]
     if missing or raw.results is None:
         bench = Bench(recipe, clock, trust_remote_code=trust_remote_code)
-        raw.begin(_described(bench.prompts), _start(command))
+        raw.begin(_described(bench.prompts), origin(command))
         begun = clock()
         brackets = progress(len(units), len(units) - len(missing)) if progress else None
         with wired_memory():
@@ -310,14 +313,4 @@ def _described(prompts: EncodedSet) -> Record:
         "found": prompts.found,
         "tokens": [len(ids) for ids in prompts.token_ids],
         "categories": prompts.categories,
-    }
-
-
-def _start(command: str) -> Record:
-    return {
-        "command": command,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine(),
-        "load_average": load_average(),
     }

@@ -269,3 +269,20 @@ def test_the_command_ends_with_the_block(tiny: Tiny, tmp_path: Path) -> None:
     assert "MLX " in result.stdout
     assert "| batch 2: specdec, no draft |" in result.stdout
     assert (tmp_path / "out" / "report.md").is_file()
+
+
+def test_a_draft_that_is_never_right(tiny: Tiny, tmp_path: Path) -> None:
+    """The worst case of auto: tokens lost to it, or proposals that are right."""
+    recipe = tiny(*JOBS, "draft=wrong:random:tiny", "batch=2", "repeat=1", AUTO)
+    results = run_recipe(recipe, tmp_path / "out", command="test", clock=Ticks())
+    digests = set()
+    for cell, passes in results.passes.items():
+        requests = passes[1]["requests"]
+        digests.add(tuple(r["digest"] for r in requests))
+        if cell.num_draft_tokens == 2:
+            assert sum(r["drafted"] for r in requests) > 0
+        assert sum(r["accepted"] for r in requests) == 0
+    assert len(digests) == 1
+    for draft in ("wrong:ngram", "wrong:ngram+random:tiny", "wrong:", "wrong:none"):
+        with pytest.raises(ConfigError, match="stands before the name of a model"):
+            tiny(f"draft={draft}")
