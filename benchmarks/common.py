@@ -1,4 +1,4 @@
-"""What every script here shares: one-line errors, and the report with its raw result."""
+"""What every script here shares: one-line errors, reports, raw results."""
 
 from __future__ import annotations
 

@@ -285,7 +285,7 @@ def together_us(layer: Operation, x: mx.array, repeat: int) -> float:
 def packed(
     bits: int, group_size: int, dtype: str, scale: int, repeat: int, out: str | None
 ) -> None:
-    """Products with packed weights: as mlx-lm's layers compute them, flattened, dense."""
+    """Products with packed weights: as mlx-lm's layers have them, flattened, dense."""
     raw = header_of("Products with packed weights")
     raw["microseconds"] = records = []
     rows: list[Sequence[object]] = []
