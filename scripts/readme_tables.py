@@ -45,8 +45,8 @@ class Table:
     """What a table shows of one file, or of several.
 
     Args:
-        file: below benchmarks/results: NAME of a NAME.json that benchmarks/decode.py
-            or benchmarks/draft_length.py wrote, or a folder of ``specdec bench``.
+        file: below benchmarks/results: NAME of a NAME.json that version 0.1's
+            decode or draft_length wrote, or a folder of ``specdec bench``.
             Of several: the file, the beginning of a row's name in it, and a label.
         title: what stands over the names of the rows.
         columns: names of COLUMNS below, in their order.
@@ -201,7 +201,7 @@ class TableError(Exception):
 
 
 def of_passes(passes: dict[str, list[Record]]) -> Iterator[Row]:
-    """Of decode.py (``SYSTEM B=8 k=2``) and draft_length.py (``DRAFT B=8 k=auto``)."""
+    """Of decode (``SYSTEM B=8 k=2``) and draft_length (``DRAFT B=8 k=auto``)."""
 
     def warm(key: str) -> list[Record]:
         return passes.get(key, [])[1:]

@@ -83,7 +83,7 @@ def bench(
 
     silence_third_parties()
     from ..tools.bench.figures import Figures
-    from ..tools.bench.report import findings
+    from ..tools.bench.report import block, findings
     from ..tools.bench.run import run_recipe
 
     progress = _Parts(quiet=quiet)
@@ -109,7 +109,12 @@ def bench(
         sys.exit(INTERRUPTED)
     finally:
         progress.close()
-    show("\n".join(findings(Figures(results))))
+    figures = Figures(results)
+    if wanted.run.jobs:
+        show("Paste from here into an issue:\n", err=True)
+        show(block(figures))
+    else:
+        show("\n".join(findings(figures)))
     _write(folder)
 
 

@@ -2,7 +2,7 @@
 
 MLX's CUDA backend computes the product of x (B, S, D) with packed weights as B
 products of (S, D): every row reads all weights again. Flattened to (B * S, D) it is
-one product that reads them once (``benchmarks.packed`` times both).
+one product that reads them once (``benchmarks.kernels packed`` times both).
 """
 
 from __future__ import annotations

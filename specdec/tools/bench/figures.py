@@ -241,7 +241,7 @@ class CellFigures:
     @cached_property
     def cost(self) -> RoundCost | None:
         """What a round costs in plain steps of the same batch, where it is known."""
-        k = self.cell.num_draft_tokens
+        k = self.cell.k
         plain = RoundParts.of(self._results.profiles.get(self.cell.plain, []))
         if not k or self.parts is None or plain is None or not plain.verify:
             return None
@@ -263,7 +263,7 @@ class CellFigures:
         """
         if self.cost is None or not self.rows:
             return None
-        k = self.cell.num_draft_tokens
+        k = self.cell.k
         tokens = counts.expected_tokens(counts.chance(self.rows), k)
         return tokens / self.cost.of(k)
 

@@ -6,6 +6,7 @@ import os
 import platform
 import re
 import subprocess
+import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import mlx.core as mx
 
 from ... import backend
 
-ROOT = Path(__file__).resolve().parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def _cpu_name() -> str:
@@ -60,6 +61,17 @@ def load_average() -> float | None:
         return round(os.getloadavg()[0], 1)
     except (AttributeError, OSError):
         return None
+
+
+def origin(command: str) -> dict[str, Any]:
+    """What a raw result begins with: what was run, of which commit, when and where."""
+    return {
+        "command": command,
+        "commit": commit(),
+        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+        "machine": machine(),
+        "load_average": load_average(),
+    }
 
 
 def place(machine: Mapping[str, Any], commit: str) -> str:

@@ -18,7 +18,7 @@ from mlx_lm.sample_utils import make_sampler
 from .waves import Options, Prompts, Run, Wave
 
 
-def _sampler(options: Options, first: int) -> Callable[[mx.array], mx.array] | None:
+def sampler_of(options: Options, first: int) -> Callable[[mx.array], mx.array] | None:
     """mlx-lm's sampler for the temperature; ``None`` where it is greedy."""
     if not options.temperature:
         return None
@@ -39,7 +39,7 @@ def mlx_lm_plain(model: nn.Module, options: Options) -> Run:
             model,
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            sampler=_sampler(options, first),
+            sampler=sampler_of(options, first),
         )
         for token, _ in generated:
             if token in options.eos_token_ids:
@@ -63,7 +63,7 @@ def mlx_lm_batch(model: nn.Module, options: Options) -> Run:
             model,
             max_tokens=options.max_tokens,
             stop_tokens=[[t] for t in sorted(options.eos_token_ids)],
-            sampler=_sampler(options, first),
+            sampler=sampler_of(options, first),
             completion_batch_size=len(prompts),
             prefill_batch_size=len(prompts),
             prefill_step_size=options.prefill_step_size,
@@ -100,7 +100,7 @@ def mlx_lm_speculative(
             num_draft_tokens=k,
             max_tokens=options.max_tokens,
             prefill_step_size=options.prefill_step_size,
-            sampler=_sampler(options, first),
+            sampler=sampler_of(options, first),
         )
         left, begins = options.max_tokens, True
         for token, _, from_draft in generated:

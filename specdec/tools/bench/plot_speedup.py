@@ -77,13 +77,13 @@ def _points(figures: Figures) -> list[_Point]:
 
 def _over_k(figures: Figures) -> bool:
     """Whether k is along the axis; else the batch, as where there is one k."""
-    ks = {f.cell.num_draft_tokens for f in figures.drafted}
+    ks = {f.cell.k for f in figures.drafted}
     return len(ks) > 1 or len(figures.among["batch"]) == 1
 
 
 def _x(point: _Point, over_k: bool) -> int:
     cell = point.cell
-    return int(cell.num_draft_tokens if over_k else cell.conditions.batch)
+    return int(cell.k if over_k else cell.conditions.batch)
 
 
 def _line(point: _Point, over_k: bool) -> Any:
@@ -144,9 +144,7 @@ def _title(figures: Figures, sound: list[_Point]) -> str:
     where = best.cell.conditions.label(figures.among)
     if len(figures.recipe.draft) > 1:
         where += f", {best.cell.draft_name}"
-    times = (
-        f"{best.median:.2f} times as fast ({where}, k = {best.cell.num_draft_tokens})"
-    )
+    times = f"{best.median:.2f} times as fast ({where}, k = {best.cell.k})"
     if min(best.ratios) > 1:
         once = "" if len(best.ratios) > 1 else "; one pass only"
         return f"A draft pays: at best {times}{once}"

@@ -69,9 +69,7 @@ def _longest(figures: Figures) -> dict[tuple[str | None, float], CellFigures]:
     for f in figures.drafted:
         key = f.cell.draft, f.cell.conditions.temperature
         best = chosen.get(key)
-        if f.rows and (
-            best is None or f.cell.num_draft_tokens > best.cell.num_draft_tokens
-        ):
+        if f.rows and (best is None or f.cell.k > best.cell.k):
             chosen[key] = f
     return chosen
 
@@ -111,7 +109,7 @@ def _acceptance(figures: Figures, figure: Any) -> str | None:
         axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
     legend_below(figure, grid)
     f = max(chosen.values(), key=lambda f: f.acceptance().rate)
-    k = f.cell.num_draft_tokens
+    k = f.cell.k
     mean = f.acceptance().length - 1
     title = f"On average {mean:.1f} of {k} drafted tokens are accepted"
     if len(figures.recipe.draft) > 1:
@@ -180,7 +178,7 @@ def _round(figures: Figures, figure: Any) -> str | None:
 
 
 def _bar(figures: Figures, f: CellFigures) -> str:
-    what = f"k = {f.cell.num_draft_tokens}" if f.cell.draft else "no draft"
+    what = f"k = {f.cell.k}" if f.cell.draft else "no draft"
     if f.cell.draft and len(figures.recipe.draft) > 1:
         what = f"{f.cell.draft_name}, {what}"
     return f"{f.cell.conditions.label(figures.among)}, {what}"
@@ -209,14 +207,14 @@ def _round_title(figures: Figures, cells: list[CellFigures]) -> str:
         return f"A step takes {_total(cells[0]):.0f} ms at batch " + str(
             cells[0].cell.conditions.batch
         )
-    f = max(drafted, key=lambda f: (f.cell.num_draft_tokens, -f.cell.conditions.batch))
+    f = max(drafted, key=lambda f: (f.cell.k, -f.cell.conditions.batch))
     plain = figures.find(f.cell.plain)
     assert plain is not None
     assert f.parts is not None
     several = len(figures.recipe.draft) > 1
     return (
         f"A round of {f'{f.cell.draft_name}, ' * several}"
-        f"k = {f.cell.num_draft_tokens} costs "
+        f"k = {f.cell.k} costs "
         f"{_total(f) / _total(plain):.1f} plain steps, "
         f"{f.parts.shares['draft']:.0%} of it drafting "
         f"(batch {f.cell.conditions.batch})"

@@ -40,11 +40,13 @@ class EncodedSet:
         token_ids: of every prompt.
         categories: of every prompt; ``None`` where it has none.
         found: prompts that the source has.
+        prompts: the same as they were read.
     """
 
     token_ids: list[list[int]]
     categories: list[str | None]
     found: int
+    prompts: list[Prompt]
 
     @property
     def digest(self) -> str:
@@ -70,10 +72,36 @@ def read_questions(recipe: Recipe) -> list[Question]:
     Raises:
         PromptError: there is no such file or package, or it cannot be used.
     """
-    kind, _, what = recipe.prompts.source.partition(":")
+    return _mixed([_questions_of(s, recipe.folder) for s in recipe.prompts.sources])
+
+
+def _shares(found: Sequence[int], n: int) -> list[int]:
+    """How many of ``n`` each source gives: as many as others, or all that it has."""
+    shares = [0] * len(found)
+    while sum(shares) < n:
+        i = min(
+            (i for i in range(len(found)) if shares[i] < found[i]),
+            key=lambda i: shares[i],
+        )
+        shares[i] += 1
+    return shares
+
+
+def _mixed(each: Sequence[Sequence[Question]]) -> list[Question]:
+    """The questions of several sources, each source's evenly spread over all."""
+    placed = [
+        ((i + 0.5) / len(questions), source, question)
+        for source, questions in enumerate(each)
+        for i, question in enumerate(questions)
+    ]
+    return [question for *_, question in sorted(placed, key=lambda p: p[:2])]
+
+
+def _questions_of(source: str, folder: Path) -> list[Question]:
+    kind, _, what = source.partition(":")
     if kind == "package":
         return _from_package(what)
-    path = recipe.folder / what
+    path = folder / what
     prompts = read_prompts(path)
     return [
         Question(prompt, category)
@@ -90,20 +118,24 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
     Raises:
         PromptError: there are too few, or one cannot be encoded.
     """
-    wanted, several = recipe.prompts.count, math.lcm(*recipe.sweep.batch)
-    kind, _, what = recipe.prompts.source.partition(":")
-    if kind == "random":
+    wanted = recipe.prompts.count
+    several = 1 if recipe.run.jobs else math.lcm(*recipe.sweep.batch)
+    length = recipe.prompts.random_length
+    if length is not None:
         n = wanted or several
-        return EncodedSet(random_prompts(n, int(what), vocab_size), [None] * n, n)
-    questions = read_questions(recipe)
+        drawn = random_prompts(n, length, vocab_size)
+        return EncodedSet(drawn, [None] * n, n, list(drawn))
+    each = [_questions_of(s, recipe.folder) for s in recipe.prompts.sources]
+    questions = _mixed(each)
     n = len(questions) - len(questions) % several if wanted is None else wanted
     if not 0 < n <= len(questions):
         raise PromptError(
-            f"{recipe.prompts.source} has {len(questions)} prompts, "
+            f"{' and '.join(recipe.prompts.sources)} has {len(questions)} prompts, "
             f"{n or several} are needed: "
             + ("choose smaller batches" if n == 0 else "lower prompts.count")
         )
-    chosen = _spread_out(questions, n)
+    parts = zip(each, _shares([len(q) for q in each], n), strict=True)
+    chosen = _mixed([_spread_out(q, share) for q, share in parts])
     encoded = encode_all(
         target.tokenizer,
         [q.prompt for q in chosen],
@@ -113,6 +145,7 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
         [list(e.token_ids) for e in encoded],
         [q.category for q in chosen],
         len(questions),
+        [q.prompt for q in chosen],
     )
 
 

