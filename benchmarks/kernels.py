@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Request
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,7 @@ from specdec.cuda import decode_attention, skinny_matmul
 from specdec.cuda.flattened_matmul import flatten_products
 from specdec.errors import ConfigError
 from specdec.request import Request
-from specdec.request import Sequence as Row
+from specdec.request import Request as Row
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
 from specdec.spec_decode.rejection_sampler import Verdict
@@ -100,7 +100,7 @@ def mlx_attention(
 def attention_us(
     attend: Operation,
     q: mx.array,
-    layers: Sequence[tuple[mx.array, mx.array]],
+    layers: Request[tuple[mx.array, mx.array]],
     mask: mx.array,
     repeat: int,
 ) -> float:
@@ -134,7 +134,7 @@ def attention(
     require_runs(all(decode_attention.proven(size) for *_, size in HEADS), repeat)
     raw = header_of("Attention of few queries")
     raw["microseconds"] = records = []
-    table: list[Sequence[object]] = []
+    table: list[Request[object]] = []
     kind = DTYPES[dtype]
     for name, heads, key_heads, size in HEADS:
         for b, held in ((b, held) for b in rows for held in columns):
@@ -196,7 +196,7 @@ CHAIN_BYTES = 2**30
 def product_us(
     product: Operation,
     x: mx.array,
-    pairs: Sequence[tuple[mx.array, mx.array]],
+    pairs: Request[tuple[mx.array, mx.array]],
     repeat: int,
 ) -> float:
     """Median time of one product among others that follow each other."""
@@ -218,10 +218,10 @@ def product_us(
 @out_option
 def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> None:
     """Products of few rows (CUDA)."""
-    require_runs(skinny_matmul.proven(), repeat)
+    require_runs(skinny_matmul.proven(DTYPES[dtype]), repeat)
     raw = header_of("Products of few rows")
     raw["microseconds"] = records = []
-    table: list[Sequence[object]] = []
+    table: list[Request[object]] = []
     kind = DTYPES[dtype]
     products: tuple[Operation, ...] = (
         lambda x, weight: x @ weight.T,
@@ -288,7 +288,7 @@ def packed(
     """Products with packed weights: as mlx-lm's layers have them, flattened, dense."""
     raw = header_of("Products with packed weights")
     raw["microseconds"] = records = []
-    rows: list[Sequence[object]] = []
+    rows: list[Request[object]] = []
     for inputs, outputs in PACKED:
         size = inputs // scale, outputs // scale
         dense = nn.Linear(*size, bias=False)

@@ -21,10 +21,9 @@ from .errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from .outputs import GenerationResult, RunStats, StreamEvent
 from .request import TokenLogprobs
-from .results import GenerationResult, StreamEvent
 from .sampling_params import SamplingParams
-from .stats import RunStats
 
 if TYPE_CHECKING:
     from .decoder import SpecDecoder

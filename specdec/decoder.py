@@ -24,13 +24,12 @@ from .errors import ConfigError
 from .model_names import target_name
 from .models import LoadedModel, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
+from .outputs import GenerationResult, RunStats, StreamEvent
 from .prefix_cache.store import PrefixStore, open_store
 from .prompts import EncodedPrompt, Prompt, PromptLimit, encode, encode_all
-from .results import GenerationResult, StreamEvent
 from .sampling_params import SamplingParams, require_params
 from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
 from .spec_decode.draft_length import Forwards
-from .stats import RunStats
 
 
 class SpecDecoder:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -14,24 +14,6 @@ from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 _Ending = tuple[FinishReason, str | int | None]
-
-
-@dataclass(frozen=True)
-class Request:
-    """One prompt as token ids, with how to decode it.
-
-    ``index`` names it in results and events; nothing else depends on it.
-    """
-
-    index: int
-    prompt: str
-    prompt_tokens: tuple[int, ...]
-    params: SamplingParams
-
-    @property
-    def max_length(self) -> int:
-        """Tokens that the row can ever hold."""
-        return len(self.prompt_tokens) + self.params.max_tokens
 
 
 @dataclass(frozen=True)
@@ -51,17 +33,23 @@ _numbers = count()
 
 
 @dataclass
-class Sequence:
-    """A request and the tokens generated for it so far.
+class Request:
+    """A prompt, how to decode it, and what was generated for it so far.
 
     Args:
-        request: what to decode.
+        index: names it in results and events; nothing else depends on it.
+        prompt: its text.
+        prompt_tokens: the prompt as token ids.
+        params: how to decode it.
         eos_token_ids: tokens that end it, beside its own ``stop_token_ids``.
-        output: its text; ``None`` where nobody reads any.
+        output: its text as it grows; ``None`` where nobody reads any.
     """
 
-    request: Request
-    eos_token_ids: AbstractSet[int]
+    index: int
+    prompt: str
+    prompt_tokens: tuple[int, ...]
+    params: SamplingParams
+    eos_token_ids: AbstractSet[int] = frozenset()
     output: OutputText | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
@@ -83,24 +71,29 @@ class Sequence:
     queued: float = 0.0
     began: float | None = None
     ended: float | None = None
-    #: No other sequence has it; an index of a request is that of another session's too.
+    #: No other request has it; another session may use the same index.
     number: int = field(default_factory=_numbers.__next__, compare=False)
     _shown: int = 0
 
     @cached_property
     def end_tokens(self) -> AbstractSet[int]:
         """Tokens that end it."""
-        return self.eos_token_ids | frozenset(self.request.params.stop_token_ids)
+        return self.eos_token_ids | frozenset(self.params.stop_token_ids)
+
+    @property
+    def max_length(self) -> int:
+        """Tokens that the row can ever hold."""
+        return len(self.prompt_tokens) + self.params.max_tokens
 
     @property
     def length(self) -> int:
         """Tokens of the prompt, and those generated so far."""
-        return len(self.request.prompt_tokens) + len(self.tokens)
+        return len(self.prompt_tokens) + len(self.tokens)
 
     @property
     def remaining(self) -> int:
         """Tokens that ``max_tokens`` still allows."""
-        return self.request.params.max_tokens - len(self.tokens)
+        return self.params.max_tokens - len(self.tokens)
 
     @property
     def drafted(self) -> int:
@@ -114,8 +107,8 @@ class Sequence:
 
     def commit(
         self,
-        tokens: AbstractSequence[int],
-        logprobs: AbstractSequence[TokenLogprobs] = (),
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> int:
         """Append ``tokens`` up to the end of the sequence.
 
@@ -134,8 +127,8 @@ class Sequence:
 
     def _append(
         self,
-        tokens: AbstractSequence[int],
-        logprobs: AbstractSequence[TokenLogprobs],
+        tokens: Sequence[int],
+        logprobs: Sequence[TokenLogprobs],
     ) -> tuple[int, _Ending | None]:
         """Take ``tokens``; how many were used, and how it ends by them, if it does."""
         used = 0
@@ -181,9 +174,9 @@ class Sequence:
 
     def commit_round(
         self,
-        tokens: AbstractSequence[int],
+        tokens: Sequence[int],
         num_draft_tokens: int,
-        logprobs: AbstractSequence[TokenLogprobs] = (),
+        logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
         """Commit what one round kept: accepted draft tokens, then the extra token.
 

@@ -24,7 +24,6 @@ from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
-from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import DraftLength
@@ -203,7 +202,7 @@ def run_rows(
     draft_context: int | None = None,
     length: DraftLength | None = None,
     **options: Any,
-) -> list[TokenSequence]:
+) -> list[Request]:
     """Decode through the engine; the finished rows, in the order of the prompts."""
     config = EngineConfig(
         batch_size=batch_size,
@@ -228,12 +227,12 @@ def run_rows(
     engine = Engine(runner, drafter, config, backend, eos, length=length)
     for request in requests:
         engine.add(request)
-    rows: dict[int, TokenSequence] = {}
+    rows: dict[int, Request] = {}
     emitted: dict[int, list[int]] = {}
     while engine.busy:
         for output in engine.step():
-            index = output.sequence.request.index
-            rows[index] = output.sequence
+            index = output.request.index
+            rows[index] = output.request
             emitted.setdefault(index, []).extend(output.token_ids)
     assert [emitted[i] for i in range(len(requests))] == [
         rows[i].tokens for i in range(len(requests))

@@ -28,8 +28,8 @@ from specdec.config import EngineConfig, NumDraftTokens
 from specdec.engine.engine import Engine
 from specdec.engine.session import Bounds, Session
 from specdec.models.runner import ModelRows, ModelRunner
-from specdec.request import Sequence as TokenSequence
-from specdec.results import GenerationResult
+from specdec.outputs import GenerationResult
+from specdec.request import Request
 from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import (
@@ -77,7 +77,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
 POINTS: tuple[tuple[Any, str], ...] = (
     (ModelRows, "forward"),
     (ModelRows, "trim_per_sequence"),
-    (TokenSequence, "commit"),
+    (Request, "commit"),
     (Engine, "_count"),
 )
 

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 
 from specdec.output_text import OutputText, StopTexts
 from specdec.request import Request
-from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
 
 # Token ids to texts; 7 and 8 are the two halves of one character.
@@ -100,8 +99,8 @@ def test_whatever_the_rounds_the_text_ends_before_the_first_stop(
     tokens: list[int], stop: tuple[str, ...], cuts: list[int]
 ) -> None:
     params = SamplingParams(max_tokens=len(tokens), stop=stop)
-    sequence = TokenSequence(
-        Request(0, "", (1,), params), frozenset(), OutputText(Detokenizer(), stop)
+    sequence = Request(
+        0, "", (1,), params, frozenset(), OutputText(Detokenizer(), stop)
     )
     shown_text, shown_tokens, left = "", [], list(tokens)
     for cut in cuts:

@@ -9,16 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.request import Request, Sequence
-from specdec.results import GenerationResult
+from specdec.outputs import GenerationResult
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 
 EOS = 0
 
 
-def new_sequence(max_tokens: int = 100) -> Sequence:
+def new_sequence(max_tokens: int = 100) -> Request:
     params = SamplingParams(max_tokens=max_tokens)
-    return Sequence(Request(0, "prompt", (1, 2), params), {EOS})
+    return Request(0, "prompt", (1, 2), params, {EOS})
 
 
 def test_commit_stops_before_the_end_of_sequence() -> None:

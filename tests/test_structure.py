@@ -30,7 +30,7 @@ LAYERS = (
     ("models",),
     ("prefix_cache",),
     ("cache", "sampling"),
-    ("results", "stats"),
+    ("outputs",),
     ("request",),
     ("output_text", "prompts"),
     ("config", "cuda", "draft_names", "sampling_params", "templates"),
@@ -48,22 +48,20 @@ WITHOUT_MLX = (
     "errors",
     "model_names",
     "output_text",
+    "outputs",
     "prompts",
     "request",
-    "results",
     "sampling_params",
     "spec_decode/draft_length",
-    "stats",
-    "templates",
     "utils",
 )
 
 MOST_ATTRIBUTES = 15
 # Classes that have more: the list shrinks.
 LARGE = {
+    "cli/progress.Progress",
     "engine/decode_batch.DecodeBatch",
     "engine/engine.Engine",
-    "spec_decode/draft_length/auto.AutoLength",
 }
 
 

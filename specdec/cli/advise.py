@@ -20,7 +20,7 @@ from .output import places_named, show, silence_third_parties
 from .progress import Progress
 
 if TYPE_CHECKING:
-    from ..results import GenerationResult
+    from ..outputs import GenerationResult
     from ..spec_decode.draft_length import Advice, ForwardCosts
 
 # Draws of the prompts, to see how the verdict depends on them.

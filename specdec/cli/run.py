@@ -38,8 +38,8 @@ from .sink import Sink
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
+    from ..outputs import RunStats
     from ..sampling_params import SamplingParams
-    from ..stats import RunStats
 
 # Seconds after which a pipe that brings nothing is named.
 _PATIENCE = 2.0

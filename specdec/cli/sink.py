@@ -9,8 +9,8 @@ from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TextIO
 from unicodedata import category
 
+from ..outputs import GenerationResult, StreamEvent
 from ..prompts import Prompt, PromptRecord
-from ..results import GenerationResult, StreamEvent
 from ..utils.data_files import json_text
 from ..utils.printable import one_line
 from .output import cannot_write, output_failed

@@ -26,10 +26,9 @@ import mlx.core as mx
 
 from ..errors import PromptError, ServerError, reason_of
 from ..output_text import stop_texts
+from ..outputs import GenerationResult, RunStats, StreamEvent
 from ..prompts import EncodedPrompt, Prompt
-from ..results import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams, require_params
-from ..stats import RunStats
 from .session import Session
 
 # Streams that no thread uses. MLX keeps a thread for each stream until the process

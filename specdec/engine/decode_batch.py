@@ -12,8 +12,7 @@ device. The host reads a round's tokens while the next one runs.
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import mlx.core as mx
@@ -21,7 +20,7 @@ import mlx.core as mx
 from ..backend import BackendDefaults
 from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
-from ..request import Sequence
+from ..request import Request
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import (
@@ -71,14 +70,14 @@ class DecodeBatch:
         self,
         target: ModelRunner,
         drafter: Drafter | None,
-        rows: AbstractSequence[Sequence],
+        rows: Sequence[Request],
         length: DraftLength,
         backend: BackendDefaults,
         observer: RoundObserver,
         in_flight: deque[InFlight],
         num_slots: int,
     ):
-        self.slots: list[Sequence | None] = [*rows, *[None] * (num_slots - len(rows))]
+        self.slots: list[Request | None] = [*rows, *[None] * (num_slots - len(rows))]
         self.replaced = False
         self.alone = True
         self._in_flight = in_flight
@@ -94,7 +93,7 @@ class DecodeBatch:
         self._shadow = ShadowAcceptance()
         self._has_room = False  # for draft tokens in the next round, in any row
         self._idle = 0  # rounds since one drafted, or since rows came that may draft
-        prompts = [s.request.prompt_tokens if s else NO_TOKENS for s in self.slots]
+        prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
             [p[:-1] for p in prompts],
@@ -111,13 +110,13 @@ class DecodeBatch:
 
     def _max_length(self) -> int:
         """Tokens that the longest row can ever hold, rejected ones included."""
-        longest = max(s.request.max_length for s in self.slots if s)
+        longest = max(s.max_length for s in self.slots if s)
         # A row that has ended may be past its end by rounds that were not read.
         return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
 
-    def _is_drafted(self, sequence: Sequence) -> bool:
+    def _is_drafted(self, sequence: Request) -> bool:
         """Whether a row is drafted for, at least when it begins."""
-        return self._limits.at(sequence, len(sequence.request.prompt_tokens)) > 0
+        return self._limits.at(sequence, len(sequence.prompt_tokens)) > 0
 
     def _wants_draft(self) -> bool:
         """Whether the drafter needs to know the rows: all, where it sees hidden states.
@@ -134,12 +133,12 @@ class DecodeBatch:
         assert self._drafter is not None
         texts = []
         for s in self.slots:
-            prompt = NO_TOKENS if s is None else s.request.prompt_tokens
+            prompt = NO_TOKENS if s is None else s.prompt_tokens
             texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
         return self._drafter.rows(texts, max_length=self._max_length())
 
     @property
-    def unfinished(self) -> list[Sequence]:
+    def unfinished(self) -> list[Request]:
         """Rows that are still being decoded."""
         return [s for s in self.slots if s is not None and s.finish_reason is None]
 
@@ -170,7 +169,7 @@ class DecodeBatch:
                 yield
             yield from self._draft.prefill()
 
-    def _observe(self, lengths: AbstractSequence[int]) -> None:
+    def _observe(self, lengths: Sequence[int]) -> None:
         """Show the drafter the hidden states that it asked for."""
         if self._target.hidden is not None and self._draft is not None:
             drafted = [
@@ -185,7 +184,7 @@ class DecodeBatch:
         """Whether a row can need more than the rounds in flight surely bring."""
         return any(s.remaining > self._pending(s) for s in self.unfinished)
 
-    def _pending(self, sequence: Sequence) -> int:
+    def _pending(self, sequence: Request) -> int:
         """Rounds in flight that the row takes part in: each brings a token or more."""
         return sum(f.has(sequence) for f in self._in_flight)
 
@@ -287,7 +286,7 @@ class DecodeBatch:
             self._timer.look()
         return peeked
 
-    def learn(self, in_flight: InFlight, kept: AbstractSequence[int | None]) -> None:
+    def learn(self, in_flight: InFlight, kept: Sequence[int | None]) -> None:
         """Note what a round brought, which was the oldest in flight.
 
         Args:
@@ -396,7 +395,7 @@ class DecodeBatch:
         self._note_rows()
         self._note_lengths()
 
-    def _place(self, slots: AbstractSequence[int], other: DecodeBatch) -> None:
+    def _place(self, slots: Sequence[int], other: DecodeBatch) -> None:
         """Put the rows of ``other`` into idle slots; no other row is touched."""
         self._target.place(slots, other._target)
         if self._draft is not None and other._draft is not None:

@@ -18,13 +18,13 @@ from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
-from ..request import Request, Sequence
+from ..outputs import RunStats
+from ..request import Request
 from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
-from ..stats import RunStats
 from .admission import Preflight
 from .decode_batch import DecodeBatch
-from .in_flight import InFlight, RowOutput
+from .in_flight import InFlight, StepOutput
 from .observer import RoundObserver
 from .scheduler import Scheduler
 
@@ -80,9 +80,9 @@ class Engine:
             self._scheduler = Scheduler(
                 config.batch_size, budget=preflight.limit, cost=preflight.cost
             )
-        self._alive: dict[int, Sequence] = {}
+        self._alive: dict[int, Request] = {}
         # Cancelled, or not to be decoded: the next step reports them.
-        self._ended_early: list[Sequence] = []
+        self._ended_early: list[Request] = []
         # Rows that decode, those whose prompts are being taken in, and rounds of both
         # that the host has not read.
         self._running: DecodeBatch | None = None
@@ -107,21 +107,20 @@ class Engine:
         ``request.index`` must not be that of a request which has not ended.
         """
         assert request.index not in self._alive
-        output = None
+        request.eos_token_ids = self._eos_token_ids
         if self._detokenizer is not None:
-            output = OutputText(self._detokenizer(), request.params.stop)
-        sequence = Sequence(request, self._eos_token_ids, output)
-        sequence.queued = time.perf_counter()
+            request.output = OutputText(self._detokenizer(), request.params.stop)
+        request.queued = time.perf_counter()
         # In this order: one that never gets a row would be waited for.
-        self._scheduler.add(sequence)
-        self._alive[request.index] = sequence
+        self._scheduler.add(request)
+        self._alive[request.index] = request
 
-    def abandon(self) -> list[RowOutput]:
+    def abandon(self) -> list[StepOutput]:
         """Decode no more, after a step that did not end; its rows that had ended."""
         self._running, self._joining, self._chunks = None, None, iter(())
         self._in_flight.clear()
         ended = [s for s in self._alive.values() if s.finish_reason is not None]
-        outputs = [RowOutput.of(s) for s in ended]
+        outputs = [StepOutput.of(s) for s in ended]
         self._count(outputs)
         return outputs
 
@@ -138,7 +137,7 @@ class Engine:
         self._ended_early.append(sequence)
         return True
 
-    def step(self) -> list[RowOutput]:
+    def step(self) -> list[StepOutput]:
         """Hand a chunk of prefill and a round to the device; read the round before.
 
         Returns:
@@ -161,9 +160,9 @@ class Engine:
         before, self._lapped = self._lapped, time.perf_counter()
         return self._lapped - before
 
-    def _leave(self) -> list[RowOutput]:
+    def _leave(self) -> list[StepOutput]:
         """Let go of rows that ended outside a round, wherever they are."""
-        outputs = [RowOutput.of(s) for s in self._ended_early]
+        outputs = [StepOutput.of(s) for s in self._ended_early]
         self._ended_early = []
         self._scheduler.ended()
         if self._joining is not None and not self._joining.unfinished:
@@ -171,10 +170,10 @@ class Engine:
         self._retire()
         return outputs
 
-    def _count(self, outputs: list[RowOutput]) -> None:
+    def _count(self, outputs: list[StepOutput]) -> None:
         stats, now = self.stats, time.perf_counter()
         for output in outputs:
-            sequence = output.sequence
+            sequence = output.request
             stats.generated_tokens += len(output.token_ids)
             stats.decode_tokens += len(output.token_ids)
             if sequence.began is None and sequence.tokens:
@@ -232,7 +231,7 @@ class Engine:
             self._begin_apart(sequences, running, error)
 
     def _begin_apart(
-        self, sequences: list[Sequence], running: list[Sequence], error: Exception
+        self, sequences: list[Request], running: list[Request], error: Exception
     ) -> None:
         """Begin the rows without those that raise ``error`` alone too: these end."""
         fit = []
@@ -249,7 +248,7 @@ class Engine:
         if fit:
             self._begin(fit, running)
 
-    def _begin(self, sequences: list[Sequence], running: list[Sequence]) -> None:
+    def _begin(self, sequences: list[Request], running: list[Request]) -> None:
         target, drafter = self._models
         drafts = drafter is not None and self._may_draft(drafter, running, sequences)
         for sequence in sequences:
@@ -267,9 +266,7 @@ class Engine:
         )
         self._chunks = self._joining.prefill()
 
-    def _room(
-        self, running: list[Sequence], joining: list[Sequence]
-    ) -> tuple[int, int]:
+    def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
         """Slots for rows while they join, and for all once they have.
 
         Idle slots, and two places for a row that joins, are there where memory allows.
@@ -293,7 +290,7 @@ class Engine:
         return own, then
 
     def _may_draft(
-        self, drafter: Drafter, running: list[Sequence], sequences: list[Sequence]
+        self, drafter: Drafter, running: list[Request], sequences: list[Request]
     ) -> bool:
         """Whether rows that begin are drafted for; that holds until they end.
 
@@ -308,7 +305,7 @@ class Engine:
         n = len(rows)
         room = [k * s.drafts for s in running] + [k] * len(sequences)
         tokens = sum(s.remaining for s in rows) / n
-        prompts = sum(len(s.request.prompt_tokens) for s in sequences) // n
+        prompts = sum(len(s.prompt_tokens) for s in sequences) // n
         return self._length.may_pay(BatchState(n, room, tokens, prompts))
 
     def _dispatch(self) -> bool:
@@ -329,7 +326,7 @@ class Engine:
             self._in_flight.append(batch.dispatch(k))
         return ahead < lookahead
 
-    def _read(self) -> list[RowOutput]:
+    def _read(self) -> list[StepOutput]:
         """Read the oldest round in flight; what its rows emitted."""
         if not self._in_flight:
             return []
@@ -346,7 +343,7 @@ class Engine:
             self.stats.rounds += 1
         self._observer.read(round_.num_draft_tokens, rows)
         self._retire()
-        return [RowOutput.of(s) for s in rows]
+        return [StepOutput.of(s) for s in rows]
 
     def _retire(self) -> None:
         """Let go of running rows that have ended, and of what is in flight of them."""

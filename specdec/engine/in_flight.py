@@ -9,26 +9,26 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..request import Sequence
+from ..request import Request
 from ..spec_decode import Proposals
 from ..spec_decode.draft_length import Peek
 from ..spec_decode.verifier import Decision
 
 
 @dataclass(frozen=True)
-class RowOutput:
+class StepOutput:
     """What a row emitted in one step; ``ended`` by the last of it."""
 
-    sequence: Sequence
+    request: Request
     token_ids: list[int]
     text: str
     ended: bool
 
     @classmethod
-    def of(cls, sequence: Sequence) -> RowOutput:
-        """What ``sequence`` has to show and has not shown yet."""
-        token_ids, text = sequence.take()
-        return cls(sequence, token_ids, text, sequence.finish_reason is not None)
+    def of(cls, request: Request) -> StepOutput:
+        """What ``request`` has to show and has not shown yet."""
+        token_ids, text = request.take()
+        return cls(request, token_ids, text, request.finish_reason is not None)
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,7 @@ class InFlight:
         peeked: what would have been proposed, where the round did not draft.
     """
 
-    rows: tuple[Sequence | None, ...]
+    rows: tuple[Request | None, ...]
     first: bool
     decision: Decision
     peeked: Proposals | None = None
@@ -50,7 +50,7 @@ class InFlight:
     @classmethod
     def of(
         cls,
-        rows: tuple[Sequence | None, ...],
+        rows: tuple[Request | None, ...],
         decision: Decision,
         offset: mx.array,
         *,
@@ -76,7 +76,7 @@ class InFlight:
         return int(self.decision.settled.packed.shape[1]) - 3
 
     @property
-    def running(self) -> list[Sequence]:
+    def running(self) -> list[Request]:
         """Rows that take part and have not ended, as far as the host knows."""
         return [s for s in self.rows if s is not None and s.finish_reason is None]
 
@@ -84,7 +84,7 @@ class InFlight:
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self.rows))
 
-    def has(self, sequence: Sequence) -> bool:
+    def has(self, sequence: Request) -> bool:
         """Whether the row takes part."""
         return id(sequence) in self._ids
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Callable, Sequence
 from math import inf
 
 import mlx.core as mx
 
-from ..request import Sequence
+from ..request import Request
 from ..spec_decode import Drafter
 
 #: Least and most tokens of a row that are committed but for the last.
 Bounds = tuple[int, int]
 #: Rounds in flight that a row takes part in.
-Pending = Callable[[Sequence], int]
+Pending = Callable[[Request], int]
 
 
 class DraftLimits:
@@ -34,14 +33,14 @@ class DraftLimits:
         self._longest = inf if context is None else context - self.most + 1
         self._last: tuple[tuple[int, ...], mx.array] | None = None
 
-    def at(self, sequence: Sequence, length: int) -> int:
+    def at(self, sequence: Request, length: int) -> int:
         """Draft tokens that a row of ``length`` committed tokens may accept."""
         if length > self._longest or not sequence.drafts:
             return 0
-        own = sequence.request.params.num_draft_tokens
+        own = sequence.params.num_draft_tokens
         return self.most if own is None else min(own, self.most)
 
-    def of_use(self, sequence: Sequence, pending: Pending) -> int:
+    def of_use(self, sequence: Request, pending: Pending) -> int:
         """Most draft tokens that a running row can use in the next round.
 
         Nothing behind the last token that it may emit is of use; where shapes are
@@ -58,8 +57,8 @@ class DraftLimits:
     def of(
         self,
         k: int,
-        rows: AbstractSequence[Sequence | None],
-        bounds: Callable[[], AbstractSequence[Bounds]],
+        rows: Sequence[Request | None],
+        bounds: Callable[[], Sequence[Bounds]],
         pending: Pending,
     ) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended.
@@ -81,7 +80,7 @@ class DraftLimits:
     def array(
         self,
         limits: tuple[int, ...],
-        bounds: Callable[[], AbstractSequence[Bounds]],
+        bounds: Callable[[], Sequence[Bounds]],
         lengths: mx.array,
     ) -> mx.array:
         """The limits on the device, exact; most rounds have those of the one before.

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Sequence
 from typing import Literal
 
 import mlx.core as mx
 
-from ..request import Sequence
+from ..request import Request
 
 Part = Literal["draft", "verify", "sampling"]
 
@@ -25,7 +25,7 @@ class RoundObserver:
     def built(self, part: Part, *arrays: mx.array) -> None:
         """The graph of a part stands; ``arrays`` are what it computes."""
 
-    def read(self, num_draft_tokens: int, rows: AbstractSequence[Sequence]) -> None:
+    def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
         """A round of k was read and committed, for ``rows``: those that still ran.
 
         Their counts (``rounds``, ``drafted``, ``accepted``, ``tokens``) have the

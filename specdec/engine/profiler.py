@@ -7,8 +7,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Callable, Mapping
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import is_dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +20,7 @@ from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
-from ..request import Request, Sequence
+from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, Round
 from ..spec_decode.draft_length import (
@@ -47,7 +46,7 @@ QUICK, MANY, SWEEPS = 1 / 16, 8, 4
 # run again, so often at most, and not where it takes longer than so many seconds.
 SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 6.0
 
-Run = Callable[[], AbstractSequence[mx.array]]
+Run = Callable[[], Sequence[mx.array]]
 
 
 class _Stopwatch:
@@ -96,7 +95,7 @@ class _Stopwatch:
         """
         if known > self._budget * QUICK or self.late((MANY + 1) * known):
             return known
-        waiting: AbstractSequence[mx.array] = run()
+        waiting: Sequence[mx.array] = run()
         mx.async_eval(*waiting)
         ends = []
         for _ in range(MANY):
@@ -202,11 +201,10 @@ class _Drafting:
     ):
         prompt, params = (1,), SamplingParams()
         sequences = [
-            Sequence(Request(i, "", prompt, params), frozenset())
-            for i in range(num_rows)
+            Request(i, "", prompt, params, frozenset()) for i in range(num_rows)
         ]
         self._rules = RowRules.of(sequences, target.vocab_size)
-        most = sequences[0].request.max_length
+        most = sequences[0].max_length
         self._rows = drafter.rows([prompt] * num_rows, max_length=most)
         for _ in self._rows.prefill():
             mx.synchronize()

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Callable, Sequence
 from itertools import islice
 
-from ..request import Request, Sequence
+from ..request import Request
 
 # Tokens that prefill computes, over those that prompts have.
 MOST_PADDING = 2
 
 
-def _free(requests: AbstractSequence[Request]) -> int:
+def _free(requests: Sequence[Request]) -> int:
     return 0
 
 
@@ -35,40 +34,40 @@ class Scheduler:
         batch_size: int,
         *,
         budget: int | None = None,
-        cost: Callable[[AbstractSequence[Request]], int] = _free,
+        cost: Callable[[Sequence[Request]], int] = _free,
     ):
         self.batch_size = batch_size
         self.budget = budget
         self._cost = cost
-        self._waiting: deque[Sequence] = deque()
+        self._waiting: deque[Request] = deque()
         # Rows last found to be too many together: while they are the same, nothing
         # needs to be asked again.
-        self._too_many: list[Sequence] = []
+        self._too_many: list[Request] = []
 
     @property
     def waiting(self) -> int:
         """Rows that have no place yet."""
         return len(self._waiting)
 
-    def add(self, sequence: Sequence) -> None:
+    def add(self, sequence: Request) -> None:
         """Queue a row behind those that wait."""
         self._waiting.append(sequence)
 
-    def ended(self) -> list[Sequence]:
+    def ended(self) -> list[Request]:
         """Take the waiting rows that have ended (cancelled, say) off the queue."""
         gone = [s for s in self._waiting if s.finish_reason is not None]
         if gone:
             self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         return gone
 
-    def admit(self, running: AbstractSequence[Sequence]) -> list[Sequence]:
+    def admit(self, running: Sequence[Request]) -> list[Request]:
         """Take the rows that get a place now, in the order that they came.
 
         Args:
             running: the rows that have one. Where there are none, the first that
                 waits gets one whatever it costs: it will not fit better later.
         """
-        admitted: list[Sequence] = []
+        admitted: list[Request] = []
         while self._waiting and len(running) + len(admitted) < self.batch_size:
             admitted.append(self._waiting[0])
             rows = [*running, *admitted]
@@ -79,39 +78,38 @@ class Scheduler:
             self._waiting.popleft()
         return admitted
 
-    def affords(self, rows: AbstractSequence[Sequence], num_slots: int) -> bool:
+    def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
         """Whether memory has so many slots, each for the longest of ``rows``."""
         if self.budget is None:
             return True
-        requests = [s.request for s in rows]
-        more = max(0, num_slots - len(requests))
-        return self._cost([*requests, *requests[:1] * more]) <= self.budget
+        more = max(0, num_slots - len(rows))
+        return self._cost([*rows, *[rows[0]] * more]) <= self.budget
 
     def together(self) -> int:
         """Rows at the head of the queue that may decode together, if none runs."""
-        rows: list[Sequence] = []
+        rows: list[Request] = []
         for sequence in islice(self._waiting, self.batch_size):
             rows.append(sequence)
             if len(rows) > 1 and not self._may_run(rows):
                 return len(rows) - 1
         return len(rows)
 
-    def _may_run(self, rows: list[Sequence]) -> bool:
+    def _may_run(self, rows: list[Request]) -> bool:
         """Whether rows can be one batch in memory."""
         if self.budget is None:
             return True
         if list(map(id, rows)) == list(map(id, self._too_many)):
             return False
-        fits = self._cost([s.request for s in rows]) <= self.budget
+        fits = self._cost(rows) <= self.budget
         self._too_many = [] if fits else rows
         return fits
 
 
-def _fit_each_other(rows: AbstractSequence[Sequence]) -> bool:
+def _fit_each_other(rows: Sequence[Request]) -> bool:
     """Whether prompts of such lengths are read together at a fair price.
 
     They are padded to the longest of them; that may double the work, not more. Those
     behind get their places when these have begun.
     """
-    lengths = [len(s.request.prompt_tokens) for s in rows]
+    lengths = [len(s.prompt_tokens) for s in rows]
     return max(lengths) * len(lengths) <= MOST_PADDING * sum(lengths)

@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
+from ..outputs import GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
 from ..request import Request
-from ..results import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams, require_params
-from ..stats import RunStats
 from .admission import Preflight
 from .engine import Engine
-from .in_flight import RowOutput
+from .in_flight import StepOutput
 
 
 @dataclass(frozen=True)
@@ -103,7 +102,7 @@ class Session:
         self._limit = limit
         self._next_index = 0
         # What the last step emitted, and whether one did not end.
-        self._outputs: list[RowOutput] = []
+        self._outputs: list[StepOutput] = []
         self._broken = False
 
     @property
@@ -226,10 +225,10 @@ class Session:
             )
 
 
-def _event(output: RowOutput) -> StreamEvent:
+def _event(output: StepOutput) -> StreamEvent:
     return StreamEvent(
-        index=output.sequence.request.index,
+        index=output.request.index,
         text=output.text,
         token_ids=output.token_ids,
-        result=GenerationResult.of(output.sequence) if output.ended else None,
+        result=GenerationResult.of(output.request) if output.ended else None,
     )

@@ -14,7 +14,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import reason_of
-from ..request import Sequence
+from ..request import Request
 from ..sampling import Draws, RowSampling
 
 
@@ -34,7 +34,7 @@ class Stepped:
 
 
 def choose_stepwise(
-    sequence: Sequence,
+    sequence: Request,
     logits: mx.array,
     draws: Draws,
     proposed: list[int],
@@ -49,8 +49,8 @@ def choose_stepwise(
         proposed: the draft tokens that it may accept.
         sampling: how the row, alone, chooses from what its processors leave.
     """
-    params = sequence.request.params
-    history = [*sequence.request.prompt_tokens, *sequence.tokens]
+    params = sequence.params
+    history = [*sequence.prompt_tokens, *sequence.tokens]
     proposed = proposed[: sequence.remaining - 1]
     done = Stepped([], [])
     try:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from math import inf
 from typing import Any
 
 import mlx.core as mx
 
-from ..request import Sequence, TokenLogprobs
+from ..request import Request, TokenLogprobs
 from ..sampling import Draws, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
 from ..sampling_params import SamplingParams
@@ -51,15 +51,13 @@ class Logprobs:
             ids = mx.take_along_axis(ids, order, axis=-1)
         return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
-    def read(
-        self, rows: AbstractSequence[Sequence | None]
-    ) -> list[list[TokenLogprobs]]:
+    def read(self, rows: Sequence[Request | None]) -> list[list[TokenLogprobs]]:
         """An entry for each position of the rows that asked, with as many as it did."""
         arrays: list[Any] = [self.chosen, self.top_ids, self.top]
         chosen, ids, top = (array.tolist() for array in arrays)
         read: list[list[TokenLogprobs]] = []
         for i, sequence in enumerate(rows):
-            params = IDLE if sequence is None else sequence.request.params
+            params = IDLE if sequence is None else sequence.params
             if not params.logprobs and not params.top_logprobs:
                 read.append([])
                 continue
@@ -108,7 +106,7 @@ class RowRules:
         settler: works out what follows from a round.
     """
 
-    rows: tuple[Sequence | None, ...]
+    rows: tuple[Request | None, ...]
     sampling: RowSampling
     rejection: mx.array | None
     block: mx.array | None
@@ -117,9 +115,9 @@ class RowRules:
     settler: Settler
 
     @classmethod
-    def of(cls, rows: AbstractSequence[Sequence | None], vocab_size: int) -> RowRules:
+    def of(cls, rows: Sequence[Request | None], vocab_size: int) -> RowRules:
         """The rules of several rows; ``None`` is one whose tokens nobody reads."""
-        params = [IDLE if s is None else s.request.params for s in rows]
+        params = [IDLE if s is None else s.params for s in rows]
 
         def verified_by(name: str) -> mx.array | None:
             # At temperature 0 all rules are one, and the coupled one is cheapest.
@@ -132,7 +130,7 @@ class RowRules:
             sampling=RowSampling.of(
                 params,
                 vocab_size=vocab_size,
-                prompt_lengths=[len(s.request.prompt_tokens) if s else 0 for s in rows],
+                prompt_lengths=[len(s.prompt_tokens) if s else 0 for s in rows],
                 end_tokens=[s.end_tokens if s else frozenset() for s in rows],
             ),
             rejection=verified_by("rejection"),

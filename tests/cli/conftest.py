@@ -15,8 +15,7 @@ from click.testing import CliRunner, Result
 from specdec.cli import main
 from specdec.config import EngineConfig
 from specdec.errors import PromptError
-from specdec.results import GenerationResult, StreamEvent
-from specdec.stats import RunStats
+from specdec.outputs import GenerationResult, RunStats, StreamEvent
 
 
 @pytest.fixture

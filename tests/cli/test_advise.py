@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from specdec.cli import main
 from specdec.cli.advise import _advice
 from specdec.decoder import SpecDecoder
-from specdec.results import GenerationResult
+from specdec.outputs import GenerationResult
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
 from specdec.tools.bench.models import token_level
 

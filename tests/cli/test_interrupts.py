@@ -30,7 +30,7 @@ BEGIN = """
 import atexit, ctypes, sys, threading, time
 from types import ModuleType
 from specdec.cli import interrupts, main
-from specdec.results import StreamEvent
+from specdec.outputs import StreamEvent
 from tests.cli.conftest import FakeDecoder, result_of
 
 def stuck():

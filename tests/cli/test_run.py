@@ -26,11 +26,10 @@ from specdec.cli.output import open_streams
 from specdec.cli.run import _piped
 from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
+from specdec.outputs import RunStats, StreamEvent
 from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
-from specdec.results import StreamEvent
 from specdec.sampling_params import SamplingParams
-from specdec.stats import RunStats
 
 from .conftest import FakeDecoder, result_of
 
@@ -497,9 +496,9 @@ import sys
 import click
 from specdec.cli.sink import Sink
 from specdec.prompts import PromptRecord
-from specdec.results import StreamEvent
+from specdec.outputs import StreamEvent
 from specdec.request import TokenLogprobs
-from specdec.stats import RunStats
+from specdec.outputs import RunStats
 sink = Sink([PromptRecord("a")], None)
 try:
     sink._write("Bonjour")

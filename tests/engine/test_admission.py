@@ -72,7 +72,7 @@ def decode(
     most = 0
     while engine.busy:
         for output in engine.step():
-            tokens[output.sequence.request.index] += output.token_ids
+            tokens[output.request.index] += output.token_ids
         running = engine._running
         most = max(most, len(running.unfinished) if running else 0)
     return tokens, mx.get_peak_memory() - others, most

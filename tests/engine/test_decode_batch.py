@@ -20,7 +20,6 @@ from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
 from specdec.output_text import OutputText
 from specdec.request import Request
-from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel
 from specdec.spec_decode.verifier import RowRules
@@ -419,7 +418,7 @@ def test_a_row_that_fails_keeps_its_error_though_a_stop_text_is_there() -> None:
     """What was held back may complete a stop text just when the row fails."""
     params = SamplingParams(max_tokens=9, stop=("?",))
     output = OutputText(Detokenizer(), params.stop)
-    sequence = TokenSequence(Request(0, "", (1,), params), frozenset(), output)
+    sequence = Request(0, "", (1,), params, frozenset(), output)
     sequence.commit([0, HALVES[0]])  # shows as "?" when nothing follows
     sequence.fail("for a reason")
     assert (sequence.finish_reason, sequence.error) == ("error", "for a reason")

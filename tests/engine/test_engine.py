@@ -578,7 +578,7 @@ def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
     assert engine.cancel(1)
     while engine.busy:
         ended += engine.step()
-    reasons = {o.sequence.request.index: o.sequence.finish_reason for o in ended}
+    reasons = {o.request.index: o.request.finish_reason for o in ended}
     assert reasons == {0: "length", 1: "cancelled", 2: "length"}
     assert begun == [0, 2]
 

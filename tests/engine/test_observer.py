@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from collections.abc import Sequence as AbstractSequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -13,7 +12,7 @@ from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.observer import Part, RoundObserver
 from specdec.models.runner import ModelRunner
-from specdec.request import Request, Sequence
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel
 from tests.plain import AT_ONCE, BEHIND
@@ -38,11 +37,11 @@ class Notes(RoundObserver):
         self.shapes.append((part, int(arrays[0].shape[0])))
         self.told.append(part)
 
-    def read(self, num_draft_tokens: int, rows: AbstractSequence[Sequence]) -> None:
+    def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
         self.told.append(("read", num_draft_tokens, len(rows)))
         for s in rows:
             counts = (s.rounds, s.drafted, s.accepted)
-            self.rows.setdefault(s.request.index, []).append(counts)
+            self.rows.setdefault(s.index, []).append(counts)
 
 
 @pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=lambda b: b.name)
@@ -54,7 +53,7 @@ def test_an_observer_sees_every_round(
     config = EngineConfig(batch_size=3, num_draft_tokens=k)
     target, draft = tiny_model(seed=1), tiny_model(seed=1, num_hidden_layers=1)
 
-    def decode(observer: RoundObserver | None) -> tuple[Any, dict[int, Sequence]]:
+    def decode(observer: RoundObserver | None) -> tuple[Any, dict[int, Request]]:
         runner = ModelRunner(target, "target", config, backend)
         drafter = DraftModel(
             ModelRunner(draft, "draft", config, backend),
@@ -70,7 +69,7 @@ def test_an_observer_sees_every_round(
         while engine.busy:
             for output in engine.step():
                 if output.ended:
-                    ended[output.sequence.request.index] = output.sequence
+                    ended[output.request.index] = output.request
         return engine.stats, ended
 
     _, expected = decode(None)

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence as Sequence_
+from collections.abc import Sequence
 
 from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.engine.scheduler import Scheduler
-from specdec.request import Request, Sequence
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 
 
-def row(index: int, length: int = 1) -> Sequence:
-    return Sequence(Request(index, "", (1,) * length, SamplingParams()), frozenset())
+def row(index: int, length: int = 1) -> Request:
+    return Request(index, "", (1,) * length, SamplingParams(), frozenset())
 
 
-def total(requests: Sequence_[Request]) -> int:
+def total(requests: Sequence[Request]) -> int:
     return sum(len(r.prompt_tokens) for r in requests)
 
 
-def indices(rows: list[Sequence]) -> list[int]:
-    return [s.request.index for s in rows]
+def indices(rows: list[Request]) -> list[int]:
+    return [s.index for s in rows]
 
 
 def test_requests_get_rows_in_the_order_they_came() -> None:
@@ -81,13 +81,13 @@ def test_every_row_is_admitted_once_in_order_within_bounds(
     scheduler = Scheduler(batch_size, budget=budget, cost=total)
     for index, length in enumerate(lengths):
         scheduler.add(row(index, length))
-    running: list[Sequence] = []
+    running: list[Request] = []
     order: list[int] = []
     for leave in [*leaving, *([0] * len(lengths))]:
         admitted = scheduler.admit(running)
         order += indices(admitted)
         running += admitted
-        cost = sum(len(s.request.prompt_tokens) for s in running)
+        cost = sum(len(s.prompt_tokens) for s in running)
         assert len(running) <= batch_size
         assert cost <= budget or len(running) == 1
         if running:
@@ -102,10 +102,10 @@ def test_prompts_of_very_different_length_are_not_read_together() -> None:
     for index, length in enumerate(lengths):
         scheduler.add(row(index, length))
     groups: list[list[int]] = []
-    running: list[Sequence] = []
+    running: list[Request] = []
     while scheduler.waiting:
         admitted = scheduler.admit(running)
-        groups.append([len(s.request.prompt_tokens) for s in admitted])
+        groups.append([len(s.prompt_tokens) for s in admitted])
         running += admitted
     assert [n for group in groups for n in group] == list(lengths)
     assert len(groups) == 2
@@ -116,7 +116,7 @@ def test_prompts_of_very_different_length_are_not_read_together() -> None:
 def test_nothing_is_asked_again_while_the_rows_are_the_same() -> None:
     asked: list[int] = []
 
-    def cost(requests: Sequence_[Request]) -> int:
+    def cost(requests: Sequence[Request]) -> int:
         asked.append(len(requests))
         return total(requests)
 

@@ -15,7 +15,7 @@ from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine.async_server import Server
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel, load
-from specdec.results import GenerationResult
+from specdec.outputs import GenerationResult
 
 from .case import (
     Case,

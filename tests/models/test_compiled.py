@@ -322,7 +322,7 @@ def test_replaced_weights_are_those_that_graphs_compute_with(
         tokens: list[list[int]] = [[], []]
         while engine.busy:
             for output in engine.step():
-                tokens[output.sequence.request.index] += output.token_ids
+                tokens[output.request.index] += output.token_ids
         return tokens
 
     assert decoded() == [greedy(model, p, 20) for p in prompts]

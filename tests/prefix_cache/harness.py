@@ -77,7 +77,7 @@ def decode(
     tokens: list[list[int]] = [[] for _ in prompts]
     while engine.busy:
         for output in engine.step():
-            tokens[output.sequence.request.index] += output.token_ids
+            tokens[output.request.index] += output.token_ids
     if store is not None:
         store.flush()
     return tokens, runner.reused, draft_runner.reused if draft_runner else []

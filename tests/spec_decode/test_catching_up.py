@@ -12,7 +12,6 @@ import pytest
 from specdec.config import EngineConfig
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
-from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel
 from specdec.spec_decode.backlog import Missed, Piece
@@ -66,8 +65,7 @@ class Decoding:
     def _round(self, k: int) -> Round:
         params = SamplingParams()
         sequences = [
-            TokenSequence(Request(i, "", (1,), params), frozenset())
-            for i in range(len(self.texts))
+            Request(i, "", (1,), params, frozenset()) for i in range(len(self.texts))
         ]
         rules = RowRules.of(sequences, VOCAB)
         lengths = mx.array([len(t) for t in self.texts])

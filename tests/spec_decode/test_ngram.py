@@ -13,7 +13,6 @@ import pytest
 from specdec import ConfigError
 from specdec.backend import BackendDefaults
 from specdec.request import Request
-from specdec.request import Sequence as TokenSequence
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     NgramDrafter,
@@ -78,7 +77,7 @@ def test_sampled_rows_equal_plain_decoding(
     )  # fmt: skip
     for row, prompt, p in zip(rows, prompts, params, strict=True):
         assert row.tokens == sampled(target, prompt, p)
-    assert sum(r.accepted for r in rows if r.request.params.temperature) > 0
+    assert sum(r.accepted for r in rows if r.params.temperature) > 0
 
 
 @BACKENDS
@@ -285,7 +284,7 @@ class PlainRounds:
         options = NgramOptions(min_ngram=1, max_history=max_history)
         self.rows = NgramDrafter(options).rows(self.texts, max_length=9999)
         request = Request(0, "", (1,), SamplingParams())
-        sequences = [TokenSequence(request, frozenset())] * 2
+        sequences = [request] * 2
         self._rules, self._vocab_size = RowRules.of(sequences, vocab_size), vocab_size
         self._committed = Committed.of([[*t, 5] for t in self.texts], 2)
         self.texts = [[*t, 5] for t in self.texts]

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.request import Sequence as TokenSequence
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Proposals, Round
 from specdec.spec_decode.draft_length import shadow
@@ -35,7 +35,7 @@ def drafter() -> NgramDrafter:
     return NgramDrafter(NgramOptions(min_ngram=1, max_ngram=3))
 
 
-def decoded(target: Any, script: Script, **options: Any) -> list[TokenSequence]:
+def decoded(target: Any, script: Script, **options: Any) -> list[Request]:
     """Five prompts that repeat themselves, with the drafter above."""
     params = [SamplingParams(max_tokens=n) for n in LENGTHS]
     wanted = {"num_draft_tokens": K, "drafter": drafter(), **options}
@@ -44,7 +44,7 @@ def decoded(target: Any, script: Script, **options: Any) -> list[TokenSequence]:
 
 def alone(
     target: Any, script: Script, *, max_tokens: int = 9, **options: Any
-) -> TokenSequence:
+) -> Request:
     """One row of one short prompt, likewise."""
     params = [SamplingParams(max_tokens=max_tokens)]
     wanted = {"num_draft_tokens": K, "drafter": drafter(), **options}

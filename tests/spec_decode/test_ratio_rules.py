@@ -19,7 +19,6 @@ import pytest
 from mlx_lm.sample_utils import make_logits_processors
 
 from specdec.request import Request
-from specdec.request import Sequence as TokenSequence
 from specdec.sampling import gumbel_noise
 from specdec.sampling.noise import ACCEPT, uniform_draws
 from specdec.sampling_params import SamplingParams
@@ -225,14 +224,11 @@ def test_equal_distributions_accept_everything() -> None:
 def rules_of(rule: str, draws: int, temperature: float, vocab_size: int) -> RowRules:
     """Of rows with a seed each."""
     rows = [
-        TokenSequence(
-            Request(
-                0,
-                "",
-                (0,),
-                SamplingParams(temperature=temperature, seed=s, verification=rule),  # type: ignore[arg-type]
-            ),
-            frozenset(),
+        Request(
+            0,
+            "",
+            (0,),
+            SamplingParams(temperature=temperature, seed=s, verification=rule),  # type: ignore[arg-type]
         )
         for s in range(draws)
     ]

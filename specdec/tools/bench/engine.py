@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...decoder import SpecDecoder, wired_memory
 from ...engine.observer import RoundObserver
-from ...request import Sequence as Row
+from ...request import Request
 from ...sampling_params import SamplingParams
 from .waves import Options, Prompts, Run, TracedRound, Wave
 
@@ -21,11 +21,11 @@ class Trace(RoundObserver):
         self.rounds: list[TracedRound] = []
         self._seen: dict[int, tuple[int, int, int]] = {}
 
-    def read(self, num_draft_tokens: int, rows: Sequence[Row]) -> None:
+    def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
         """Take what the round added to each row's counts."""
         counts = []
         for row in rows:
-            index = row.request.index
+            index = row.index
             now = (row.rounds, row.drafted, row.accepted)
             before = self._seen.get(index, (0, 0, 0))
             self._seen[index] = now

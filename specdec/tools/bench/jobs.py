@@ -23,7 +23,7 @@ from mlx_lm.generate import (
 from ...decoder import SpecDecoder, wired_memory
 from ...engine.observer import RoundObserver
 from ...prompts import EncodedPrompt, Prompt, encode_all
-from ...request import Sequence as Row
+from ...request import Request
 from ...sampling_params import SamplingParams
 from .peers import sampler_of
 from .recipe import Recipe
@@ -270,9 +270,9 @@ class _Watch(RoundObserver):
         self._rounds: dict[int, int] = {}
         self._running = False
 
-    def read(self, num_draft_tokens: int, rows: Sequence[Row]) -> None:
+    def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
         """A round was read; a prompt's last step adds to no row's rounds."""
-        now = {row.request.index: row.rounds for row in rows}
+        now = {row.index: row.rounds for row in rows}
         is_round = any(n > self._rounds.get(i, 0) for i, n in now.items())
         self._rounds |= now
         if is_round:

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ...decoder import SpecDecoder, wired_memory
 from ...engine.observer import Part, RoundObserver
-from ...request import Sequence as Row
+from ...request import Request
 from ...sampling_params import SamplingParams
 from .waves import Clock, Prompts, Record
 
@@ -52,7 +52,7 @@ class Profile(RoundObserver):
             self._round[part] = times
         self._mark = done
 
-    def read(self, num_draft_tokens: int, rows: Sequence[Row]) -> None:
+    def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
         """Note whether all rows were running."""
         self._full = len(rows) == self._num_rows
 

@@ -9,8 +9,8 @@ from typing import Any, Literal
 import mlx.core as mx
 
 from ...decoder import SpecDecoder, wired_memory
+from ...outputs import GenerationResult
 from ...prompts import EncodedPrompt
-from ...results import GenerationResult
 from ...sampling_params import SamplingParams
 from .compare import Divergence, Evidence, Scores, Token, first_difference
 from .plain import PlainTarget, PlainTokens, scores

@@ -308,12 +308,12 @@ def test_a_fault_behind_a_tie_is_found(
 def test_a_row_that_ends_early_is_a_failure(
     tiny_model: TinyModel, monkeypatch: Patch
 ) -> None:
-    from specdec.request import Sequence
+    from specdec.request import Request
 
     monkeypatch.setattr(
-        Sequence,
+        Request,
         "remaining",
-        property(lambda self: self.request.params.max_tokens - 1 - len(self.tokens)),
+        property(lambda self: self.params.max_tokens - 1 - len(self.tokens)),
     )
     found = verified(make_decoder(tiny_model))
     assert found.verdict == "failure"
