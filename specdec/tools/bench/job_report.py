@@ -97,12 +97,12 @@ def _jobs(jobs: Jobs) -> str:
         rows.append(
             [
                 _name(jobs, f),
-                _spread(list(f.rates.values()), 0),
+                _spread(list(f.rates.values()), 1),
                 _NONE if plain is f else _spread(f.ratios(plain), 2),
                 _NONE if theirs is f else _spread(f.ratios(theirs), 2),
                 _NONE
                 if cold is None
-                else f"{job_rate(cold):.0f} ({cold['seconds']:.1f} s)",
+                else f"{job_rate(cold):.1f} ({cold['seconds']:.1f} s)",
                 _percentiles(f.first_token_ms, (50, 99), 0),
                 _percentiles(f.token_ms, (50, 99), 1),
                 f"{f.length:.2f}" if f.cell.draft and f.length else _NONE,

@@ -61,7 +61,7 @@ class PromptSet:
     @property
     def sources(self) -> tuple[str, ...]:
         """Every source."""
-        return (self.source,) if isinstance(self.source, str) else tuple(self.source)
+        return self.source if isinstance(self.source, tuple) else (self.source,)
 
     @property
     def random_length(self) -> int | None:
@@ -82,7 +82,7 @@ def _check_source(source: object, *, several: bool) -> None:
             bool(number),
             "prompts.source",
             source,
-            "random:LENGTH alone, LENGTH above 0",
+            "random:LENGTH, LENGTH above 0",
         )
 
 
