@@ -18,7 +18,9 @@ import mlx.core as mx
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.tools.bench.models import random_model, token_level
 cpu = backend.defaults()
-made = replace(cpu, read_bucket=64, static_shapes=True, compile_after=0, pad_single_token=True)
+made = replace(
+    cpu, read_bucket=64, static_shapes=True, compile_after=0, pad_single_token=True
+)
 backend.defaults = lambda: made
 target, draft = random_model("tiny", "float32"), random_model("tiny", "float32")
 for k in map(int, {ks!r}.split()):
