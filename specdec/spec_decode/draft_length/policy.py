@@ -80,7 +80,7 @@ class GoodputPolicy:
         self._measure, self._measured_rows, self._save = measure, measured_rows, save
         self._save_at = SAVE_AT
         # When a round was last asked for: the rates by k, and the best k. Of the rounds
-        # read last: their k, how many in a row had it, and how many of these were timed.
+        # read last: their k, how many in a row had it, how many of these were timed.
         self._rates_known: dict[int, float] = {}
         self._best = 0
         self._run = (0, LONGEST, TIMED)
