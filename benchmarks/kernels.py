@@ -6,7 +6,7 @@ import os
 import statistics
 import sys
 import time
-from collections.abc import Callable, Request
+from collections.abc import Callable
 from functools import partial
 from itertools import pairwise
 from typing import Any
@@ -21,7 +21,6 @@ from specdec.cuda import decode_attention, skinny_matmul
 from specdec.cuda.flattened_matmul import flatten_products
 from specdec.errors import ConfigError
 from specdec.request import Request
-from specdec.request import Request as Row
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
 from specdec.spec_decode.rejection_sampler import Verdict
@@ -343,7 +342,7 @@ def lookup_ms(
         pass
     kept = min(3, k + 1)
     request = Request(0, "", (1,), SamplingParams())
-    rules = RowRules.of([Row(request, frozenset())] * num_rows, VOCAB)
+    rules = RowRules.of([Request(request, frozenset())] * num_rows, VOCAB)
     active = mx.ones((num_rows,), mx.bool_)
     times: dict[str, list[float]] = {"search": [], "write": []}
     for number in range(WARM_UP + rounds):
