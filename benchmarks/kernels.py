@@ -99,7 +99,7 @@ def mlx_attention(
 def attention_us(
     attend: Operation,
     q: mx.array,
-    layers: Request[tuple[mx.array, mx.array]],
+    layers: Sequence[tuple[mx.array, mx.array]],
     mask: mx.array,
     repeat: int,
 ) -> float:
@@ -133,7 +133,7 @@ def attention(
     require_runs(all(decode_attention.proven(size) for *_, size in HEADS), repeat)
     raw = header_of("Attention of few queries")
     raw["microseconds"] = records = []
-    table: list[Request[object]] = []
+    table: list[Sequence[object]] = []
     kind = DTYPES[dtype]
     for name, heads, key_heads, size in HEADS:
         for b, held in ((b, held) for b in rows for held in columns):
@@ -195,7 +195,7 @@ CHAIN_BYTES = 2**30
 def product_us(
     product: Operation,
     x: mx.array,
-    pairs: Request[tuple[mx.array, mx.array]],
+    pairs: Sequence[tuple[mx.array, mx.array]],
     repeat: int,
 ) -> float:
     """Median time of one product among others that follow each other."""
@@ -220,7 +220,7 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
     require_runs(skinny_matmul.proven(DTYPES[dtype]), repeat)
     raw = header_of("Products of few rows")
     raw["microseconds"] = records = []
-    table: list[Request[object]] = []
+    table: list[Sequence[object]] = []
     kind = DTYPES[dtype]
     products: tuple[Operation, ...] = (
         lambda x, weight: x @ weight.T,
@@ -287,7 +287,7 @@ def packed(
     """Products with packed weights: as mlx-lm's layers have them, flattened, dense."""
     raw = header_of("Products with packed weights")
     raw["microseconds"] = records = []
-    rows: list[Request[object]] = []
+    rows: list[Sequence[object]] = []
     for inputs, outputs in PACKED:
         size = inputs // scale, outputs // scale
         dense = nn.Linear(*size, bias=False)
@@ -342,7 +342,7 @@ def lookup_ms(
         pass
     kept = min(3, k + 1)
     request = Request(0, "", (1,), SamplingParams())
-    rules = RowRules.of([Request(request, frozenset())] * num_rows, VOCAB)
+    rules = RowRules.of([request] * num_rows, VOCAB)
     active = mx.ones((num_rows,), mx.bool_)
     times: dict[str, list[float]] = {"search": [], "write": []}
     for number in range(WARM_UP + rounds):
