@@ -299,8 +299,9 @@ class Server:
         Args:
             prompt: a string, chat messages or token ids, as for
                 :meth:`specdec.SpecDecoder.generate`.
-            params: how to decode it, as for :meth:`specdec.engine.session.Session.add`. A
-                sampler and logits processors are called in the server's thread:
+            params: how to decode it, as for
+                :meth:`specdec.engine.session.Session.add`. A sampler and logits
+                processors are called in the server's thread:
                 arrays that they hold must have been evaluated (``mx.eval``) where
                 they were made.
 

@@ -35,7 +35,7 @@ class LoadedModel:
 
 
 class Described(Protocol):
-    """A :class:`LoadedModel` or a :class:`~specdec.models.model_outline.ModelOutline`."""
+    """A :class:`LoadedModel`, or an outline of one (:mod:`.model_outline`)."""
 
     @property
     def model(self) -> nn.Module: ...

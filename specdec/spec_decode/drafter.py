@@ -131,7 +131,8 @@ class DraftRows(Protocol):
         token, where the drafter asked for :attr:`Drafter.hidden_layers`.
 
         Args:
-            hidden: shape (B, S, D), as in :class:`~specdec.spec_decode.rejection_sampler.Verdict`.
+            hidden: shape (B, S, D), as in
+                :class:`~specdec.spec_decode.rejection_sampler.Verdict`.
             lengths: tokens of the chunk that each row has; what is behind them is
                 padding.
         """

@@ -102,7 +102,8 @@ FAULTS: dict[str, tuple[Make, str]] = {
     "float lengths": (with_lengths(lambda b: mx.zeros((b,))), "lengths .* float32"),
     "probabilities": (
         with_probabilities(lambda b, k: mx.zeros((b, k, VOCAB - 1))),
-        r"the probabilities .* \([34], 2, 96\): they must be an array of floats of shape "
+        r"the probabilities .* \([34], 2, 96\): they must be an array of floats of "
+        r"shape "
         r"\([34], 2, 97\)",
     ),
 }
