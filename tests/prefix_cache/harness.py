@@ -39,9 +39,15 @@ class Watched(ModelRunner):
         self.made.append(super().rows(*args, **kwargs))
         return self.made[-1]
 
-    @property
-    def reused(self) -> list[int]:
-        return [n for rows in self.made for n in rows.reused]
+    def reused(self, num_rows: int) -> list[int]:
+        """Of each row, in the order in which they began; not of idle slots."""
+        groups = [list(zip(r.reused, r._prompts, strict=True)) for r in self.made]
+        idle = sum(map(len, groups)) - num_rows if groups else 0
+        for group in groups:
+            while idle and not group[-1][1]:
+                group.pop()
+                idle -= 1
+        return [n for group in groups for n, _ in group]
 
 
 def decode(
@@ -80,4 +86,5 @@ def decode(
             tokens[output.request.index] += output.token_ids
     if store is not None:
         store.flush()
-    return tokens, runner.reused, draft_runner.reused if draft_runner else []
+    n = len(prompts)
+    return tokens, runner.reused(n), draft_runner.reused(n) if draft_runner else []
