@@ -175,7 +175,7 @@ def own_choices_are_right(
 ) -> bool:
     """Whether the draft model chooses what it would choose without any cache."""
     prompts = make_prompts()[:5]
-    whole = [[*p, *greedy(target, p, 24)] for p in prompts]
+    whole = [[*p, *greedy(target, p, 32)] for p in prompts]
     oracle = Oracle({tuple(p): w for p, w in zip(prompts, whole, strict=True)})
     checked: list[bool] = []
     propose = DraftModelRows.propose
@@ -204,7 +204,7 @@ def own_choices_are_right(
         target,
         None,
         prompts,
-        [SamplingParams(max_tokens=24)] * 5,
+        [SamplingParams(max_tokens=32)] * 5,
         num_draft_tokens=4,
         backend=backend,
         drafter=behind(oracle, draft, backend, 4),
