@@ -41,7 +41,7 @@ def test_lookups_and_what_comes_behind_them() -> None:
         ("ngram+self:1bit", "use self:2bit"),
         *((n, "write layers:0-7,22-29") for n in ("layers", "layers:", "layers:1,",
           "layers:a", "layers:-1", "layers:1-2-3", "layers:1 2", "layers:\u0661")),
-        ("layers:5-2", "'5-2' ends before it begins"),
+        ("layers:5-2", "5-2 ends before it begins"),
         ("layers:0-3,2", "names layer 2 twice"),
     ],
 )  # fmt: skip
