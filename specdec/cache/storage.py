@@ -194,6 +194,8 @@ class Storage:
     def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
         """Put the rows of ``other`` into the given ones; no other row is touched.
 
+        What is not written is zeroed: no mask hides a NaN that another row has left.
+
         Like :meth:`write`, it happens in place when nobody holds the arrays.
 
         Args:
@@ -207,11 +209,10 @@ class Storage:
         self.grow(capacity)
         slots = min(other.capacity, capacity)
         placed = []
-        for array, update in zip(self.arrays, other.arrays, strict=True):
+        updates = _widened(tuple(a[:, :, :slots] for a in other.arrays), capacity)
+        for array, update in zip(self.arrays, updates, strict=True):
             for i, row in enumerate(rows):
-                array = mx.slice_update(
-                    array, update[i : i + 1, :, :slots], row, axes=(0,)
-                )
+                array = mx.slice_update(array, update[i : i + 1], row, axes=(0,))
             placed.append(array)
         self.arrays = tuple(placed)
 

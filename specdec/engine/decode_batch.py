@@ -61,7 +61,7 @@ class DecodeBatch:
 
     Attributes:
         slots: the row of each slot; ``None`` where it is idle.
-        replaced: whether other rows wait to take the places of those that end.
+        expected: rows that are to take the places of those that end.
         alone: whether no other rows decode meanwhile; then first tokens do not wait for
             the drafter's prompts.
     """
@@ -78,7 +78,7 @@ class DecodeBatch:
         num_slots: int,
     ):
         self.slots: list[Request | None] = [*rows, *[None] * (num_slots - len(rows))]
-        self.replaced = False
+        self.expected = 0
         self.alone = True
         self._in_flight = in_flight
         self._limits = DraftLimits(
@@ -206,7 +206,7 @@ class DecodeBatch:
             sum(left.values()) / len(room),
             backlog(self._draft),
             self._timer.in_flight,
-            {} if self.replaced else left,
+            {} if self.expected else left,
         )
         return min(most, self._length.choose(state))
 
@@ -355,8 +355,9 @@ class DecodeBatch:
             return
         if not self._wants_draft():
             self._draft = None
-        if running < size and not self.replaced:
-            size = self._backend.rows_to_keep(size, running)
+        if running < size:
+            wanted = min(size, running + self.expected)
+            size = self._backend.rows_to_keep(size, wanted)
         if size < len(self.slots):
             self._resize(size)
         elif ended:
@@ -390,7 +391,7 @@ class DecodeBatch:
             if (size := max(len(rows), num_slots - len(self.slots))) < len(other.slots):
                 other._resize(size)
             self._extend(other)
-            if len(self.slots) < num_slots:
+            if len(self.slots) < num_slots and self._backend.static_shapes:
                 self._resize(num_slots)
         self._note_rows()
         self._note_lengths()

@@ -104,9 +104,11 @@ class Engine:
     def add(self, request: Request) -> None:
         """Queue a request; it gets a row as soon as one is free.
 
-        ``request.index`` must not be that of a request which has not ended.
+        ``request.index`` must not be that of a request which has not ended; none is
+        decoded twice.
         """
         assert request.index not in self._alive
+        assert request.finish_reason is None and not request.tokens
         request.eos_token_ids = self._eos_token_ids
         if self._detokenizer is not None:
             request.output = OutputText(self._detokenizer(), request.params.stop)
@@ -317,7 +319,9 @@ class Engine:
         batch, ahead = self._running, len(self._in_flight)
         if batch is None or ahead > self._backend.lookahead:
             return False
-        batch.replaced = bool(self._scheduler.waiting or self._joining)
+        batch.expected = self._scheduler.expected
+        if self._joining is not None:
+            batch.expected += len(self._joining.unfinished)
         if not batch.needs_a_round():
             return False
         k = batch.choose_k()

@@ -49,6 +49,12 @@ class Scheduler:
         """Rows that have no place yet."""
         return len(self._waiting)
 
+    @property
+    def expected(self) -> int:
+        """Rows that wait for nothing but a place; none while the first lacks memory."""
+        lacks = self._too_many and self._waiting and self._too_many[-1]
+        return 0 if lacks and lacks is self._waiting[0] else len(self._waiting)
+
     def add(self, sequence: Request) -> None:
         """Queue a row behind those that wait."""
         self._waiting.append(sequence)

@@ -42,8 +42,9 @@ class Missed:
     """
 
     def __init__(self, num_rows: int):
-        #: Rounds that each row missed.
+        #: Rounds that each row missed; 0 for one that nobody needs (:meth:`reset`).
         self.counts = [0] * num_rows
+        self._idle: set[int] = set()
         self._tokens: list[mx.array] = []
         self._compacted: mx.array | None = None
 
@@ -55,7 +56,13 @@ class Missed:
     @property
     def mean(self) -> int:
         """Rounds that a row missed, on average."""
-        return round(sum(self.counts) / max(1, len(self.counts)))
+        return round(sum(self.counts) / max(1, len(self.counts) - len(self._idle)))
+
+    @property
+    def _begun(self) -> list[int]:
+        """The counts, idle rows taking whatever the others need: it is taken back."""
+        width = self.width
+        return [width if i in self._idle else n for i, n in enumerate(self.counts)]
 
     def add(self, tail: mx.array) -> None:
         """Note a round, by the last two tokens of each row when it began, (B, 2).
@@ -63,7 +70,7 @@ class Missed:
         A cache that was two tokens behind before it now lacks the first of them.
         """
         self._tokens.append(tail)
-        self.counts = [n + 1 for n in self.counts]
+        self.counts = [n + (i not in self._idle) for i, n in enumerate(self.counts)]
         if len(self._tokens) >= _COMPACT:
             self._compact()
 
@@ -90,10 +97,10 @@ class Missed:
         have not begun, pieces are ``narrow``: what is written for those rows is
         padding, for which there is little room. Then they are ``wide``.
         """
-        width = self.width
-        begins = sorted({width - n for n in self.counts} | {0, width})
+        width, counts = self.width, self._begun
+        begins = sorted({width - n for n in counts} | {0, width})
         for begin, end in pairwise(begins):
-            step = wide if begin == width - min(self.counts) else narrow
+            step = wide if begin == width - min(counts) else narrow
             for first in range(begin, end, step):
                 yield first, min(first + step, end)
 
@@ -101,7 +108,7 @@ class Missed:
         """All of it, as :meth:`pieces` says: rows have all of a piece, or nothing."""
         tokens, width = self._compact(), self.width
         for first, end in self.pieces(narrow, wide):
-            came = [first >= width - n for n in self.counts]
+            came = [first >= width - n for n in self._begun]
             yield Piece(tokens[:, first:end], [(end - first) * c for c in came])
 
     def padded(
@@ -117,7 +124,7 @@ class Missed:
                 has none, there is none.
         """
         tokens, width = self._compact(), self.width
-        begins = mx.array([[width - n] for n in self.counts])
+        begins = mx.array([[width - n] for n in self._begun])
         first = 0
         while first < width:
             rest = width - first
@@ -127,7 +134,7 @@ class Missed:
             columns = mx.minimum(begins + mx.arange(first, first + step), width - 1)
             yield Piece(
                 mx.take_along_axis(tokens, columns, axis=1),
-                [min(max(n - first, 0), step) for n in self.counts],
+                [min(max(n - first, 0), step) for n in self._begun],
             )
             first += step
 
@@ -135,6 +142,7 @@ class Missed:
         """Keep just the given rows."""
         before = self.width
         self.counts = [self.counts[i] for i in rows]
+        self._idle = {new for new, i in enumerate(rows) if i in self._idle}
         if before:
             tokens = self._compact()[mx.array(list(rows), mx.int32)]
             self._hold(tokens[:, before - self.width :])
@@ -142,6 +150,7 @@ class Missed:
     def extend(self, other: Missed) -> None:
         """Append the rows of ``other``."""
         parts = [self._compact(), other._compact()]
+        self._idle |= {len(self.counts) + i for i in other._idle}
         self.counts += other.counts
         width = self.width
         self._hold(
@@ -151,13 +160,16 @@ class Missed:
         )
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows have missed nothing."""
+        """The given rows have ended: nobody needs what they miss."""
+        self._idle |= set(rows)
         if self.width:
             counts = [0 if i in rows else n for i, n in enumerate(self.counts)]
             self._aligned(self._compact(), counts)
 
     def place(self, rows: Sequence[int], other: Missed) -> None:
         """Put the rows of ``other`` into the given ones."""
+        self._idle -= set(rows)
+        self._idle |= {row for i, row in enumerate(rows) if i in other._idle}
         counts = list(self.counts)
         for row, n in zip(rows, other.counts, strict=True):
             counts[row] = n

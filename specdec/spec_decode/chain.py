@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog
+from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method
 from .rejection_sampler import Verdict
 from .vetting import ours, vetted
 
@@ -122,13 +122,13 @@ class ChainRows:
 
     def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
         """Put the rows of ``other`` into the given ones."""
-        self._first.place(rows, other._first, num_rows)
-        self._second.place(rows, other._second, num_rows)
+        method(self._first, "place")(rows, other._first, num_rows)
+        method(self._second, "place")(rows, other._second, num_rows)
 
     def reset(self, rows: Sequence[int]) -> None:
         """Both learn that rows have ended."""
-        self._first.reset(rows)
-        self._second.reset(rows)
+        method(self._first, "reset")(rows)
+        method(self._second, "reset")(rows)
 
 
 def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Protocol, Self
 
 import mlx.core as mx
@@ -204,6 +205,13 @@ def backlog(rows: DraftRows) -> int:
     Their attribute ``backlog`` says it, where they have one.
     """
     return int(getattr(rows, "backlog", 0))
+
+
+def method(rows: DraftRows, name: str) -> Callable[..., None]:
+    """``place`` or ``reset`` of rows whose class need not inherit from DraftRows."""
+    own = getattr(rows, name, None)
+    found: Callable[..., None] = own or partial(getattr(DraftRows, name), rows)
+    return found
 
 
 def peek(rows: DraftRows, round_: Round) -> Proposals | None:

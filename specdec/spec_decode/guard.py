@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from functools import partial
 from typing import TypeVar
 
 import mlx.core as mx
 
 from ..errors import DrafterError
 from .draft_length import BatchState, DraftLength, RoundTiming
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, peek
+from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, peek
 from .rejection_sampler import Verdict
 from .vetting import vetted
 
@@ -144,17 +143,10 @@ class _GuardedRows(DraftRows):
     def place(self, rows: Sequence[int], other: _GuardedRows, num_rows: int) -> None:
         theirs = other._rows
         if theirs is not None:
-            self._ask(lambda own: _method(own, "place")(rows, theirs, num_rows), None)
+            self._ask(lambda own: method(own, "place")(rows, theirs, num_rows), None)
 
     def reset(self, rows: Sequence[int]) -> None:
-        self._ask(lambda own: _method(own, "reset")(rows), None)
-
-
-def _method(rows: DraftRows, name: str) -> Callable[..., None]:
-    """A method that rows of a class of its own need not have."""
-    own = getattr(rows, name, None)
-    found: Callable[..., None] = own or partial(getattr(DraftRows, name), rows)
-    return found
+        self._ask(lambda own: method(own, "reset")(rows), None)
 
 
 _THROUGH = object()

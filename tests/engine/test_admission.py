@@ -94,7 +94,7 @@ def test_a_small_limit_is_never_passed(
     costs = Preflight(plan, 1).cost
     limit = int(max(costs([r]) for r in requests) * 1.35)
     assert limit < unbounded  # so that the limit is what keeps it down
-    tokens, peak, most = decode(target, draft, requests, backend, limit)
+    tokens, peak, most = decode(target, draft, requests_of(8), backend, limit)
     assert tokens == free
     assert peak <= limit
     assert 1 < most < 6

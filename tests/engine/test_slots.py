@@ -9,13 +9,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from specdec.backend import BackendDefaults
 from specdec.cache.storage import Storage
+from specdec.config import EngineConfig
 from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.engine import Engine
 from specdec.models.compiled import CompiledForwards
-from specdec.models.runner import ModelRows
+from specdec.models.runner import ModelRows, ModelRunner
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
-from tests.plain import BEHIND, greedy, run_rows
+from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
 from tests.scripted import Script
 
 BATCH, BUCKET = 8, BEHIND.read_bucket
@@ -214,3 +218,64 @@ def test_idle_slots_hold_nothing(target: Any, monkeypatch: pytest.MonkeyPatch) -
     idle = [n for is_idle, n in lengths if is_idle]
     assert idle
     assert not any(idle)
+
+
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+def test_a_slot_keeps_nothing_of_a_row_whose_keys_hold_nan(
+    tiny_model: Callable[..., Any], backend: BackendDefaults
+) -> None:
+    """No mask hides a NaN: a row that ends by one ended the next one in its slot."""
+    model = tiny_model("llama", seed=0, tie_word_embeddings=False)
+    weight = model.model.embed_tokens.weight
+    weight[96] = float("nan")
+    model.model.embed_tokens.weight = weight
+    longest = [1 + i % 50 for i in range(300)]
+    bad = [*longest[:280], 96, *[7] * 19]
+    rows = run_rows(
+        model,
+        None,
+        [longest, bad, [3, 4, 5]],
+        [SamplingParams(max_tokens=n) for n in (60, 60, 12)],
+        batch_size=2,
+        backend=backend,
+        prefill_step_size=64,
+    )
+    assert rows[1].finish_reason == "error"
+    assert rows[2].error is None
+    assert rows[2].tokens == greedy(model, [3, 4, 5], 12)
+
+
+def test_rows_that_wait_for_memory_keep_no_slots(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU an idle slot costs as much as a row, in every round."""
+    sizes: list[tuple[int, int]] = []
+    dispatch = DecodeBatch.dispatch
+
+    def noted(self: DecodeBatch, k: int, **options: Any) -> Any:
+        if not options:
+            sizes.append((len(self.slots), len(self.unfinished)))
+        return dispatch(self, k, **options)
+
+    monkeypatch.setattr(DecodeBatch, "dispatch", noted)
+
+    def affords(rows: Any) -> int:
+        return 2 if any(r.index == 6 for r in rows) and len(rows) > 1 else 1
+
+    config = EngineConfig(batch_size=6, prefill_step_size=64)
+    engine = Engine(
+        ModelRunner(target, "target", config, AT_ONCE),
+        None,
+        config,
+        AT_ONCE,
+        frozenset(),
+    )
+    engine._scheduler.budget, engine._scheduler._cost = 1, affords
+    for i in range(7):
+        params = SamplingParams(max_tokens=60 if i == 0 else 4)
+        engine.add(Request(i, "", (1, 2 + i), params))
+    while engine.busy:
+        engine.step()
+    assert (6, 6) in sizes
+    assert sizes.count((6, 1)) <= 1
+    assert sizes.count((1, 1)) > 40
