@@ -24,6 +24,7 @@ sys.path.insert(0, str(ROOT))
 from specdec.errors import SpecdecError  # noqa: E402
 from specdec.model_names import short  # noqa: E402
 from specdec.tools.bench.figures import Figures  # noqa: E402
+from specdec.tools.bench.job_figures import Jobs, job_rate  # noqa: E402
 from specdec.tools.bench.machine import place  # noqa: E402
 from specdec.tools.bench.raw import Results  # noqa: E402
 from specdec.tools.bench.tables import markdown_table, show_spread  # noqa: E402
@@ -62,6 +63,17 @@ class Table:
 
 SMOLLM2 = "smollm2-135m-instruct B={} k=auto"
 
+JOBS = [
+    f"batch {batch}: {system}"
+    for batch in (1, 8, 32)
+    for system in (
+        "mlx-lm step" if batch == 1 else "mlx-lm batch",
+        "specdec, no draft",
+        "specdec, smollm2-135m-instruct, k = 3",
+        "specdec, smollm2-135m-instruct, k = auto",
+    )
+]
+
 # A line for each table; a page shows it where its marker stands.
 # ruff: noqa: E501
 # fmt: off
@@ -69,6 +81,7 @@ TABLES = {
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms", "peak")),
     "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
     "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
+    "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ mlx-lm"), JOBS),
     "h200-auto": Table(
         (
             ("draft-length-smollm2-gsm8k-b1-h200", SMOLLM2.format(1), "SmolLM2 and its draft, GSM8K"),
@@ -108,6 +121,7 @@ class Row:
         plain: those of this engine without a draft, where there are any to compare.
         mlx_lm: those of mlx-lm's batched decoding, likewise.
         fixed: those of every fixed draft length of the same draft, likewise.
+        rate: tokens per second of a pass: decoding's, or a whole job's.
     """
 
     key: str
@@ -120,18 +134,22 @@ class Row:
     plain: Sequence[Record] = ()
     mlx_lm: Sequence[Record] = ()
     fixed: Mapping[str, Sequence[Record]] = field(default_factory=dict)
+    rate: Callable[[Record], float] = rate
 
     @property
     def rates(self) -> list[float]:
-        """Decode tokens per second, pass by pass."""
-        return [rate(each) for each in self.passes]
+        """Tokens per second, pass by pass."""
+        return [self.rate(each) for each in self.passes]
 
     def over(
-        self, others: Sequence[Record], of: Callable[[Record], float] = rate
+        self,
+        others: Sequence[Record],
+        of: Callable[[Record], float] | None = None,
     ) -> str:
         """The median of its rates over those of others, pass by pass."""
         if not others:
             return ""
+        of = of or self.rate
         pairs = zip(map(of, self.passes), map(of, others), strict=True)
         return f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
 
@@ -169,11 +187,13 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "batch": ("batch", lambda r: str(r.batch)),
     "k": ("k", lambda r: r.k),
     "tokens/s": ("decode tokens/s", lambda r: f"{statistics.median(r.rates):.1f}"),
+    "job tokens/s": ("tokens/s", lambda r: f"{statistics.median(r.rates):.1f}"),
     "range": ("decode tokens/s", lambda r: show_spread(r.rates)),
     "passes": ("passes", lambda r: str(len(r.passes))),
-    "first pass": ("first pass tokens/s", lambda r: f"{rate(r.first):.1f}"),
+    "first pass": ("first pass tokens/s", lambda r: f"{r.rate(r.first):.1f}"),
     "ms": ("ms per round", lambda r: f"{r.ms:.1f}"),
     "/ batch_generate": ("/ `batch_generate`", lambda r: r.over(r.mlx_lm)),
+    "/ mlx-lm": ("/ mlx-lm", lambda r: r.over(r.mlx_lm)),
     "/ no draft": ("/ no draft", lambda r: r.over(r.plain)),
     "best fixed": ("best fixed k / no draft", lambda r: r.best_fixed),
     "auto": ("`auto` / no draft", lambda r: r.over(r.plain, full_rate)),
@@ -189,6 +209,8 @@ LABELS = {
     "mlx-lm plain": "mlx-lm `generate_step`",
     "mlx-lm batch_generate": "mlx-lm `batch_generate`",
     "mlx-lm speculative": "mlx-lm's speculative decoding",
+    "mlx-lm step": "mlx-lm `generate_step`",
+    "mlx-lm batch": "mlx-lm `batch_generate`",
     "plain": "no draft",
 }
 
@@ -260,6 +282,32 @@ def of_recipe(figures: Figures) -> Iterator[Row]:
         )
 
 
+def of_jobs(figures: Figures) -> Iterator[Row]:
+    """Of ``specdec bench`` with ``run.jobs``: one row for each system and batch."""
+    jobs = Jobs(figures)
+    for f in jobs.at_once:
+        cell, plain, theirs = f.cell, jobs.plain(f), jobs.mlx_lm(f)
+        k = str(cell.num_draft_tokens) if cell.draft else ""
+        ours = "specdec, " + (
+            f"`{k}`" if k == "auto" else f"k = {k}" if k else "no draft"
+        )
+        system = f"specdec, {cell.draft_name}, k = {k}" if k else "specdec, no draft"
+        if cell.system != "specdec":
+            system, ours = cell.system, LABELS[cell.system]
+        yield Row(
+            key=f"batch {cell.conditions.batch}: {system}",
+            label=ours,
+            batch=cell.conditions.batch,
+            k=k,
+            first=f.passes[min(f.passes)],
+            passes=f.counted,
+            ms=0.0,
+            plain=[] if plain is None or plain is f else plain.counted,
+            mlx_lm=[] if theirs is None or theirs is f else theirs.counted,
+            rate=job_rate,
+        )
+
+
 # -- pages -----------------------------------------------------------------
 
 
@@ -273,13 +321,13 @@ def render(table: Table, root: str) -> str:
     if unknown:
         raise TableError(f"no column {min(unknown)!r}: there are {', '.join(COLUMNS)}")
     if isinstance(table.file, str):
-        rows, source = read(table.file, root)
-        chosen, sources = choose(rows, table.rows), [source]
+        rows, source = read(table.file, root, table.rows)
+        chosen, sources = rows, [source]
     else:
         chosen, sources = [], []
         for file, name, label in table.file:
-            rows, source = read(file, root)
-            chosen += [replace(row, label=label) for row in choose(rows, [name])]
+            rows, source = read(file, root, [name])
+            chosen += [replace(row, label=label) for row in rows]
             sources += [source] * (source not in sources)
     columns = [COLUMNS[name] for name in table.columns]
     made = markdown_table(
@@ -292,11 +340,17 @@ def render(table: Table, root: str) -> str:
     return f"{made}\nRaw results: {links}.\n"
 
 
-def read(name: str, root: str) -> tuple[list[Row], str]:
-    """The rows of a file or folder of results; its link, the machine and the passes."""
+def read(name: str, root: str, wanted: Sequence[str]) -> tuple[list[Row], str]:
+    """Rows of a file or folder of results; its link, the machine and the passes.
+
+    A run that its time limit ended has fewer passes than its recipe asks for, and not
+    as many of each row: the fewest of a row shown count.
+    """
     if (RESULTS / name).is_dir():
         figures = Figures(Results.read(RESULTS / name))
-        rows, repeat = list(of_recipe(figures)), figures.recipe.run.repeat
+        found = of_jobs if figures.recipe.run.jobs else of_recipe
+        rows = choose(list(found(figures)), wanted)
+        repeat = min(len(row.passes) for row in rows)
         start, report = figures.results.starts[0], f"{name}/report.md"
     else:
         file = RESULTS / f"{name}.json"
@@ -307,7 +361,8 @@ def read(name: str, root: str) -> tuple[list[Row], str]:
         start, report = json.loads(file.read_text("utf-8")), f"{name}.md"
         if "passes" not in start:
             raise TableError(f"{file.name} has no passes: it is of another benchmark")
-        rows, repeat = list(of_passes(start["passes"])), start["options"]["repeat"]
+        rows = choose(list(of_passes(start["passes"])), wanted)
+        repeat = start["options"]["repeat"]
     times = f"median of {repeat} passes" if repeat > 1 else "one pass"
     # The result itself names the commit.
     where = place(start["machine"], start["commit"]).partition("; commit ")[0]

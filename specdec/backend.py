@@ -43,7 +43,7 @@ class BackendDefaults:
         kernels: models, prompt lookup and commits run by what :mod:`specdec.cuda`
             has, as far as it is proven on the device.
         peek_rows: rows of a batch up to which plain rounds look what a drafter would
-            propose, where it tells; ``None``: any number.
+            propose, where it says so; ``None``: any number.
     """
 
     name: Literal["cpu", "cuda", "metal"]

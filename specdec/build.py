@@ -67,7 +67,7 @@ def load_drafter(
 
     Returns:
         ``None`` where none is wanted, or where the one that nobody named was made for
-        another model than this target, which is told in a warning.
+        another model than this target, which a warning reports.
 
     Raises:
         ConfigError, ModelError: see :func:`specdec.models.load_draft`.
@@ -123,7 +123,7 @@ def check_before_loading(
     *,
     trust_remote_code: bool = False,
 ) -> None:
-    """Refuse models that cannot fit, as far as their files tell.
+    """Refuse models that cannot fit, as far as their files show.
 
     Raises:
         MemoryLimitError: with the numbers.
@@ -145,6 +145,6 @@ def check_before_loading(
     except UnsupportedModelError:
         raise
     except ModelError:
-        return  # not downloaded yet, or broken: loading tells, and checks again
+        return  # not downloaded yet, or broken: loading reports it, and checks again
     ngram = None if spec is None else ngram_of(spec)
     preflight_of(target_outline, model, config, drafts=spec is not None, ngram=ngram)

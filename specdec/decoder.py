@@ -268,7 +268,7 @@ class SpecDecoder:
         """A new session, to which requests can be added while others run.
 
         Args:
-            observer: is told of every round, for measurements.
+            observer: is called with every round, for measurements.
         """
         engine = Engine(
             self._target,

@@ -47,7 +47,7 @@ class PromptError(SpecdecError, ValueError):
 class PromptFileError(ConfigError, PromptError):
     """A file of prompts or of text is not there, or is not as it must be.
 
-    That is told from the file alone. What only a model can tell of a prompt, such as
+    That is seen from the file alone. What only a model can show of a prompt, such as
     that it is longer than the context, is a :class:`PromptError`.
     """
 

@@ -27,7 +27,7 @@ _OF_A_TARGET = re.compile(r"(self|layers|ngram)([:+]|$)")
 
 
 def target_name(target: str | None) -> str:
-    """The target's name, checked as far as a name tells.
+    """The target's name, checked as far as a name goes.
 
     Args:
         target: as it was given; ``None``: it was not.

@@ -81,7 +81,7 @@ class OutputText:
     """Text and tokens of one row, released only when nothing can take them back.
 
     A stop text may begin in one token and end in a later one, so what could be
-    its beginning is held back until the next tokens tell.
+    its beginning is held back until the next tokens decide.
 
     Args:
         detokenizer: new, of this row alone.
@@ -91,9 +91,9 @@ class OutputText:
     def __init__(self, detokenizer: Detokenizer, stop: Sequence[str] = ()):
         self._detokenizer = detokenizer
         self._stop = stop_texts(tuple(stop)) if stop else None
-        # Characters looked at, and the state behind them.
+        # Characters looked at, and the state after them.
         self._looked_at = self._state = 0
-        # Length of the text behind each token; kept only to look for stop texts.
+        # Length of the text after each token; kept only to look for stop texts.
         self._lengths: list[int] = []
         self._end: int | None = None
         self._released = 0

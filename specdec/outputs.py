@@ -43,7 +43,7 @@ class GenerationResult:
             2, ... tokens.
         time_to_first_token: seconds since the request was added; ``None`` when
             there is none.
-        tokens_per_second: tokens behind the first over the time since it; 0 when
+        tokens_per_second: tokens after the first over the time since it; 0 when
             there are none.
         logprobs: one entry per token, where it was asked for.
     """
@@ -176,7 +176,7 @@ class RunStats:
     Times are seconds of wall clock, and add up to what the engine took:
     ``calibration_seconds`` to measure what rounds of a draft cost, before the first
     one, ``prefill_seconds`` on prompts, for the first token of each row,
-    ``decode_seconds`` on rounds, for the ``decode_tokens`` behind it. A prefill chunk
+    ``decode_seconds`` on rounds, for the ``decode_tokens`` after it. A prefill chunk
     that finds a round still running waits for it, so that with rows that join the two
     mix a little. ``rounds`` counts rounds of the batch, ``prefilled`` and
     ``prompt_tokens`` prompts that have been taken in, ``prefix_tokens`` what of them
@@ -242,7 +242,7 @@ class RunStats:
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows behind their first, over decode time."""
+        """Tokens of all rows after their first, over decode time."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0
 
     @property

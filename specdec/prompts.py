@@ -236,7 +236,7 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     a first line that is a JSON object) hold ``prompt``, ``question``,
     ``messages`` or ``turns``, the first of these that is there. Of ``turns``
     (Spec-Bench, MT-Bench) only the first turn is used. Blank lines are skipped.
-    A line like that behind a first line of plain text is refused.
+    A line like that after a first line of plain text is refused.
 
     Raises:
         PromptFileError: there is no such file, it cannot be read, holds no prompt,

@@ -112,7 +112,7 @@ class Request:
     ) -> int:
         """Append ``tokens`` up to the end of the sequence.
 
-        It ends behind ``max_tokens``, before a token that ends it, which is not
+        It ends after ``max_tokens``, before a token that ends it, which is not
         kept, and where a stop text is complete: then tokens that have no part in
         the text before it are dropped, those of earlier rounds too. A finished
         sequence takes nothing.
@@ -180,7 +180,7 @@ class Request:
     ) -> None:
         """Commit what one round kept: accepted draft tokens, then the extra token.
 
-        Counts what was used: a draft token behind the end of the sequence is
+        Counts what was used: a draft token after the end of the sequence is
         neither drafted nor accepted, one that proposed the end counts as both.
         """
         if self.finish_reason is not None:

@@ -70,13 +70,13 @@ class SamplingParams:
         logits_processors: mlx-lm's, or your own, one or several: ``f(tokens,
             logits)`` with all tokens so far, shape (n,), and logits (1, V),
             returning logits. Each is called once for every token of the row, in
-            order, behind the penalties.
+            order, after the penalties.
         sampler: mlx-lm's, or your own, in place of temperature, top_p and their
             like: ``f(logprobs)`` with shape (1, V), returning a token. MLX's
             global random state is seeded by seed and position before each call, and
             stays so.
         stop: texts that end a row, up to 128 of up to 512 characters. The text is
-            cut before the first of them, the tokens behind the last that has a
+            cut before the first of them, the tokens after the last that has a
             part in what is left.
         stop_token_ids: tokens that end a row, as the end-of-sequence token does.
         logprobs: report the log-probability of every token: of the logits that

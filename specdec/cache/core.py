@@ -44,7 +44,7 @@ class Settings(TypedDict, total=False):
 class CacheCore:
     """Keys and values of one layer for a batch of rows, each with its own length.
 
-    Row ``i`` has kept ``offset[i]`` tokens. New tokens go behind each row's own
+    Row ``i`` has kept ``offset[i]`` tokens. New tokens go after each row's own
     last one: rows have no holes, and shorter rows are padded on the right, which
     the mask hides.
 
@@ -160,7 +160,7 @@ class CacheCore:
         return self._longest
 
     def note_lengths(self, *, longest: int, shortest: int = 0) -> None:
-        """Tell the cache what the host has learnt of ``offset``.
+        """Note what the host has learnt of ``offset``.
 
         A tight bound keeps reads and capacity small. It is never checked.
         """
@@ -207,7 +207,7 @@ class CacheCore:
         return min(capacity, round_up(longest, bucket))
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[Any, Any]:
-        """Write new tokens behind every row's last one; return what attention reads.
+        """Write new tokens after every row's last one; return what attention reads.
 
         Args:
             keys, values: shape (B, kv_heads, S, head_dim).
@@ -261,7 +261,7 @@ class CacheCore:
             )
             return
         # A row whose announced length is reached takes no more: what was
-        # written behind it is padding, overwritten by its next real token.
+        # written after it is padding, overwritten by its next real token.
         valid = [min(num_tokens, n) for n in self._lengths]
         self._lengths = [n - v for n, v in zip(self._lengths, valid, strict=True)]
         self._longest = longest - num_tokens + max(valid, default=0)

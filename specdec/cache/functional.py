@@ -25,10 +25,10 @@ from .storage import Arrays, Storage
 
 
 class FunctionalCache(CacheCore):
-    """A cache whose next write can be told beforehand, and done elsewhere."""
+    """A cache whose next write can be planned beforehand, and done elsewhere."""
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether ``max_length`` has room for so many tokens behind every row.
+        """Whether ``max_length`` has room for so many tokens after every row.
 
         Waits for the device only where what the host knows of lengths is not enough.
         """
@@ -43,7 +43,7 @@ class FunctionalCache(CacheCore):
         Returns:
             All that the graph of that write, its mask and what attention reads
             depends on beside the arrays' heads and types. ``None`` when it cannot be
-            told (nothing is stored yet, or padding is announced), or is another
+            known (nothing is stored yet, or padding is announced), or is another
             for every length.
 
         Raises:

@@ -169,7 +169,7 @@ def reads_boolean_masks(model: Any) -> bool:
         try:
             source = inspect.getsource(sys.modules[name])
         except (KeyError, OSError, TypeError):
-            return True  # cannot tell
+            return True  # not known
         if _BOOLEAN_USE.search(source):
             return True
     return False

@@ -73,7 +73,7 @@ class BatchCacheList:
             c.trim_per_sequence(n, at_most, fewest)
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether so many tokens have room behind every row, in every member."""
+        """Whether so many tokens have room after every row, in every member."""
         found = [c.fits(num_tokens) for c in self.caches]
         return all(found)
 

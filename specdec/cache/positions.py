@@ -6,7 +6,7 @@ says which positions a query may see. Both are independent of how keys and
 values are stored. A slot is visible to a query iff the newest position written
 to it, counted up to the row's last one, is at or before the query and allowed
 by the rule: padding, rejected draft tokens and unwritten slots need no
-bookkeeping of their own, because their positions lie behind the query.
+bookkeeping of their own, because their positions lie after the query.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class LinearLayout:
         return positions
 
     def held(self, num_slots: int, last: mx.array) -> mx.array:
-        # Slots behind `last` name positions that no query can see.
+        # Slots after `last` name positions that no query can see.
         return mx.arange(num_slots)[None]
 
 

@@ -61,7 +61,7 @@ class RingCache(BatchCache):
         self.keep = keep
         self.max_write = max_write
         # Host bounds over rows: tokens ever written, and, once a row may have
-        # lost positions to a write behind them, how many of those are taken back.
+        # lost positions to a write after them, how many of those are taken back.
         self._reach = 0
         self._undone = 0
 

@@ -62,7 +62,7 @@ class InFlight:
         All at once: every hand-over costs time of its own.
 
         Args:
-            offset: of the target's cache behind the round.
+            offset: of the target's cache after the round.
         """
         settled = decision.settled
         after = [settled.committed.recent, settled.committed.lengths, offset]

@@ -43,12 +43,12 @@ class DraftLimits:
     def of_use(self, sequence: Request, pending: Pending) -> int:
         """Most draft tokens that a running row can use in the next round.
 
-        Nothing behind the last token that it may emit is of use; where shapes are
+        Nothing after the last token that it may emit is of use; where shapes are
         to repeat, that is not looked at. It depends on the row alone: with the
         ratio rules, what it emits depends on how many tokens it may accept.
 
         Args:
-            pending: tells in how many rounds in flight a row takes part.
+            pending: in how many rounds in flight a row takes part.
         """
         if self._static_shapes:
             return self.most

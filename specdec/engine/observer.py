@@ -1,4 +1,4 @@
-"""A seam for whoever measures rounds: what the engine tells while it decodes."""
+"""A seam for whoever measures rounds: what the engine reports while it decodes."""
 
 from __future__ import annotations
 

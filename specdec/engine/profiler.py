@@ -253,7 +253,7 @@ def draft_length(
         measure=lambda num_rows: measure_forwards(
             target, drafter, num_rows, max_draft_tokens=config.max_draft_tokens
         ),
-        # Where tokens cost time, those of one row tell what any number costs.
+        # Where tokens cost time, those of one row show what any number costs.
         measured_rows=None if defaults.static_shapes else 1,
         save=lambda costs: kept.save(key, costs),
     )

@@ -56,7 +56,7 @@ class Scheduler:
         return 0 if lacks and lacks is self._waiting[0] else len(self._waiting)
 
     def add(self, sequence: Request) -> None:
-        """Queue a row behind those that wait."""
+        """Queue a row after those that wait."""
         self._waiting.append(sequence)
 
     def ended(self) -> list[Request]:
@@ -115,7 +115,7 @@ def _fit_each_other(rows: Sequence[Request]) -> bool:
     """Whether prompts of such lengths are read together at a fair price.
 
     They are padded to the longest of them; that may double the work, not more. Those
-    behind get their places when these have begun.
+    after them get their places when these have begun.
     """
     lengths = [len(s.prompt_tokens) for s in rows]
     return max(lengths) * len(lengths) <= MOST_PADDING * sum(lengths)

@@ -71,7 +71,7 @@ class CompiledForwards:
     def __call__(
         self, tokens: mx.array, caches: Sequence[Any], *, padding: int = 0
     ) -> tuple[mx.array, mx.array | None] | None:
-        """Write ``tokens`` of shape (B, S) behind every row of ``caches``.
+        """Write ``tokens`` of shape (B, S) after every row of ``caches``.
 
         Args:
             padding: times that a single token (S = 1) is computed again and taken back.
@@ -113,7 +113,7 @@ class CompiledForwards:
             log.debug("%s leaves a cache out: it is not compiled", self._called)
             return None
         except Exception as error:
-            # Code that reads an array, say: the usual way works, or tells what is
+            # Code that reads an array, say: the usual way works, or reports what is
             # wrong.
             self._refused = True
             log.warning(

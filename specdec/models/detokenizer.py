@@ -10,7 +10,7 @@ from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
 class ExactStreamingDetokenizer(StreamingDetokenizer):
     """Text of tokens as they come, for any tokenizer, in linear time.
 
-    New tokens are decoded behind those of the last piece, so that what a decoder
+    New tokens are decoded after those of the last piece, so that what a decoder
     does at the start of a text (dropping a space) happens only there; mlx-lm's
     own classes drop a leading space that ``decode`` keeps. Text is held back
     while it ends inside a character. Nothing is decoded until text is asked for.

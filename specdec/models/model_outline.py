@@ -2,7 +2,7 @@
 
 MLX computes nothing until it is asked to, so the model that mlx-lm itself builds
 from a folder's headers, or from a configuration, has every shape and type of the
-loaded one and takes no memory. What is told of a model before it is loaded is read
+loaded one and takes no memory. What is reported of a model before it is loaded is read
 off that, never from a second description of its architecture.
 """
 

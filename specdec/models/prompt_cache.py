@@ -30,7 +30,7 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
 
     Args:
         file: as ``mlx_lm.models.cache.save_prompt_cache`` writes it.
-        tokens: the prompt that it was made of; it may go on behind.
+        tokens: the prompt that it was made of; it may go on after them.
 
     Returns:
         Tokens in the file, now in the store.

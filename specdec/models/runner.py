@@ -146,7 +146,7 @@ class ModelRunner:
         return chunk_width(remaining, self.prefill_step_size, self.options.read_bucket)
 
     def _bound(self, length: int) -> int:
-        """What caches are told that rows of up to ``length`` may hold.
+        """The bound that caches get for rows of up to ``length``.
 
         Capacity ends there. In multiples of what is read, it is the same for many
         requests, and so are the shapes of their forwards.
@@ -155,7 +155,7 @@ class ModelRunner:
 
     def _padded(self, length: int) -> int:
         """Slots that prefill touches for a row of ``length`` tokens."""
-        if self.prefixes is not None:  # a chunk can begin behind any prefix
+        if self.prefixes is not None:  # a chunk can begin after any prefix
             return length + self.prefill_step_size
         return padded_length(length, self.prefill_step_size, self.options.read_bucket)
 
@@ -271,7 +271,7 @@ class ModelRows:
         self._session.record(self._caches, before, after, width)
 
     def forward(self, tokens: mx.array) -> mx.array:
-        """Write ``tokens`` of shape (B, S) behind every row; logits (B, S, V)."""
+        """Write ``tokens`` of shape (B, S) after every row; logits (B, S, V)."""
         rows, width = tokens.shape
         padding = int(self.runner.backend.pad_single_token and width == 1)
         if self.runner.compiled is not None:
@@ -294,7 +294,7 @@ class ModelRows:
         return logits
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether so many tokens have room behind every row."""
+        """Whether so many tokens have room after every row."""
         # All are asked: what one looks at on the device, the others have to know too.
         found = [cache.fits(num_tokens) for cache in self._caches]
         return all(found)
@@ -307,7 +307,7 @@ class ModelRows:
             cache.trim_per_sequence(n, at_most, fewest)
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Tell the caches what the host knows of the rows' lengths."""
+        """Pass on to the caches what the host knows of the rows' lengths."""
         for cache in self._caches:
             cache.note_lengths(longest=longest, shortest=shortest)
         maybe_quantize(self._caches, self.runner.options, longest)

@@ -1,4 +1,4 @@
-"""What loading would refuse of two models' tokenizers, told before weights are read."""
+"""What loading would refuse of two tokenizers, reported before weights are read."""
 
 from __future__ import annotations
 

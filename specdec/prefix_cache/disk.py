@@ -1,7 +1,7 @@
 """The disk tier: an index of a folder's entries, reading, writing, a byte budget.
 
 The folder is the truth, and may be shared by processes: the index is brought up
-to date from its names before each look-up and behind each write. No mlx here.
+to date from its names before each look-up and after each write. No mlx here.
 """
 
 from __future__ import annotations
@@ -269,7 +269,7 @@ class DiskTier:
         """Write what is queued; nothing more after that."""
         self._writer.close()
 
-    # What the writer asks and tells.
+    # What the writer asks and reports.
 
     def wanted(self, job: Job) -> bool:
         with self._lock:
@@ -286,7 +286,7 @@ class DiskTier:
             self._queued.discard((job.kind, job.place))
 
     def failed(self, error: Exception) -> None:
-        with self._lock:  # nor is what was queued behind it
+        with self._lock:  # nor is what was queued after it
             self._given_up.set()
             self._queued.clear()
         reason = (isinstance(error, OSError) and error.strerror) or repr(error)
@@ -320,7 +320,7 @@ class DiskTier:
 
 
 def _make_private(path: Path, mode: int) -> None:
-    """Let nobody else read it: entries tell which tokens they are of."""
+    """Let nobody else read it: entries show which tokens they are of."""
     with suppress(OSError):  # it is somebody else's
         if path.stat().st_mode & 0o077:
             path.chmod(mode)

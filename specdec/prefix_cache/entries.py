@@ -2,7 +2,7 @@
 
 Two kinds. A *block* holds, of every linear cache, the columns of the tokens
 ``start .. end - 1``; it serves any prefix that ends within it, by slicing. A
-*ring* holds the rings of every ring cache as they are behind ``end`` tokens; it
+*ring* holds the rings of every ring cache as they are after ``end`` tokens; it
 serves that end, and the ``slack`` ends before it, for which it still holds the
 window. No mlx here.
 """
@@ -20,7 +20,7 @@ from .radix import Match
 Kind = Literal["block", "ring"]
 KINDS: tuple[Kind, ...] = ("block", "ring")
 
-# One of the nearest entries behind a point has its block; rings may be further.
+# One of the nearest entries after a point has its block; rings may be further.
 _BENEATH = 64
 
 
@@ -97,7 +97,7 @@ def reached(match: Match[dict[Kind, E]]) -> Iterator[tuple[E, int]]:
     """Entries that a tier has along a path, each with the tokens that it shares.
 
     Paths are (signature, token, token, ...); the entries that end at a place are
-    its node's value. Behind the point where the path leaves the tree, every entry
+    its node's value. After the point where the path leaves the tree, every entry
     shares as much as the next, and only the nearest are looked at.
     """
     for node in match.passed:

@@ -58,7 +58,7 @@ class Match(Generic[V]):
     _beneath: tuple[Node[V], ...]
 
     def beneath(self) -> Iterator[Node[V]]:
-        """Nodes with a value behind the point, nearest edges first.
+        """Nodes with a value after the point, nearest edges first.
 
         They share the first ``length`` tokens and go on differently, or further.
         """

@@ -109,7 +109,7 @@ class PrefixSession:
         return [row.reused for row in self._rows]
 
     def find(self) -> Iterator[None]:
-        """Look the prompts up, yielding behind each that had something to load."""
+        """Look the prompts up, yielding after each that had something to load."""
         if self._is_outdated:
             return
         form = self._prefixes.form
@@ -163,8 +163,8 @@ class PrefixSession:
         """Keep what a chunk of prefill has completed.
 
         Args:
-            caches: behind the chunk, its padding taken back.
-            before, after: tokens of every row before and behind it.
+            caches: after the chunk, its padding taken back.
+            before, after: tokens of every row before and after it.
             width: columns that it wrote to every row.
         """
         if self._is_outdated:

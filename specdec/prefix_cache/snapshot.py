@@ -137,7 +137,7 @@ def _arrays_of(cache: BatchCache) -> tuple[_Array, ...]:
 
 
 def ring_positions(ring: Windowed, end: int, slack: int) -> list[int]:
-    """Positions to keep so that a row can go on behind ``end - slack .. end`` tokens.
+    """Positions to keep so that a row can go on after ``end - slack .. end`` tokens.
 
     The query at position ``e`` sees ``e - window + 1 .. e`` and the first ``keep``.
     """
@@ -165,7 +165,7 @@ def cut(
 
 
 def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
-    """Caches like these, with a row for each plan, behind the tokens it restores."""
+    """Caches like these, with a row for each plan, after the tokens it restores."""
     # The caches of one kind, in the order in which pieces hold them.
     order = {id(c): i for i, c in enumerate(linear_caches(caches))}
     order |= {id(c): i for i, c in enumerate(ring_caches(caches))}

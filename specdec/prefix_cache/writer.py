@@ -26,7 +26,7 @@ class Job:
 
 
 class Owner(Protocol):
-    """Who is told, in the thread, what becomes of jobs."""
+    """Hears, in the thread, what becomes of jobs."""
 
     def wanted(self, job: Job) -> bool:
         """Whether a job is still to be done, now that its turn has come."""
@@ -35,19 +35,19 @@ class Owner(Protocol):
         """It was done."""
 
     def failed(self, error: Exception) -> None:
-        """It could not be done, nor will be what comes behind it."""
+        """It could not be done, nor will be what comes after it."""
 
 
 class Writer:
     """Writes entries one after another, in the order in which they were given.
 
     Who gives more than the queue takes waits: nothing is dropped, and memory stays
-    bounded. The first error ends writing for good, since what comes behind may
+    bounded. The first error ends writing for good, since what comes after may
     stand on what is missing.
 
     Args:
         folder: where to.
-        owner: is told; the thread keeps it alive.
+        owner: hears of jobs; the thread keeps it alive.
     """
 
     def __init__(self, folder: Path, owner: Owner):

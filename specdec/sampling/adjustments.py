@@ -48,7 +48,7 @@ class Penalty:
         num_rows, num_tokens, width = windows.shape
         newest = mx.arange(width) >= width - self.context_size[:, None, None]
         counted = newest & (windows >= 0) & (windows < vocab_size)
-        # What does not count goes to a column behind the last.
+        # What does not count goes to a column after the last.
         tokens = mx.where(counted, windows, vocab_size)
         row = mx.arange(num_rows)[:, None, None]
         position = mx.arange(num_tokens)[:, None]

@@ -101,7 +101,7 @@ def round_draws(
     """Draws that no other round looks at, for decisions about whole prefixes.
 
     Such a decision depends on what was drawn for all of a round's positions, those
-    behind its last kept token too. Had the next round the same draws at the same
+    after its last kept token too. Had the next round the same draws at the same
     positions, it would find them biased.
 
     Args:

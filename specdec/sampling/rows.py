@@ -100,7 +100,7 @@ class RowSampling:
     def adjusted(
         self, logits: mx.array, recent: mx.array, following: mx.array, draws: Draws
     ) -> mx.array:
-        """Logits behind bias, penalties and ``min_tokens``.
+        """Logits after bias, penalties and ``min_tokens``.
 
         Args:
             logits: shape (B, S, V).

@@ -1,4 +1,4 @@
-"""Where proposals come from; docs/drafters.md tells how to add one."""
+"""Where proposals come from; docs/drafters.md shows how to add one."""
 
 from .chain import ChainDrafter
 from .draft_model import DraftModel

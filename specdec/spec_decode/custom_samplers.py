@@ -25,7 +25,7 @@ class Stepped:
     Args:
         tokens: accepted draft tokens, then the extra token.
         logits: what the processors left at each of them, each of shape (1, V).
-        error: what went wrong behind them, if anything did.
+        error: what went wrong after them, if anything did.
     """
 
     tokens: list[int]
@@ -44,7 +44,7 @@ def choose_stepwise(
 
     Args:
         sequence: the row, with all its committed tokens.
-        logits: behind bias and penalties, shape (1, k + 1, V).
+        logits: after bias and penalties, shape (1, k + 1, V).
         draws: of the row's positions, batch size 1.
         proposed: the draft tokens that it may accept.
         sampling: how the row, alone, chooses from what its processors leave.

@@ -105,7 +105,7 @@ def longest_match(
 def continuation(ring: mx.array, lengths: mx.array, match: Match, k: int) -> mx.array:
     """The ``k`` tokens that follow each match, shape (B, k).
 
-    A match near the end of its row has fewer behind it: then they repeat, as what
+    A match near the end of its row has fewer after it: then they repeat, as what
     was matched does. Means nothing where nothing was found.
     """
     period = mx.maximum(lengths - 1 - match.last, 1)[:, None]
@@ -151,7 +151,7 @@ def keep(
     chosen: mx.array,
     kept: mx.array,
 ) -> mx.array:
-    """``ring`` with the newest token, and those kept behind it, in it.
+    """``ring`` with the newest token, and those kept after it, in it.
 
     Args:
         ring, lengths, recent: as for :func:`search`, before the round.

@@ -1,4 +1,4 @@
-"""Proposals of our own rows that stand behind each row's newest token already.
+"""Proposals of our own rows that follow each row's newest token already.
 
 The target reads that token whatever is proposed, and nothing looks at it again: so the
 output is the target's only where nobody else may hand it over. Of rows of other classes

@@ -25,14 +25,14 @@ class Verdict:
     """What a round keeps: row ``i`` commits ``chosen[i, :kept[i]]``.
 
     Args:
-        chosen: shape (B, k + 1), int32; what is behind a row's kept tokens means
+        chosen: shape (B, k + 1), int32; what is after a row's kept tokens means
             nothing.
         kept: accepted draft tokens and the extra token, 0 for rows that have
             ended, shape (B,), int32.
         hidden: the target's hidden states at the round's inputs (the last committed
             token, then the proposals), shape (B, k + 1, D), where the drafter asked
             for them, else ``None``: what the layers that it asked for put out,
-            before any norm, one behind the other along the last axis.
+            before any norm, one after the other along the last axis.
     """
 
     chosen: mx.array
@@ -44,8 +44,8 @@ def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.arra
     """How many of the target's choices each row keeps, when equality decides.
 
     The target chose ``chosen[:, j]`` for the position of ``proposed[:, j]``, and
-    one more behind the last. Proposals count up to the first that differs; the
-    choice behind them is kept as the round's extra token.
+    one more after the last. Proposals count up to the first that differs; the
+    choice after them is kept as the round's extra token.
 
     Args:
         proposed: draft tokens, shape (B, k), k may be 0.
@@ -83,7 +83,7 @@ class Proposed:
         tokens: draft tokens, shape (B, k).
         draft: what each was drawn from, shape (B, k, V); ``None`` when all of a
             draft's probability was on its token.
-        target: what the target would draw from at each position, and behind the
+        target: what the target would draw from at each position, and after the
             last, shape (B, k + 1, V).
         limit: see :func:`count_kept`.
     """
@@ -119,7 +119,7 @@ class Accepted:
     Args:
         count: accepted draft tokens, shape (B,), int32; less than 0 for rows that
             have ended.
-        scale: the share of the target's mass that is left behind ``count`` tokens,
+        scale: the share of the target's mass that is left after ``count`` tokens,
             shape (B,): p_i of block verification, 1 for the ratio test.
     """
 
@@ -143,7 +143,7 @@ def block(proposed: Proposed, uniform: mx.array) -> Accepted:
 
     With p_0 = 1 and p_i = min(1, p_{i-1} P(x_i) / Q(x_i)), prefix ``i`` passes with
     probability h_i = S_i / (S_i + 1 - p_i), where S_i is the mass of
-    max(p_i P - Q, 0) behind it, and the longest with p_k.
+    max(p_i P - Q, 0) after it, and the longest with p_k.
 
     Args:
         uniform: as for :func:`rejection`.
@@ -159,7 +159,7 @@ def block(proposed: Proposed, uniform: mx.array) -> Accepted:
             left = p[:, None] * proposed.target[:, i] - draft[:, i]
             mass = mx.maximum(left, 0.0).sum(axis=-1)
             rest = mass + 1.0 - p
-            # Nothing left and p = 1: both agree on everything behind it as well.
+            # Nothing left and p = 1: both agree on everything after it as well.
             inner = mx.where(rest > 0, mass / mx.maximum(rest, 1e-38), 1.0)
             h = mx.where(limit == i, p, inner)
         passes = (uniform[:, i - 1] < h) & (i <= limit)
@@ -171,7 +171,7 @@ def block(proposed: Proposed, uniform: mx.array) -> Accepted:
 def with_extra_token(
     proposed: Proposed, accepted: Accepted, gumbel: mx.array
 ) -> Verdict:
-    """Draw the token behind the accepted ones from what the draft left of P.
+    """Draw the token after the accepted ones from what the draft left of P.
 
     From P itself where all that a row may accept was accepted; elsewhere from
     max(scale * P - Q, 0), normalised.

@@ -80,7 +80,7 @@ class Decision:
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
-        errors: rows whose own functions failed behind what they keep, with what
+        errors: rows whose own functions failed after what they keep, with what
             they said.
     """
 
@@ -100,7 +100,7 @@ class RowRules:
         rejection, block: rows with that verification, shape (B,), boolean;
             ``None`` when there are none.
         stepwise: running rows whose tokens the user's functions choose, with how
-            they sample behind those functions.
+            they sample after those functions.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
         settler: works out what follows from a round.
@@ -161,7 +161,7 @@ class RowRules:
         return replace(draws, gumbel=its_own)
 
     def round_of(self, k: int, committed: Committed, active: mx.array) -> Round:
-        """What a drafter is told of a round of ``k``.
+        """What a drafter gets to know of a round of ``k``.
 
         Args:
             committed: before it.

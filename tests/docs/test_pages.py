@@ -32,6 +32,23 @@ def test_commits_are_named_by_results_and_the_changelog_alone() -> None:
             assert not commit.findall(page.read_text("utf-8")), page.name
 
 
+def test_paths_that_pages_name_exist() -> None:
+    """A file was moved, or is gone, and a page still sends readers to it."""
+    start = r"(?<![\w./~-])(?:tests|specdec|scripts|benchmarks|recipes|docs)/"
+    named = re.compile(start + r"[\w./-]*\w/?")
+    # The first is where costs are kept in the user's folder of caches.
+    elsewhere = re.compile(r"specdec/costs\.json|benchmarks/results/(\w+-)?NAME")
+    pages = [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+    lost = [
+        f"{page.relative_to(ROOT)}: {path}"
+        for page in pages
+        if page.name != "CHANGELOG.md"
+        for path in named.findall(page.read_text("utf-8"))
+        if not (ROOT / path).exists() and not elsewhere.fullmatch(path)
+    ]
+    assert not lost
+
+
 def test_every_result_is_listed() -> None:
     """With what to know about it: a result that nobody finds, or that is gone."""
     folder = ROOT / "benchmarks"

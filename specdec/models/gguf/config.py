@@ -35,7 +35,7 @@ _COMPARED_BYTES = 1 << 24
 
 @dataclass(frozen=True)
 class _Metadata:
-    """Metadata of one architecture, by the key behind its prefix."""
+    """Metadata of one architecture, by the key after its prefix."""
 
     file: GGUFFile
     architecture: str
@@ -164,7 +164,7 @@ def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
         ),
     ):
         info = file.tensors.get(f"{name}.weight")
-        if info is not None:  # else loading tells
+        if info is not None:  # else loading reports it
             found.append((key, size, info.shape[axis]))
     for key, size, there in found:
         if size != there:

@@ -185,7 +185,7 @@ def describe_weights(
     readable: set[str] = set()
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
         if form.dtype is not None or not is_packed(info):
-            if info.type_name not in readable:  # a row tells
+            if info.type_name not in readable:  # a row reports it
                 read_float_rows(file, info, 0, min(1, info.rows))
                 readable.add(info.type_name)
             weights[name] = mx.zeros(info.shape, dtype)

@@ -54,7 +54,7 @@ class _Position:
 class Acceptance:
     """The chance of a draft token at each position, given that those before it held.
 
-    A row that accepts n of at most m tokens tells of the first min(m, n + 1)
+    A row that accepts n of at most m tokens shows the first min(m, n + 1)
     positions. The product of the chances is the share of rounds that accept so many
     tokens (Kaplan and Meier 1958), so that rounds of different k share what they saw.
     """

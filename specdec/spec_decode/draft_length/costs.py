@@ -203,7 +203,7 @@ class RoundCosts:
         """Learn from a round; ``seconds`` are given where they are fair.
 
         Returns:
-            Whether it tells of rounds of the same shapes. The first one does not where
+            Whether it is of rounds of the same shapes. The first one does not where
             new shapes cost.
         """
         self.rounds += 1

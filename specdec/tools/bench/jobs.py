@@ -30,7 +30,7 @@ from .recipe import Recipe
 from .tables import percentile
 from .waves import Clock, Options, Record
 
-#: mlx-lm takes so many prompts in at a time, unless told otherwise.
+#: mlx-lm takes so many prompts in at a time, unless set otherwise.
 _PREFILL_BATCH = 8
 _GOLDEN = 0.6180339887498949
 

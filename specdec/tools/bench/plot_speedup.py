@@ -91,7 +91,7 @@ def _line(point: _Point, over_k: bool) -> Any:
 
 
 def _panels(figures: Figures, points: list[_Point]) -> Mapping[str, list[_Point]]:
-    """Points by what neither axis nor lines tell: other conditions, and the draft."""
+    """Points by what neither axis nor lines show: other conditions, and the draft."""
     several = len(figures.recipe.draft) > 1 and _over_k(figures)
     found: dict[str, list[_Point]] = {}
     for point in points:

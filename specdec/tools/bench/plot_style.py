@@ -6,7 +6,7 @@ import textwrap
 from collections.abc import Sequence
 from typing import Any
 
-# Okabe and Ito's palette, which the colour-blind can tell apart.
+# Okabe and Ito's palette, which the colour-blind can distinguish.
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
 STYLE = {

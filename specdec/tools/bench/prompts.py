@@ -50,11 +50,11 @@ class EncodedSet:
 
     @property
     def digest(self) -> str:
-        """Tells whether two runs had the same prompts."""
+        """Shows whether two runs had the same prompts."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
 
     def behind(self, context: int) -> list[list[int]]:
-        """The prompts behind ``context`` tokens that are the same for all.
+        """The prompts after ``context`` tokens that are the same for all.
 
         The common tokens are those of the prompts, one after the other, over and
         over.

@@ -42,7 +42,7 @@ from .recipe import WRONG, Recipe
 from .waves import Clock, Options, Record, Run
 from .wrong import WrongDrafter
 
-#: Told of all units and of those already done; gives what brackets each new unit.
+#: Gets all units and those already done; gives what brackets each new unit.
 Progress = Callable[[Unit], AbstractContextManager[Any]]
 
 
@@ -258,7 +258,7 @@ def run_recipe(
     Args:
         command: for the report.
         clock: seconds.
-        progress: told how many units there are and how many are done; gives what
+        progress: gets how many units there are and how many are done; gives what
             brackets each new one.
         trust_remote_code: run Python code that lies in a model's folder.
 

@@ -93,7 +93,7 @@ class Wave:
     def finish(self) -> None:
         """Note that the device is idle."""
         self.end = self.clock()
-        # Steps behind the last token are rounds that nobody needed.
+        # Steps after the last token are rounds that nobody needed.
         while self.steps and not any(self.steps[-1][1]):
             self.steps.pop()
 

@@ -43,7 +43,7 @@ class Block:
     Args:
         tokens: shape (B, L), int32.
         positions: where there is something to learn, in the flattened rows, shape
-            (N,), int32; behind the last one padding of weight 0.
+            (N,), int32; after the last one padding of weight 0.
         weights: shape (N,), float32.
         num_tokens: of documents, padding not counted.
     """
@@ -97,7 +97,7 @@ def _block(
         inputs = document.tokens[:-1][:row]
         tokens[i, : len(inputs)] = inputs
         total += len(inputs)
-        # The state at a position foretells the token behind it.
+        # The state at a position predicts the token after it.
         answer = document.prompt_length - 1
         weights[i, answer : len(inputs)] = 1
         if document.kind in (GREEDY, TEXT):  # others have the same prompt again

@@ -85,7 +85,7 @@ def load(
 
     Args:
         like: trees of the same names and shapes.
-        say: is told where the last checkpoint is damaged, and the one before is taken.
+        say: called where the last checkpoint is damaged, and the one before is taken.
 
     Raises:
         ModelError: none can be read, or it is of other options or data.

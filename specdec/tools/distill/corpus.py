@@ -28,7 +28,7 @@ class Document:
     """A text to learn from.
 
     Args:
-        tokens: the prompt and what was written behind it.
+        tokens: the prompt and what was written after it.
         prompt_length: how many of them are the prompt.
         kind: how the rest was chosen: ``GREEDY``, ``SAMPLED``; ``TEXT`` was given.
     """

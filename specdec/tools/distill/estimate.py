@@ -1,4 +1,4 @@
-"""What a run would be: sizes, memory and time, told before weights are loaded."""
+"""What a run would be: sizes, memory and time, reported before weights are loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ MOST_TOKENS, ALL_TOKENS = 20_000_000, 66_000_000
 
 
 def check_target(options: Options) -> None:
-    """Refuse a target that is not supported, as far as its files tell.
+    """Refuse a target that is not supported, as far as its files show.
 
     Raises:
         UnsupportedModelError: it is not.
@@ -101,7 +101,7 @@ def describe(options: Options) -> list[str]:
 
 
 def _outline(options: Options) -> Described | None:
-    """The target without its weights; ``None`` where its files do not tell."""
+    """The target without its weights; ``None`` where its files do not show it."""
     try:
         name = options.target or DEFAULT_TARGET
         return outline(
@@ -112,7 +112,7 @@ def _outline(options: Options) -> Described | None:
     except UnsupportedModelError:
         raise
     except ModelError:
-        return None  # loading tells
+        return None  # loading reports it
 
 
 def _writing(options: Options) -> str:

@@ -61,7 +61,7 @@ def export(
         weights = {k: v for k, v in weights.items() if not _is_target_s(k)}
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, weights, {"format": "mlx"})
-    # The card first: a folder that is half replaced can then be told from another.
+    # The card first: a folder that is half replaced can then be recognized.
     files = {**_card_files(card), "model.safetensors": buffer.getvalue()}
     if not layers_only:
         with tempfile.TemporaryDirectory() as work:

@@ -356,7 +356,7 @@ class Job:
 
 
 def _setting(found: dict[str, Any]) -> tuple[str, int, int, float]:
-    """What tells rounds on a card apart."""
+    """What distinguishes rounds on a card."""
     return (
         found["set"],
         found["prompts"],

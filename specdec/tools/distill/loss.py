@@ -87,7 +87,7 @@ class ChunkedLoss:
         """The sums, and the gradient of ``loss`` with respect to ``draft``.
 
         Args:
-            draft: its hidden states behind the last norm, shape (N, D), N a multiple
+            draft: its hidden states after the last norm, shape (N, D), N a multiple
                 of the chunk.
             target: the target's, same shape.
             weights: of the positions, shape (N,), float32.

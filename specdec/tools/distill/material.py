@@ -257,7 +257,7 @@ def _digest(values: Iterable[object]) -> str:
 
 
 def _prompt(document: Document) -> tuple[int, ...]:
-    """What tells texts apart that must not be on both sides."""
+    """What distinguishes texts that must not be on both sides."""
     return document.tokens[: max(document.prompt_length, 16)]
 
 

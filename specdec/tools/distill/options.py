@@ -13,7 +13,7 @@ from .schedule import Budget
 from .train import Recipe
 from .wave import Wave
 
-# Four layers of SmolLM2-135M agreed no more on held-out texts behind nine or ten times
+# Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten times
 # through what was written (docs/distill.md).
 _EPOCHS = 8
 # Minutes of writing for one of training, about the same on the GPU where that was.
@@ -99,7 +99,7 @@ class Options:
                 raise ConfigError(
                     f"out is the target's own folder {out}: name another one"
                 )
-        # A draft's own is written last, behind its card.
+        # A draft's own is written last, after its card.
         if (out / "config.json").exists() and read_card(out) is None:
             raise ConfigError(
                 f"{out} holds a model that specdec distill did not make: name "

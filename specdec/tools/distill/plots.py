@@ -25,7 +25,7 @@ Lines = dict[str, dict[str, Line]]
 
 
 def draw_all(cards: Mapping[str, Card], folder: Path) -> list[Path] | None:
-    """Draw what the cards of drafts tell, into ``folder``.
+    """Draw what the cards of drafts report, into ``folder``.
 
     Args:
         cards: what is in ``distill.json``, by the draft's name.
@@ -141,7 +141,7 @@ def _marked(panel: Any) -> None:
 
 
 def _number_ends(panel: Any) -> None:
-    """A number behind each line's last point."""
+    """A number after each line's last point."""
     for line in panel.lines:
         end = line.get_xdata()[-1], line.get_ydata()[-1]
         _number(panel, line, end, (6, -3), "left")
@@ -166,7 +166,7 @@ def _number(
 
 
 def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
-    """Cards by the number of layers, where that tells them apart."""
+    """Cards by the number of layers, where that distinguishes them."""
     counts = [len(card["layers"]) for card in cards.values()]
     if len(set(counts)) < len(counts):
         return dict(cards)

@@ -111,7 +111,7 @@ class Opening:
 
     Args:
         text: may be empty.
-        until: the turn ends behind this text, where it comes once more.
+        until: the turn ends after this text, where it comes once more.
     """
 
     text: str

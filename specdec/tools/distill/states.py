@@ -11,7 +11,7 @@ from .blocks import Block
 
 
 def states_at(model: nn.Module, block: Block) -> mx.array:
-    """Hidden states behind the last norm at a block's positions, shape (N, D).
+    """Hidden states after the last norm at a block's positions, shape (N, D).
 
     Args:
         model: a text model.

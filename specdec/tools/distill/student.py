@@ -50,7 +50,7 @@ class Student:
         self.model["model"].update(parameters)
 
     def hidden(self, tokens: mx.array) -> mx.array:
-        """Hidden states behind the last norm, shape (B, L, D)."""
+        """Hidden states after the last norm, shape (B, L, D)."""
         states: mx.array = self.model["model"](tokens)
         return states
 

@@ -26,7 +26,7 @@ OPTIMIZERS = ("adamw", "muon")
 # Muon's step has a spectral norm of 1 times its learning rate, AdamW's elements about
 # their learning rate: for matrices of these widths so much more is alike.
 _MUON_SCALE = 10.0
-# Share of the budget behind which weights are rounded as they will be stored.
+# Share of the budget after which weights are rounded as they will be stored.
 PACKED_FROM = 0.7
 
 

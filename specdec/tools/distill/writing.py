@@ -33,14 +33,14 @@ def write(
     Args:
         runner: runs the target.
         prompts: token ids, none of them empty.
-        max_tokens: most tokens to write behind each.
+        max_tokens: most tokens to write after each.
         ends: tokens that end a row.
         temperature: 0 takes the likeliest token.
         key: of the draws, above 0.
         check: called between chunks of prompts, and as often as the host looks.
 
     Returns:
-        What was written behind each prompt, the token that ended it included.
+        What was written after each prompt, the token that ended it included.
     """
     if not prompts:
         return []

@@ -45,7 +45,7 @@ def certify(
         params: ``max_tokens``, ``temperature``, ``seed`` (of the first prompt, each
             next one's is one more; 0 without one) and ``verification``.
         draws: decodings of each prompt, for a distribution; 20 or more.
-        max_restarts: how often a row is decoded again from behind a tie.
+        max_restarts: how often a row is decoded again after a tie.
         ignore_chat_template: encode strings as they are.
         progress: called with what is being done, how much is, and of how much.
 

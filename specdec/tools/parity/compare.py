@@ -65,7 +65,7 @@ class Evidence:
 
 
 def why_no_tie(evidence: Evidence) -> str | None:
-    """What tells that a difference is no rounding; ``None`` for a tie.
+    """What shows that a difference is no rounding; ``None`` for a tie.
 
     With noise ``n``, all of these must hold, and a NaN holds nothing:
 

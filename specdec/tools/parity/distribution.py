@@ -23,11 +23,11 @@ MIN_DRAWS = int(2 * MIN_EXPECTED)
 
 @dataclass(frozen=True)
 class PrefixTest:
-    """The tokens that came behind one prefix.
+    """The tokens that came after one prefix.
 
     Args:
         prompt: index of the prompt.
-        tokens: generated tokens behind it, before those that are tested.
+        tokens: generated tokens after it, before those that are tested.
         fit: how they fit the target's probabilities.
     """
 
@@ -121,11 +121,11 @@ def certify_distribution(
     draws: int,
     progress: Progress,
 ) -> DistributionCertificate:
-    """Decode every prompt ``draws`` times and test what came behind each prefix.
+    """Decode every prompt ``draws`` times and test what came after each prefix.
 
-    Given that a prefix came, the token behind it is a draw from the target's
+    Given that a prefix came, the token after it is a draw from the target's
     distribution there, whatever came before: each prefix is a test of its own, and
-    their sum is one too. The first token of a row is no draft's; those behind it are.
+    their sum is one too. The first token of a row is no draft's; those after it are.
     """
     rows = [
         # No two rows share a seed.

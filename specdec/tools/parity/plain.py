@@ -148,7 +148,7 @@ class PlainTarget:
         width: int = 1,
         prefill_step_size: int = 2048,
     ) -> mx.array:
-        """Logits behind ``tokens``, written behind ``prompt`` in one shape of forward.
+        """Logits after ``tokens``, written after ``prompt`` in one shape of forward.
 
         The prompt but for its last token is prefilled, the last is a step of its own,
         as in every decoding; the tokens follow, ``width`` at a time. All rows are the
@@ -171,7 +171,7 @@ class PlainTarget:
         for first in range(0, len(tokens), width):
             block = list(tokens[first : first + width])
             query = len(block) - 1
-            # Tokens behind the query change the shape and nothing that it sees.
+            # Tokens after the query change the shape and nothing that it sees.
             block += [block[-1]] * (width - len(block))
             logits = self._forward(block, caches, batch_size)[0, query]
             mx.eval(logits)

@@ -35,7 +35,7 @@ class TokenCertificate:
     Args:
         prompts, tokens: that plain decoding gave, ends of rows included.
         compared: tokens of those that the engine was compared with.
-        restarts: rows decoded again, from behind a tie.
+        restarts: rows decoded again after a tie.
         drafted, accepted: draft tokens of all rows.
         divergences: in the order in which they were found.
         errors: (prompt, message) of rows that the engine ended with an error.
@@ -65,7 +65,7 @@ class TokenCertificate:
 
     @property
     def verdict(self) -> Verdict:
-        """``incomplete``: tokens behind the last restart were not compared."""
+        """``incomplete``: tokens after the last restart were not compared."""
         if self.failures:
             return "failure"
         if self.compared < self.tokens:
@@ -123,7 +123,7 @@ def certify_tokens(
 ) -> TokenCertificate:
     """Compare the engine's tokens with plain decoding's.
 
-    Behind a tie the two rows rightly differ, so the engine decodes the rest again
+    After a tie the two rows rightly differ, so the engine decodes the rest again
     from the plain tokens, up to ``max_restarts`` times a prompt.
     """
     results = decode_rows(decoder, tasks, progress, "speculative")
@@ -182,7 +182,7 @@ class _Comparison:
         """Compare row ``i``, which the engine began at generated token ``begun``.
 
         Returns:
-            Where to begin again, behind a tie; ``None`` when there is nothing left.
+            Where to begin again, after a tie; ``None`` when there is nothing left.
         """
         self._drafted += result.drafted
         self._accepted += result.accepted
