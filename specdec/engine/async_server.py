@@ -12,6 +12,7 @@ import asyncio
 import atexit
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from copy import copy
@@ -31,8 +32,8 @@ from ..sampling_params import SamplingParams, require_params
 from .session import Session
 
 # Streams that no thread uses. MLX keeps a thread for each stream until the process
-# ends, so that they are used again.
-_idle_streams: list[mx.Stream] = []
+# ends, so that they are used again; by name, as equal devices have several hashes.
+_idle_streams: defaultdict[str, list[mx.Stream]] = defaultdict(list)
 # Seconds that the end of the process waits for a server that nobody closed.
 _PATIENCE = 10.0
 # Stands for a prompt that is not tokenized any more.
@@ -220,17 +221,19 @@ class _Worker(threading.Thread):
 @contextmanager
 def _stream() -> Iterator[None]:
     """A stream of its own for what this thread computes."""
+    device = mx.default_device()
+    idle = _idle_streams[str(device)]
     try:
-        stream = _idle_streams.pop()
+        stream = idle.pop()
     except IndexError:
-        stream = mx.new_thread_unsafe_stream(mx.default_device())
+        stream = mx.new_thread_unsafe_stream(device)
     mx.set_default_stream(stream)
     try:
         yield
     finally:
         with suppress(Exception):  # of a device that failed, which was reported
             mx.synchronize(stream)
-        _idle_streams.append(stream)
+        idle.append(stream)
 
 
 class Server:

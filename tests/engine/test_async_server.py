@@ -29,6 +29,7 @@ from specdec import (
     SpecDecoder,
     StreamEvent,
 )
+from specdec.engine import async_server
 from specdec.engine.async_server import Server
 from specdec.models.runner import ModelRows
 from tests.test_decoder import loaded
@@ -661,6 +662,22 @@ def test_what_ended_in_a_step_that_fails_is_reported(decoder: SpecDecoder) -> No
                 await long
 
     asyncio.run(serve())
+
+
+def test_a_stream_serves_again_on_its_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After set_default_device a server took an idle stream of the device before."""
+    # The other one may not exist, so that nothing is computed there.
+    devices = mx.default_device(), mx.Device(mx.cpu, 1)
+    streams: list[mx.Stream] = []
+    monkeypatch.setattr(mx, "set_default_stream", streams.append)
+    for device in devices * 2:
+        monkeypatch.setattr(mx, "default_device", lambda device=device: device)
+        with async_server._stream():
+            pass
+    assert [s.device for s in streams] == [*devices, *devices]
+    assert streams[:2] == streams[2:]
 
 
 # -- the end of the process ------------------------------------------------
