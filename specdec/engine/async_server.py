@@ -12,8 +12,8 @@ import asyncio
 import atexit
 import threading
 import traceback
+from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from copy import copy
 from dataclasses import dataclass, field
@@ -32,10 +32,12 @@ from ..sampling_params import SamplingParams, require_params
 from .session import Session
 
 # Streams that no thread uses. MLX keeps a thread for each stream until the process
-# ends, so that they are used again.
-_idle_streams: list[mx.Stream] = []
+# ends, so that they are used again; by name, as equal devices have several hashes.
+_idle_streams: defaultdict[str, list[mx.Stream]] = defaultdict(list)
 # Seconds that the end of the process waits for a server that nobody closed.
 _PATIENCE = 10.0
+# Stands for a prompt that is not tokenized any more.
+_UNREAD = EncodedPrompt("", ())
 
 OpenSession = Callable[[], AbstractContextManager[Session]]
 
@@ -85,23 +87,41 @@ class _Worker(threading.Thread):
         self._hear_end = hear_end
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
         self._requests: dict[int, _Request] = {}
-        self._closing = False
+        self._prompts: SimpleQueue[_Request | None] = SimpleQueue()  # None ends them
+        self._closing = False  # as any thread may say
+        self._all_came = False
 
     # -- called by the loop ------------------------------------------------
+
+    def add(self, request: _Request) -> None:
+        """Tokenize a request's prompt in its turn, and decode it."""
+        self._prompts.put(request)
 
     def cancel(self, request: _Request) -> None:
         """End a request, whether it has begun or not."""
         request.left = True
         self._commands.put(partial(self._cancel, request))
 
+    def close(self) -> None:
+        """End all requests, then the thread; prompts not begun are not tokenized."""
+        self._closing = True
+        self._commands.put(self._cancel_all)
+        self._prompts.put(None)
+
     # -- in the tokenizing thread ------------------------------------------
 
-    def add(self, request: _Request) -> None:
+    def _tokenize(self) -> None:
+        for request in iter(self._prompts.get, None):
+            with suppress(RuntimeError):  # the loop has gone, and all who could hear
+                self._encode(request)
+        self._commands.put(self._end_of_prompts)
+
+    def _encode(self, request: _Request) -> None:
         """Encode a request's prompt, and let the session have it."""
         if request.left:
             return
         try:
-            prompt = request.encode()
+            prompt = _UNREAD if self._closing else request.encode()
             stop_texts(request.params.stop)  # kept for the session's thread
         except Exception as error:
             self._tell([(request, error)])
@@ -110,20 +130,21 @@ class _Worker(threading.Thread):
         else:
             self._commands.put(partial(self._add, request, prompt))
 
-    def close(self) -> None:
-        """End all requests, then the thread."""
-        self._commands.put(self._close)
-
     # -- in the thread -----------------------------------------------------
 
     def run(self) -> None:
         failure: BaseException | None = None
         atexit.register(self._end)
+        # A daemon, as Python waits for other threads without a bound.
+        threading.Thread(
+            target=self._tokenize, name="specdec tokenizer", daemon=True
+        ).start()
         try:
             with _stream():
                 self._serve()
         except BaseException as error:  # whatever it is, somebody waits
             failure = error
+        self.close()  # where it failed, the tokenizing thread goes on
         if failure is not None:
             # Its frames would keep the caches alive for as long as the error.
             traceback.clear_frames(failure.__traceback__)
@@ -136,6 +157,7 @@ class _Worker(threading.Thread):
     def _end(self) -> None:
         """End the thread, in the last moments of the process."""
         self.close()
+        self._commands.put(self._end_of_prompts)  # nobody hears of the last ones
         self.join(_PATIENCE)
 
     def _serve(self) -> None:
@@ -144,7 +166,7 @@ class _Worker(threading.Thread):
             self._work(session)
 
     def _work(self, session: Session) -> None:
-        while session.busy or not self._closing:
+        while session.busy or not self._all_came:
             self._obey(session, wait=not session.busy)
             try:
                 self._report(session.step())
@@ -181,31 +203,37 @@ class _Worker(threading.Thread):
             self._tell([(request, error)])
         else:
             self._requests[request.index] = request
+            if self._closing:
+                session.cancel(request.index)
 
     def _cancel(self, request: _Request, session: Session) -> None:
         if request.index is not None:
             session.cancel(request.index)
 
-    def _close(self, session: Session) -> None:
-        self._closing = True
+    def _cancel_all(self, session: Session) -> None:
         for index in self._requests:
             session.cancel(index)
+
+    def _end_of_prompts(self, session: Session) -> None:
+        self._all_came = True
 
 
 @contextmanager
 def _stream() -> Iterator[None]:
     """A stream of its own for what this thread computes."""
+    device = mx.default_device()
+    idle = _idle_streams[str(device)]
     try:
-        stream = _idle_streams.pop()
+        stream = idle.pop()
     except IndexError:
-        stream = mx.new_thread_unsafe_stream(mx.default_device())
+        stream = mx.new_thread_unsafe_stream(device)
     mx.set_default_stream(stream)
     try:
         yield
     finally:
         with suppress(Exception):  # of a device that failed, which was reported
             mx.synchronize(stream)
-        _idle_streams.append(stream)
+        idle.append(stream)
 
 
 class Server:
@@ -234,7 +262,6 @@ class Server:
     def __init__(self, open_session: OpenSession, encode: Callable[..., EncodedPrompt]):
         self._open_session = open_session
         self._encode = encode
-        self._tokenizing = ThreadPoolExecutor(1, "specdec tokenizer")
         self._worker: _Worker | None = None
         self._open: set[_Request] = set()
         self._ended = asyncio.Event()
@@ -260,17 +287,17 @@ class Server:
     async def aclose(self) -> None:
         """Cancel all requests, tell their results, and end the thread.
 
-        It waits for the step that is running, for a chunk of prefill or a round.
+        It waits for the step that is running (a chunk of prefill or a round) and for
+        the prompt that is being tokenized. Prompts after it are not tokenized: their
+        results have no prompt.
         """
         if self._worker is None:
             return
         if not self._closed:
             self._closed = True
-            # After the prompts that are on their way.
-            self._tokenizing.submit(self._worker.close)
+            self._worker.close()
         await self._ended.wait()
         self._worker.join()
-        self._tokenizing.shutdown(wait=False, cancel_futures=True)
 
     @property
     def pending(self) -> int:
@@ -323,7 +350,7 @@ class Server:
         params = SamplingParams() if params is None else require_params(params)
         request = _Request(encode, params)
         self._open.add(request)
-        self._tokenizing.submit(worker.add, request)
+        worker.add(request)
         try:
             while True:
                 told = await request.inbox.get()

@@ -65,6 +65,8 @@ class Engine:
         length: DraftLength | None = None,
     ):
         self.stats = RunStats()
+        #: What a step emitted, until its caller has it.
+        self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()
         self._models = self._guarded((target, drafter))
         self._config = config
@@ -118,13 +120,29 @@ class Engine:
         self._alive[request.index] = request
 
     def abandon(self) -> list[StepOutput]:
-        """Decode no more, after a step that did not end; its rows that had ended."""
+        """Decode no more, after a step that did not end.
+
+        Returns:
+            What the step emitted, and rows that had ended: the same ones until they
+            were :meth:`reported`.
+        """
         self._running, self._joining, self._chunks = None, None, iter(())
         self._in_flight.clear()
-        ended = [s for s in self._alive.values() if s.finish_reason is not None]
-        outputs = [StepOutput.of(s) for s in ended]
-        self._count(outputs)
-        return outputs
+        held = {id(o.request) for o in self.unreported if o.ended}
+        self.unreported = [
+            *self.unreported,
+            *(
+                StepOutput.of(s)
+                for s in self._alive.values()
+                if s.finish_reason is not None and id(s) not in held
+            ),
+        ]
+        self._count([o for o in self.unreported if o.ended])
+        return self.unreported
+
+    def reported(self) -> None:
+        """Forget what was emitted last: its caller has it."""
+        self.unreported = []
 
     def cancel(self, index: int) -> bool:
         """End a request as it is; the next step tells its result.
@@ -143,8 +161,10 @@ class Engine:
         """Hand a chunk of prefill and a round to the device; read the round before.
 
         Returns:
-            What rows emitted: nothing while first rounds are on their way.
+            What rows emitted: nothing while first rounds are on their way. It is
+            held until it is :meth:`reported`, at the latest by the next step.
         """
+        self.reported()
         self._lap()
         if self._ended_early:
             outputs = self._leave()
@@ -153,6 +173,8 @@ class Engine:
             self._prefill_chunk()
             self.stats.prefill_seconds += self._lap()
             outputs = [] if self._dispatch() else self._read()
+        # Counting takes rows that have ended off the list of those alive.
+        self.unreported = outputs
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
         return outputs
@@ -176,12 +198,14 @@ class Engine:
         stats, now = self.stats, time.perf_counter()
         for output in outputs:
             sequence = output.request
+            if sequence.ended is not None:  # counted before an interrupt
+                continue
             stats.generated_tokens += len(output.token_ids)
             stats.decode_tokens += len(output.token_ids)
             if sequence.began is None and sequence.tokens:
                 sequence.began = now
                 stats.decode_tokens -= bool(output.token_ids)
-            if output.ended and sequence.ended is None:
+            if output.ended:
                 sequence.ended = now
                 stats.take_ended(sequence)
         stats.draft_error = self._guard.error

@@ -101,14 +101,12 @@ class Session:
         self._bounds = bounds
         self._limit = limit
         self._next_index = 0
-        # What the last step emitted, and whether one did not end.
-        self._outputs: list[StepOutput] = []
-        self._broken = False
+        self._broken = False  # a step did not end
 
     @property
     def busy(self) -> bool:
         """Whether a request has not ended yet, or its end was not told."""
-        return self._engine.busy
+        return self._engine.busy or bool(self._engine.unreported)
 
     @property
     def stats(self) -> RunStats:
@@ -206,14 +204,14 @@ class Session:
                 reported.
         """
         if self._broken:
-            self._outputs += self._engine.abandon()
-            if not self._outputs:
+            events = list(map(_event, self._engine.abandon()))
+            if not events:
                 self._check_whole()
-            outputs, self._outputs = self._outputs, []
-            return list(map(_event, outputs))
-        self._broken, self._outputs = True, []
-        self._outputs = self._engine.step()
-        events = list(map(_event, self._outputs))
+            self._engine.reported()
+            return events
+        self._broken = True
+        events = list(map(_event, self._engine.step()))
+        self._engine.reported()
         self._broken = False
         return events
 

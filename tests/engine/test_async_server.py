@@ -29,6 +29,7 @@ from specdec import (
     SpecDecoder,
     StreamEvent,
 )
+from specdec.engine import async_server
 from specdec.engine.async_server import Server
 from specdec.models.runner import ModelRows
 from tests.test_decoder import loaded
@@ -546,6 +547,55 @@ def test_rows_go_on_while_a_prompt_is_tokenized(tiny_model: Callable[..., Any]) 
     assert "specdec tokenizer" in threads.pop()
 
 
+def test_closing_waits_for_the_prompt_that_was_begun_alone(
+    tiny_model: Callable[..., Any],
+) -> None:
+    """Closing waited for every prompt in the queue, and rows went on meanwhile."""
+    model = loaded(tiny_model("llama", seed=0))
+    entered, released = threading.Event(), threading.Event()
+    begun: list[str] = []
+
+    class Waiting(type(model.tokenizer)):  # type: ignore[misc]
+        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+            begun.append(text)
+            entered.set()
+            assert released.wait(timeout=60)
+            return [7] * len(text)
+
+    model.tokenizer.__class__ = Waiting
+    decoder = SpecDecoder(model)
+
+    async def serve() -> None:
+        server = await decoder.serve().__aenter__()
+        endless = SamplingParams(max_tokens=10**6)
+        row = asyncio.create_task(server.generate([1, 2], endless))
+        await until(lambda: server.stats.generated_tokens > 3)
+        queued = [
+            asyncio.create_task(server.generate(f"prompt {i}", endless))
+            for i in range(8)
+        ]
+        await until(entered.is_set)
+        closing = asyncio.create_task(server.aclose())
+        # While the tokenizer holds on to its prompt.
+        result = await asyncio.wait_for(row, timeout=30)
+        assert result.finish_reason == "cancelled"
+        assert result.token_ids
+        assert not closing.done()
+        released.set()
+        results = await asyncio.gather(*queued)
+        await closing
+        assert {r.finish_reason for r in results} == {"cancelled"}
+        assert len({r.index for r in [result, *results]}) == 9
+        assert not any(r.token_ids for r in results)
+        assert begun == ["prompt 0"]
+        assert [r.prompt for r in results] == ["prompt 0", *[""] * 7]
+
+    try:
+        asyncio.run(serve())
+    finally:
+        released.set()
+
+
 def test_a_prompt_that_cannot_fit_is_not_tokenized(
     tiny_model: Callable[..., Any],
 ) -> None:
@@ -614,12 +664,31 @@ def test_what_ended_in_a_step_that_fails_is_reported(decoder: SpecDecoder) -> No
     asyncio.run(serve())
 
 
+def test_a_stream_serves_again_on_its_own_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After set_default_device a server took an idle stream of the device before."""
+    # The other one may not exist, so that nothing is computed there.
+    devices = mx.default_device(), mx.Device(mx.cpu, 1)
+    streams: list[mx.Stream] = []
+    monkeypatch.setattr(mx, "set_default_stream", streams.append)
+    for device in devices * 2:
+        monkeypatch.setattr(mx, "default_device", lambda device=device: device)
+        with async_server._stream():
+            pass
+    assert [s.device for s in streams] == [*devices, *devices]
+    assert streams[:2] == streams[2:]
+
+
 # -- the end of the process ------------------------------------------------
 
 
-@pytest.mark.parametrize("how", ["closed", "open"])
+@pytest.mark.parametrize("how", ["closed", "open", "tokenizing"])
 def test_a_program_that_served_ends_well(how: str) -> None:
-    """It aborted with code 134, most times; each cycle left a thread of MLX's."""
+    """It aborted with code 134, most times; each cycle left a thread of MLX's.
+
+    Python waited without a bound for a prompt that was being tokenized.
+    """
     program = [sys.executable, "-m", "tests.serving_exits", how, "12"]
     root = Path(__file__).resolve().parents[2]
     done = subprocess.run(

@@ -316,6 +316,7 @@ def test_a_step_that_is_interrupted_ends_the_session(target: Any, draft: Any) ->
             client.session.add(prompt, params)
         for _ in range(rng.randrange(8)):
             client.step()
+        requests = dict(client.session._engine._alive)
         try:
             with interrupted_at(rng.randrange(1, 2500)):
                 client.step()
@@ -329,6 +330,8 @@ def test_a_step_that_is_interrupted_ends_the_session(target: Any, draft: Any) ->
             ended += len(client.results) - before
             alive = client.session._engine._alive.values()
             assert all(s.finish_reason is None for s in alive)
+            over = {i for i, s in requests.items() if s.finish_reason is not None}
+            assert over <= client.results.keys()
         else:
             client.finish()
         for index, tokens in client.tokens.items():
@@ -341,6 +344,71 @@ def test_a_step_that_is_interrupted_ends_the_session(target: Any, draft: Any) ->
     assert ended > 0
     again = decode.generate([p for p, _ in work], [q for _, q in work])
     assert [r.token_ids for r in again] == [r.token_ids for r in whole.values()]
+
+
+@pytest.mark.parametrize("lengths", [(3, 3), (3, 20)])
+def test_rows_that_a_step_took_leave_of_are_reported_after_it(
+    target: Any, draft: Any, lengths: tuple[int, ...]
+) -> None:
+    """An interrupt between the count of rows that ended and the step's return.
+
+    The engine had forgotten them, and the session did not have them yet.
+    """
+    client = Client(decoder(target, draft).session())
+    for i, n in enumerate(lengths):
+        client.session.add([i, 9], SamplingParams(max_tokens=n))
+    engine = client.session._engine
+    count = engine._count
+
+    def interrupted(outputs: Any) -> None:
+        count(outputs)
+        if any(output.ended for output in outputs):
+            raise KeyboardInterrupt
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine, "_count", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            client.finish()
+    assert client.session.busy
+    assert not client.results
+    client.step()
+    over = [i for i, n in enumerate(lengths) if n == 3]
+    assert sorted(client.results) == over
+    for i, tokens in client.tokens.items():
+        plain = plainly(target, [i, 9], SamplingParams(max_tokens=lengths[i])).tokens
+        assert tokens == plain[: len(tokens)]
+        if i in over:
+            assert client.results[i].token_ids == tokens == plain
+    assert client.session.stats.prompts == len(over)
+    assert client.session.stats.generated_tokens == sum(
+        map(len, client.tokens.values())
+    )
+    assert client.session.busy == (len(over) < len(lengths))
+    with pytest.raises(SessionError, match="did not end"):
+        client.step()
+
+
+def test_an_interrupted_cancel_reports_nothing_twice(
+    target: Any, draft: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What the step before had returned came again, results included."""
+    client = Client(decoder(target, draft).session())
+    params = SamplingParams(max_tokens=3)
+    ended = client.session.add([1, 2], params)
+    other = client.session.add([3, 4], SamplingParams(max_tokens=30))
+    while ended not in client.results:
+        client.step()
+    before = {i: list(tokens) for i, tokens in client.tokens.items()}
+
+    def interrupted(index: int) -> bool:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(client.session._engine, "cancel", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        client.session.cancel(other)
+    with pytest.raises(SessionError, match="did not end"):
+        client.step()
+    assert client.tokens == before
 
 
 def test_an_interrupt_in_a_processor_changes_no_neighbour(
