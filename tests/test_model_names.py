@@ -33,7 +33,7 @@ def pair(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> LoadedModel:
     write_folder(target)
     write_folder(draft)
     monkeypatch.setattr("specdec.model_names.default_target", lambda: str(target))
-    for module in ("names", "draft_spec"):
+    for module in ("model_names", "draft_names"):
         monkeypatch.setattr(f"specdec.{module}.default_draft", lambda: str(draft))
     write_card(draft, fingerprint(load(target).model))
     (tmp_path / "here").mkdir()
@@ -119,7 +119,7 @@ def test_it_drafts_for_the_model_it_was_made_for_alone(
 
 
 def test_no_draft_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in ("names", "draft_spec"):
+    for module in ("model_names", "draft_names"):
         monkeypatch.setattr(f"specdec.{module}.default_draft", lambda: None)
     assert draft_for(None, None) is None
     with pytest.raises(ModelNameError, match=f"no model at {DRAFT}"):

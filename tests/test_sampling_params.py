@@ -57,7 +57,7 @@ NAN, INF = float("nan"), float("inf")
         ({"sampler": len, "top_k": 4}, "sampler replaces top_k"),
         (
             {"max_tokens": 2**31},
-            "max_tokens is 2147483648: it must be at most 2147483647",
+            "max_tokens is 2147483648: it must be a whole number, 1073741824 at most",
         ),
         ({"repetition_penalty": 2**63 * 2**70}, "repetition_penalty is 1"),
         ({"repetition_penalty": 10**400}, "repetition_penalty is 1"),

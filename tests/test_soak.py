@@ -29,7 +29,8 @@ def test_random_requests_come_and_go() -> None:
 
 
 def rows_stay(self: Engine) -> None:
-    pass
+    if self._running is not None:
+        self._running.retire()
 
 
 _row_limits = DecodeBatch._row_limits
@@ -62,7 +63,7 @@ def holds_nothing_back(self: OutputText) -> int:
 @pytest.mark.parametrize(
     ("owner", "name", "fault"),
     [
-        (Engine, "_drop_idle", rows_stay),
+        (Engine, "_retire", rows_stay),
         (DecodeBatch, "_row_limits", limits_of_the_batch),
         (ModelRows, "trim_per_sequence", trims_too_little),
         (OutputText, "_held_back", holds_nothing_back),

@@ -110,7 +110,7 @@ class Engine:
         decoded twice.
         """
         assert request.index not in self._alive
-        assert request.finish_reason is None and not request.tokens
+        assert request.finish_reason is None
         request.eos_token_ids = self._eos_token_ids
         if self._detokenizer is not None:
             request.output = OutputText(self._detokenizer(), request.params.stop)

@@ -173,7 +173,7 @@ def test_sizes(text: str, size: float) -> None:
      "9" * 400 + "GB", "9" * 5000],
 )  # fmt: skip
 def test_what_is_no_size(text: str) -> None:
-    with pytest.raises(ConfigError, match="is no size: write it as 8GB"):
+    with pytest.raises(ConfigError, match="is not a size: write it as 8GB"):
         parse_size(text)
 
 
