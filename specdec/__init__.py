@@ -67,3 +67,7 @@ def __getattr__(name: str) -> Any:
 
         return SpecDecoder
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

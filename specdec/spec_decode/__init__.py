@@ -14,6 +14,7 @@ from .factory import (
 )
 from .guard import DraftGuard
 from .ngram import NgramDrafter, NgramOptions
+from .rejection_sampler import Verdict
 
 __all__ = [
     "ChainDrafter",
@@ -29,6 +30,7 @@ __all__ = [
     "NgramOptions",
     "Proposals",
     "Round",
+    "Verdict",
     "check_proposals",
     "describe",
     "factory_of",
