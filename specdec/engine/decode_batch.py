@@ -278,7 +278,7 @@ class DecodeBatch:
         return few and self._has_room and self._shadow.due()
 
     def _peek(self, round_: Round) -> Proposals | None:
-        """What would be proposed in a round that does not draft, where that is told."""
+        """What would be proposed in a round without a draft, if the drafter says."""
         if self._draft is None or not self.num_draft_tokens:
             return None
         asked = replace(round_, num_draft_tokens=self.num_draft_tokens)

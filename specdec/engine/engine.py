@@ -39,14 +39,14 @@ class Engine:
 
     Args:
         target: runs the target model.
-        drafter: proposes; ``None`` decodes plainly, and so it goes on behind what a
-            drafter raises.
+        drafter: proposes; ``None`` decodes plainly, as does an engine whose drafter
+            has raised.
         config: rows, draft tokens.
         backend: how to shape rounds.
         eos_token_ids: tokens that end a row.
         detokenizer: makes a new streaming detokenizer; without it results have
             tokens and no text, and stop texts are not found.
-        observer: is told of every round.
+        observer: sees every round.
         preflight: rows wait while those that run leave no memory for them.
         length: chooses how many tokens rounds draft; ``None``: the most that the
             config allows.
@@ -100,7 +100,7 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended yet, or its end was not told."""
+        """Whether a request has not ended yet, or its end was not reported."""
         return bool(self._alive)
 
     def add(self, request: Request) -> None:
@@ -145,7 +145,7 @@ class Engine:
         self.unreported = []
 
     def cancel(self, index: int) -> bool:
-        """End a request as it is; the next step tells its result.
+        """End a request as it is; the next step reports its result.
 
         Returns:
             Whether it had not ended yet.

@@ -19,7 +19,7 @@ def _free(requests: Sequence[Request]) -> int:
 class Scheduler:
     """Rows that wait for a place, and whether there is one.
 
-    Nobody overtakes: a row that does not fit holds those behind it back.
+    Nobody overtakes: a row that does not fit holds back those after it.
 
     Args:
         batch_size: rows that decode together at most.

@@ -105,7 +105,7 @@ class Session:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended yet, or its end was not told."""
+        """Whether a request has not ended yet, or its end was not reported."""
         return self._engine.busy or bool(self._engine.unreported)
 
     @property

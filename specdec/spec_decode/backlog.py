@@ -18,7 +18,7 @@ class Piece:
 
     Args:
         tokens: of every row, shape (B, S).
-        valid: how many of them are a row's own, the first ones; behind them is
+        valid: how many of them are a row's own, the first ones; what follows is
             padding, which has to be taken back.
     """
 
@@ -67,7 +67,7 @@ class Missed:
     def add(self, tail: mx.array) -> None:
         """Note a round, by the last two tokens of each row when it began, (B, 2).
 
-        A cache that was two tokens behind before it now lacks the first of them.
+        A cache that lagged by two tokens before it now lacks the first of them.
         """
         self._tokens.append(tail)
         self.counts = [n + (i not in self._idle) for i, n in enumerate(self.counts)]
@@ -116,10 +116,10 @@ class Missed:
     ) -> Iterator[Piece]:
         """All of it in two widths, where new ones cost: ``narrow`` for a short rest.
 
-        All rows begin with the first piece, and have padding behind what they missed.
+        All rows begin with the first piece, and have padding after what they missed.
 
         Args:
-            fits: whether so many tokens have room behind what every row has now.
+            fits: whether so many tokens have room after what every row has now.
                 Where wide padding has none, pieces are narrow; where narrow padding
                 has none, there is none.
         """

@@ -13,7 +13,7 @@ from .vetting import ours, vetted
 
 
 class ChainDrafter:
-    """Proposes what ``first`` proposes, and behind that what ``second`` does.
+    """Proposes what ``first`` proposes, and after that what ``second`` does.
 
     The second continues from the tokens of the first, so that what it has seen of
     a row (a draft model's cache) is right whoever proposed.
@@ -106,7 +106,7 @@ class ChainRows:
         self._second.commit(round_, replace(verdict, hidden=second))
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Both are told."""
+        """Pass it on to both."""
         self._first.note_lengths(longest, shortest)
         self._second.note_lengths(longest, shortest)
 
@@ -132,7 +132,7 @@ class ChainRows:
 
 
 def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
-    """Of every row what ``first`` means, and behind that what ``second`` proposes."""
+    """Of every row what ``first`` means, and after that what ``second`` proposes."""
     meant = first.meant
     probabilities = None
     if first.probabilities is not None or second.probabilities is not None:

@@ -49,7 +49,7 @@ class Proposals:
 
 @dataclass(frozen=True)
 class Round:
-    """What a drafter is told when a round begins.
+    """What a drafter knows when a round begins.
 
     Args:
         num_draft_tokens: k, how many tokens to propose for every row.
@@ -61,7 +61,7 @@ class Round:
             them (:meth:`choose`) is accepted most often.
         needs_probabilities: whether a row's verification looks at them.
         given: proposals that stand already, where another drafter came first:
-            continue each row behind those that are meant.
+            continue each row after those that are meant.
         lengths: committed tokens of every row, the prompt included, shape (B,); left
             out, the first position of ``draws``, which has to be computed.
     """
@@ -134,7 +134,7 @@ class DraftRows(Protocol):
         Args:
             hidden: shape (B, S, D), as in
                 :class:`~specdec.spec_decode.rejection_sampler.Verdict`.
-            lengths: tokens of the chunk that each row has; what is behind them is
+            lengths: tokens of the chunk that each row has; what follows them is
                 padding.
         """
         return
@@ -215,9 +215,9 @@ def method(rows: DraftRows, name: str) -> Callable[..., None]:
 
 
 def peek(rows: DraftRows, round_: Round) -> Proposals | None:
-    """What rows would propose in a round that does not draft; ``None``: not told.
+    """What rows would propose in a round that does not draft; ``None``: unknown.
 
-    Their method ``peek`` tells, where they have one. It is given the round with the k
+    Their method ``peek`` says so, where they have one. It is given the round with the k
     that is looked at (its draws have one position, as in a round of k = 0), and changes
     nothing that is proposed or kept; :meth:`DraftRows.commit` follows, with k = 0. Of
     proposals that were drawn from probabilities, what rows emit does not tell enough.

@@ -23,7 +23,7 @@ class DraftGuard:
     """What stands between an engine and its drafters.
 
     Whatever a drafter raises ends drafting, for all rows: a drafter that missed what a
-    round kept knows its rows no more. It is told in one warning; where it came from,
+    round kept knows its rows no more. One warning reports it; where it came from,
     in a debug message of the logger ``specdec.spec_decode``.
 
     Attributes:
@@ -34,11 +34,11 @@ class DraftGuard:
         self.error: str | None = None
 
     def drafter(self, drafter: Drafter) -> Drafter:
-        """The drafter, whose rows propose nothing behind a failure."""
+        """The drafter, whose rows propose nothing after a failure."""
         return _Guarded(drafter, self)
 
     def length(self, length: DraftLength) -> DraftLength:
-        """The choice of k: 0 behind a failure."""
+        """The choice of k: 0 after a failure."""
         return _GuardedLength(length, self)
 
     def fail(self, error: Exception, what: object) -> None:
@@ -78,7 +78,7 @@ class _Guarded(Drafter):
 
 
 class _GuardedRows(DraftRows):
-    """Rows of a drafter that may fail; behind that they are ``None``."""
+    """Rows of a drafter that may fail; after that they are ``None``."""
 
     def __init__(self, rows: DraftRows | None, guard: DraftGuard):
         self._rows, self._guard = rows, guard
