@@ -362,7 +362,7 @@ def test_logits_that_overflow_end_a_row_with_an_error(target: Any) -> None:
 def test_a_context_size_beyond_the_row_costs_nothing(target: Any) -> None:
     """It is cut to what the row can hold; else one request could take all memory."""
     params = SamplingParams(
-        max_tokens=6, presence_penalty=1.0, presence_context_size=2_000_000_000
+        max_tokens=6, presence_penalty=1.0, presence_context_size=1_000_000_000
     )
     (row,) = run_rows(target, None, [[5, 6, 7]], [params])
     assert row.tokens == plainly(target, [5, 6, 7], params).tokens

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 from .case import (
@@ -32,11 +34,15 @@ ASK = ("--max-tokens", "4", "--quiet", "--draft", "none")
 
 def texts_alone(world: World) -> dict[str, str]:
     """What each good prompt gives in a run of its own."""
-    target = world.once(sound_folder)
-    return {
-        prompt: specdec("run", "--target", target, "-p", prompt, *ASK).out.rstrip("\n")
-        for prompt in PROMPTS
-    }
+    target, alone = world.once(sound_folder), {}
+    with TemporaryDirectory() as folder:
+        path, output = Path(folder, "prompts.jsonl"), Path(folder, "out.jsonl")
+        for prompt in PROMPTS:
+            path.write_text(to_json({"prompt": prompt}), "utf-8")
+            asked = ("--target", target, "--prompts", path, "--output", output)
+            specdec("run", *asked, *ASK)
+            alone[prompt] = json.loads(output.read_bytes())["text"].rstrip("\n")
+    return alone
 
 
 def good_line(rng: random.Random) -> tuple[str, dict[str, Any]]:

@@ -67,6 +67,8 @@ def measure(
     length: DraftLength | None = None,
 ) -> tuple[int, MemoryPlan]:
     """Bytes at the fullest moment of a run, and the plan of it."""
+    # None is decoded twice.
+    requests = [Request(r.index, r.prompt, r.prompt_tokens, r.params) for r in requests]
     defaults = backend.defaults()
     drafts = draft is not None or drafter is not None
     ngram = getattr(drafter, "options", None)

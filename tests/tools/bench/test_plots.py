@@ -22,7 +22,12 @@ matplotlib: Any = pytest.importorskip("matplotlib")
 figure_module: Any = pytest.importorskip("matplotlib.figure")
 agg: Any = pytest.importorskip("matplotlib.backends.backend_agg")
 RESULTS = Path(__file__).parents[3] / "benchmarks" / "results"
-FOLDERS = sorted(raw.parent for raw in RESULTS.rglob("raw.jsonl"))
+# Whole jobs have tables alone.
+FOLDERS = sorted(
+    raw.parent
+    for raw in RESULTS.rglob("raw.jsonl")
+    if not Results.read(raw.parent).recipe["run"].get("jobs")
+)
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda f: f.name)
