@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,6 +15,7 @@ from typing import Any, TypeAlias
 from .errors import PromptError, PromptFileError
 from .templates import render_chat
 from .utils.data_files import DataError, parse_json
+from .utils.files import read_plain
 from .utils.printable import quoted, shorten
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
@@ -371,7 +373,9 @@ def _read(path: str | Path, name: str) -> bytes:
     try:
         if str(path) == "-":
             return sys.stdin.buffer.read()
-        return Path(path).read_bytes()
+        if _is_descriptor(path):
+            return Path(path).read_bytes()
+        return read_plain(path)
     except ValueError as error:  # a byte 0 in it
         raise PromptFileError(f"{name}: no file can have that name") from error
     except FileNotFoundError as error:
@@ -380,6 +384,11 @@ def _read(path: str | Path, name: str) -> bytes:
         raise PromptFileError(f"{name}: is a folder: name a file in it") from error
     except OSError as error:
         raise PromptFileError(f"{name}: cannot be read: {error.strerror}") from error
+
+
+def _is_descriptor(path: str | Path) -> bool:
+    """Whether it is a stream that this process was given, as by ``<(command)``."""
+    return os.path.abspath(path).startswith(("/dev/fd/", "/dev/stdin", "/proc/self/"))
 
 
 def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:

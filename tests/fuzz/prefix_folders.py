@@ -77,7 +77,10 @@ def spoil_header(path: Path, rng: random.Random) -> None:
     """
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
+    try:
+        header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
+    except (ValueError, RecursionError):  # it is spoilt already
+        return
     draw = rng.random()
     text, place = None, None
     if draw < 0.35:
