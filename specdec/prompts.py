@@ -309,13 +309,23 @@ def _check_unicode(text: str) -> None:
 def _encode_raw(tokenizer: Any, text: str) -> tuple[int, ...]:
     bos = tokenizer.bos_token
     has_bos = bos is not None and text.startswith(bos)
-    return tuple(tokenizer.encode(text, add_special_tokens=not has_bos))
+    return _tokens(tokenizer, text, add_special_tokens=not has_bos)
+
+
+def _tokens(tokenizer: Any, text: str, **options: bool) -> tuple[int, ...]:
+    try:
+        return tuple(tokenizer.encode(text, **options))
+    except Exception as error:  # its files may say anything
+        raise PromptError(
+            f"the tokenizer fails ({type(error).__name__}: {shorten(error)}): if it "
+            "fails on every prompt, download the model again"
+        ) from error
 
 
 def _encode_rendered(tokenizer: Any, text: str, limit: PromptLimit) -> tuple[int, ...]:
     limit.check(text)
     # The template has written the special tokens, BOS among them.
-    return tuple(tokenizer.encode(text, add_special_tokens=False))
+    return _tokens(tokenizer, text, add_special_tokens=False)
 
 
 def _render(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from specdec.prompts import (
     encode_all,
     read_prompts,
     read_records,
+    read_text,
 )
 
 if TYPE_CHECKING:
@@ -366,7 +368,7 @@ def test_unreadable_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "read_bytes", refuse)
+    monkeypatch.setattr("specdec.prompts.read_plain", refuse)
     with pytest.raises(PromptFileError, match="cannot be read: Permission denied"):
         read_prompts(write("Hi\n"))
 
@@ -398,3 +400,31 @@ def test_half_of_a_surrogate_pair_is_refused_wherever_it_stands(half: str) -> No
     tokenizer.apply_chat_template = lambda *_, **__: half  # type: ignore[method-assign]
     with pytest.raises(PromptError, match=refused):
         encode(tokenizer, [USER])
+
+
+class BrokenTokenizer:
+    """What a tokenizer_config.json with a text for a number makes of a tokenizer."""
+
+    bos_token = None
+    chat_template = None
+    has_chat_template = False
+
+    def encode(self, text: str, **options: Any) -> list[int]:
+        raise TypeError("'>' not supported between instances of 'int' and 'str'")
+
+
+def test_a_tokenizer_that_fails_ends_in_a_sentence() -> None:
+    with pytest.raises(PromptError, match=r"the tokenizer fails \(TypeError: '>' not"):
+        encode(BrokenTokenizer(), "Hi", ignore_chat_template=True)
+
+
+def test_a_named_pipe_is_no_file_of_prompts(tmp_path: Path) -> None:
+    """It is waited for without an end; a stream of this process is read."""
+    os.mkfifo(tmp_path / "p.txt")
+    with pytest.raises(PromptFileError, match="not a plain file"):
+        read_text(tmp_path / "p.txt")
+    ours, theirs = os.pipe()
+    os.write(theirs, b"Hi")
+    os.close(theirs)
+    assert read_text(f"/dev/fd/{ours}") == "Hi"
+    os.close(ours)
