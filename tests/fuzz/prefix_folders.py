@@ -169,6 +169,5 @@ def prefix_folder(case: Case) -> None:
     if answer.code != 0:
         fail(f"a run with a spoilt store fails: {answer.err}")
     if answer.out != expected[prompt]:
-        fail(
-            f"other tokens with a spoilt store: {answer.err}: {answer.out!r}, not {expected[prompt]!r}"
-        )
+        found = f"{answer.out!r}, not {expected[prompt]!r}"
+        fail(f"other tokens with a spoilt store: {answer.err}: {found}")

@@ -47,8 +47,8 @@ def test_a_thousand_malformed_inputs() -> None:
     """A traceback, a hang, a leak, or a neighbour with other tokens, for any input."""
     assert len(KINDS) >= 5
     seeds = -(-CASES // len(KINDS))
-    # A spoilt prefix folder gave other tokens once in some 400 cases, not again with the
-    # same seed, and the cause is open: scripts/soak --fuzz runs that kind, and
+    # A spoilt prefix folder gave other tokens once in some 400 cases, not again with
+    # the same seed, and the cause is open: scripts/soak --fuzz runs that kind, and
     # tests/prefix_cache/test_damage.py has 256 damaged entries.
     kinds = [kind for kind in KINDS if kind != "prefix_folder"]
     found = list(islice(fuzz(kinds, 0, seeds), MOST_FAULTS))
