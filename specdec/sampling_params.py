@@ -14,7 +14,6 @@ from .utils.checks import (
     is_int,
     require,
     require_int,
-    require_int32,
     require_range,
 )
 
@@ -179,7 +178,7 @@ class SamplingParams:
             object.__setattr__(self, "logit_bias", dict(self.logit_bias))
 
     def _check_lengths(self) -> None:
-        require_int32("max_tokens", self.max_tokens, 1)
+        require_int("max_tokens", self.max_tokens, 1)
         require_int("min_tokens", self.min_tokens, 0)
         few = self.min_tokens <= self.max_tokens
         rule = f"at most max_tokens ({self.max_tokens})"
@@ -243,7 +242,7 @@ class SamplingParams:
             require(value is None or is_float32(value), f"{name}_penalty", value, rule)
         for name in ("repetition", "presence", "frequency"):
             size = f"{name}_context_size"
-            require_int32(size, getattr(self, size), 1)
+            require_int(size, getattr(self, size), 1)
         for function in (*self.logits_processors, self.sampler):
             if function is not None and not callable(function):
                 raise ConfigError(

@@ -9,20 +9,6 @@ FIRST_CAPACITY = 256
 CATCH_UP_STEP = 128
 
 
-def slots_for(rows: int, batch_size: int, *, static_shapes: bool) -> int:
-    """Slots of a batch that is to hold so many rows.
-
-    Where new shapes cost, ``batch_size`` halved as often as the rows fit: few shapes,
-    however many rows come and go.
-    """
-    if not static_shapes:
-        return rows
-    slots = batch_size
-    while rows <= (slots + 1) // 2 < slots:
-        slots = (slots + 1) // 2
-    return slots
-
-
 def round_up(n: int, multiple: int) -> int:
     """The smallest multiple of ``multiple`` that is at least ``n``."""
     return -(-n // multiple) * multiple

@@ -13,7 +13,6 @@ from collections.abc import Set as AbstractSet
 import mlx.core as mx
 
 from ..backend import BackendDefaults
-from ..cache.capacity import slots_for
 from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
@@ -299,8 +298,7 @@ class Engine:
         """
 
         def slots(rows: int) -> int:
-            static = self._backend.static_shapes
-            return slots_for(rows, self._config.batch_size, static_shapes=static)
+            return self._backend.rows_to_keep(self._config.batch_size, rows)
 
         rows = [*running, *joining]
         own, then = slots(len(joining)), slots(len(rows))

@@ -13,7 +13,6 @@ MOST = 2**30
 MOST_BYTES = 2**62
 
 # What arrays on the device hold.
-MAX_INT32 = 2**31 - 1
 MAX_FLOAT32 = (2 - 2**-23) * 2.0**127
 MIN_FLOAT32 = 2.0**-126
 
@@ -42,13 +41,6 @@ def is_number(value: object) -> bool:
 def is_float32(value: object) -> bool:
     """Whether ``value`` is a number that stays finite in float32."""
     return is_number(value) and abs(value) <= MAX_FLOAT32  # type: ignore[arg-type]
-
-
-def require_int32(name: str, value: object, low: int) -> None:
-    """Require a whole number, ``low`` or more, that an int32 holds."""
-    require_int(name, value, low)
-    fits = value <= MAX_INT32  # type: ignore[operator]
-    require(fits, name, value, f"at most {MAX_INT32}")
 
 
 def require_int(
