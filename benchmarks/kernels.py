@@ -23,8 +23,8 @@ from specdec.errors import ConfigError
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
-from specdec.spec_decode.rejection_sampler import Verdict
-from specdec.spec_decode.verifier import RowRules
+from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.verifier import Verifier
 from specdec.tools.bench.models import DTYPES
 from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
 
@@ -342,7 +342,7 @@ def lookup_ms(
         pass
     kept = min(3, k + 1)
     request = Request(0, "", (1,), SamplingParams())
-    rules = RowRules.of([request] * num_rows, VOCAB)
+    rules = Verifier.of([request] * num_rows, VOCAB)
     active = mx.ones((num_rows,), mx.bool_)
     times: dict[str, list[float]] = {"search": [], "write": []}
     for number in range(WARM_UP + rounds):
@@ -352,7 +352,7 @@ def lookup_ms(
         lengths = mx.full((num_rows,), committed, mx.int32)
         draws = rules.draws(lengths, k + 1)
         round_ = Round(k, recent, active, rules.sampling, draws, lengths=lengths)
-        verdict = Verdict(chosen, mx.full((num_rows,), kept, mx.int32))
+        verdict = Accepted(chosen, mx.full((num_rows,), kept, mx.int32))
         mx.eval(recent, chosen, verdict.kept, round_.lengths)
         start = time.perf_counter()
         proposals = rows.propose(round_)

@@ -20,7 +20,7 @@ import numpy as np
 from mlx_lm.models.cache import BatchKVCache
 
 from benchmarks.common import Script, header_of, write_report
-from specdec.cache.make_batch_caches import CacheOptions, adopt_caches
+from specdec.cache.factory import CacheOptions, make_batch_caches
 from specdec.tools.bench.models import DTYPES, SHAPES, random_model
 from specdec.tools.bench.tables import markdown_table
 
@@ -55,7 +55,7 @@ class EngineRows:
             max_length=max(lengths) + growth + PREFILL_STEP_SIZE,
         )
         self._model = model
-        self._caches = adopt_caches(model, len(rows), options)
+        self._caches = make_batch_caches(model, len(rows), options)
         self._none = mx.zeros((len(rows),), mx.int32)
         for first in range(0, max(lengths), PREFILL_STEP_SIZE):
             valid = [min(max(n - first, 0), PREFILL_STEP_SIZE) for n in lengths]

@@ -39,8 +39,8 @@ class GenerationResult:
         rounds: decode rounds that the row took part in (its first token comes from
             prefill, not from a round).
         drafted, accepted: draft tokens up to the row's end.
-        drafted_at, accepted_at: rounds that drafted, and that accepted, at least 1,
-            2, ... tokens.
+        num_draft_tokens_per_pos, num_accepted_tokens_per_pos: rounds that drafted,
+            and that accepted, at least 1, 2, ... tokens.
         time_to_first_token: seconds since the request was added; ``None`` when
             there is none.
         tokens_per_second: tokens after the first over the time since it; 0 when
@@ -62,8 +62,8 @@ class GenerationResult:
     stop_reason: str | int | None = None
     error: str | None = None
     seed: int | None = None
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     time_to_first_token: float | None = field(default=None, compare=False)
     tokens_per_second: float = field(default=0.0, compare=False)
     logprobs: list[TokenLogprobs] | None = None
@@ -95,8 +95,8 @@ class GenerationResult:
             stop_reason=request.stop_reason,
             error=request.error,
             seed=params.seed if params.draws else None,
-            drafted_at=request.drafted_at,
-            accepted_at=request.accepted_at,
+            num_draft_tokens_per_pos=request.num_draft_tokens_per_pos,
+            num_accepted_tokens_per_pos=request.num_accepted_tokens_per_pos,
             time_to_first_token=None if began is None else began - request.queued,
             tokens_per_second=rate,
             logprobs=request.logprobs if asked else None,
@@ -120,7 +120,9 @@ class GenerationResult:
     @property
     def acceptance_by_position(self) -> list[float]:
         """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
-        return acceptance_by_position(self.drafted_at, self.accepted_at)
+        return acceptance_by_position(
+            self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos
+        )
 
     def to_dict(self) -> dict[str, object]:
         """The fields of one line of ``specdec run --output``."""
@@ -200,8 +202,8 @@ class RunStats:
     row_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     draft_error: str | None = None
     peak_memory_bytes: int = 0
 
@@ -218,8 +220,12 @@ class RunStats:
         self.row_rounds += sequence.rounds
         self.drafted += sequence.drafted
         self.accepted += sequence.accepted
-        self.drafted_at = _added(self.drafted_at, sequence.drafted_at)
-        self.accepted_at = _added(self.accepted_at, sequence.accepted_at)
+        self.num_draft_tokens_per_pos = _added(
+            self.num_draft_tokens_per_pos, sequence.num_draft_tokens_per_pos
+        )
+        self.num_accepted_tokens_per_pos = _added(
+            self.num_accepted_tokens_per_pos, sequence.num_accepted_tokens_per_pos
+        )
 
     def check_draft(self) -> None:
         """Refuse to go on where what was measured is not the draft that was asked for.
@@ -233,7 +239,9 @@ class RunStats:
     @property
     def acceptance_by_position(self) -> list[float]:
         """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
-        return acceptance_by_position(self.drafted_at, self.accepted_at)
+        return acceptance_by_position(
+            self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos
+        )
 
     @property
     def prefill_tokens_per_second(self) -> float:

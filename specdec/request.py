@@ -65,8 +65,8 @@ class Request:
     prefix_tokens: int = 0
     rounds: int = 0
     #: Rounds that drafted, and that accepted, at least 1, 2, ... tokens.
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    num_draft_tokens_per_pos: list[int] = field(default_factory=list)
+    num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
     #: Seconds on one clock: when it was queued, its first token came, it ended.
     queued: float = 0.0
     began: float | None = None
@@ -98,12 +98,12 @@ class Request:
     @property
     def drafted(self) -> int:
         """Draft tokens up to its end."""
-        return sum(self.drafted_at)
+        return sum(self.num_draft_tokens_per_pos)
 
     @property
     def accepted(self) -> int:
         """Draft tokens accepted, up to its end."""
-        return sum(self.accepted_at)
+        return sum(self.num_accepted_tokens_per_pos)
 
     def commit(
         self,
@@ -188,8 +188,8 @@ class Request:
         used, ending = self._append(tokens, logprobs)
         self.rounds += 1
         drafted = num_draft_tokens if ending is None else min(used, num_draft_tokens)
-        _count(self.drafted_at, drafted)
-        _count(self.accepted_at, min(used, len(tokens) - 1))
+        _count(self.num_draft_tokens_per_pos, drafted)
+        _count(self.num_accepted_tokens_per_pos, min(used, len(tokens) - 1))
         if ending is not None:
             self._end(*ending)
 
@@ -222,8 +222,8 @@ def acceptance_length(rounds: int, accepted: int) -> float:
 
 
 def acceptance_by_position(
-    drafted_at: list[int], accepted_at: list[int]
+    num_draft_tokens_per_pos: list[int], num_accepted_tokens_per_pos: list[int]
 ) -> list[float]:
     """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
-    accepted = [*accepted_at, *([0] * len(drafted_at))]
-    return [a / d for a, d in zip(accepted, drafted_at, strict=False)]
+    accepted = [*num_accepted_tokens_per_pos, *([0] * len(num_draft_tokens_per_pos))]
+    return [a / d for a, d in zip(accepted, num_draft_tokens_per_pos, strict=False)]

@@ -61,7 +61,13 @@ A_FEW_SCALARS = 32
 # Most draft tokens of a round whose number is chosen.
 MOST_DRAFT = 8
 # What of a result goes with how many tokens its rounds drafted.
-COUNTS = ("rounds", "drafted", "accepted", "drafted_at", "accepted_at")
+COUNTS = (
+    "rounds",
+    "drafted",
+    "accepted",
+    "num_draft_tokens_per_pos",
+    "num_accepted_tokens_per_pos",
+)
 WIDE = {"hidden_size": 128, "head_dim": 32}
 #: name -> model, options of the caches
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {

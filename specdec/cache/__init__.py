@@ -1,6 +1,15 @@
 """Batch KV caches with per-sequence trim, on one invariant (docs/caches.md)."""
 
 from .batch import BatchCache
+from .factory import (
+    CacheOptions,
+    check_caches,
+    extend_caches,
+    make_batch_caches,
+    maybe_quantize,
+    place_caches,
+    reads_boolean_masks,
+)
 from .kinds import (
     BatchChunkedKVCache,
     BatchKVCache,
@@ -8,15 +17,6 @@ from .kinds import (
     BatchQuantizedKVCache,
     BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
-)
-from .make_batch_caches import (
-    CacheOptions,
-    adopt_caches,
-    check_caches,
-    extend_caches,
-    maybe_quantize,
-    place_caches,
-    reads_boolean_masks,
 )
 from .members import BatchCacheList
 from .memo import Memo
@@ -34,9 +34,9 @@ __all__ = [
     "CacheOptions",
     "Memo",
     "RingCache",
-    "adopt_caches",
     "check_caches",
     "extend_caches",
+    "make_batch_caches",
     "maybe_quantize",
     "place_caches",
     "reads_boolean_masks",

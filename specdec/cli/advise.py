@@ -181,8 +181,8 @@ def _advice(
             return [sum(column) for column in zip_longest(*lists, fillvalue=0)]
 
         survival = survival_of(
-            summed(r.drafted_at for r in rows),
-            summed(r.accepted_at for r in rows),
+            summed(r.num_draft_tokens_per_pos for r in rows),
+            summed(r.num_accepted_tokens_per_pos for r in rows),
             rounds=sum(r.rounds for r in rows),
             rows=len(rows),
         )

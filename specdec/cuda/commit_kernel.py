@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 THREADS = 32
 _INPUTS = ("inputs", "chosen", "limit", "meant", "recent", "lengths")
 _OUTPUTS = ("kept", "allowed", "rejected", "packed", "next_recent", "next_lengths")
-# A block settles a row: its threads all count, and share what is to be copied.
+# A block commits a row: its threads all count, and share what is to be copied.
 _SETTLE = """
   const int width = chosen_shape[1], k = width - 1, window = recent_shape[1];
   const int row = blockIdx.x;
@@ -48,7 +48,7 @@ _SETTLE = """
 """
 
 
-def settle(
+def commit(
     inputs: mx.array,
     chosen: mx.array,
     limit: mx.array,
@@ -72,7 +72,7 @@ def settle(
         ``chosen`` packed (B, k + 3); ``recent`` and ``lengths`` after the round.
     """
     rows, width = chosen.shape
-    found: list[mx.array] = cuda_kernel("settle", _SETTLE, _INPUTS, _OUTPUTS)(
+    found: list[mx.array] = cuda_kernel("commit", _SETTLE, _INPUTS, _OUTPUTS)(
         inputs=[
             # Of a round without draft tokens they are a view, which would be copied;
             # they are not looked at.
@@ -110,12 +110,12 @@ def proven(reference: Callable[..., tuple[mx.array, ...]]) -> bool:
         for n, some in ((3, meant), (3, None), (1, None)):
             most = mx.minimum(limit, n - 1)
             asked = inputs[:, :n], chosen[:, :n], most, some, recent, lengths
-            both = zip(_read(settle(*asked)), _read(reference(*asked)), strict=True)
+            both = zip(_read(commit(*asked)), _read(reference(*asked)), strict=True)
             if not all(mx.array_equal(a, b).item() for a, b in both):
                 return False
         return True
     except (RuntimeError, ValueError) as error:
-        logger.debug("no kernel that settles rounds: %s", error)
+        logger.debug("no kernel that commits rounds: %s", error)
         return False
 
 

@@ -30,8 +30,8 @@ from ..spec_decode.draft_length import (
     StepTimer,
 )
 from ..spec_decode.drafter import backlog, peek
-from ..spec_decode.ready import behind
-from ..spec_decode.verifier import RowRules
+from ..spec_decode.ready import verify_inputs
+from ..spec_decode.verifier import Verifier
 from .in_flight import InFlight
 from .limits import DraftLimits
 from .observer import RoundObserver
@@ -249,7 +249,7 @@ class DecodeBatch:
         inputs, proposals, peeked = self._committed.newest, None, None
         if k and self._draft is not None:
             proposals = self._draft.propose(round_)
-            inputs = behind(inputs, proposals)
+            inputs = verify_inputs(inputs, proposals)
             self._observer.built("draft", inputs)
         elif not first and self._may_peek():
             peeked = self._peek(round_)
@@ -257,15 +257,15 @@ class DecodeBatch:
         logits = self._target.forward(inputs)
         self._observer.built("verify", logits)
         decision = self._rules.decide(round_, inputs, proposals, logits, limit)
-        settled, verdict = decision.settled, decision.settled.verdict
-        self._observer.built("sampling", verdict.kept, verdict.chosen)
+        result, accepted = decision.result, decision.result.accepted
+        self._observer.built("sampling", accepted.kept, accepted.chosen)
         # 4. trim, unless all rows keep all that was written
         if k or min(limits) < 0 or decision.errors:
-            self._target.trim_per_sequence(settled.rejected, k + 1)
+            self._target.trim_per_sequence(result.rejected, k + 1)
         # 5. commit
         if self._draft is not None and not first:
-            self._draft.commit(round_, replace(verdict, hidden=self._target.hidden))
-        self._committed = settled.committed
+            self._draft.commit(round_, replace(accepted, hidden=self._target.hidden))
+        self._committed = result.committed
         if CompiledForwards.unsettled > unsettled:
             self._timer.interrupt(new_shape=k > 0)  # rounds that waited are not timed
         rows, offset = tuple(self.slots), self._target.offset
@@ -336,7 +336,7 @@ class DecodeBatch:
         """Work out what depends on which rows there are."""
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
-        self._rules = RowRules.of(self.slots, self._vocab_size)
+        self._rules = Verifier.of(self.slots, self._vocab_size)
         self._all_drafted = all(s and self._is_drafted(s) for s in self.slots)
 
     def retire(self) -> None:

@@ -31,8 +31,8 @@ from ..spec_decode.draft_length import (
 )
 from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import described
-from ..spec_decode.rejection_sampler import Verdict
-from ..spec_decode.verifier import RowRules
+from ..spec_decode.rejection_sampler import Accepted
+from ..spec_decode.verifier import Verifier
 from ..spec_decode.vetting import vetted
 
 # Tokens of the verify forwards that are timed, and those proposed by the round that
@@ -203,7 +203,7 @@ class _Drafting:
         sequences = [
             Request(i, "", prompt, params, frozenset()) for i in range(num_rows)
         ]
-        self._rules = RowRules.of(sequences, target.vocab_size)
+        self._rules = Verifier.of(sequences, target.vocab_size)
         most = sequences[0].max_length
         self._rows = drafter.rows([prompt] * num_rows, max_length=most)
         for _ in self._rows.prefill():
@@ -224,7 +224,7 @@ class _Drafting:
         proposals = vetted(self._rows, round_, self._rows.propose(round_))
         proposed = proposals.tokens
         chosen = mx.concatenate([proposed, proposed[:, :1]], axis=1)
-        self._rows.commit(round_, Verdict(chosen, self._kept, self._hidden))
+        self._rows.commit(round_, Accepted(chosen, self._kept, self._hidden))
         self._recent = mx.concatenate([self._recent[:, 1:], chosen[:, :1]], axis=1)
         self._length = self._length + 1
         return [self._recent, self._length]

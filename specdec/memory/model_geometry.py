@@ -22,8 +22,8 @@ from ..cache import (
     BatchCacheList,
     CacheOptions,
     RingCache,
-    adopt_caches,
     check_caches,
+    make_batch_caches,
 )
 from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
@@ -99,7 +99,7 @@ def _forward(
     model: nn.Module, name: str, options: CacheOptions
 ) -> tuple[list[BatchCache], mx.array]:
     """The caches that a forward of one token leaves, and its logits."""
-    made = adopt_caches(model, 1, options, name)
+    made = make_batch_caches(model, 1, options, name)
     logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
     flat: list[BatchCache] = []
     for cache in made:

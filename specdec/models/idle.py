@@ -10,7 +10,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from ..cache import CacheOptions, adopt_caches
+from ..cache import CacheOptions, make_batch_caches
 from .layer_skip import stand_ins
 
 
@@ -23,7 +23,7 @@ def without_idle(
         ``model`` itself if it has none, and the logits of one token, shape (1, 1, V).
         A graph is built, nothing is computed.
     """
-    caches = adopt_caches(model, 1, options, name)
+    caches = make_batch_caches(model, 1, options, name)
     logits: mx.array = model(mx.array([[0]]), cache=caches)
     written = [i for i, cache in enumerate(caches) if not cache.empty()]
     if not written or len(written) == len(caches):

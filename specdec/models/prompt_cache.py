@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..cache import BatchCacheList, adopt_caches
+from ..cache import BatchCacheList, make_batch_caches
 from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.snapshot import members
@@ -91,7 +91,9 @@ def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -
         )
     if length == 0:
         raise CacheError("nothing is stored of this prompt: generate with it first")
-    caches = session.refill(adopt_caches(runner.model, 1, runner.options, runner.name))
+    caches = session.refill(
+        make_batch_caches(runner.model, 1, runner.options, runner.name)
+    )
     singles = [c.extract(0) for c in caches]
     if isinstance(runner.model, WithoutIdle):
         singles = runner.model.among_all(singles)
@@ -117,7 +119,7 @@ def _prefixes(runner: ModelRunner) -> ModelPrefixes:
 
 def _like_the_model(runner: ModelRunner, singles: list[Any], name: str) -> list[Any]:
     """Batch caches of one row, after a comparison with those of the model."""
-    wanted = adopt_caches(runner.model, 1, runner.options, runner.name)
+    wanted = make_batch_caches(runner.model, 1, runner.options, runner.name)
     # Builds a graph to read its shapes; nothing is computed.
     runner.model(mx.array([[0]]), cache=wanted)
     if len(singles) != len(wanted):

@@ -14,9 +14,9 @@ from ..backend import BackendDefaults
 from ..cache import (
     CacheOptions,
     Memo,
-    adopt_caches,
     check_caches,
     extend_caches,
+    make_batch_caches,
     maybe_quantize,
     place_caches,
     reads_boolean_masks,
@@ -92,7 +92,7 @@ class ModelRunner:
 
     def _written_caches(self) -> list[Any]:
         """The caches of a row after a token; a graph is built, nothing is computed."""
-        caches = adopt_caches(self.model, 1, self.options, self.name)
+        caches = make_batch_caches(self.model, 1, self.options, self.name)
         self.model(mx.array([[0]]), cache=caches)
         return caches
 
@@ -173,7 +173,7 @@ class ModelRows:
         self.runner = runner
         self._prompts = prompts
         self._memo = Memo()
-        self._caches = adopt_caches(
+        self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
         self._max_round = max_round

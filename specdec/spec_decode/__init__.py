@@ -14,9 +14,10 @@ from .factory import (
 )
 from .guard import DraftGuard
 from .ngram import NgramDrafter, NgramOptions
-from .rejection_sampler import Verdict
+from .rejection_sampler import Accepted
 
 __all__ = [
+    "Accepted",
     "ChainDrafter",
     "DescribedFactory",
     "DraftContext",
@@ -30,7 +31,6 @@ __all__ = [
     "NgramOptions",
     "Proposals",
     "Round",
-    "Verdict",
     "check_proposals",
     "describe",
     "factory_of",

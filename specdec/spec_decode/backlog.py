@@ -31,7 +31,7 @@ class Piece:
         return int(self.tokens.shape[1])
 
 
-class Missed:
+class Backlog:
     """One token per row and round; rows that joined later missed fewer rounds.
 
     Nothing is computed while it grows: it holds on to arrays that the rounds have
@@ -147,7 +147,7 @@ class Missed:
             tokens = self._compact()[mx.array(list(rows), mx.int32)]
             self._hold(tokens[:, before - self.width :])
 
-    def extend(self, other: Missed) -> None:
+    def extend(self, other: Backlog) -> None:
         """Append the rows of ``other``."""
         parts = [self._compact(), other._compact()]
         self._idle |= {len(self.counts) + i for i in other._idle}
@@ -166,7 +166,7 @@ class Missed:
             counts = [0 if i in rows else n for i, n in enumerate(self.counts)]
             self._aligned(self._compact(), counts)
 
-    def place(self, rows: Sequence[int], other: Missed) -> None:
+    def place(self, rows: Sequence[int], other: Backlog) -> None:
         """Put the rows of ``other`` into the given ones."""
         self._idle -= set(rows)
         self._idle |= {row for i, row in enumerate(rows) if i in other._idle}

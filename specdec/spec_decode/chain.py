@@ -8,7 +8,7 @@ from dataclasses import replace
 import mlx.core as mx
 
 from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method
-from .rejection_sampler import Verdict
+from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
 
@@ -99,11 +99,11 @@ class ChainRows:
         second = vetted(self._second, round_, self._second.propose(round_))
         return _continued(first, second, round_.sampling.vocab_size)
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
+    def commit(self, round_: Round, accepted: Accepted) -> None:
         """Both learn what was kept."""
-        first, second = self._shared_out(verdict.hidden)
-        self._first.commit(round_, replace(verdict, hidden=first))
-        self._second.commit(round_, replace(verdict, hidden=second))
+        first, second = self._shared_out(accepted.hidden)
+        self._first.commit(round_, replace(accepted, hidden=first))
+        self._second.commit(round_, replace(accepted, hidden=second))
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         """Pass it on to both."""

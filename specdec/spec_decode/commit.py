@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..backend import defaults
 from ..cuda import commit_kernel
-from .rejection_sampler import Verdict, count_kept, next_recent
+from .rejection_sampler import Accepted, count_kept, next_recent
 
 
 @dataclass(frozen=True)
@@ -77,11 +77,11 @@ class Committed:
 
 
 @dataclass(frozen=True)
-class Settled:
-    """A round's verdict, and what follows from it; on the device.
+class CommitResult:
+    """A round's accepted, and what follows from it; on the device.
 
     Args:
-        verdict: what every row commits.
+        accepted: what every row commits.
         limit: most draft tokens that each row could accept, of those that were meant;
             -1 where it had ended, shape (B,), int32.
         rejected: inputs of the round that do not stand, shape (B,), int32.
@@ -90,24 +90,26 @@ class Settled:
         committed: what is committed after the round.
     """
 
-    verdict: Verdict
+    accepted: Accepted
     limit: mx.array
     rejected: mx.array
     packed: mx.array
     committed: Committed
 
     @classmethod
-    def of(cls, verdict: Verdict, limit: mx.array, committed: Committed) -> Settled:
-        """What follows from ``verdict``.
+    def of(
+        cls, accepted: Accepted, limit: mx.array, committed: Committed
+    ) -> CommitResult:
+        """What follows from ``accepted``.
 
         Args:
             limit: as above.
             committed: before the round.
         """
         rejected, packed, recent, lengths = _after(
-            verdict.chosen, verdict.kept, limit, committed.recent, committed.lengths
+            accepted.chosen, accepted.kept, limit, committed.recent, committed.lengths
         )
-        return cls(verdict, limit, rejected, packed, Committed(recent, lengths))
+        return cls(accepted, limit, rejected, packed, Committed(recent, lengths))
 
 
 Compute = Callable[
@@ -117,43 +119,43 @@ Compute = Callable[
 
 
 @dataclass(frozen=True)
-class Settler:
+class Committer:
     """Settles rounds where equality decides.
 
     Args:
-        compute: :func:`settle`, or a kernel that takes and returns the same arrays.
+        compute: :func:`commit`, or a kernel that takes and returns the same arrays.
     """
 
     compute: Compute
 
-    def settle(
+    def commit(
         self,
         inputs: mx.array,
         chosen: mx.array,
         limit: mx.array,
         meant: mx.array | None,
         committed: Committed,
-    ) -> Settled:
+    ) -> CommitResult:
         """What follows from a round.
 
         Args:
-            inputs, chosen, limit, meant: as for :func:`settle`.
+            inputs, chosen, limit, meant: as for :func:`commit`.
             committed: before the round.
         """
         kept, limit, rejected, packed, recent, lengths = self.compute(
             inputs, chosen, limit, meant, committed.recent, committed.lengths
         )
         after = Committed(recent, lengths)
-        return Settled(Verdict(chosen, kept), limit, rejected, packed, after)
+        return CommitResult(Accepted(chosen, kept), limit, rejected, packed, after)
 
 
-def settler() -> Settler:
-    """What settles rounds here: the kernel if the backend wants it and it is proven."""
-    kernel = defaults().kernels and commit_kernel.proven(settle)
-    return Settler(commit_kernel.settle if kernel else settle)
+def committer() -> Committer:
+    """What commits rounds here: the kernel if the backend wants it and it is proven."""
+    kernel = defaults().kernels and commit_kernel.proven(commit)
+    return Committer(commit_kernel.commit if kernel else commit)
 
 
-def settle(
+def commit(
     inputs: mx.array,
     chosen: mx.array,
     limit: mx.array,
@@ -173,7 +175,7 @@ def settle(
 
     Returns:
         How many tokens each row keeps, then ``limit``, ``rejected`` and ``packed`` of
-        :class:`Settled`, then ``recent`` and ``lengths`` after the round.
+        :class:`CommitResult`, then ``recent`` and ``lengths`` after the round.
     """
     if meant is not None:
         limit = mx.minimum(limit, meant)

@@ -8,10 +8,10 @@ import mlx.core as mx
 
 from ..cache.capacity import CATCH_UP_STEP
 from ..models.runner import ModelRows, ModelRunner
-from .backlog import Missed, Piece
+from .backlog import Backlog, Piece
 from .drafter import Proposals, Round
 from .ready import Ready
-from .rejection_sampler import Verdict
+from .rejection_sampler import Accepted
 from .vetting import ours
 
 
@@ -67,8 +67,8 @@ class DraftModelRows:
     def __init__(self, draft: DraftModel, rows: ModelRows):
         self._draft = draft
         self._rows = rows
-        self._missed = Missed(rows.num_rows)
-        # Missed tokens that were put before the round's own.
+        self._missed = Backlog(rows.num_rows)
+        # Backlog tokens that were put before the round's own.
         self._ahead = 0
 
     @property
@@ -145,13 +145,13 @@ class DraftModelRows:
         if widest > narrow:
             self._rows.resize(narrow)
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
+    def commit(self, round_: Round, accepted: Accepted) -> None:
         """Keep what was accepted; remember what a round without proposals added."""
         if not round_.num_draft_tokens:
             self._missed.add(round_.tail)
             return
         written = round_.num_draft_tokens + 1
-        dropped = written - verdict.kept
+        dropped = written - accepted.kept
         if self._ahead:
             dropped += mx.where(round_.active, 0, self._ahead)
         self._rows.trim_per_sequence(dropped, written + self._ahead)

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..errors import DrafterError
 from ..sampling import Draws, RowSampling
-from .rejection_sampler import Verdict
+from .rejection_sampler import Accepted
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ class DraftRows(Protocol):
 
         Args:
             hidden: shape (B, S, D), as in
-                :class:`~specdec.spec_decode.rejection_sampler.Verdict`.
+                :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
             lengths: tokens of the chunk that each row has; what follows them is
                 padding.
         """
@@ -147,7 +147,7 @@ class DraftRows(Protocol):
     def propose(self, round_: Round) -> Proposals:
         """``round_.num_draft_tokens`` tokens for every row."""
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
+    def commit(self, round_: Round, accepted: Accepted) -> None:
         """Learn what the round kept; called for rounds with k = 0 too."""
         return
 

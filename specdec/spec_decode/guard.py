@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..errors import DrafterError
 from .draft_length import BatchState, DraftLength, RoundTiming
 from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, peek
-from .rejection_sampler import Verdict
+from .rejection_sampler import Accepted
 from .vetting import vetted
 
 log = logging.getLogger("specdec.spec_decode")
@@ -126,8 +126,8 @@ class _GuardedRows(DraftRows):
         )
         return self._ask(checked, nothing)
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
-        self._ask(lambda rows: rows.commit(round_, verdict), None)
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        self._ask(lambda rows: rows.commit(round_, accepted), None)
 
     def note_lengths(self, longest: int, shortest: int) -> None:
         self._ask(lambda rows: rows.note_lengths(longest, shortest), None)

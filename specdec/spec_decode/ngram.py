@@ -19,7 +19,7 @@ from . import ngram_search
 from .drafter import Proposals, Round
 from .ngram_search import EMPTY, Lookup, ring_of
 from .ready import Ready
-from .rejection_sampler import Verdict
+from .rejection_sampler import Accepted
 from .vetting import ours
 
 _MIN_CAPACITY = 256
@@ -142,13 +142,13 @@ class NgramRows:
         """The same, in a round that does not draft."""
         return self.propose(round_)
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
+    def commit(self, round_: Round, accepted: Accepted) -> None:
         """Take what was kept."""
-        width = verdict.chosen.shape[1]
+        width = accepted.chosen.shape[1]
         self._reserve(self._longest + width)
         self._longest += width
         self._ring = self._lookup.keep(
-            self._ring, round_.lengths, round_.recent, verdict.chosen, verdict.kept
+            self._ring, round_.lengths, round_.recent, accepted.chosen, accepted.kept
         )
         self._unwritten += 1
         # Else the graph of every round that looks nothing up would live on.

@@ -38,7 +38,7 @@ class Ready(Proposals):
         return made
 
 
-def behind(newest: mx.array, proposals: Proposals) -> mx.array:
+def verify_inputs(newest: mx.array, proposals: Proposals) -> mx.array:
     """What the target is given: newest tokens (B, 1), then those proposed."""
     inputs = proposals.inputs if type(proposals) is Ready else None
     if inputs is None:

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 
 @dataclass(frozen=True)
-class Verdict:
+class Accepted:
     """What a round keeps: row ``i`` commits ``chosen[i, :kept[i]]``.
 
     Args:
@@ -68,7 +68,7 @@ def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
 
     Args:
         recent: those before it, shape (B, W).
-        chosen, kept: what the round commits, see :class:`Verdict`.
+        chosen, kept: what the round commits, see :class:`Accepted`.
     """
     row = mx.concatenate([recent, chosen], axis=1)
     index = kept[:, None] + mx.arange(recent.shape[1])
@@ -113,7 +113,7 @@ class Proposed:
 
 
 @dataclass(frozen=True)
-class Accepted:
+class AcceptedPrefix:
     """What a ratio rule accepts.
 
     Args:
@@ -127,7 +127,7 @@ class Accepted:
     scale: mx.array
 
 
-def rejection(proposed: Proposed, uniform: mx.array) -> Accepted:
+def rejection(proposed: Proposed, uniform: mx.array) -> AcceptedPrefix:
     """The ratio test: keep token ``i`` with probability min(1, P / Q), then stop.
 
     Args:
@@ -135,10 +135,10 @@ def rejection(proposed: Proposed, uniform: mx.array) -> Accepted:
     """
     passes = (uniform < proposed.ratios()).astype(mx.int32)
     count = mx.minimum(mx.cumprod(passes, axis=1).sum(axis=1), proposed.limit)
-    return Accepted(count, mx.ones(count.shape))
+    return AcceptedPrefix(count, mx.ones(count.shape))
 
 
-def block(proposed: Proposed, uniform: mx.array) -> Accepted:
+def block(proposed: Proposed, uniform: mx.array) -> AcceptedPrefix:
     """Block verification: keep the longest prefix that passes its own test.
 
     With p_0 = 1 and p_i = min(1, p_{i-1} P(x_i) / Q(x_i)), prefix ``i`` passes with
@@ -165,12 +165,12 @@ def block(proposed: Proposed, uniform: mx.array) -> Accepted:
         passes = (uniform[:, i - 1] < h) & (i <= limit)
         count = mx.where(passes, i, count)
         scale = mx.where(passes, p, scale)
-    return Accepted(count, scale)
+    return AcceptedPrefix(count, scale)
 
 
 def with_extra_token(
-    proposed: Proposed, accepted: Accepted, gumbel: mx.array
-) -> Verdict:
+    proposed: Proposed, prefix: AcceptedPrefix, gumbel: mx.array
+) -> Accepted:
     """Draw the token after the accepted ones from what the draft left of P.
 
     From P itself where all that a row may accept was accepted; elsewhere from
@@ -180,11 +180,11 @@ def with_extra_token(
         gumbel: independent noise of that position, shape (B, V).
     """
     k = proposed.tokens.shape[1]
-    at = mx.clip(accepted.count, 0, k)[:, None]
+    at = mx.clip(prefix.count, 0, k)[:, None]
     here = mx.take_along_axis(proposed.target, at[..., None], axis=1)[:, 0]
     inside = mx.minimum(at, k - 1)[..., None]
     drafted = mx.take_along_axis(proposed.draft_of, inside, axis=1)[:, 0]
-    left = mx.maximum(accepted.scale[:, None] * here - drafted, 0.0)
+    left = mx.maximum(prefix.scale[:, None] * here - drafted, 0.0)
     whole = at >= proposed.limit[:, None]
     # No mass left: target and draft are equal but for rounding.
     spent = left.sum(axis=-1, keepdims=True) <= 0
@@ -192,4 +192,4 @@ def with_extra_token(
     extra = mx.argmax(mx.log(drawn_from) + gumbel, axis=-1)
     tokens = mx.pad(proposed.tokens, [(0, 0), (0, 1)])
     chosen = mx.where(mx.arange(k + 1) == at, extra[:, None], tokens)
-    return Verdict(chosen.astype(mx.int32), (accepted.count + 1).astype(mx.int32))
+    return Accepted(chosen.astype(mx.int32), (prefix.count + 1).astype(mx.int32))

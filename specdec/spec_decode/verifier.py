@@ -14,9 +14,9 @@ from ..sampling import Draws, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
 from ..sampling_params import SamplingParams
 from . import Proposals, Round, rejection_sampler
-from .commit import Committed, Settled, Settler, settler
+from .commit import CommitResult, Committed, Committer, committer
 from .custom_samplers import choose_stepwise
-from .rejection_sampler import Accepted, Proposed, Verdict
+from .rejection_sampler import Accepted, AcceptedPrefix, Proposed
 
 #: How the rows of idle slots choose.
 IDLE = SamplingParams(temperature=0.0, max_tokens=1)
@@ -76,7 +76,7 @@ class Decision:
     """What a round decides, on the device but for ``errors``.
 
     Args:
-        settled: what every row commits, and what follows from that.
+        result: what every row commits, and what follows from that.
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
@@ -84,14 +84,14 @@ class Decision:
             they said.
     """
 
-    settled: Settled
+    result: CommitResult
     peaks: mx.array
     logprobs: Logprobs | None = None
     errors: dict[int, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
-class RowRules:
+class Verifier:
     """How the rows of a batch decide.
 
     Args:
@@ -103,7 +103,7 @@ class RowRules:
             they sample after those functions.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
-        settler: works out what follows from a round.
+        committer: works out what follows from a round.
     """
 
     rows: tuple[Request | None, ...]
@@ -112,10 +112,10 @@ class RowRules:
     block: mx.array | None
     stepwise: tuple[tuple[int, RowSampling], ...]
     num_top: int | None
-    settler: Settler
+    committer: Committer
 
     @classmethod
-    def of(cls, rows: Sequence[Request | None], vocab_size: int) -> RowRules:
+    def of(cls, rows: Sequence[Request | None], vocab_size: int) -> Verifier:
         """The rules of several rows; ``None`` is one whose tokens nobody reads."""
         params = [IDLE if s is None else s.params for s in rows]
 
@@ -141,7 +141,7 @@ class RowRules:
                 if s and p.stepwise and s.finish_reason is None
             ),
             num_top=max(asked) if asked else None,
-            settler=settler(),
+            committer=committer(),
         )
 
     @property
@@ -201,31 +201,31 @@ class RowRules:
         chosen = self.sampling.choose(logits, draws)
         meant = None if proposals is None else proposals.lengths
         before = Committed(round_.recent, round_.lengths)
-        settled = self.settler.settle(inputs, chosen, limit, meant, before)
-        verdict, limit = settled.verdict, settled.limit
+        result = self.committer.commit(inputs, chosen, limit, meant, before)
+        accepted, limit = result.accepted, result.limit
         if proposals is not None and self.needs_probabilities:
-            verdict = self._by_ratio(verdict, proposals, logits, draws, limit)
+            accepted = self._by_ratio(accepted, proposals, logits, draws, limit)
         errors: dict[int, str] = {}
         if self.stepwise:
-            verdict, logits, errors = self._stepwise(
-                verdict, proposed, logits, draws, limit
+            accepted, logits, errors = self._stepwise(
+                accepted, proposed, logits, draws, limit
             )
-        if verdict is not settled.verdict:  # not equality alone has decided
-            settled = Settled.of(verdict, limit, before)
+        if accepted is not result.accepted:  # not equality alone has decided
+            result = CommitResult.of(accepted, limit, before)
         logprobs = None
         if self.num_top is not None:
-            logprobs = Logprobs.of(logits, verdict.chosen, self.num_top)
-        return Decision(settled, logits.max(axis=-1), logprobs, errors)
+            logprobs = Logprobs.of(logits, accepted.chosen, self.num_top)
+        return Decision(result, logits.max(axis=-1), logprobs, errors)
 
     def _by_ratio(
         self,
-        verdict: Verdict,
+        accepted: Accepted,
         proposals: Proposals,
         logits: mx.array,
         draws: Draws,
         limit: mx.array,
-    ) -> Verdict:
-        """The verdict, with the rows that have a ratio rule decided by theirs."""
+    ) -> Accepted:
+        """What is accepted, rows with a ratio rule decided by theirs."""
         sampling, k = self.sampling, proposals.tokens.shape[1]
         if proposals.probabilities is not None:
             # What a broken draft drew says nothing: as if it had drawn nothing.
@@ -251,31 +251,31 @@ class RowRules:
         ):
             if rows is None:
                 continue
-            accepted: Accepted = rule(proposed, uniform())
-            at = first[:, None] + mx.maximum(accepted.count, 0)[:, None]
+            prefix: AcceptedPrefix = rule(proposed, uniform())
+            at = first[:, None] + mx.maximum(prefix.count, 0)[:, None]
             noise = gumbel_noise(sampling.seed, at, sampling.vocab_size, use=RESIDUAL)
-            ruled = rejection_sampler.with_extra_token(proposed, accepted, noise[:, 0])
+            ruled = rejection_sampler.with_extra_token(proposed, prefix, noise[:, 0])
             # One that may accept nothing is not speculating: as in a round of k = 0.
             rows = rows & (limit > 0)
-            verdict = Verdict(
-                mx.where(rows[:, None], ruled.chosen, verdict.chosen),
-                mx.where(rows, ruled.kept, verdict.kept),
+            accepted = Accepted(
+                mx.where(rows[:, None], ruled.chosen, accepted.chosen),
+                mx.where(rows, ruled.kept, accepted.kept),
             )
-        return verdict
+        return accepted
 
     def _stepwise(
         self,
-        verdict: Verdict,
+        accepted: Accepted,
         proposed: mx.array,
         logits: mx.array,
         draws: Draws,
         limit: mx.array,
-    ) -> tuple[Verdict, mx.array, dict[int, str]]:
-        """The verdict and logits, with the stepwise rows decided by their functions."""
+    ) -> tuple[Accepted, mx.array, dict[int, str]]:
+        """The same and the logits, stepwise rows decided by their functions."""
         limits: list[int] = limit.tolist()  # type: ignore[assignment]
         errors: dict[int, str] = {}
-        chosen = [mx.array(row) for row in verdict.chosen]
-        kept = [mx.array(n) for n in verdict.kept]
+        chosen = [mx.array(row) for row in accepted.chosen]
+        kept = [mx.array(n) for n in accepted.kept]
         by_row: list[list[int]] = proposed.tolist()  # type: ignore[assignment]
         for i, sampling in self.stepwise:
             if limits[i] < 0:
@@ -295,9 +295,9 @@ class RowRules:
             kept[i] = mx.array(n, mx.int32)
             if n == 0:
                 continue
-            padding = [0] * (verdict.chosen.shape[1] - n)
+            padding = [0] * (accepted.chosen.shape[1] - n)
             chosen[i] = mx.array([*stepped.tokens, *padding], mx.int32)
             rows = mx.concatenate(stepped.logits)[None].astype(logits.dtype)
             logits = mx.slice_update(logits, rows, mx.array([i, 0, 0]), axes=(0, 1, 2))
-        decided = replace(verdict, chosen=mx.stack(chosen), kept=mx.stack(kept))
+        decided = replace(accepted, chosen=mx.stack(chosen), kept=mx.stack(kept))
         return decided, logits, errors

@@ -17,7 +17,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import KVCache, RotatingKVCache, make_prompt_cache
 
-from specdec.cache import CacheOptions, adopt_caches, check_caches, maybe_quantize
+from specdec.cache import CacheOptions, check_caches, make_batch_caches, maybe_quantize
 
 from .small_models import MODELS, WINDOW, ChunkedModel
 
@@ -58,7 +58,7 @@ def decode(
     rng = random.Random(seed)
     prompts = PROMPTS[: len(wanted)]
     options = options or CacheOptions(max_write=max(chunk, width), read_bucket=16)
-    caches = adopt_caches(model, len(prompts), options)
+    caches = make_batch_caches(model, len(prompts), options)
     # All but the last token of the prompts, in chunks padded on the right.
     lengths = [len(p) - 1 for p in prompts]
     for start in range(0, max(lengths, default=0), chunk):
@@ -163,5 +163,5 @@ def test_max_kv_size(name: str, tiny_model: TinyModel) -> None:
     check_caches(model, name, options)
     wanted = [bounded(prompt) for prompt in PROMPTS[:3]]
     assert decode(model, wanted, 5, options=options) == wanted
-    caches = adopt_caches(model, 3, options)
+    caches = make_batch_caches(model, 3, options)
     assert all(c.layout.num_slots <= 16 + 7 for c in caches)

@@ -25,7 +25,7 @@ from specdec.cache import (
     BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
     CacheOptions,
-    adopt_caches,
+    make_batch_caches,
 )
 from specdec.errors import CacheError
 
@@ -239,7 +239,7 @@ class TestBatchGenerator:
             "completion_batch_size": 4,
         }
         cache_options = CacheOptions(max_write=max(step, 8))
-        ours = [adopt_caches(model, 1, cache_options) for _ in prompts]
+        ours = [make_batch_caches(model, 1, cache_options) for _ in prompts]
         assert self.generate(model, prompts, ours, **options) == self.generate(
             model, prompts, None, **options
         )

@@ -76,7 +76,7 @@ def result(drafted: int, accepted: int) -> GenerationResult:
     return GenerationResult(
         index=0, prompt="", text="", token_ids=[], finish_reason="length",
         prompt_tokens=1, rounds=drafted, drafted=drafted, accepted=accepted,
-        drafted_at=[drafted], accepted_at=[accepted],
+        num_draft_tokens_per_pos=[drafted], num_accepted_tokens_per_pos=[accepted],
     )  # fmt: skip
 
 

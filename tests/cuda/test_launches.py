@@ -22,7 +22,7 @@ from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
-from specdec.spec_decode.commit import Settler
+from specdec.spec_decode.commit import Committer
 from specdec.tools.bench.models import token_level
 from tests.scripted import Script
 
@@ -58,7 +58,7 @@ class Launches:
         patch.setattr(mx, "async_eval", self._handed_over)
         patch.setattr(ModelRows, "forward", self._uncounted(ModelRows.forward))
         for module, name, stands_for in (
-            (commit_kernel, "settle", commit.settle),
+            (commit_kernel, "commit", commit.commit),
             (ngram_kernel, "search", ngram_search.search),
             (ngram_kernel, "keep", ngram_search.keep),
         ):
@@ -128,7 +128,7 @@ def leaves(tree: Any) -> list[mx.array]:
     return leaves(list(vars(tree).values())) if hasattr(tree, "__dict__") else []
 
 
-CHOOSING = {"forward": 1, "ArgReduce": 1, "Max": 1, "settle": 1}
+CHOOSING = {"forward": 1, "ArgReduce": 1, "Max": 1, "commit": 1}
 # A cache's offset, less what it takes back, 0 or more and no more than it was.
 TRIM = {"Subtract": 1, "Maximum": 1, "Minimum": 1}
 
@@ -162,7 +162,8 @@ def test_a_round_launches_no_more(
     switches = replace(LIKE_CUDA, peek_rows=0)
     monkeypatch.setattr(backend, "defaults", lambda: switches)
     monkeypatch.setattr(
-        "specdec.spec_decode.verifier.settler", lambda: Settler(commit_kernel.settle)
+        "specdec.spec_decode.verifier.committer",
+        lambda: Committer(commit_kernel.commit),
     )
     monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     target = token_level(tiny_model("llama", seed=0))

@@ -78,8 +78,8 @@ def assert_same(result: GenerationResult, expected: GenerationResult) -> None:
         rounds=expected.rounds,
         drafted=expected.drafted,
         accepted=expected.accepted,
-        drafted_at=expected.drafted_at,
-        accepted_at=expected.accepted_at,
+        num_draft_tokens_per_pos=expected.num_draft_tokens_per_pos,
+        num_accepted_tokens_per_pos=expected.num_accepted_tokens_per_pos,
     )
     assert result == expected
 

@@ -22,7 +22,7 @@ from specdec.output_text import OutputText
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel
-from specdec.spec_decode.verifier import RowRules
+from specdec.spec_decode.verifier import Verifier
 from tests.plain import (
     AT_ONCE,
     BEHIND,
@@ -290,11 +290,22 @@ def test_counts_by_position(target: Any, drafts: dict[str, Any]) -> None:
         num_draft_tokens=4,
     )
     for row in rows:
-        assert len(row.drafted_at) == 4
-        assert row.drafted_at == sorted(row.drafted_at, reverse=True)
-        assert row.accepted_at == sorted(row.accepted_at, reverse=True)
-        assert all(a <= d for a, d in zip(row.accepted_at, row.drafted_at))  # noqa: B905
-        assert row.drafted_at[0] <= row.rounds
+        assert len(row.num_draft_tokens_per_pos) == 4
+        assert row.num_draft_tokens_per_pos == sorted(
+            row.num_draft_tokens_per_pos, reverse=True
+        )
+        assert row.num_accepted_tokens_per_pos == sorted(
+            row.num_accepted_tokens_per_pos, reverse=True
+        )
+        assert all(
+            a <= d
+            for a, d in zip(
+                row.num_accepted_tokens_per_pos,
+                row.num_draft_tokens_per_pos,
+                strict=False,
+            )
+        )
+        assert row.num_draft_tokens_per_pos[0] <= row.rounds
         assert len(row.tokens) == 1 + row.rounds + row.accepted
 
 
@@ -373,13 +384,13 @@ def test_rules_are_worked_out_when_rows_change_and_not_every_round(
 ) -> None:
     """Where a row that has ended stays in the batch, too."""
     made: list[int] = []
-    of = RowRules.of
+    of = Verifier.of
 
-    def counted(rows: Any, vocab_size: int) -> RowRules:
+    def counted(rows: Any, vocab_size: int) -> Verifier:
         made.append(len(rows))
         return of(rows, vocab_size)
 
-    monkeypatch.setattr(RowRules, "of", counted)
+    monkeypatch.setattr(Verifier, "of", counted)
     params = [SamplingParams(max_tokens=n) for n in (3, 60, 60, 60)]
     run_rows(target, None, [[5, 6, 7]] * 4, params, backend=BEHIND)
     assert len(made) <= 4

@@ -29,7 +29,7 @@ from specdec.models.runner import ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel, DraftRows, NgramDrafter, Proposals, Round
 from specdec.spec_decode import draft_model as draft_model
-from specdec.spec_decode.backlog import Missed
+from specdec.spec_decode.backlog import Backlog
 from specdec.spec_decode.draft_length import (
     FixedLength,
     ForwardCosts,
@@ -233,7 +233,7 @@ def test_catching_up_takes_chunks(
 
 
 def test_pieces_begin_where_rows_begin() -> None:
-    missed = Missed(3)
+    missed = Backlog(3)
     missed.counts = [10, 4, 4]
     assert list(missed.pieces(3, 100)) == [(0, 3), (3, 6), (6, 10)]
     missed.counts = [10, 10, 0]
@@ -335,7 +335,7 @@ def test_rows_of_another_session_have_other_numbers(
 
 def test_rows_that_join_have_missed_nothing() -> None:
     """What rows missed on average is told, not what one of them did."""
-    missed, others = Missed(1), Missed(2)
+    missed, others = Backlog(1), Backlog(2)
     for _ in range(30):
         missed.add(mx.zeros((1, 2), mx.int32))
     missed.extend(others)

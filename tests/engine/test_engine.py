@@ -24,7 +24,7 @@ from specdec.request import Request
 from specdec.sampling import gumbel_noise
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel, DraftRows, Proposals, Round
-from specdec.spec_decode.rejection_sampler import Verdict
+from specdec.spec_decode.rejection_sampler import Accepted
 from tests.plain import (
     AT_ONCE,
     BEHIND,
@@ -84,8 +84,8 @@ class AlwaysWrongRows(DraftRows):
         padded = [[*row, *([0] * k)][:k] for row in self._left]
         return Proposals((mx.array(padded, mx.int32) + 1) % VOCAB)
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
-        counts: list[int] = verdict.kept.tolist()  # type: ignore[assignment]
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        counts: list[int] = accepted.kept.tolist()  # type: ignore[assignment]
         self._left = [row[n:] for row, n in zip(self._left, counts, strict=True)]
 
     def note_lengths(self, longest: int, shortest: int) -> None:
@@ -677,7 +677,7 @@ class TestFaultsAreCaught:
 
             return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-        settler = commit.Settler(commit.settle)
+        committer = commit.Committer(commit.commit)
         monkeypatch.setattr(commit, "count_kept", faulty)
-        monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: settler)
+        monkeypatch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
         assert self.differs(target, drafts["near"], prompts)

@@ -231,8 +231,8 @@ def test_companions_change_no_row_whatever_its_verification(
         for row in (together[i], some[i]):
             assert row.tokens == alone.tokens
             assert row.rounds == alone.rounds
-            assert row.drafted_at == alone.drafted_at
-            assert row.accepted_at == alone.accepted_at
+            assert row.num_draft_tokens_per_pos == alone.num_draft_tokens_per_pos
+            assert row.num_accepted_tokens_per_pos == alone.num_accepted_tokens_per_pos
 
 
 @BACKENDS

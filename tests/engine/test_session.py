@@ -250,7 +250,7 @@ def test_results_tell_what_happened(target: Any, draft: Any) -> None:
     decode = decoder(target, target, num_draft_tokens=2)
     (result,) = decode.generate([[5, 6, 7]], SamplingParams(max_tokens=10))
     assert result.acceptance_by_position == [1.0, 1.0]
-    assert result.drafted_at[0] == result.rounds
+    assert result.num_draft_tokens_per_pos[0] == result.rounds
     assert result.time_to_first_token is not None
     assert result.time_to_first_token > 0
     assert result.tokens_per_second > 0

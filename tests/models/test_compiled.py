@@ -13,7 +13,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from specdec.cache import CacheOptions, Memo, adopt_caches
+from specdec.cache import CacheOptions, Memo, make_batch_caches
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
@@ -46,7 +46,7 @@ def caches_of(model: nn.Module, rows: int, **options: Any) -> list[Any]:
     chosen: dict[str, Any] = {
         "max_write": 5, "read_bucket": 8, "max_length": 90, **options,
     }  # fmt: skip
-    caches = adopt_caches(model, rows, CacheOptions(**chosen), "it", Memo())
+    caches = make_batch_caches(model, rows, CacheOptions(**chosen), "it", Memo())
     model(mx.arange(4 * rows).reshape(rows, 4), cache=caches)
     for cache in caches:
         cache.trim_per_sequence(list(range(rows)), rows - 1)

@@ -14,10 +14,10 @@ from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import DraftModel
-from specdec.spec_decode.backlog import Missed, Piece
+from specdec.spec_decode.backlog import Backlog, Piece
 from specdec.spec_decode.drafter import Round
-from specdec.spec_decode.rejection_sampler import Verdict
-from specdec.spec_decode.verifier import RowRules
+from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode.verifier import Verifier
 from tests.plain import BEHIND
 from tests.spec_decode.by_hand import build, plain_forward
 
@@ -67,7 +67,7 @@ class Decoding:
         sequences = [
             Request(i, "", (1,), params, frozenset()) for i in range(len(self.texts))
         ]
-        rules = RowRules.of(sequences, VOCAB)
+        rules = Verifier.of(sequences, VOCAB)
         lengths = mx.array([len(t) for t in self.texts])
         draws = rules.draws(lengths, k + 1)
         active = mx.array([i not in self.ended for i in range(len(self.texts))])
@@ -99,7 +99,7 @@ class Decoding:
         kept = [0 if i in self.ended else len(c) for i, c in enumerate(chosen)]
         padded = [c + [0] * (width - len(c)) for c in chosen]
         self.rows.commit(
-            round_, Verdict(mx.array(padded, mx.int32), mx.array(kept, mx.int32))
+            round_, Accepted(mx.array(padded, mx.int32), mx.array(kept, mx.int32))
         )
         for text, tokens, n in zip(self.texts, chosen, kept, strict=True):
             text += tokens[:n]
@@ -218,13 +218,13 @@ def test_a_draft_whose_padding_stays_is_noticed(
     model: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The tests above fail where padding is taken for what was missed."""
-    padded = Missed.padded
+    padded = Backlog.padded
 
     def all_valid(*args: Any) -> Iterable[Piece]:
         for piece in padded(*args):
             yield Piece(piece.tokens, [piece.width] * len(piece.valid))
 
-    monkeypatch.setattr(Missed, "padded", all_valid)
+    monkeypatch.setattr(Backlog, "padded", all_valid)
     decoding = Decoding(model, texts_of(20, 9), max_length=900)
     decoding.miss(12)
     with pytest.raises(AssertionError):

@@ -20,14 +20,14 @@ from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.cuda.kernels import cuda_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.spec_decode import NamedDrafter, commit
-from specdec.spec_decode.commit import Committed, Settled, Settler
+from specdec.spec_decode.commit import CommitResult, Committed, Committer
 from specdec.tools.bench.models import token_level
 from tests.cuda.emulation import cuda
 
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
 
-BY_OPERATIONS, BY_KERNEL = Settler(commit.settle), Settler(commit_kernel.settle)
+BY_OPERATIONS, BY_KERNEL = Committer(commit.commit), Committer(commit_kernel.commit)
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Played:
 
     @property
     def arguments(self) -> tuple[Any, ...]:
-        """What settles it is given."""
+        """What commits it is given."""
         inputs = [[t[-1], *p] for t, p in zip(self.texts, self.proposed, strict=True)]
         return (
             mx.array(inputs),
@@ -82,9 +82,9 @@ def rounds(draw: st.DrawFn) -> Played:
     )
 
 
-def check(played: Played, settled: Settled) -> None:
+def check(played: Played, result: CommitResult) -> None:
     """Against the same, row by row."""
-    after = settled.committed
+    after = result.committed
     for i, text in enumerate(played.texts):
         drafts, chosen, limit = played.proposed[i], played.chosen[i], played.limit[i]
         if played.meant is not None:
@@ -95,11 +95,11 @@ def check(played: Played, settled: Settled) -> None:
         new = [*text, *chosen[:kept]]
         padded = [-1] * played.window + new
         found: Any = [
-            settled.verdict.chosen,
-            settled.verdict.kept,
-            settled.limit,
-            settled.rejected,
-            settled.packed,
+            result.accepted.chosen,
+            result.accepted.kept,
+            result.limit,
+            result.rejected,
+            result.packed,
             after.recent,
             after.lengths,
         ]
@@ -121,7 +121,7 @@ def check(played: Played, settled: Settled) -> None:
 
 @given(rounds())
 def test_what_follows_from_a_round(played: Played) -> None:
-    check(played, BY_OPERATIONS.settle(*played.arguments))
+    check(played, BY_OPERATIONS.commit(*played.arguments))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -133,10 +133,10 @@ def test_a_plain_round_takes_few_operations(num_rows: int, tmp_path: Path) -> No
     mx.eval([a for a in arguments if isinstance(a, mx.array)])
     committed: Any = arguments[-1]
     mx.eval(committed.recent, committed.lengths)
-    settled = BY_OPERATIONS.settle(*arguments)
+    result = BY_OPERATIONS.commit(*arguments)
     file = tmp_path / "graph.dot"
-    after = settled.committed
-    mx.export_to_dot(str(file), settled.packed, after.recent, after.lengths)
+    after = result.committed
+    mx.export_to_dot(str(file), result.packed, after.recent, after.lengths)
     found = Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
     views = {"Slice", "ExpandDims", "Broadcast"}
     computed = {name: n for name, n in found.items() if name not in views}
@@ -150,24 +150,24 @@ def test_what_follows_from_a_verdict_that_others_made(
     """Rows may keep what equality would not have them keep."""
     inputs, chosen, limit, _, committed = played.arguments
     width = chosen.shape[1]
-    verdict = replace(
-        BY_OPERATIONS.settle(inputs, chosen, limit, None, committed).verdict,
+    accepted = replace(
+        BY_OPERATIONS.commit(inputs, chosen, limit, None, committed).accepted,
         kept=mx.full(limit.shape, min(kept, width), mx.int32),
     )
-    settled = Settled.of(verdict, limit, committed)
+    result = CommitResult.of(accepted, limit, committed)
     as_if = replace(
         played,
         proposed=[row[:-1] for row in played.chosen],
         limit=[min(kept, width) - 1] * len(played.texts),
         meant=None,
     )
-    wanted = BY_OPERATIONS.settle(*as_if.arguments)
-    assert mx.array_equal(settled.rejected, wanted.rejected)
-    assert mx.array_equal(settled.committed.recent, wanted.committed.recent)
-    assert mx.array_equal(settled.committed.lengths, wanted.committed.lengths)
-    assert mx.array_equal(settled.packed[:, 2:], wanted.packed[:, 2:])
-    assert mx.array_equal(settled.packed[:, 0], wanted.verdict.kept)
-    assert mx.array_equal(settled.packed[:, 1], limit)
+    wanted = BY_OPERATIONS.commit(*as_if.arguments)
+    assert mx.array_equal(result.rejected, wanted.rejected)
+    assert mx.array_equal(result.committed.recent, wanted.committed.recent)
+    assert mx.array_equal(result.committed.lengths, wanted.committed.lengths)
+    assert mx.array_equal(result.packed[:, 2:], wanted.packed[:, 2:])
+    assert mx.array_equal(result.packed[:, 0], wanted.accepted.kept)
+    assert mx.array_equal(result.packed[:, 1], limit)
 
 
 # -- when the kernel is used -------------------------------------------------
@@ -182,27 +182,27 @@ def test_the_kernel_is_used_where_it_is_meant_to_and_proven(
     monkeypatch.setattr(commit, "defaults", lambda: defaults)
     monkeypatch.setattr(commit_kernel, "proven", lambda _: proven)
     module: Any = commit_kernel if kernels and proven else commit
-    assert commit.settler().compute is module.settle
+    assert commit.committer().compute is module.commit
 
 
 def one_too_many(*arguments: Any) -> tuple[mx.array, ...]:
-    kept, limit, rejected, *rest = commit.settle(*arguments)
+    kept, limit, rejected, *rest = commit.commit(*arguments)
     return kept, limit, rejected + 1, *rest
 
 
 @pytest.mark.parametrize(
-    ("settle", "proven"), [(commit.settle, True), (one_too_many, False)]
+    ("commit", "proven"), [(commit.commit, True), (one_too_many, False)]
 )
 def test_what_finds_something_else_is_not_proven(
-    monkeypatch: pytest.MonkeyPatch, settle: Any, proven: bool
+    monkeypatch: pytest.MonkeyPatch, commit: Any, proven: bool
 ) -> None:
-    monkeypatch.setattr(commit_kernel, "settle", settle)
-    assert commit_kernel.proven.__wrapped__(commit.settle) is proven
+    monkeypatch.setattr(commit_kernel, "commit", commit)
+    assert commit_kernel.proven.__wrapped__(commit.commit) is proven
 
 
 @pytest.mark.skipif(on_cuda, reason="there it is")
 def test_where_there_is_no_cuda_there_is_no_kernel() -> None:
-    assert not commit_kernel.proven.__wrapped__(commit.settle)
+    assert not commit_kernel.proven.__wrapped__(commit.commit)
 
 
 @pytest.mark.parametrize("verification", ["coupled", "rejection", "block"])
@@ -281,13 +281,13 @@ def some_rounds(count: int) -> Iterator[Played]:
 
 def check_kernel(count: int) -> None:
     for played in some_rounds(count):
-        check(played, BY_KERNEL.settle(*played.arguments))
+        check(played, BY_KERNEL.commit(*played.arguments))
 
 
 @cuda.needs_compiler
 @pytest.mark.usefixtures("emulator")
 def test_the_kernel_finds_what_follows() -> None:
-    assert commit_kernel.proven.__wrapped__(commit.settle)
+    assert commit_kernel.proven.__wrapped__(commit.commit)
     check_kernel(60)
 
 
@@ -300,7 +300,7 @@ def test_the_kernel_copies_more_than_it_has_threads() -> None:
         chosen = [[0] * kept + [1] * (41 - kept)]
         check(
             Played([text], proposed, chosen, [40 if kept else -1], None, window),
-            BY_KERNEL.settle(
+            BY_KERNEL.commit(
                 mx.array([[text[-1], *proposed[0]]]),
                 mx.array(chosen),
                 mx.array([40 if kept else -1]),
@@ -316,10 +316,10 @@ def test_what_other_drafters_propose_is_of_any_integers() -> None:
     for played in some_rounds(9):
         inputs, chosen, limit, _, committed = played.arguments
         meant = limit.astype(mx.int64)
-        settled = BY_KERNEL.settle(
+        result = BY_KERNEL.commit(
             inputs.astype(mx.uint32), chosen, limit, meant, committed
         )
-        check(replace(played, meant=None), settled)
+        check(replace(played, meant=None), result)
 
 
 FAULTS = {
@@ -342,7 +342,7 @@ FAULTS = {
 def test_a_faulty_kernel_is_found(monkeypatch: pytest.MonkeyPatch, fault: str) -> None:
     right, wrong = FAULTS[fault]
     cuda.plant(monkeypatch, commit_kernel, "_SETTLE", right, wrong)
-    assert not commit_kernel.proven.__wrapped__(commit.settle)
+    assert not commit_kernel.proven.__wrapped__(commit.commit)
     with pytest.raises((AssertionError, cuda.KernelFault)):
         check_kernel(60)
 
@@ -374,12 +374,12 @@ def test_tokens_are_the_same(
 
     drafters: list[Any] = [None, "ngram", NamedDrafter("itself", target)]
     without = [decoded(drafter) for drafter in drafters]
-    monkeypatch.setattr("specdec.spec_decode.verifier.settler", lambda: BY_KERNEL)
+    monkeypatch.setattr("specdec.spec_decode.verifier.committer", lambda: BY_KERNEL)
     monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     assert [decoded(drafter) for drafter in drafters] == without
 
 
 @needs_cuda
 def test_a_gpu_finds_what_follows() -> None:
-    assert commit_kernel.proven(commit.settle)
+    assert commit_kernel.proven(commit.commit)
     check_kernel(90)

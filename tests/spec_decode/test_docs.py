@@ -21,7 +21,7 @@ from specdec.spec_decode import (
     Proposals,
     Round,
 )
-from specdec.spec_decode.rejection_sampler import Verdict
+from specdec.spec_decode.rejection_sampler import Accepted
 from tests.plain import run_rows, sampled
 from tests.spec_decode.repetitive import BACKENDS, VOCAB, make_prompts
 
@@ -71,8 +71,8 @@ class PhraseRows(DraftRows):
             tail = mx.stack([tail[:, 1], following], axis=1)
         return Proposals(mx.stack(tokens, axis=1), lengths=lengths)
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
-        self.committed = self.committed + verdict.kept
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        self.committed = self.committed + accepted.kept
         mx.async_eval(self.committed)
 
     def filter(self, rows: Sequence[int]) -> None:
@@ -134,7 +134,7 @@ def test_the_page_names_the_whole_protocol() -> None:
         DraftRows,
         Round,
         Proposals,
-        Verdict,
+        Accepted,
     ):
         assert part.__name__ in page
         names = {*vars(part), *getattr(part, "__dataclass_fields__", ())}

@@ -17,7 +17,7 @@ from specdec.sampling_params import VERIFICATIONS, SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 from specdec.spec_decode.draft_length import BatchState
 from specdec.spec_decode.guard import DraftGuard
-from specdec.spec_decode.rejection_sampler import Verdict
+from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.tools.bench.models import token_level
 from tests.plain import greedy, run_rows
 from tests.scripted import Script
@@ -66,7 +66,7 @@ class FailingRows(DraftRows):
         k = round_.num_draft_tokens
         return Proposals(mx.repeat(round_.recent[:, -1:], k, axis=1))
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
+    def commit(self, round_: Round, accepted: Accepted) -> None:
         self.drafter.call("commit")
 
     def note_lengths(self, longest: int, shortest: int) -> None:

@@ -15,7 +15,7 @@ from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import ChainDrafter, Drafter, DraftRows, Proposals, Round
-from specdec.spec_decode.rejection_sampler import Verdict
+from specdec.spec_decode.rejection_sampler import Accepted
 from tests.cache.small_models import MODELS
 from tests.plain import AT_ONCE, greedy, run_rows
 from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
@@ -75,15 +75,15 @@ class ListeningRows(DraftRows):
             )
         return Proposals(mx.array(tokens))
 
-    def commit(self, round_: Round, verdict: Verdict) -> None:
+    def commit(self, round_: Round, accepted: Accepted) -> None:
         if not self.drafter.hidden_layers:
-            assert verdict.hidden is None
+            assert accepted.hidden is None
             return
-        assert verdict.hidden is not None
-        arrays: list[Any] = [round_.lengths, verdict.kept]
+        assert accepted.hidden is not None
+        arrays: list[Any] = [round_.lengths, accepted.kept]
         for i, (n, kept) in enumerate(zip(*(a.tolist() for a in arrays), strict=True)):
             # The inputs: the last committed token, then what was accepted.
-            states = np.array(verdict.hidden[i])[:kept]
+            states = np.array(accepted.hidden[i])[:kept]
             self.drafter.heard[self.prompts[i]].update(
                 zip(range(n - 1, n - 1 + kept), states, strict=True)
             )

@@ -24,7 +24,7 @@ from specdec.spec_decode import (
 from specdec.spec_decode.commit import Committed
 from specdec.spec_decode.ngram import NgramRows
 from specdec.spec_decode.ngram_search import longest_match, ring_of, write
-from specdec.spec_decode.verifier import RowRules
+from specdec.spec_decode.verifier import Verifier
 from tests.plain import greedy, run_rows, sampled
 from tests.spec_decode.repetitive import BACKENDS, check_distribution, make_prompts
 
@@ -59,7 +59,11 @@ def test_greedy_equals_mlx_lm(
         assert row.tokens == greedy(target, prompt, p.max_tokens)
     assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
     # Rounds without a match count no draft.
-    assert all(r.drafted_at[0] < r.rounds for r in rows if r.drafted_at)
+    assert all(
+        r.num_draft_tokens_per_pos[0] < r.rounds
+        for r in rows
+        if r.num_draft_tokens_per_pos
+    )
 
 
 @BACKENDS
@@ -285,7 +289,7 @@ class PlainRounds:
         self.rows = NgramDrafter(options).rows(self.texts, max_length=9999)
         request = Request(0, "", (1,), SamplingParams())
         sequences = [request] * 2
-        self._rules, self._vocab_size = RowRules.of(sequences, vocab_size), vocab_size
+        self._rules, self._vocab_size = Verifier.of(sequences, vocab_size), vocab_size
         self._committed = Committed.of([[*t, 5] for t in self.texts], 2)
         self.texts = [[*t, 5] for t in self.texts]
         self._number = 0
@@ -300,10 +304,10 @@ class PlainRounds:
         seen = mx.arange(self._vocab_size) == self._number * 7 % 90
         logits = mx.broadcast_to(seen, (2, 1, self._vocab_size)).astype(mx.float32)
         inputs = self._committed.newest
-        settled = self._rules.decide(round_, inputs, None, logits, limit).settled
-        after = settled.committed
-        mx.eval(settled.packed, after.recent, after.lengths)
-        self.rows.commit(round_, settled.verdict)
+        result = self._rules.decide(round_, inputs, None, logits, limit).result
+        after = result.committed
+        mx.eval(result.packed, after.recent, after.lengths)
+        self.rows.commit(round_, result.accepted)
         self._committed = after
         for text in self.texts:
             text.append(self._number * 7 % 90)

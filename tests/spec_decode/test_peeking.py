@@ -193,11 +193,11 @@ def test_no_graph_grows_while_nothing_is_drafted(
     writes: list[int] = []
     commit, file = NgramRows.commit, tmp_path / "graph.dot"
 
-    def noted(self: NgramRows, round_: Round, verdict: Any) -> None:
+    def noted(self: NgramRows, round_: Round, accepted: Any) -> None:
         # Of the rounds before it: this one is not handed over yet.
         mx.export_to_dot(str(file), self._ring)
         writes.append(file.read_text("utf-8").count('"ScatterAxis"'))
-        commit(self, round_, verdict)
+        commit(self, round_, accepted)
 
     monkeypatch.setattr(NgramRows, "commit", noted)
     script = Script(lambda number: 2 * (number == 0))

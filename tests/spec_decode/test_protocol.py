@@ -29,7 +29,7 @@ from specdec.spec_decode import (
     Round,
 )
 from specdec.spec_decode.ngram import NgramRows
-from specdec.spec_decode.ready import Ready, behind
+from specdec.spec_decode.ready import Ready, verify_inputs
 from tests.plain import AT_ONCE, greedy, run_rows
 from tests.spec_decode.repetitive import BACKENDS, VOCAB, make_prompts
 
@@ -281,9 +281,9 @@ def test_inputs_are_those_of_the_tokens() -> None:
     newest, lengths = mx.array([[7], [8]]), mx.array([2, 1])
     made = Ready.within(mx.array([[7, 1, 2], [8, 3, 4]]), lengths=lengths)
     assert made.tokens.tolist() == [[1, 2], [3, 4]]
-    assert behind(newest, made) is made.inputs
+    assert verify_inputs(newest, made) is made.inputs
     for changed in (replace(made, tokens=made.tokens + 1), Proposals(made.tokens + 1)):
-        assert behind(newest, changed).tolist() == [[7, 2, 3], [8, 4, 5]]
+        assert verify_inputs(newest, changed).tolist() == [[7, 2, 3], [8, 4, 5]]
 
 
 class Derived(Proposals):
@@ -357,12 +357,12 @@ def test_our_own_rows_hand_over_what_the_target_reads(
     given: list[bool] = []
 
     def noted(newest: mx.array, proposals: Proposals) -> mx.array:
-        inputs = behind(newest, proposals)
+        inputs = verify_inputs(newest, proposals)
         given.append(inputs is getattr(proposals, "inputs", None))
         assert mx.array_equal(inputs[:, :1], newest)
         return inputs
 
-    monkeypatch.setattr("specdec.engine.decode_batch.behind", noted)
+    monkeypatch.setattr("specdec.engine.decode_batch.verify_inputs", noted)
     decode(tiny_model("llama"), NgramDrafter(NgramOptions(min_ngram=1)))
     assert given
     assert all(given)

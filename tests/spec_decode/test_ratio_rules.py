@@ -24,7 +24,7 @@ from specdec.sampling.noise import ACCEPT, uniform_draws
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Proposals, Round, rejection_sampler, verifier
 from specdec.spec_decode.rejection_sampler import Proposed, next_recent
-from specdec.spec_decode.verifier import RowRules
+from specdec.spec_decode.verifier import Verifier
 from tests.chains import FirstTokens, chi_square, three_tokens
 from tests.plain import AT_ONCE, drawable, run_rows
 
@@ -168,9 +168,9 @@ def test_the_array_code_follows_the_formulas(rule: str, one_hot: bool) -> None:
         mx.array(p),
         mx.array(limits.astype(np.int32)),
     )
-    accepted = RULES[rule](proposed, mx.array(u))
-    verdict = rejection_sampler.with_extra_token(proposed, accepted, mx.array(gumbel))
-    kept, chosen = np.array(verdict.kept), np.array(verdict.chosen)
+    prefix = RULES[rule](proposed, mx.array(u))
+    accepted = rejection_sampler.with_extra_token(proposed, prefix, mx.array(gumbel))
+    kept, chosen = np.array(accepted.kept), np.array(accepted.chosen)
     seen = set()
     for i in range(rows):
         n = int(limits[i])
@@ -221,7 +221,7 @@ def test_equal_distributions_accept_everything() -> None:
 
 
 @cache
-def rules_of(rule: str, draws: int, temperature: float, vocab_size: int) -> RowRules:
+def rules_of(rule: str, draws: int, temperature: float, vocab_size: int) -> Verifier:
     """Of rows with a seed each."""
     rows = [
         Request(
@@ -232,7 +232,7 @@ def rules_of(rule: str, draws: int, temperature: float, vocab_size: int) -> RowR
         )
         for s in range(draws)
     ]
-    return RowRules.of(rows, vocab_size)
+    return Verifier.of(rows, vocab_size)
 
 
 def decodings(
@@ -269,10 +269,10 @@ def decodings(
         )
         logits = target_logits[inputs]
         decision = rules.decide(round_, inputs, proposals, logits, limit)
-        verdict = decision.settled.verdict
-        recent = next_recent(recent, verdict.chosen, verdict.kept)
-        first = first + verdict.kept
-        out.add(verdict.chosen, verdict.kept)
+        accepted = decision.result.accepted
+        recent = next_recent(recent, accepted.chosen, accepted.kept)
+        first = first + accepted.kept
+        out.add(accepted.chosen, accepted.kept)
     return out
 
 
@@ -392,9 +392,9 @@ class TestFaultsAreCaught:
 
     @BY_RULE
     def test_a_wrong_scale(self, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.Accepted:
+        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.AcceptedPrefix:
             right = RULES[rule](proposed, u)
-            return rejection_sampler.Accepted(right.count, right.scale * 0.8)
+            return rejection_sampler.AcceptedPrefix(right.count, right.scale * 0.8)
 
         monkeypatch.setattr(rejection_sampler, rule, faulty)
         assert self.differs(rule)
@@ -403,9 +403,9 @@ class TestFaultsAreCaught:
     def test_one_accepted_too_few(
         self, rule: str, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.Accepted:
+        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.AcceptedPrefix:
             right = RULES[rule](proposed, u)
-            return rejection_sampler.Accepted(
+            return rejection_sampler.AcceptedPrefix(
                 mx.maximum(right.count - 1, 0), right.scale
             )
 
@@ -417,11 +417,11 @@ class TestFaultsAreCaught:
     ) -> None:
         """Keeping the longest prefix whose last token passes the ratio test."""
 
-        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.Accepted:
+        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.AcceptedPrefix:
             passes = u < proposed.ratios()
             index = mx.arange(1, u.shape[1] + 1)
             count = mx.where(passes, index, 0).max(axis=1)
-            return rejection_sampler.Accepted(count, mx.ones(count.shape))
+            return rejection_sampler.AcceptedPrefix(count, mx.ones(count.shape))
 
         monkeypatch.setattr(rejection_sampler, "block", faulty)
         assert self.differs("block")

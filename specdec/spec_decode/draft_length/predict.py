@@ -96,8 +96,8 @@ class Advice:
 
 
 def survival_of(
-    drafted_at: Sequence[int],
-    accepted_at: Sequence[int],
+    num_draft_tokens_per_pos: Sequence[int],
+    num_accepted_tokens_per_pos: Sequence[int],
     *,
     rounds: int,
     rows: int,
@@ -105,16 +105,20 @@ def survival_of(
     """Share of rounds that accepted at least 1, 2, ... tokens.
 
     Args:
-        drafted_at, accepted_at: rounds that drafted, and accepted, so many.
+        num_draft_tokens_per_pos, num_accepted_tokens_per_pos: rounds that drafted,
+            and accepted, so many.
         rounds: all of them. Those in which a drafter had nothing to propose cost
             as much, and accepted nothing.
         rows: each may have had one more, for its last token.
     """
-    if not drafted_at:
+    if not num_draft_tokens_per_pos:
         return []
-    without = max(0, rounds - drafted_at[0] - rows)
-    accepted = [*accepted_at, *([0] * len(drafted_at))]
-    shares = [a / (d + without) for a, d in zip(accepted, drafted_at, strict=False)]
+    without = max(0, rounds - num_draft_tokens_per_pos[0] - rows)
+    accepted = [*num_accepted_tokens_per_pos, *([0] * len(num_draft_tokens_per_pos))]
+    shares = [
+        a / (d + without)
+        for a, d in zip(accepted, num_draft_tokens_per_pos, strict=False)
+    ]
     # Rounds cut short at a row's end count at fewer positions: noise, not a rise.
     return list(accumulate(shares, min))
 

@@ -14,7 +14,7 @@ import pytest
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.spec_decode import rejection_sampler
-from specdec.spec_decode.rejection_sampler import Accepted, Proposed, Verdict
+from specdec.spec_decode.rejection_sampler import Accepted, AcceptedPrefix, Proposed
 from specdec.tools.parity import DistributionCertificate, certify
 
 from .harness import TinyModel, make_decoder, make_prompts
@@ -91,8 +91,8 @@ def accepts_too_much(patch: Patch) -> None:
 
         def wrong(
             proposed: Proposed, uniform: mx.array, right: Any = right
-        ) -> Accepted:
-            found: Accepted = right(proposed, uniform * uniform)
+        ) -> AcceptedPrefix:
+            found: AcceptedPrefix = right(proposed, uniform * uniform)
             return found
 
         patch.setattr(rejection_sampler, name, wrong)
@@ -102,7 +102,9 @@ def extra_from_the_target(patch: Patch) -> None:
     """Behind a rejection, draws from P in place of what P has over Q."""
     right = rejection_sampler.with_extra_token
 
-    def wrong(proposed: Proposed, accepted: Accepted, gumbel: mx.array) -> Verdict:
+    def wrong(
+        proposed: Proposed, accepted: AcceptedPrefix, gumbel: mx.array
+    ) -> Accepted:
         spread = mx.zeros((*proposed.tokens.shape, proposed.target.shape[-1]))
         return right(replace(proposed, draft=spread), accepted, gumbel)
 
@@ -115,8 +117,8 @@ def keeps_everything(patch: Patch) -> None:
 
         def wrong(
             proposed: Proposed, uniform: mx.array, right: Any = right
-        ) -> Accepted:
-            found: Accepted = right(proposed, uniform * 0)
+        ) -> AcceptedPrefix:
+            found: AcceptedPrefix = right(proposed, uniform * 0)
             return found
 
         patch.setattr(rejection_sampler, name, wrong)

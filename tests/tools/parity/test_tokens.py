@@ -223,9 +223,9 @@ def one_token_too_many(patch: Patch) -> None:
     def wrong(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
         return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-    settler = commit.Settler(commit.settle)
+    committer = commit.Committer(commit.commit)
     patch.setattr(commit, "count_kept", wrong)
-    patch.setattr("specdec.spec_decode.verifier.settler", lambda: settler)
+    patch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
 
 
 def trim_to_the_minimum(patch: Patch) -> None:

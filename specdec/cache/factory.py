@@ -191,7 +191,7 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
     options = replace(
         options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
     )
-    caches = adopt_caches(model, 3, options, name)
+    caches = make_batch_caches(model, 3, options, name)
     tokens = mx.zeros((3, 2), mx.int32)
     try:
         model(tokens, cache=caches)
@@ -209,7 +209,7 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
             f"{name}: its code ({type(model).__module__}) does not work with batch "
             f"caches{stored}: {reason}"
         ) from error
-    dense = adopt_caches(model, 3, replace(options, kv_bits=None), name)
+    dense = make_batch_caches(model, 3, replace(options, kv_bits=None), name)
     if counts_columns(model, dense):
         raise UnsupportedModelError(
             f"{name}: its code ({type(model).__module__}) works out positions from the "
@@ -228,7 +228,7 @@ def _check_classes(caches: list[Any], name: str) -> None:
             )
 
 
-def adopt_caches(
+def make_batch_caches(
     model: Any,
     batch_size: int,
     options: CacheOptions,

@@ -18,9 +18,9 @@ from specdec.cache import (
     BatchCacheList,
     BatchQuantizedKVCache,
     CacheOptions,
-    adopt_caches,
     check_caches,
     extend_caches,
+    factory,
     make_batch_caches,
     maybe_quantize,
 )
@@ -41,7 +41,7 @@ OPTIONS = CacheOptions(max_write=16, read_bucket=4, max_length=500)
 
 
 def names(model: Any, options: CacheOptions = OPTIONS) -> list[str]:
-    return [type(c).__name__ for c in adopt_caches(model, 2, options)]
+    return [type(c).__name__ for c in make_batch_caches(model, 2, options)]
 
 
 def refusal(model: Any, options: CacheOptions | None = None) -> str:
@@ -94,7 +94,7 @@ def test_settings_reach_the_caches() -> None:
         mlx_lm_cache.QuantizedKVCache(group_size=32, bits=4),
         mlx_lm_cache.CacheList(mlx_lm_cache.KVCache(), mlx_lm_cache.KVCache()),
     )
-    full, ring, chunked, quantized, several = adopt_caches(model, 2, OPTIONS)
+    full, ring, chunked, quantized, several = make_batch_caches(model, 2, OPTIONS)
     assert (full.max_length, full.read_bucket, full.batch_size) == (500, 4, 2)
     assert (ring.window, ring.keep, ring.max_write) == (29, 3, 16)
     assert (chunked.window, chunked.max_write) == (64, 16)
@@ -117,7 +117,7 @@ def test_kv_bits_from_the_start() -> None:
         "BatchQuantizedChunkedKVCache",
         "BatchQuantizedKVCache",
     ]
-    made = adopt_caches(model, 2, options)
+    made = make_batch_caches(model, 2, options)
     assert [tuple(c.packing.values()) for c in made] == [(4, 32)] * 3 + [(8, 64)]
 
 
@@ -126,7 +126,7 @@ def test_kv_bits_later() -> None:
         max_write=4, kv_bits=8, kv_group_size=32, quantized_kv_start=6
     )
     several = mlx_lm_cache.CacheList(mlx_lm_cache.KVCache(), mlx_lm_cache.KVCache())
-    caches = adopt_caches(Asking(mlx_lm_cache.KVCache(), several), 1, options)
+    caches = make_batch_caches(Asking(mlx_lm_cache.KVCache(), several), 1, options)
     x = mx.ones((1, 1, 3, 32))
 
     def write() -> None:
@@ -154,7 +154,7 @@ def test_rows_join_whichever_side_is_quantized(late: str) -> None:
     )
     sides = {}
     for name in ("batch", "newcomer"):
-        sides[name] = caches = adopt_caches(model, 2, options)
+        sides[name] = caches = make_batch_caches(model, 2, options)
         x = mx.ones((2, 1, 3 if late in (name, "both") else 6, 32))
         for cache in caches:
             for member in getattr(cache, "caches", [cache]):
@@ -172,15 +172,15 @@ def test_rows_join_whichever_side_is_quantized(late: str) -> None:
             "neither": (6, 6, 6, 6),
         }[late]
     }
-    extend_caches(batch, adopt_caches(model, 1, options))
+    extend_caches(batch, make_batch_caches(model, 1, options))
     batch[0].filter([])
-    extend_caches(batch[:1], adopt_caches(model, 1, options)[:1])
+    extend_caches(batch[:1], make_batch_caches(model, 1, options)[:1])
 
 
 def test_max_kv_size_bounds_full_layers() -> None:
     options = CacheOptions(max_write=4, max_kv_size=20)
     model = Asking(mlx_lm_cache.KVCache(), mlx_lm_cache.RotatingKVCache(8))
-    bounded, own = adopt_caches(model, 1, options)
+    bounded, own = make_batch_caches(model, 1, options)
     assert (bounded.window, bounded.keep) == (16, 4)
     assert (own.window, own.keep) == (8, 0)
 
@@ -204,7 +204,7 @@ class TestRefusals:
         model = Asking(mlx_lm_cache.KVCache(), cache)
         assert f"layer 1 asks for a {name}," in refusal(model)
         with pytest.raises(UnsupportedModelError, match=name):
-            adopt_caches(model, 1, OPTIONS)
+            make_batch_caches(model, 1, OPTIONS)
 
     def test_subclasses_may_behave_differently(self) -> None:
         class Odd(mlx_lm_cache.KVCache):
@@ -247,7 +247,7 @@ class TestRefusals:
         wrong: dict[str, dict[str, Any]] = {"afm7": AFM7, "minimax_m3_vl": MINIMAX_M3}
         arch, arguments = MODELS.get(name, (name, wrong.get(name, {})))
         model = tiny_model(arch, **arguments)
-        caches = adopt_caches(model, 3, CacheOptions(max_write=2))
+        caches = make_batch_caches(model, 3, CacheOptions(max_write=2))
         assert counts_columns(model, caches) is (name in wrong)
 
     @pytest.mark.parametrize(
@@ -341,7 +341,7 @@ class TestMasks:
         self, name: str, tiny_model: TinyModel
     ) -> None:
         arch, arguments = MODELS[name]
-        boolean = make_batch_caches.reads_boolean_masks(tiny_model(arch, **arguments))
+        boolean = factory.reads_boolean_masks(tiny_model(arch, **arguments))
         assert boolean is (name in {"latent", "list"})
 
     def test_every_boolean_reader_of_mlx_lm_is_known(self) -> None:
@@ -353,7 +353,7 @@ class TestMasks:
             assert spec.origin is not None
             with open(spec.origin, encoding="utf-8") as file:
                 source = file.read()
-            if make_batch_caches._BOOLEAN_USE.search(source):
+            if factory._BOOLEAN_USE.search(source):
                 found.add(info.name)
         assert {
             "bailing_hybrid", "deepseek_v3", "deepseek_v32", "gemma2",
@@ -367,4 +367,4 @@ class TestMasks:
     def test_a_model_without_source_gets_boolean_masks(self) -> None:
         scope: dict[str, Any] = {"nn": nn, "__name__": "nowhere"}
         exec("class Hidden(nn.Module): pass", scope)
-        assert make_batch_caches.reads_boolean_masks(scope["Hidden"]())
+        assert factory.reads_boolean_masks(scope["Hidden"]())
