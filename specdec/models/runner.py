@@ -28,6 +28,7 @@ from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
 from .idle import without_idle
+from .recurrent import with_recurrent_rows
 from .row_positions import with_row_positions
 
 
@@ -66,7 +67,7 @@ class ModelRunner:
         backend: BackendDefaults,
         prefix_store: PrefixStore | None = None,
     ):
-        model = with_row_positions(model)
+        model = with_recurrent_rows(with_row_positions(model))
         self.name = name
         self.prefill_step_size = config.prefill_step_size
         self.options = replace(
