@@ -329,6 +329,9 @@ class CacheCore:
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
 
+    def checkpoint(self) -> None:
+        """Let the next trim take back all that is written from now on."""
+
     # -- trimming ----------------------------------------------------------
 
     def is_trimmable(self) -> bool:

@@ -37,21 +37,18 @@ class Write(Protocol):
 
     #: The layer: one writes to a cache once in each forward.
     layer: Any
-    #: Tokens of every row.
+    #: Tokens of every row, padding included.
     width: int
 
     def run(
-        self, slots: Slots, offset: mx.array, lengths: Sequence[int] | None
-    ) -> tuple[Any, Slots, bool]:
+        self, slots: Slots, offset: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots]:
         """What the layer puts out, and its states afterwards.
 
         Args:
             slots: states that it begins with.
             offset: tokens of every row before it, shape (B,).
             lengths: tokens of every row, those after them being padding.
-
-        Returns:
-            The output, the states, and whether these leave the padding out.
         """
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
@@ -128,21 +125,31 @@ class BatchRecurrentCache(BatchCache):
         )
         self.num_states = size
         self._storage: Storage = StateStorage()
-        self._begin(0)
+        self._begin()
 
     # -- writing -------------------------------------------------------------
 
-    def _begin(self, width: int) -> None:
-        """Remember what holds before a write of ``width`` tokens."""
+    def checkpoint(self) -> None:
+        """Let the next trim take back any of the tokens written from now on.
+
+        Without it, those of the last write.
+        """
+        self._settle()
+        self._begin(spans=True)
+
+    def _begin(self, *, spans: bool = False) -> None:
+        """Remember what holds before a write, or several."""
         self._before: Slots = self._slots
         self._offset_before = self.offset
-        self._written: list[Write] = []
-        self._layers: list[Any] = []
-        # Tokens that are left of the last write: all (None), or of each row.
+        self._spans = spans
+        # What was written since: calls of layers, and the tokens of a row.
+        self._written: list[tuple[int, Write]] = []
+        self._num_written = 0
+        # Tokens that are left of those: all (None), or of each row.
         self._kept: Kept | None = None
-        self._valid: list[int] | None = None
-        if self._lengths is not None:
-            self._valid = [min(width, n) for n in self._lengths]
+        # Layers that took part in the forward under way, and tokens without padding.
+        self._layers: list[Any] = []
+        self._valid: list[int] = []
 
     @property
     def _slots(self) -> Slots:
@@ -159,18 +166,29 @@ class BatchRecurrentCache(BatchCache):
             CacheError: the rows are others than the cache has.
         """
         if not self._layers or any(write.layer is layer for layer in self._layers):
-            self._settle()
-            self._begin(write.width)
-            self._advance(write.width, self._longest + write.width)
+            self._next_forward(write.width)
         self._layers.append(write.layer)
-        slots = self._slots if len(self._layers) == 1 else list(self._now)
-        output, self._now, exact = write.run(slots, self._offset_before, self._valid)
-        if self._valid is None:
-            self._written.append(write)
-        elif not exact and any(n < write.width for n in self._valid):
-            self._now = write.again(slots, self._offset_before, self._valid)
+        slots = self._now
+        output, self._now = write.run(slots, self._offset_now, self._valid)
+        if self._num_written:
+            begin = self._num_written - max(self._valid, default=0)
+            self._written.append((begin, write))
         self._store(self._now)
         return output
+
+    def _next_forward(self, width: int) -> None:
+        if not self._spans or self._kept is not None:
+            self._settle()
+            self._begin()
+        self._layers, self._now = [], self._slots
+        self._offset_now = self.offset
+        self._valid = [width] * self.batch_size
+        if self._lengths is not None:
+            self._valid = [min(width, n) for n in self._lengths]
+        self._num_written += max(self._valid, default=width)
+        self._advance(width, self._longest + width)
+        if len(set(self._valid)) > 1:  # of ragged writes nothing is taken back
+            self._num_written = 0
 
     def _store(self, slots: Slots) -> None:
         """Hold states, once every layer has written its own."""
@@ -180,18 +198,16 @@ class BatchRecurrentCache(BatchCache):
 
     def _settle(self) -> None:
         """Compute the states that the last trim has left."""
-        kept, self._kept = self._kept, None
-        written, self._written, self._layers = self._written, [], []
-        if kept is None:
-            self._before = []
-            return
-        slots = self._before
-        if all(write.width == 1 for write in written):
-            slots = select(kept, 1, self._slots, slots)
-        else:
-            for write in written:
-                slots = write.again(slots, self._offset_before, kept)
-        self._store(slots)
+        kept, written, slots = self._kept, self._written, self._before
+        if kept is not None:
+            if self._num_written == 1:
+                slots = select(kept, 1, self._slots, slots)
+            else:
+                for begin, write in written:
+                    left = _within(kept, begin, write.width)
+                    slots = write.again(slots, self._offset_before + begin, left)
+            self._store(slots)
+        self._begin()
         self._before = []
 
     @property
@@ -218,7 +234,7 @@ class BatchRecurrentCache(BatchCache):
 
     def is_trimmable(self) -> bool:
         """Whether there are tokens of the last write to take back."""
-        return bool(self._written)
+        return self._num_written > 0
 
     def trim_per_sequence(
         self, n: RowCounts, at_most: int | None = None, fewest: int = 0
@@ -235,7 +251,7 @@ class BatchRecurrentCache(BatchCache):
             at_most = max(n, default=0)
             if not at_most:
                 return
-        width = self._written[0].width if self._written else 0
+        width = self._num_written
         if at_most is not None and at_most > width:
             raise CacheError(
                 f"{at_most} tokens cannot be taken back: {width} were written last, "
@@ -351,6 +367,13 @@ class BatchRecurrentCache(BatchCache):
         lengths: list[int] = offset.tolist()
         self._longest = max(lengths, default=0)
         self._uniform = len(set(lengths)) <= 1
+
+
+def _within(kept: Kept, begin: int, width: int) -> Kept:
+    """Of ``kept`` tokens, those among ``width`` that begin at ``begin``."""
+    if isinstance(kept, mx.array):
+        return mx.clip(kept - begin, 0, width)
+    return [min(max(n - begin, 0), width) for n in kept]
 
 
 def select(kept: Kept, fewest: int, new: Slots, old: Slots) -> Slots:

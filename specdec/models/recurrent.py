@@ -160,19 +160,27 @@ class _Call:
         first = next(a for a in arguments.values() if isinstance(a, mx.array))
         self._rows, self.width = first.shape[:2]
         self._tape = _Tape(self.width)
+        self._writes_keys = isinstance(arguments["cache"], BatchCacheList)
         self._code = _code(type(layer).__mro__[1])
 
     def run(
-        self, slots: Slots, offset: mx.array, lengths: Sequence[int] | None
-    ) -> tuple[Any, Slots, bool]:
-        kept, arguments = None, self._arguments
-        if lengths is not None and self._code in _MASKED and min(lengths) < self.width:
+        self, slots: Slots, offset: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots]:
+        fewest, most = min(lengths, default=0), max(lengths, default=0)
+        if fewest < most and self._code in _MASKED:
             kept = mx.array(lengths)
-            arguments = self._masked(kept)
-        # Of a single token nothing is done again, unless it is left out.
-        tape = self._tape if self.width > 1 and kept is None else None
-        output, after = self._begin(slots, offset, arguments, tape, lengths=kept)
-        return output, after, kept is not None
+            slots = self._states.begun(slots, self._rows)
+            return self._layer(slots, offset, self._masked(kept), None, lengths=kept)
+        if 0 < fewest == most < self.width and not self._writes_keys:
+            # Nobody looks at what padding would put out.
+            width, self.width = self.width, most
+            self._arguments, self._tape = self._part(0, most, width), _Tape(most)
+            output, after = self._begin(slots, offset, self._arguments, self._tape)
+            return _widened(output, most, width), after
+        output, after = self._begin(slots, offset, self._arguments, self._tape)
+        if fewest < self.width:
+            after = self.again(slots, offset, lengths)
+        return output, after
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         slots = self._states.begun(slots, self._rows)
@@ -187,7 +195,7 @@ class _Call:
             stops = sorted({n for n in kept if n})
         start = 0
         for stop in stops:
-            arguments = self._part(start, stop)
+            arguments = self._part(start, stop, self.width)
             part = tape.play(start, stop)
             _, after = self._begin(slots, offset + start, arguments, part, again=True)
             slots, start = select(kept, stop, after, slots), stop
@@ -198,8 +206,8 @@ class _Call:
         mask = mx.arange(self.width) < kept[:, None]
         return {**self._arguments, "mask": mask}
 
-    def _part(self, start: int, stop: int) -> dict[str, Any]:
-        """The arguments of tokens ``start`` to ``stop``."""
+    def _part(self, start: int, stop: int, width: int) -> dict[str, Any]:
+        """The arguments of tokens ``start`` to ``stop`` of ``width``."""
         part: dict[str, Any] = {}
         for name, value in self._arguments.items():
             if name == "mask":
@@ -207,7 +215,7 @@ class _Call:
             elif name == "offset":
                 value = value + start
             elif isinstance(value, mx.array):
-                if value.shape[:2] == (self._rows, self.width):
+                if value.shape[:2] == (self._rows, width):
                     value = value[:, start:stop]
             part[name] = value
         return part
@@ -263,6 +271,14 @@ class _Call:
         finally:
             _current.tape = None
         return output, list(held.cache)
+
+
+def _widened(output: Any, part: int, width: int) -> Any:
+    """What a layer puts out for ``part`` tokens, the last one repeated."""
+    if isinstance(output, tuple):
+        return tuple(_widened(o, part, width) for o in output)
+    last = mx.repeat(output[:, -1:], width - part, axis=1)
+    return mx.concatenate([output, last], axis=1)
 
 
 def _code(kind: type) -> str:
