@@ -117,8 +117,8 @@ class CacheCore:
         # either while _uniform. Neither needs the device.
         self._longest = 0
         self._uniform = True
-        # Tokens per row of the last write.
-        self._width = 0
+        # Tokens per row of the last write, and how long rows were with its padding.
+        self._width = self._reached = 0
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
         self._right_padding: list[int] | None = None
@@ -274,10 +274,12 @@ class CacheCore:
     def _count(self, num_tokens: int, longest: int) -> None:
         """Note a write of ``num_tokens`` tokens, on the host."""
         self._longest, self._width = longest, num_tokens
+        self._reached = longest
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
-        return self._read(self._extent(self._longest, self.capacity, self._width))
+        longest = max(self._longest, self._reached)
+        return self._read(self._extent(longest, self.capacity, self._width))
 
     def _read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` columns, as attention takes them."""

@@ -95,7 +95,7 @@ class StateStorage(Storage):
             for s, rows in parts
             if rows
         ]
-        stacked = zip(*columns, strict=True)  # type: ignore[arg-type]
+        stacked = zip(*columns, strict=True)
         return cls(tuple(mx.concatenate(list(c), axis=0) for c in stacked))
 
 
@@ -147,8 +147,11 @@ class BatchRecurrentCache(BatchCache):
         self._num_written = 0
         # Tokens that are left of those: all (None), or of each row.
         self._kept: Kept | None = None
-        # Layers that took part in the forward under way, and tokens without padding.
+        # Of the forward under way: layers that took part, and states so far; offsets
+        # before it; tokens of every row, padding left out.
         self._layers: list[Any] = []
+        self._now: Slots = []
+        self._offset_now = self.offset
         self._valid: list[int] = []
 
     @property
@@ -222,13 +225,19 @@ class BatchRecurrentCache(BatchCache):
     def reserve(self, num_tokens: int) -> None:
         """Forwards with states run as usual: what they leave has to be kept."""
 
-    def make_mask(self, N: int, **how: Any) -> None:  # noqa: N803 - mlx-lm's name
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm's name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> None:
         """``None``: layers are shown masks where they need them."""
 
     def __getitem__(self, index: int) -> mx.array:
         raise CacheError("its layers read recurrent states by themselves")
 
-    __setitem__ = __getitem__  # type: ignore[assignment]
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        self[index]
 
     # -- trimming ------------------------------------------------------------
 
@@ -261,8 +270,7 @@ class BatchRecurrentCache(BatchCache):
         if kept is None:
             kept = [width] * self.batch_size
         if isinstance(n, mx.array) or isinstance(kept, mx.array):
-            left, counts = mx.array(kept), mx.array(n, mx.int32)
-            self._kept = mx.maximum(left - mx.maximum(counts, 0), 0)
+            self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
         else:
             self._kept = [max(0, k - c) for k, c in zip(kept, n, strict=True)]
 
@@ -369,6 +377,12 @@ class BatchRecurrentCache(BatchCache):
         self._uniform = len(set(lengths)) <= 1
 
 
+def _array(counts: Kept) -> mx.array:
+    if isinstance(counts, mx.array):
+        return counts.astype(mx.int32)
+    return mx.array(list(counts), mx.int32)
+
+
 def _within(kept: Kept, begin: int, width: int) -> Kept:
     """Of ``kept`` tokens, those among ``width`` that begin at ``begin``."""
     if isinstance(kept, mx.array):
@@ -381,7 +395,7 @@ def select(kept: Kept, fewest: int, new: Slots, old: Slots) -> Slots:
     if not isinstance(kept, mx.array):
         if all(n >= fewest for n in kept):
             return new
-        kept = mx.array(list(kept))
+        kept = _array(kept)
     which = kept >= fewest
     chosen: Slots = []
     for a, b in zip(new, old, strict=True):

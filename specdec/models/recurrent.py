@@ -168,7 +168,7 @@ class _Call:
     ) -> tuple[Any, Slots]:
         fewest, most = min(lengths, default=0), max(lengths, default=0)
         if fewest < most and self._code in _MASKED:
-            kept = mx.array(lengths)
+            kept = mx.array(list(lengths))
             slots = self._states.begun(slots, self._rows)
             return self._layer(slots, offset, self._masked(kept), None, lengths=kept)
         if 0 < fewest == most < self.width and not self._writes_keys:
@@ -214,9 +214,8 @@ class _Call:
                 value = None
             elif name == "offset":
                 value = value + start
-            elif isinstance(value, mx.array):
-                if value.shape[:2] == (self._rows, width):
-                    value = value[:, start:stop]
+            elif _shape(value)[:2] == (self._rows, width):
+                value = value[:, start:stop]
             part[name] = value
         return part
 
@@ -251,9 +250,10 @@ class _Call:
     ) -> tuple[Any, Slots]:
         """What the layer puts out, and its states afterwards."""
         held = mlx_lm_cache.ArraysCache(len(slots))
-        held.cache = list(slots)
+        held.cache = list(slots)  # type: ignore[arg-type]
         if lengths is not None:
-            held.lengths = mx.maximum(lengths, 0)  # an array of its own: layers count
+            # An array of its own: layers count it down.
+            held.lengths = mx.maximum(lengths, 0)  # type: ignore[assignment]
         given: Any = arguments["cache"]
         if isinstance(given, BatchCacheList):
             members: list[Any] = [
@@ -273,6 +273,10 @@ class _Call:
         return output, list(held.cache)
 
 
+def _shape(value: Any) -> tuple[int, ...]:
+    return value.shape if isinstance(value, mx.array) else ()
+
+
 def _widened(output: Any, part: int, width: int) -> Any:
     """What a layer puts out for ``part`` tokens, the last one repeated."""
     if isinstance(output, tuple):
@@ -289,14 +293,14 @@ def _code(kind: type) -> str:
 @cache
 def _recurrent(kind: type) -> type:
     """The class of the layer that hands its calls to the cache."""
-    signature = inspect.signature(kind.__call__)  # type: ignore[operator]
+    signature = inspect.signature(kind.__call__)
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
         arguments.pop("self")
         states = _cache_of(arguments.get("cache"))
         if states is None:
-            return kind.__call__(self, *args, **kwargs)  # type: ignore[operator]
+            return kind.__call__(self, *args, **kwargs)
         return states.write(_Call(self, arguments, vars(self)["_recurrent_states"]))
 
     also = {
@@ -324,7 +328,7 @@ class _Watched(mlx_lm_cache.ArraysCache):
         self.writers: dict[int, Any] = {}
 
     def __setitem__(self, place: int, value: mx.array) -> None:
-        super().__setitem__(place, value)
+        super().__setitem__(place, value)  # type: ignore[no-untyped-call]
         frame = sys._getframe(1)
         while frame is not None:
             layer = frame.f_locals.get("self")
@@ -355,9 +359,9 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
         return model
     model(mx.zeros((1, _PROBE), mx.int32), cache=caches)
     blank: dict[int, dict[int, tuple[tuple[int, ...], mx.Dtype]]] = {}
-    for cache in found:
-        for place, layer in cache.writers.items():
-            array = cache[place]
+    for watched in found:
+        for place, layer in watched.writers.items():
+            array: Any = watched.cache[place]
             blank.setdefault(id(layer), {})[place] = (array.shape[1:], array.dtype)
     states = {key: _States(places) for key, places in blank.items()}
     twin: nn.Module = _with(model, states)
