@@ -368,6 +368,14 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
     return twin
 
 
+def keeps_states(model: nn.Module) -> bool:
+    """Whether the model has recurrent layers."""
+    found: list[_Watched] = []
+    for each in mlx_lm_cache.make_prompt_cache(model):
+        _watched(each, found)
+    return bool(found)
+
+
 def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
     """``part`` of a model with recurrent layers in the place of mlx-lm's."""
     if isinstance(part, list | tuple):
