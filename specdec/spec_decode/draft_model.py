@@ -85,6 +85,7 @@ class DraftModelRows:
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, one forward each."""
         inputs = self._catch_up(round_)
+        self._rows.checkpoint()
         tokens: list[mx.array] = []
         drawn_from: list[mx.array] = []
         for _ in range(round_.num_draft_tokens):
