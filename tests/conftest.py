@@ -92,6 +92,25 @@ def tiny_model() -> Callable[..., nn.Module]:
     return _tiny_model
 
 
+@pytest.fixture(scope="session")
+def target() -> nn.Module:
+    """The model that most tests decode with; it is never changed."""
+    return _tiny_model("llama", seed=0)
+
+
+@pytest.fixture(scope="session")
+def drafts(target: nn.Module) -> dict[str, Any]:
+    """Drafts for ``target``: always right, half of the time, hardly ever; none."""
+    import mlx.core as mx
+
+    near: Any = _tiny_model("llama", seed=0)
+    embedding = near.model.embed_tokens
+    noise = mx.random.normal(embedding.weight.shape, key=mx.random.key(1))
+    embedding.weight = embedding.weight + 0.15 * noise
+    unrelated = _tiny_model("llama", seed=5, num_hidden_layers=1)
+    return {"perfect": target, "near": near, "unrelated": unrelated, "none": None}
+
+
 def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Module:
     import importlib
 
