@@ -201,6 +201,11 @@ class ModelRows:
         return int(self.offset.shape[0])
 
     @property
+    def new_shapes(self) -> int:
+        """Forwards of the model so far whose shapes were not ready, see `compiled`."""
+        return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
