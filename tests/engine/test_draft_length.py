@@ -539,6 +539,29 @@ def test_what_is_still_being_built_is_not_timed(
     assert watch.late(1.5)
 
 
+def test_a_kernel_compiled_while_settling_is_no_cost(
+    monkeypatch: pytest.MonkeyPatch, target: Any, other: Any
+) -> None:
+    """Two runs that compile take alike: a plain step of seconds makes drafts look free.
+
+    Costs are kept, so that it would last.
+    """
+    took = [10.0, 7.2]
+
+    def once(self: _Stopwatch, run: Any) -> float:
+        run()
+        return took.pop(0) if took else 0.01
+
+    monkeypatch.setattr(_Stopwatch, "once", once)
+    monkeypatch.setattr(_Stopwatch, "again", lambda _, run, known: known)
+    backend = replace(BEHIND, new_shape_seconds=0.04)
+    runner = ModelRunner(target, "target", EngineConfig(), backend)
+    _, _, drafter = runners(target, other)
+    forwards = measure_forwards(runner, drafter, 2, max_draft_tokens=4)
+    assert not took
+    assert set(forwards.verify.values()) == {0.01}
+
+
 def test_what_took_longer_than_more_tokens_is_noise() -> None:
     measured = {1: 5.0, 2: 7.0, 3: 4.0, 5: 4.5, 9: 4.25}
     assert without_noise(measured) == {1: 5.0, 2: 4.0, 3: 4.0, 5: 4.25, 9: 4.25}
