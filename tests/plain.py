@@ -22,6 +22,7 @@ from mlx_lm.sample_utils import (
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
+from specdec.grammar import GrammarCompiler
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -201,6 +202,7 @@ def run_rows(
     drafter: Drafter | None = None,
     draft_context: int | None = None,
     length: DraftLength | None = None,
+    grammars: GrammarCompiler | None = None,
     **options: Any,
 ) -> list[Request]:
     """Decode through the engine; the finished rows, in the order of the prompts."""
@@ -219,7 +221,13 @@ def run_rows(
             context_length=draft_context,
         )
     requests = [
-        Request(i, "", tuple(prompt), p)
+        Request(
+            i,
+            "",
+            tuple(prompt),
+            p,
+            grammar=grammars.compile(p.grammar) if grammars and p.grammar else None,
+        )
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
     if drafter is not None:
