@@ -30,6 +30,8 @@ def byte_tokenizer() -> TokenizerWrapper:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken("<end>", special=True)])
     fast = PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, eos_token="<end>", clean_up_tokenization_spaces=False
+        tokenizer_object=tokenizer,
+        eos_token="<end>",
+        clean_up_tokenization_spaces=False,
     )
     return ExactTokenizerWrapper(fast, eos_token_ids={fast.eos_token_id})

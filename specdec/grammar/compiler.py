@@ -39,10 +39,13 @@ def check_grammar(grammar: Grammar) -> None:
         ConfigError: it cannot, or llguidance is not installed.
     """
     library = _library()
-    text, limits = _text(grammar), _limits()
-    said: str = _apart(
-        lambda: library.LLMatcher.validate_grammar(text, None, limits=limits), grammar
-    )
+
+    def checked() -> str:
+        text, limits = _text(grammar), _limits()
+        said: str = library.LLMatcher.validate_grammar(text, None, limits=limits)
+        return said
+
+    said = _apart(checked, grammar)
     if said and not said.startswith("WARNING"):
         raise _refusal(grammar, said)
 
@@ -144,7 +147,7 @@ def _tokenizer_of(library: Any, tokenizer: Any, vocab_size: int) -> LLTokenizer:
             "a grammar needs a tokenizer with an end-of-sequence token: "
             "this one has none"
         )
-    backend = getattr(tokenizer, "backend_tokenizer", None)
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
     if not hasattr(backend, "to_str"):
         raise ConfigError(
             "a grammar needs a fast tokenizer (tokenizer.json): this one is a "

@@ -69,7 +69,7 @@ class Grammar:
             schema = parse_json(self.text)
         except DataError as error:
             raise ConfigError(f"the JSON schema cannot be read: {error}") from error
-        if not isinstance(schema, dict | bool):
+        if not isinstance(schema, dict):
             raise ConfigError(
                 f"the JSON schema is {shorten(self.text)}: it must be an object"
             )
