@@ -7,7 +7,7 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -24,7 +24,7 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 MAX_PROMPT_BYTES = 64 * 2**20
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
-_ID_KEYS = ("id", "task_id", "question_id")
+_ID_KEYS = ("id", "custom_id", "task_id", "question_id")
 _EXPECTED = "one object per line (JSON Lines) with one of " + ", ".join(
     f'"{key}"' for key in _PROMPT_KEYS
 )
@@ -49,13 +49,15 @@ class PromptRecord:
     Args:
         prompt: the prompt.
         where: file and line, as messages name it; ``None``: it came from elsewhere.
-        id: what a JSON line calls it, by ``id``, ``task_id`` or ``question_id``;
-            ``None``: it has no such field.
+        id: what a JSON line calls it, by ``id``, ``custom_id``, ``task_id`` or
+            ``question_id``; ``None``: it has no such field.
+        fields: what else the line says.
     """
 
     prompt: Prompt
     where: str | None = None
     id: Any = None
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -237,22 +239,28 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     Plain text holds one prompt a line. JSON lines (known by their suffix, or by
     a first line that is a JSON object) hold ``prompt``, ``question``,
     ``messages`` or ``turns``, the first of these that is there. Of ``turns``
-    (Spec-Bench, MT-Bench) only the first turn is used. Blank lines are skipped.
-    A line like that after a first line of plain text is refused.
+    (Spec-Bench, MT-Bench) only the first turn is used. Lines of OpenAI's batch files
+    are read, which hold these in ``body``. Blank lines are skipped.
+    A line like that after a first line of plain text is refused. An array of such
+    objects, or in a ``.json`` file of texts, is read like lines.
 
     Raises:
         PromptFileError: there is no such file, it cannot be read, holds no prompt,
             or has a line that is not what was expected (named).
     """
     name = _name(path)
+    text = read_text(path)
+    array = _array_of(text, Path(path).suffix.lower(), name)
+    if array is not None:
+        return [_record_of(row, f"{name}[{i}]") for i, row in enumerate(array)]
     # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
-    lines = re.split(r"\r\n?|\n", read_text(path))
+    lines = re.split(r"\r\n?|\n", text)
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise PromptFileError(f"{name}: no prompts in it: give one on each line")
     json_lines = Path(path).suffix.lower() in {".jsonl", ".ndjson", ".json"}
     if json_lines or _is_json_object(numbered[0][1]):
-        return [_record_of(line, f"{name}:{n}") for n, line in numbered]
+        return [_record_of_line(line, f"{name}:{n}") for n, line in numbered]
     for n, line in numbered:
         if _is_json_object(line, _PROMPT_KEYS):
             raise PromptFileError(
@@ -347,6 +355,7 @@ def _check_messages(
     messages: Sequence[Any], limit: PromptLimit = NO_CONTEXT
 ) -> list[Mapping[str, Any]]:
     limit.check_count(len(messages), "messages")  # a token or more each
+    messages = [_with_text(message) for message in messages]
     for message in messages:
         if (
             not isinstance(message, Mapping)
@@ -361,6 +370,23 @@ def _check_messages(
         _check_text(message["content"])
     limit.check(*(message["content"] for message in messages))
     return list(messages)
+
+
+def _with_text(message: Any) -> Any:
+    """The message; content in parts, as OpenAI has it, becomes one text."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = []
+    for part in parts:
+        known = isinstance(part, Mapping) and part.get("type") == "text"
+        if not known or not isinstance(part.get("text"), str):
+            raise PromptError(
+                'a part of a message is {"type": "text", "text": "..."}, '
+                f"not {quoted(part)}: images and sound are not supported"
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
 
 
 def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
@@ -411,20 +437,55 @@ def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
     return not with_any_of or any(key in row for key in with_any_of)
 
 
-def _record_of(line: str, where: str) -> PromptRecord:
+def _array_of(text: str, suffix: str, name: str) -> list[Any] | None:
+    """The elements of a file that is one JSON array of prompts."""
+    if not text.lstrip().startswith("[") or suffix in (".jsonl", ".ndjson"):
+        return None
+    try:
+        rows = parse_json(text, surrogates=True)
+    except DataError as error:
+        if suffix != ".json":
+            return None
+        raise PromptFileError(
+            f"{name}: {error}: expected a JSON array, or {_EXPECTED}"
+        ) from error
+    if suffix == ".json":
+        if not rows:
+            raise PromptFileError(f"{name}: no prompts in it: the array is empty")
+        return list(rows)
+    # Other text may begin with a bracket.
+    objects = rows and all(isinstance(row, dict) for row in rows)
+    return rows if objects and any(key in rows[0] for key in _PROMPT_KEYS) else None
+
+
+def _record_of_line(line: str, where: str) -> PromptRecord:
     try:
         row = parse_json(line, surrogates=True)
     except DataError as error:
         raise PromptFileError(f"{where}: {error}: expected {_EXPECTED}") from error
-    key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
+    if not isinstance(row, dict):
+        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
+    return _record_of(row, where)
+
+
+def _record_of(row: Any, where: str) -> PromptRecord:
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
+    body = row
+    if isinstance(row.get("body"), dict) and not any(k in row for k in _PROMPT_KEYS):
+        body = row["body"]  # a line of OpenAI's batch files
+    key = next((k for k in _PROMPT_KEYS if k in body), None)
     if key is None:
         raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
     try:
-        prompt = _prompt_of(key, row[key])
+        prompt = _prompt_of(key, body[key])
     except PromptError as error:
         raise PromptFileError(f'{where}: "{key}": {error}') from error
     named = next((row[k] for k in _ID_KEYS if row.get(k) is not None), None)
-    return PromptRecord(prompt, where, named)
+    fields = {k: v for k, v in body.items() if k not in (key, *_ID_KEYS)}
+    return PromptRecord(prompt, where, named, fields)
 
 
 def _prompt_of(key: str, prompt: Any) -> Prompt:

@@ -54,7 +54,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
         "prefix_cache_memory",
     ),
-    "Output": ("top_logprobs", "json_file", "as_json", "help"),
+    "Output": ("output_format", "top_logprobs", "json_file", "as_json", "help"),
 }  # fmt: skip
 # A page of fewer options is read at a glance.
 _FEW = 10

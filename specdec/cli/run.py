@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -19,6 +20,7 @@ from ..config import (
 )
 from ..errors import PromptFileError
 from ..prompts import PromptRecord, read_records, read_text
+from ..utils.printable import one_line
 from ..utils.sizes import parse_size
 from . import options
 from .interrupts import last_words
@@ -34,6 +36,7 @@ from .output import (
     silence_third_parties,
 )
 from .progress import Progress, Share
+from .request_lines import ignored_keys, openai_line, requests_of
 from .sink import Sink
 
 if TYPE_CHECKING:
@@ -66,7 +69,8 @@ _PATIENCE = 2.0
 )
 @options.prompts(
     "File of prompts, one a line: text, or JSON with prompt, question, messages "
-    "or turns (the first turn). [default: standard input, unless --prompt is given]",
+    "or turns (the first turn), and with settings such as max_tokens; OpenAI's batch "
+    "files too. [default: standard input, unless --prompt is given]",
     required=False,
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
@@ -114,6 +118,13 @@ _PATIENCE = 2.0
     text="Write one JSON object per prompt, as each finishes. An existing file is "
     "replaced.",
 )
+@click.option(
+    "--output-format",
+    type=click.Choice(["specdec", "openai"]),
+    default="specdec",
+    show_default=True,
+    help="Form of the lines of --output; openai: as OpenAI's batch files have them.",
+)
 @options.quiet("No progress and no summary.")
 def run(
     *,
@@ -137,6 +148,7 @@ def run(
     trust_remote_code: bool,
     memory_limit: str | None,
     output_file: str | None,
+    output_format: str,
     quiet: bool,
     **sampling: Any,
 ) -> None:
@@ -179,6 +191,13 @@ def run(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
         )
     records = _collect(texts, file, quiet=quiet)
+    requests = requests_of(records, params)
+    if (ignored := ignored_keys(records)) and not quiet:
+        keys = one_line(", ".join(ignored), 200)
+        where = file or "standard input"
+        show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
+    if output_format != "specdec" and output_file is None:
+        raise click.UsageError("--output-format needs --output: name a file")
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -205,13 +224,17 @@ def run(
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],
-            params,
+            requests,
+            **({"keep_going": True} if len(records) > 1 else {}),
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
         )
     streaming = len(records) == 1 and sys.stdout.isatty()
     progress = Progress("prompt", len(records), quiet=quiet or streaming)
-    sink = Sink(records, output, progress.aside)
+    line_of = None
+    if output_format == "openai":
+        line_of = partial(openai_line, model=decoder.target_name)
+    sink = Sink(records, output, progress.aside, line_of)
 
     def conclude(*, interrupted: bool) -> None:
         """Close what is open, and report how it ended."""
@@ -230,7 +253,8 @@ def run(
             show(_summary(decoder, params, len(sink.errors)), err=True)
 
     interrupted = False
-    share = Share(len(records), params.max_tokens)
+    each = requests if isinstance(requests, list) else [requests]
+    share = Share(len(records), max(params.max_tokens for params in each))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
+from ..output_text import token_text
 from ..outputs import GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
 from ..request import Request
@@ -204,13 +206,13 @@ class Session:
                 reported.
         """
         if self._broken:
-            events = list(map(_event, self._engine.abandon()))
+            events = list(map(self._event, self._engine.abandon()))
             if not events:
                 self._check_whole()
             self._engine.reported()
             return events
         self._broken = True
-        events = list(map(_event, self._engine.step()))
+        events = list(map(self._event, self._engine.step()))
         self._engine.reported()
         self._broken = False
         return events
@@ -222,11 +224,14 @@ class Session:
                 "begin another session"
             )
 
-
-def _event(output: StepOutput) -> StreamEvent:
-    return StreamEvent(
-        index=output.request.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        result=GenerationResult.of(output.request) if output.ended else None,
-    )
+    def _event(self, output: StepOutput) -> StreamEvent:
+        result = None
+        if output.ended:
+            text_of = partial(token_text, self._tokenizer)
+            result = GenerationResult.of(output.request, text_of)
+        return StreamEvent(
+            index=output.request.index,
+            text=output.text,
+            token_ids=output.token_ids,
+            result=result,
+        )

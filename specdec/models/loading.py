@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
 from ..cuda.attention_patch import take_few_queries
@@ -19,6 +22,7 @@ from ..cuda.fused_linear import join_products
 from ..cuda.skinny_matmul import take_few_rows
 from ..draft_names import ModelDraft
 from ..errors import (
+    ConfigError,
     ModelError,
     ModelNotFoundError,
     SpecdecError,
@@ -81,6 +85,47 @@ def load(
         )
     fit(loaded.model)
     return loaded
+
+
+def adopt(
+    model: nn.Module,
+    tokenizer: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+) -> LoadedModel:
+    """A model that ``mlx_lm.load`` returned, or one of its kind made otherwise.
+
+    Its products are fitted to the backend in place, see :func:`fit`: on a CPU packed
+    weights then compute in float32.
+
+    Args:
+        model: an mlx-lm model.
+        tokenizer: mlx-lm's wrapper, or a tokenizer of transformers.
+        config: as ``mlx_lm.load(..., return_config=True)`` returns it; ``None`` takes
+            what the model was made of.
+        name: for messages and reports; ``None`` takes its type.
+
+    Raises:
+        ConfigError: these are no model and no tokenizer.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(tokenizer, "encode"):
+        raise ConfigError(
+            f"a model and its tokenizer are needed, not {type(model).__name__} and "
+            f"{type(tokenizer).__name__}: give what mlx_lm.load returns"
+        )
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if config is None:
+        made_of: Any = getattr(model, "args", None)
+        known = is_dataclass(made_of) and not isinstance(made_of, type)
+        config = asdict(made_of) if known else {}
+    if name is None:
+        name = str(config.get("model_type") or type(model).__module__.split(".")[-1])
+    mx.eval(model.parameters())
+    fit(model)
+    exact = ExactTokenizerWrapper.like(tokenizer)
+    return LoadedModel(model, exact, dict(config), name)
 
 
 def fit(model: Any) -> None:

@@ -53,6 +53,7 @@ FIELDS = {
     "acceptance_length",
     "acceptance_by_position",
     "stop_reason",
+    "stop_token",
     "error",
     "time_to_first_token",
     "tokens_per_second",
@@ -650,14 +651,26 @@ def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
     """A forbidden token has a log-probability of minus infinity."""
     result = replace(
         result_of(0, "p", "a b"),
-        logprobs=[TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)])],
+        logprobs=[
+            TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)], "x", ["y", "z"])
+        ],
     )
     with (tmp_path / "o").open("w+", encoding="utf-8") as output:
         sink = Sink([PromptRecord("p"), PromptRecord("q")], output)
         sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
         output.seek(0)
         found = strictly(output.read())
-    assert found["logprobs"] == [{"logprob": -1.5, "top": [[3, None], [4, None]]}]
+    assert found["logprobs"] == [
+        {
+            "token_id": 0,
+            "text": "x",
+            "logprob": -1.5,
+            "top": [
+                {"token_id": 3, "text": "y", "logprob": None},
+                {"token_id": 4, "text": "z", "logprob": None},
+            ],
+        }
+    ]
 
 
 def strictly(text: str) -> Any:
