@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
-from typing import Any, TypeAlias, overload
+from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -25,10 +25,11 @@ from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .model_names import target_name
 from .models import LoadedModel, adopt, context_length, load
+from .models.chat_template import set_chat_template
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .outputs import GenerationResult, RunStats, StreamEvent
 from .prefix_cache.store import PrefixStore, open_store
-from .prompts import EncodedPrompt, Prompt, PromptLimit, encode, encode_all
+from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encode_all
 from .sampling_params import SamplingParams, require_params
 from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
 from .spec_decode.draft_length import Forwards
@@ -175,6 +176,10 @@ class SpecDecoder:
         dtype: str | None = None,
         config: EngineConfig | None = None,
         trust_remote_code: bool = False,
+        adapter_path: str | os.PathLike[str] | None = None,
+        draft_adapter_path: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        chat_template: str | None = None,
     ) -> SpecDecoder:
         """Load models by name.
 
@@ -193,13 +198,17 @@ class SpecDecoder:
             config: batch size, draft length, prefill chunk.
             trust_remote_code: run Python code that lies in a model's folder, where
                 the model asks for that; such a model is refused otherwise.
+            adapter_path, draft_adapter_path: folders of adapters that ``mlx_lm.lora``
+                wrote, for the target and for the draft.
+            revision: branch, tag or commit of a target of the hub.
+            chat_template: a template in Jinja, in place of the target's own.
 
         Raises:
             ModelNameError: there can be no model of that name.
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
-            ConfigError: a model is no name, ``draft`` cannot be taken apart, or there
-                is no such ``dtype``.
+            ConfigError: a model is no name, ``draft`` cannot be taken apart, there is
+                no such ``dtype``, or a model can have no adapter or revision.
             MemoryLimitError: the models do not fit in memory; none is loaded.
         """
         config = _checked_config(config)
@@ -207,10 +216,21 @@ class SpecDecoder:
         spec = draft_for(wanted, None if draft is None else _name("draft", draft))
         if spec is not None and spec.implied and not config.max_draft_tokens:
             spec = None
+        if draft_adapter_path is not None:
+            if spec is None:
+                raise ConfigError(
+                    "draft_adapter_path needs a draft: name one, or leave it out"
+                )
+            spec = spec.with_adapter(draft_adapter_path)
         name = target_name(wanted)
         trust = trust_remote_code
-        check_before_loading(name, spec, dtype, config, trust_remote_code=trust)
-        loaded = load(name, dtype=dtype, trust_remote_code=trust)
+        origin: dict[str, Any] = {"adapter_path": adapter_path, "revision": revision}
+        check_before_loading(
+            name, spec, dtype, config, trust_remote_code=trust, **origin
+        )
+        loaded = load(name, dtype=dtype, trust_remote_code=trust, **origin)
+        if chat_template is not None:
+            set_chat_template(loaded.tokenizer, chat_template)
         drafter = load_drafter(spec, loaded, dtype=dtype, trust_remote_code=trust)
         return cls(loaded, drafter=drafter, config=config)
 
@@ -222,6 +242,8 @@ class SpecDecoder:
         progress: bool = False,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,
+        chat_template_config: Mapping[str, Any] | None = None,
+        prefill_response: str | None = None,
         **settings: Any,
     ) -> list[GenerationResult]:
         """Generate for all prompts; results in the order of the prompts.
@@ -235,6 +257,10 @@ class SpecDecoder:
             progress: show a bar of tqdm's, in a notebook too.
             system_prompt: put before string prompts by the chat template.
             ignore_chat_template: encode strings as they are.
+            chat_template_config: variables for the chat template, such as
+                ``{"enable_thinking": False}``.
+            prefill_response: how each answer begins. The model continues it; results
+                have what comes after it.
             settings: fields of :class:`SamplingParams`, such as ``max_tokens=64``,
                 in place of ``params``, or in place of single fields of these.
 
@@ -250,6 +276,8 @@ class SpecDecoder:
             params,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
+            chat_template_config=chat_template_config,
+            prefill_response=prefill_response,
             **settings,
         )
         if progress:
@@ -264,6 +292,8 @@ class SpecDecoder:
         *,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,
+        chat_template_config: Mapping[str, Any] | None = None,
+        prefill_response: str | None = None,
         keep_going: bool = False,
         **settings: Any,
     ) -> Iterator[StreamEvent]:
@@ -276,10 +306,11 @@ class SpecDecoder:
             keep_going: a prompt that cannot be served raises nothing: its result has
                 the error, and the others run.
         """
-        encoding: dict[str, Any] = {
+        encoding: Encoding = {
             "system_prompt": system_prompt,
             "ignore_chat_template": ignore_chat_template,
-            "limit": self._limit,
+            "chat_template_config": chat_template_config,
+            "prefill_response": prefill_response,
         }
         session = self.session()
         if keep_going:
@@ -287,7 +318,9 @@ class SpecDecoder:
             each = _per_prompt(params, len(given), settings)
             events = self._those_that_can(session, given, each, encoding)
         else:
-            encoded = encode_all(self.tokenizer, _several(prompts), **encoding)
+            encoded = encode_all(
+                self.tokenizer, _several(prompts), limit=self._limit, **encoding
+            )
             session.add_all(encoded, _per_prompt(params, len(encoded), settings))
             events = _events(session)
         self.stats = session.stats
@@ -298,13 +331,13 @@ class SpecDecoder:
         session: Session,
         prompts: list[Prompt],
         params: list[SamplingParams],
-        encoding: dict[str, Any],
+        encoding: Encoding,
     ) -> Iterator[StreamEvent]:
         """Add the prompts that can be served; the events of all."""
         refused, served = [], []
         for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
             try:
-                session.add_encoded(encode(self.tokenizer, prompt, **encoding), each)
+                session.add(prompt, each, **encoding)
             except (PromptError, ConfigError, MemoryLimitError) as error:
                 text = prompt if isinstance(prompt, str) else ""
                 result = GenerationResult.refused(index, text, str(error))
@@ -323,15 +356,17 @@ class SpecDecoder:
         return events()
 
     def import_prompt_cache(
-        self, file: str | os.PathLike[str], prompt: Prompt, **encoding: Any
+        self,
+        file: str | os.PathLike[str],
+        prompt: Prompt,
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Take a prompt-cache file of mlx-lm into the prefix store, for the target.
 
         Args:
             file: written by mlx-lm for this very model.
             prompt: what it was made of, and possibly more.
-            encoding: ``system_prompt`` and ``ignore_chat_template``, as for
-                :meth:`generate`.
+            encoding: ``system_prompt`` and its like, as for :meth:`generate`.
 
         Returns:
             Tokens in the file.
@@ -343,7 +378,10 @@ class SpecDecoder:
         return read_prompt_cache(self._target, file, token_ids)
 
     def export_prompt_cache(
-        self, prompt: Prompt, file: str | os.PathLike[str], **encoding: Any
+        self,
+        prompt: Prompt,
+        file: str | os.PathLike[str],
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Write what the prefix store has of ``prompt`` as mlx-lm's prompt-cache file.
 
@@ -357,7 +395,7 @@ class SpecDecoder:
         token_ids = self._encode(prompt, **encoding).token_ids
         return write_prompt_cache(self._target, token_ids, file)
 
-    def _encode(self, prompt: Prompt, **encoding: Any) -> EncodedPrompt:
+    def _encode(self, prompt: Prompt, **encoding: Unpack[Encoding]) -> EncodedPrompt:
         return encode(self.tokenizer, prompt, limit=self._limit, **encoding)
 
     def session(self, *, observer: RoundObserver | None = None) -> Session:

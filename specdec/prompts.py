@@ -7,10 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from .errors import PromptError, PromptFileError
 from .templates import render_chat
@@ -24,10 +24,24 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 MAX_PROMPT_BYTES = 64 * 2**20
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
+# What a chat template is given by us.
+_OWN_VARIABLES = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message",
+     "conversations", "messages", "tokenize"}
+)  # fmt: skip
 _ID_KEYS = ("id", "custom_id", "task_id", "question_id")
 _EXPECTED = "one object per line (JSON Lines) with one of " + ", ".join(
     f'"{key}"' for key in _PROMPT_KEYS
 )
+
+
+class Encoding(TypedDict, total=False):
+    """How a prompt becomes token ids; see :func:`encode`."""
+
+    system_prompt: str | None
+    ignore_chat_template: bool
+    chat_template_config: Mapping[str, Any] | None
+    prefill_response: str | None
 
 
 @dataclass(frozen=True)
@@ -124,9 +138,8 @@ def encode_all(
     tokenizer: Any,
     prompts: Iterable[Prompt],
     *,
-    system_prompt: str | None = None,
-    ignore_chat_template: bool = False,
     limit: PromptLimit = NO_CONTEXT,
+    **encoding: Unpack[Encoding],
 ) -> list[EncodedPrompt]:
     """Encode several prompts; an error names the index of the prompt that has it."""
     single = isinstance(prompts, str | bytes | Mapping)
@@ -139,15 +152,7 @@ def encode_all(
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
-            encoded.append(
-                encode(
-                    tokenizer,
-                    prompt,
-                    system_prompt=system_prompt,
-                    ignore_chat_template=ignore_chat_template,
-                    limit=limit,
-                )
-            )
+            encoded.append(encode(tokenizer, prompt, limit=limit, **encoding))
         except PromptError as error:
             raise PromptError(f"prompt {index}: {error}") from error
     return encoded
@@ -159,6 +164,8 @@ def encode(
     *,
     system_prompt: str | None = None,
     ignore_chat_template: bool = False,
+    chat_template_config: Mapping[str, Any] | None = None,
+    prefill_response: str | None = None,
     limit: PromptLimit = NO_CONTEXT,
 ) -> EncodedPrompt:
     """Encode one prompt.
@@ -173,31 +180,56 @@ def encode(
         prompt: a string, chat messages, or token ids.
         system_prompt: system turn of prompts that bring none of their own.
         ignore_chat_template: encode strings raw.
+        chat_template_config: variables for the chat template, such as
+            ``{"enable_thinking": False}``.
+        prefill_response: how the answer begins: the model continues it.
         limit: the largest prompt.
 
     Raises:
         PromptError: the prompt is empty, too large, or cannot be encoded as asked.
     """
     has_template = not ignore_chat_template and _has_chat_template(tokenizer)
-    if system_prompt is not None and not has_template:
-        raise PromptError(
-            "a system prompt needs a chat template: leave it out"
-            + (", or do not ignore the template" if ignore_chat_template else "")
-        )
-    if system_prompt is not None:
+    of_template = {
+        "a system prompt": system_prompt,
+        "a configuration of the chat template": chat_template_config,
+        "a prefilled response": prefill_response,
+    }
+    for what, value in of_template.items():
+        if value is not None and not has_template:
+            raise PromptError(
+                f"{what} needs a chat template: leave it out"
+                + (", or do not ignore the template" if ignore_chat_template else "")
+            )
+    for what, text in (
+        ("system prompt", system_prompt),
+        ("prefilled response", prefill_response),
+    ):
         try:
-            _check_unicode(system_prompt)
+            _check_unicode(text or "")
         except PromptError as error:
-            raise PromptError(f"the system prompt: {error}") from error
+            raise PromptError(f"the {what}: {error}") from error
+    _check_template_config(chat_template_config)
+
+    def render(messages: list[Mapping[str, Any]]) -> EncodedPrompt:
+        if system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        if prefill_response is not None:
+            messages = [*messages, {"role": "assistant", "content": prefill_response}]
+        text = _render(
+            tokenizer,
+            messages,
+            chat_template_config or {},
+            continued=prefill_response is not None,
+        )
+        return EncodedPrompt(text, _encode_rendered(tokenizer, text, limit))
+
     if isinstance(prompt, str):
         limit.check(prompt)
         _check_text(prompt)
         if not has_template:
             return EncodedPrompt(prompt, _encode_raw(tokenizer, prompt))
-        rendered = _render(
-            tokenizer, [{"role": "user", "content": prompt}], system_prompt
-        )
-        return EncodedPrompt(prompt, _encode_rendered(tokenizer, rendered, limit))
+        rendered = render([{"role": "user", "content": prompt}])
+        return replace(rendered, text=prompt)
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Sequence):
         raise PromptError(
             "expected a string, a list of chat messages or a list of token ids, "
@@ -207,10 +239,9 @@ def encode(
     if not prompt:
         raise PromptError("it is empty")
     if not isinstance(prompt[0], Mapping):
-        if system_prompt is not None:
-            raise PromptError(
-                "a system prompt cannot be added to token ids: leave it out"
-            )
+        for what, value in of_template.items():
+            if value is not None:
+                raise PromptError(f"{what} cannot be added to token ids: leave it out")
         limit.check_count(len(prompt))
         token_ids = _check_token_ids(prompt, len(tokenizer))
         return EncodedPrompt(tokenizer.decode(list(token_ids)), token_ids)
@@ -223,9 +254,7 @@ def encode(
                 else "this tokenizer has none: give the prompt as a string"
             )
         )
-    messages = _check_messages(prompt, limit)
-    rendered = _render(tokenizer, messages, system_prompt)
-    return EncodedPrompt(rendered, _encode_rendered(tokenizer, rendered, limit))
+    return render(_check_messages(prompt, limit))
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -336,13 +365,26 @@ def _encode_rendered(tokenizer: Any, text: str, limit: PromptLimit) -> tuple[int
     return _tokens(tokenizer, text, add_special_tokens=False)
 
 
+def _check_template_config(config: object) -> None:
+    if config is None:
+        return
+    keys = list(config) if isinstance(config, Mapping) else [None]
+    if any(not isinstance(key, str) or key in _OWN_VARIABLES for key in keys):
+        raise PromptError(
+            "chat_template_config holds variables of the chat template, such as "
+            f'{{"enable_thinking": false}}, not {quoted(config)}'
+        )
+
+
 def _render(
-    tokenizer: Any, messages: list[Mapping[str, Any]], system_prompt: str | None
+    tokenizer: Any,
+    messages: list[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    *,
+    continued: bool,
 ) -> str:
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
-        rendered = render_chat(tokenizer, messages)
+        rendered = render_chat(tokenizer, messages, variables, continued=continued)
     except Exception as error:  # a template raises what its author chose
         raise PromptError(
             f"the chat template refuses these messages: {shorten(error)}"

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import PromptError, PromptFileError
+from specdec.errors import ConfigError, PromptError, PromptFileError
 from specdec.prompts import (
     PromptRecord,
     encode,
@@ -27,6 +27,7 @@ from specdec.prompts import (
 
 if TYPE_CHECKING:
     from specdec.models import LoadedModel
+from specdec.models.chat_template import set_chat_template
 
 
 class FakeTokenizer:
@@ -222,6 +223,46 @@ def test_smollm2_gets_the_tokens_that_mlx_lm_gives_it(smollm2: LoadedModel) -> N
     assert encode(tokenizer, expected).token_ids == tuple(expected)
     raw = encode(tokenizer, "What is 6 x 7?", ignore_chat_template=True)
     assert raw.token_ids == tuple(tokenizer.encode("What is 6 x 7?"))
+
+
+def test_templates_get_their_configuration_and_the_beginning_of_the_answer(
+    smollm2: LoadedModel,
+) -> None:
+    """Against mlx-lm's own steps: one is dropped, or the answer's turn is closed."""
+    tokenizer = smollm2.tokenizer
+    own = tokenizer.chat_template
+    turns = [
+        {"role": "user", "content": "Name a river."},
+        {"role": "assistant", "content": "The river"},
+    ]
+    begun = tokenizer.apply_chat_template(
+        turns, tokenize=False, continue_final_message=True
+    )
+    assert begun.endswith("The river")
+    expected = tuple(tokenizer.encode(begun, add_special_tokens=False))
+    for prompt in ("Name a river.", turns[:1]):
+        found = encode(tokenizer, prompt, prefill_response="The river")
+        assert found.token_ids == expected
+    try:
+        set_chat_template(tokenizer, "{{ think }}|{{ messages[0].content }}")
+        found = encode(tokenizer, "Hi", chat_template_config={"think": "no"})
+        assert found.token_ids == tuple(
+            tokenizer.encode("no|Hi", add_special_tokens=False)
+        )
+    finally:
+        tokenizer.chat_template = own
+    config: Any
+    for config in ({"messages": []}, [], {5: 1}):
+        with pytest.raises(PromptError, match="holds variables of the chat template"):
+            encode(tokenizer, "Hi", chat_template_config=config)
+    with pytest.raises(
+        PromptError, match="a prefilled response cannot be added to tok"
+    ):
+        encode(tokenizer, [5, 6], prefill_response="x")
+    with pytest.raises(PromptError, match="a prefilled response needs a chat template"):
+        encode(FakeTokenizer(template=False), "Hi", prefill_response="x")
+    with pytest.raises(ConfigError, match="chat_template is empty"):
+        set_chat_template(tokenizer, " ")
 
 
 Write = Callable[..., Path]

@@ -33,6 +33,7 @@ from .output import show, silence_third_parties
 @options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
+@options.origin
 @options.trust_remote_code()
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
@@ -51,6 +52,9 @@ def estimate(
     kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     temp: float,
     memory_limit: str | None,
@@ -67,6 +71,12 @@ def estimate(
     spec = options.check_pair(target, draft)
     options.check_num_draft_tokens(draft, drafts=spec is not None)
     options.check_kv_options(kv_bits)
+    loading = options.origin_of(
+        drafts=spec is not None,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
@@ -81,9 +91,15 @@ def estimate(
     from ..spec_decode.factory import ngram_of
 
     target_outline = outline(
-        target_name(target), dtype=dtype, trust_remote_code=trust_remote_code
+        target_name(target),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        adapter_path=loading.get("adapter_path"),
+        revision=loading.get("revision"),
     )
     own_context = context_length(target_outline.config)
+    if spec is not None and "draft_adapter_path" in loading:
+        spec = spec.with_adapter(loading["draft_adapter_path"])
     draft_outline = None
     if spec is not None and spec.model is not None:
         draft_outline = outline_draft(

@@ -75,10 +75,7 @@ _PATIENCE = 2.0
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
 @options.sampling
-@click.option(
-    "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
-)
-@options.ignore_chat_template()
+@options.encoding
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
     "none, from measured costs and acceptance.",
@@ -106,6 +103,7 @@ _PATIENCE = 2.0
 )
 @options.prefix_cache
 @options.dtype()
+@options.origin
 @options.trust_remote_code()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
@@ -134,6 +132,9 @@ def run(
     file: str | None,
     batch_size: int,
     system_prompt: str | None,
+    prefill_response: str | None,
+    chat_template: str | None,
+    chat_template_config: str | None,
     ignore_chat_template: bool,
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
@@ -145,6 +146,9 @@ def run(
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     memory_limit: str | None,
     output_file: str | None,
@@ -186,10 +190,25 @@ def run(
         ),
     )
     params = options.params_of(drafts=drafts, output_file=output_file, **sampling)
-    if ignore_chat_template and system_prompt is not None:
-        raise click.UsageError(
-            "--system-prompt needs the chat template: leave out --ignore-chat-template"
-        )
+    encoding = options.encoding_of(
+        system_prompt=system_prompt,
+        prefill_response=prefill_response,
+        chat_template_config=chat_template_config,
+        ignore_chat_template=ignore_chat_template,
+    )
+    loading: dict[str, Any] = options.origin_of(
+        drafts=drafts,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
+    if chat_template is not None:
+        if ignore_chat_template:
+            raise click.UsageError(
+                "--chat-template has no effect with --ignore-chat-template: leave one "
+                "out"
+            )
+        loading["chat_template"] = read_text(chat_template)
     records = _collect(texts, file, quiet=quiet)
     requests = requests_of(records, params)
     if (ignored := ignored_keys(records)) and not quiet:
@@ -219,15 +238,15 @@ def run(
         dtype=dtype,
         config=config,
         trust_remote_code=trust_remote_code,
+        **loading,
     )
 
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],
             requests,
-            **({"keep_going": True} if len(records) > 1 else {}),
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
+            keep_going=len(records) > 1,
+            **encoding,
         )
     streaming = len(records) == 1 and sys.stdout.isatty()
     progress = Progress("prompt", len(records), quiet=quiet or streaming)

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
 from ..output_text import token_text
 from ..outputs import GenerationResult, RunStats, StreamEvent
-from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
+from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
 from ..sampling_params import SamplingParams, require_params
 from .admission import Preflight
@@ -119,9 +119,7 @@ class Session:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        system_prompt: str | None = None,
-        ignore_chat_template: bool = False,
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Queue a prompt; rows are given first come, first served.
 
@@ -130,6 +128,8 @@ class Session:
                 :meth:`specdec.SpecDecoder.generate`.
             params: how to decode it. The seed is taken as it is; a request that
                 draws and has none gets a random one, which its result reports.
+            encoding: ``system_prompt`` and its like, as for
+                :meth:`specdec.SpecDecoder.generate`.
 
         Returns:
             The index that its events and its result carry.
@@ -142,13 +142,7 @@ class Session:
             SessionError: a step did not end.
         """
         params = SamplingParams() if params is None else require_params(params)
-        encoded = encode(
-            self._tokenizer,
-            prompt,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-            limit=self._limit,
-        )
+        encoded = encode(self._tokenizer, prompt, limit=self._limit, **encoding)
         return self.add_encoded(encoded, params)
 
     def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:

@@ -30,6 +30,7 @@ from ..errors import (
 )
 from ..model_names import locate_target
 from ..utils.printable import shorten
+from .adapters import adapt
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
 from .folder import check_folder
@@ -53,6 +54,8 @@ def load(
     *,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    adapter_path: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -65,9 +68,12 @@ def load(
             :func:`~specdec.models.precision.widen_packed`).
         trust_remote_code: run Python code that lies in the model's folder, where
             it asks for that; such a model is refused otherwise.
+        adapter_path: folder of an adapter that ``mlx_lm.lora`` wrote for this model.
+        revision: branch, tag or commit of a model of the hub.
 
     Raises:
-        ConfigError: another ``dtype``.
+        ConfigError: another ``dtype``; a ``revision`` of what is not on the hub, or an
+            adapter for a ``.gguf`` file.
         ModelNameError: nothing can have that name.
         ModelNotFoundError: nothing has that name.
         UnsupportedModelError: the model, or a part of it, is not supported.
@@ -77,14 +83,48 @@ def load(
     name = os.fspath(source)
     located = locate_target(name)
     path = os.path.expanduser(located)
-    if located.lower().endswith(".gguf") and not os.path.isdir(path):
+    is_file = is_gguf(located)
+    check_origin(name, located, adapter_path, revision)
+    if is_file:
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
     else:
         loaded = replace(
-            _load_folder_or_hub(located, wanted, trust_remote_code), name=name
+            _load_folder_or_hub(
+                located, wanted, trust_remote_code, adapter_path, revision
+            ),
+            name=name,
         )
     fit(loaded.model)
     return loaded
+
+
+def is_gguf(located: str) -> bool:
+    """Whether a path is of a GGUF file, by its name."""
+    folder = os.path.isdir(os.path.expanduser(located))
+    return located.lower().endswith(".gguf") and not folder
+
+
+def check_origin(
+    name: str,
+    located: str,
+    adapter_path: str | os.PathLike[str] | None,
+    revision: str | None,
+) -> None:
+    """Refuse an adapter, or a revision, of a model that can have none.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if adapter_path is not None and is_gguf(located):
+        raise ConfigError(
+            f"adapter_path does not go with {shorten(name)}: adapters are trained on "
+            "MLX folders; give the folder"
+        )
+    if revision is not None and os.path.exists(os.path.expanduser(located)):
+        raise ConfigError(
+            f"revision does not go with {shorten(name)}, which is on this machine: "
+            "give a hub id"
+        )
 
 
 def adopt(
@@ -183,6 +223,7 @@ def _load_made(
     source = draft.source
     card = read_card(source)
     if has_layers_only(card):
+        check_no_adapter(draft)
         model, config = open_layers(source, trust_remote_code=trust_remote_code)
         mx.eval(model.parameters())
         wanted = parse_dtype(dtype)
@@ -192,19 +233,41 @@ def _load_made(
         lend(model, source, target)
         loaded = LoadedModel(model, target.tokenizer, config, draft.name)
     else:
-        loaded = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        loaded = load(
+            source,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            adapter_path=draft.adapter_path,
+        )
         loaded = replace(loaded, name=draft.name)
     if card is not None:
         check_target(card, draft.name, target)
     return loaded
 
 
+def check_no_adapter(draft: ModelDraft) -> None:
+    """Refuse an adapter for a draft that takes its embedding from the target.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if draft.adapter_path is not None:
+        raise ConfigError(
+            f"draft {shorten(draft.name)} takes no adapter: it is layers alone, made "
+            "by specdec distill; leave the adapter out"
+        )
+
+
 def _load_folder_or_hub(
-    source: str, dtype: mx.Dtype | None, trust_remote_code: bool
+    source: str,
+    dtype: mx.Dtype | None,
+    trust_remote_code: bool,
+    adapter_path: str | os.PathLike[str] | None,
+    revision: str | None,
 ) -> LoadedModel:
     path = os.path.expanduser(source)
     try:
-        folder = Path(path if os.path.exists(path) else _downloaded(source))
+        folder = Path(path if os.path.exists(path) else _downloaded(source, revision))
         check_folder(folder)
         found: Any = mlx_lm.load(  # its type does not say that there are three
             str(folder),
@@ -214,6 +277,8 @@ def _load_folder_or_hub(
             trust_remote_code=trust_remote_code,
         )
         model, tokenizer, config = found
+        if adapter_path is not None:
+            adapt(model, adapter_path)
         if dtype is not None:
             cast(model, dtype)
             config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
@@ -225,10 +290,14 @@ def _load_folder_or_hub(
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
-def _downloaded(source: str) -> str:
+def _downloaded(source: str, revision: str | None) -> str:
     """The folder of a model of the hub; what is not on this machine is fetched."""
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
-    return str(mlx_lm_utils.snapshot_download(source, allow_patterns=patterns))
+    return str(
+        mlx_lm_utils.snapshot_download(
+            source, revision=revision, allow_patterns=patterns
+        )
+    )
 
 
 def explain(source: str, error: Exception) -> ModelError:
@@ -258,6 +327,8 @@ def _of_the_hub(source: str, error: Exception) -> str:
             f"{source} is given out behind terms: accept them on its page of the hub, "
             "then log in with: hf auth login"
         )
+    if "RevisionNotFoundError" in kinds:
+        return f"{source} has no such revision: give a branch, a tag or a commit of it"
     if "RepositoryNotFoundError" in kinds:
         return (
             f"no model {source}: there is no such folder, nor such a model on the hub: "

@@ -118,7 +118,56 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         ),
         "system_prompt": "S",
         "ignore_chat_template": False,
+        "keep_going": False,
     }
+
+
+def test_options_of_mlx_lm_reach_the_decoder(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """An option is accepted and dropped."""
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    asked = {
+        "--draft": "a/D",
+        "--adapter-path": "lora",
+        "--draft-adapter-path": "draft-lora",
+        "--revision": "main",
+        "--chat-template": str(tmp_path / "t.jinja"),
+        "--chat-template-config": '{"enable_thinking": false}',
+        "--prefill-response": "Sure",
+    }
+    given = [word for pair in asked.items() for word in pair]
+    assert specdec("run", "-p", "Hi", *given).exit_code == 0
+    expected = {
+        "adapter_path": "lora",
+        "draft_adapter_path": "draft-lora",
+        "revision": "main",
+        "chat_template": "{{ messages }}",
+        "chat_template_config": {"enable_thinking": False},
+        "prefill_response": "Sure",
+    }
+    assert {name: decoder.calls.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--adapter-path="), "--adapter-path is empty: name a folder"),
+        (("--draft-adapter-path=x"), "--draft-adapter-path needs --draft"),
+        (("--chat-template-config=x"), "--chat-template-config: not JSON"),
+        (("--chat-template-config=[]"), "--chat-template-config: it is [], not a tab"),
+        (("--chat-template=none.jinja"), "none.jinja: no such file: check the path"),
+        (("--ignore-chat-template --prefill-response=x"), "--prefill-response needs"),
+        (("--ignore-chat-template --chat-template=x"), "--chat-template has no effect"),
+    ],
+)
+def test_options_of_mlx_lm_that_cannot_be(
+    specdec: Specdec, decoder: FakeDecoder, options: str, message: str
+) -> None:
+    result = specdec("run", "-p", "Hi", *options.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not decoder.calls
 
 
 def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
