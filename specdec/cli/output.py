@@ -169,14 +169,16 @@ def show_interrupted() -> None:
 
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        show(f"specdec: warning: {one_line(record.getMessage())}", err=True)
+        kind = "warning" if record.levelno >= logging.WARNING else "note"
+        show(f"specdec: {kind}: {one_line(record.getMessage())}", err=True)
 
 
-def show_warnings() -> None:
-    """Let warnings of the library appear as lines like the errors."""
+def show_warnings(*, notes: bool = True) -> None:
+    """Let warnings of the library, and its notes, appear as lines like the errors."""
     logger = logging.getLogger("specdec")
     if not logger.handlers:
-        logger.addHandler(_Lines(logging.WARNING))
+        logger.addHandler(_Lines())
+    logger.setLevel(logging.INFO if notes else logging.WARNING)
 
 
 def debugging() -> bool:

@@ -223,7 +223,7 @@ def run(
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
-    show_warnings()
+    show_warnings(notes=not quiet)
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
 

@@ -160,7 +160,7 @@ def verify(
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
-    show_warnings()
+    show_warnings(notes=not quiet)
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
     from ..tools.parity import certify, summary
