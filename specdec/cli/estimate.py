@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, NumDraftTokens
@@ -9,7 +11,7 @@ from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
-from .output import show, silence_third_parties
+from .output import FAILURE, show, silence_third_parties
 
 
 @click.command(
@@ -62,7 +64,8 @@ def estimate(
 ) -> None:
     """Report how much memory a run would hold at most, and what fits.
 
-    Reads headers and configurations; loads no weights.
+    Reads headers and configurations; loads no weights. The exit code is 1 where it
+    does not fit, and 0 where it does.
 
     \b
       specdec estimate --target MODEL --context 8k --batch 8
@@ -154,3 +157,5 @@ def estimate(
             f"refuses longer prompts and ends rows there, so {context} are never held",
             err=True,
         )
+    if found.fits is False:
+        sys.exit(FAILURE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -54,9 +55,9 @@ _PATIENCE = 2.0
 @options.target()
 @options.draft(
     "Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
-    "quantized. layers:0-7,22-29: those layers of it. ngram: no model; what followed "
-    "the newest tokens before. ngram+MODEL: MODEL where no n-gram matches. none: no "
-    "draft."
+    "quantized. layers:0-7,22-29: those layers of it, counted from 0. ngram: no model; "
+    "what followed the newest tokens before. ngram+MODEL: MODEL where no n-gram "
+    "matches. none: no draft."
 )
 @click.option(
     "--prompt",
@@ -211,6 +212,7 @@ def run(
         loading["chat_template"] = read_text(chat_template)
     records = _collect(texts, file, quiet=quiet)
     requests = requests_of(records, params)
+    _note_what_does_nothing(draft, requests, quiet=quiet)
     if (ignored := ignored_keys(records)) and not quiet:
         keys = one_line(", ".join(ignored), 200)
         where = file or "standard input"
@@ -292,6 +294,28 @@ def run(
         sys.exit(INTERRUPTED)
     if sink.errors:
         sys.exit(FAILURE)
+
+
+def _note_what_does_nothing(
+    draft: str | None,
+    requests: SamplingParams | list[SamplingParams],
+    *,
+    quiet: bool,
+) -> None:
+    """Name an option without effect, or with another than many expect."""
+    each = requests if isinstance(requests, list) else [requests]
+    notes = []
+    if options.is_given("seed") and not any(params.draws for params in each):
+        notes.append("--seed has no effect at --temp 0: nothing is drawn")
+    if (found := re.search(r"(?:^|\+)layers:(\d{1,6})$", draft or "")) is not None:
+        n = int(found[1])
+        notes.append(
+            f"layers:{n} is layer {n} alone; the first {n} are layers:0-{n - 1}"
+            if n > 1
+            else f"layers:{n} is layer {n} alone"
+        )
+    for note in notes if not quiet else ():
+        show(f"specdec: note: {note}", err=True)
 
 
 def _collect(

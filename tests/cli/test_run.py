@@ -150,6 +150,25 @@ def test_options_of_mlx_lm_reach_the_decoder(
 
 
 @pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ("--seed 3", "--seed has no effect at --temp 0: nothing is drawn"),
+        ("--seed 3 --temp 1", None),
+        ("--draft layers:4", "layers:4 is layer 4 alone; the first 4 are layers:0-3"),
+        ("--draft ngram+layers:1", "layers:1 is layer 1 alone"),
+        ("--draft layers:0-3", None),
+    ],
+)
+def test_what_does_nothing_is_noted(
+    specdec: Specdec, decoder: FakeDecoder, options: str, note: str | None
+) -> None:
+    result = specdec("run", "-p", "Hi", *options.split())
+    assert result.exit_code == 0
+    noted = [line for line in result.stderr.splitlines() if "note: " in line]
+    assert noted == ([f"specdec: note: {note}"] if note else [])
+
+
+@pytest.mark.parametrize(
     ("options", "message"),
     [
         (("--adapter-path="), "--adapter-path is empty: name a folder"),

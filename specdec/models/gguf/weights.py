@@ -205,12 +205,12 @@ def describe_weights(
     dtype = form.dtype or stored_dtype(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
-    readable: set[str] = set()
+    readable = set(SAME_BITS)
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
+        if info.type_name not in readable:  # a row reports it
+            read_float_rows(file, info, 0, min(1, info.rows))
+            readable.add(info.type_name)
         if form.dtype is not None or not stays_packed(name, info):
-            if info.type_name not in readable:  # a row reports it
-                read_float_rows(file, info, 0, min(1, info.rows))
-                readable.add(info.type_name)
             weights[name] = mx.zeros(info.shape, dtype)
             continue
         layer, bits = name.removesuffix(".weight"), PACKED_BITS[info.type_name]
