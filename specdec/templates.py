@@ -20,6 +20,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from .errors import PromptError
@@ -33,8 +34,18 @@ _MEMORY = 1 << 30
 _CHARACTERS = 1 << 26
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    continued: bool = False,
+) -> str:
     """Chat messages as the text that the model continues.
+
+    Args:
+        config: more variables for the template.
+        continued: the last message is the beginning of the answer.
 
     What renders in Python, a function of mlx-lm's or the user's own, is called as it
     is.
@@ -47,7 +58,11 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
     if template is None:
         return str(
             tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
+                messages,
+                tokenize=False,
+                add_generation_prompt=not continued,
+                **({"continue_final_message": True} if continued else {}),
+                **config,
             )
         )
     # As mlx-lm and transformers call it.
@@ -60,8 +75,10 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
                 [{k: v for k, v in m.items() if v is not None} for m in messages]
             ],
             "chat_template": template,
-            "add_generation_prompt": True,
+            "add_generation_prompt": not continued,
+            "continue_final_message": continued,
             **variables,
+            **config,
         }
     )
 

@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from mlx_lm.models import llama
 
+from specdec import SpecDecoder
 from specdec.cli import main
 from specdec.errors import ModelError
 from specdec.models import load, load_draft
@@ -167,3 +168,20 @@ def test_drafts_of_layers_alone(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(ModelError, match="cannot be read"):
             call()
+
+
+def test_a_draft_of_another_width_is_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the target's weights were read, for 22 seconds."""
+    write_folder(tmp_path / "t", hidden_size=128)
+    write_folder(tmp_path / "m")
+    card = {"format": FORMAT, "embedding": "target"}
+    (tmp_path / "m" / CARD).write_text(json.dumps(card))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr("specdec.decoder.load", never)
+    with pytest.raises(ModelError, match=r"made for a target of width 64, and .* 128"):
+        SpecDecoder.from_pretrained(tmp_path / "t", tmp_path / "m")

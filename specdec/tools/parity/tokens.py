@@ -306,5 +306,5 @@ class _Comparison:
 
 def with_end(result: GenerationResult) -> tuple[int, ...]:
     """The tokens of a row, with the one that ended it."""
-    end = result.stop_reason
-    return (*result.token_ids, *([end] if isinstance(end, int) else []))
+    end = result.stop_token
+    return (*result.token_ids, *([] if end is None else [end]))
