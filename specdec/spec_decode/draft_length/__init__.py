@@ -16,8 +16,8 @@ A batch asks before each round, and reports each round that it has read:
     or a k that may be better, for some rounds: TryBudget gives 1% of the time for that
 
 What a row owes its neighbours: while requests wait for a place, only the sum of tokens
-counts, and a row may be slower than alone. Where none waits, a batch takes as long as its
-last row, so that the k counts with which that row ends soonest (RowFactors).
+counts, and a row may be slower than alone. Where none waits, a batch takes as long as
+its last row, so that the k counts with which that row ends soonest (RowFactors).
 """
 
 from .acceptance import Acceptance, RowFactors, tokens_per_round
