@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import shutil
@@ -13,12 +12,12 @@ from specdec.prefix_cache.entries import place_key
 from specdec.prefix_cache.files import digest
 
 from .case import (
-    Answer,
     Case,
     World,
     fail,
     kind,
     specdec,
+    specdec_works,
 )
 from .folders import sound_folder
 from .odd import (
@@ -31,6 +30,8 @@ from .odd import (
     to_json,
 )
 
+# Bytes that no entry of the sound store has: a planted file may have a hole.
+LARGEST = 1 << 20
 # Longer than a block of 256 tokens, so that entries stand on one another.
 BEGIN = "the ab 12 don't " * 45
 PROMPTS = (BEGIN + "1 2 3", BEGIN + "x")
@@ -39,23 +40,22 @@ ASK = ("--max-tokens", "8", "--draft", "none", "--quiet")
 
 def answers_alone(world: World) -> dict[str, str]:
     """What each prompt gives without a store."""
-    return {prompt: _run(world, prompt).out for prompt in PROMPTS}
+    return {prompt: specdec_works(*_command(world, prompt)).out for prompt in PROMPTS}
 
 
 def sound_store(world: World) -> Path:
     """The folder that cases spoil copies of: what both prompts leave."""
     folder = world.folder / "store"
     for prompt in PROMPTS:
-        _run(world, prompt, "--prefix-cache", str(folder))
+        specdec_works(*_command(world, prompt, folder))
     assert len(list(folder.iterdir())) > 2
     return folder
 
 
-def _run(world: World, prompt: str, *more: str) -> Answer:
-    target = world.once(sound_folder)
-    answer = specdec("run", "--target", target, "--prompt", prompt, *ASK, *more)
-    gc.collect()  # what a store still has to write is written when it goes
-    return answer
+def _command(world: World, prompt: str, store: Path | None = None) -> list[str]:
+    target = str(world.once(sound_folder))
+    command = ["run", "--target", target, "--prompt", prompt, *ASK]
+    return command if store is None else [*command, "--prefix-cache", str(store)]
 
 
 def signed(path: Path, data: bytes, place: str | None = None) -> None:
@@ -116,7 +116,9 @@ def spoil_header(path: Path, rng: random.Random) -> None:
 def spoil_folder(folder: Path, rng: random.Random) -> None:
     """Spoil an entry or two, or put other things beside them."""
     for _ in range(rng.choice((1, 1, 2))):
-        entries = sorted(p for p in folder.iterdir() if p.is_file())
+        entries = sorted(
+            p for p in folder.iterdir() if p.is_file() and p.stat().st_size < LARGEST
+        )
         if not entries:
             return
         path, draw = rng.choice(entries), rng.random()
@@ -164,10 +166,15 @@ def prefix_folder(case: Case) -> None:
         told = specdec("cache", command, folder, quietly=command == "verify").out
         if not all(line.isprintable() for line in told.split("\n")):
             fail(f"cache {command} prints {told!r}")
-    prompt = rng.choice(PROMPTS)
-    answer = _run(world, prompt, "--prefix-cache", str(folder))
+    prompt, before = rng.choice(PROMPTS), _listed(folder)
+    answer = specdec(*_command(world, prompt, folder))
     if answer.code != 0:
         fail(f"a run with a spoilt store fails: {answer.err}")
     if answer.out != expected[prompt]:
         found = f"{answer.out!r}, not {expected[prompt]!r}"
-        fail(f"other tokens with a spoilt store: {answer.err}: {found}")
+        folders = f"before {before}, after {_listed(folder)}"
+        fail(f"other tokens with a spoilt store: {found}: {answer.err}: {folders}")
+
+
+def _listed(folder: Path) -> list[tuple[str, int]]:
+    return sorted((path.name, path.lstat().st_size) for path in folder.iterdir())

@@ -25,12 +25,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specdec import templates
+
 # Bytes that a case may take beside what the process has, and that all may leave.
 MOST_BYTES = 400 << 20
 # Where asking for memory fails; what is touched before that is over the other bound.
 MOST_ADDRESSES = 2 << 30
 MOST_LEFT = 48 << 20
 MOST_LEFT_ARRAYS = 1 << 20
+# Many cases have templates that never end.
+TEMPLATE_SECONDS = 3
 # Cases before anything is compared: caches of other libraries have filled.
 WARM = 0.3
 # Fewer cases than that say nothing of growth.
@@ -87,11 +91,6 @@ def _most_resident() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
-
-
 def bound_memory() -> None:
     """Let what asks for too much fail at once, and not the machine."""
     status = Path("/proc/self/status")
@@ -107,13 +106,14 @@ def watched(run: Callable[[], None], seconds: int, waiting: int) -> None:
     from .case import fail
 
     resident, most = _resident(), _most_resident()
-    bound = int(_seconds()) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (bound, resource.RLIM_INFINITY))
+    # Not a limit of the system's: what a case starts would have it for good.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     faulthandler.dump_traceback_later(waiting, exit=True)
     try:
         run()
     finally:
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
     after = _most_resident()
     if after > most and after - resident > MOST_BYTES:
         fail(f"it took {(after - resident) >> 20} MiB")
@@ -135,6 +135,8 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
     before: Held | None = None
     mx.set_cache_limit(1 << 20)
     for number, (seed, name) in enumerate(steps):
+        if number == len(options.kinds):
+            gc.freeze()  # libraries are there: each command ends with a collection
         if number == warm:
             before = Held.now()
         say(begin=name, seed=seed)
@@ -167,6 +169,7 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--skip", type=int, required=True)
@@ -182,28 +185,21 @@ def main() -> None:
         pipe.flush()
 
     faulthandler.enable()
-    faulthandler.register(signal.SIGXCPU, chain=True)
+    faulthandler.register(signal.SIGPROF, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with tempfile.TemporaryDirectory(
-        prefix="specdec-fuzz-", ignore_cleanup_errors=True
-    ) as folder:
-        temporary = Path(folder) / "tmp"
-        temporary.mkdir()
-        # Not TMPDIR: MLX's compiled kernels stay where the next process finds them.
-        tempfile.tempdir = str(temporary)
-        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        __import__(options.plugin or "tests.fuzz.kinds")
-        bound_memory()
-        try:
-            sound = work(options, say)
-        finally:
-            os.chdir("/")
-    if sound:
-        say(end=True)
-    if not sound:
+    temporary = options.folder / "tmp"
+    temporary.mkdir()
+    # Not TMPDIR: MLX's compiled kernels stay where the next process finds them.
+    tempfile.tempdir = str(temporary)
+    os.environ["XDG_CACHE_HOME"] = str(options.folder / "cache")
+    __import__(options.plugin or "tests.fuzz.kinds")
+    templates.SECONDS = TEMPLATE_SECONDS
+    bound_memory()
+    if not work(options, say):
         pipe.close()
         os._exit(1)  # whatever holds it
+    say(end=True)
 
 
 if __name__ == "__main__":
