@@ -4,7 +4,8 @@ A template comes with a model and is a program: ``{{ 'a' * 10**10 }}`` takes all
 there is, two nested loops all the time. transformers keeps it from files and from
 Python's insides, and does not bound what it takes. So it renders in a child process
 that ends where a template takes too long. The child serves all renderings of its
-parent, and ends with it. One that ends for another reason is replaced once. No mlx here.
+parent, and ends with it. One that ends for another reason is replaced once. No mlx
+here.
 """
 
 from __future__ import annotations
@@ -119,7 +120,6 @@ class _Child:
             self._stop()
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        code = 0
         for _ in range(2):  # what ended the first one may not be this template
             process = self._started()
             assert process.stdin is not None

@@ -30,8 +30,6 @@ from .odd import (
     to_json,
 )
 
-# Bytes that no entry of the sound store has: a planted file may have a hole.
-LARGEST = 1 << 20
 # Longer than a block of 256 tokens, so that entries stand on one another.
 BEGIN = "the ab 12 don't " * 45
 PROMPTS = (BEGIN + "1 2 3", BEGIN + "x")
@@ -71,16 +69,13 @@ def signed(path: Path, data: bytes, place: str | None = None) -> None:
 
 
 def spoil_header(path: Path, rng: random.Random) -> None:
-    """An entry whose header is odd, and whose digest is right.
+    """A sound entry gets a header that is odd, and a digest that is right.
 
     Not what it says its bytes are for: who can sign an entry can forge one.
     """
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    try:
-        header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
-    except (ValueError, RecursionError):  # it is spoilt already
-        return
+    header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
     draw = rng.random()
     text, place = None, None
     if draw < 0.35:
@@ -115,13 +110,8 @@ def spoil_header(path: Path, rng: random.Random) -> None:
 
 def spoil_folder(folder: Path, rng: random.Random) -> None:
     """Spoil an entry or two, or put other things beside them."""
-    for _ in range(rng.choice((1, 1, 2))):
-        entries = sorted(
-            p for p in folder.iterdir() if p.is_file() and p.stat().st_size < LARGEST
-        )
-        if not entries:
-            return
-        path, draw = rng.choice(entries), rng.random()
+    for path in rng.sample(sorted(folder.iterdir()), rng.choice((1, 1, 2))):
+        draw = rng.random()
         if draw < 0.55:
             spoil_header(path, rng)
         elif draw < 0.65:

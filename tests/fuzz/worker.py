@@ -54,6 +54,7 @@ class Held:
     def now(cls) -> Held:
         import mlx.core as mx
 
+        templates._CHILD.close()  # or it has pipes at one look, and none at the other
         gc.collect()
         mx.clear_cache()
         return cls(
