@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import random
 import tempfile
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from .case import (
     World,
     check_answer,
     check_error,
+    specdec,
 )
+from .folders import sound_folder
 from .gguf_files import (
     Parts,
     spoil_counts,
@@ -104,6 +107,22 @@ def test_nothing_is_left_of_a_worker_that_dies(
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     assert run(["dies"], 0, 1, plugin=PLANTED) is not None
     assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_command_says_late_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning of a thread in the background that a later case is blamed for."""
+
+    def fails(*_: object) -> None:
+        time.sleep(0.3)
+        raise OSError(28, "no room")
+
+    monkeypatch.setattr("specdec.prefix_cache.writer.write_entry", fails)
+    target = sound_folder(World(tmp_path))
+    ask = ("--prompt", "12 the " * 40, "--ignore-chat-template", "--max-tokens", "2")
+    more = ("--draft", "none", "--quiet", "--prefix-cache", tmp_path / "store")
+    assert "no room" in specdec("run", "--target", target, *ask, *more).err
 
 
 def test_a_seed_is_an_input() -> None:
