@@ -120,6 +120,14 @@ def watched(run: Callable[[], None], seconds: int, waiting: int) -> None:
         fail(f"it took {(after - resident) >> 20} MiB")
 
 
+def _written() -> str:
+    """What went to standard output or error, a file here, past what a case looks at."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    size = os.fstat(2).st_size
+    return os.pread(2, min(size, 3000), 0).decode("utf-8", "replace") if size else ""
+
+
 def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
     """Run cases; whether nothing was found."""
     import mlx.core as mx
@@ -150,6 +158,8 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
             watched(partial(KINDS[name], case), options.seconds, options.waiting)
             if left := os.listdir(top):
                 raise AssertionError(f"files are left in the temporary folder: {left}")
+            if text := _written():
+                raise AssertionError(f"it is written to the terminal: {text}")
         except BaseException as error:  # whatever it is, it is told
             say(fault="".join(traceback.format_exception(error)))
             return False
