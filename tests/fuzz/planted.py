@@ -45,7 +45,7 @@ def dies(case: Case) -> None:
 
 @kind
 def takes_memory(case: Case) -> None:
-    bytes(1 << 20).replace(b"\0", b"a") * 450
+    bytes(1 << 20).replace(b"\0", b"a") * 500
 
 
 @kind

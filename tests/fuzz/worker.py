@@ -34,7 +34,7 @@ MOST_ADDRESSES = 2 << 30
 MOST_LEFT = 48 << 20
 MOST_LEFT_ARRAYS = 1 << 20
 # Many cases have templates that never end.
-TEMPLATE_SECONDS = 3
+TEMPLATE_SECONDS = 5
 # Cases before anything is compared: caches of other libraries have filled.
 WARM = 0.3
 # Fewer cases than that say nothing of growth.
@@ -80,26 +80,35 @@ class Held:
 
 
 def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: the most that it ever was
-        return _most_resident()
-    return pages * resource.getpagesize()
+    """Bytes of memory; where there is no /proc, the most that it ever was."""
+    resident = _status("VmRSS")
+    return _most_resident() if resident is None else resident
 
 
 def _most_resident() -> int:
+    most = _status("VmHWM")
+    if most is not None:
+        return most
+    # On Linux this would begin with the most of the process that started this one.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def bound_memory() -> None:
-    """Let what asks for too much fail at once, and not the machine."""
+def _status(name: str) -> int | None:
+    """Bytes under a name in Linux's status of the process."""
     status = Path("/proc/self/status")
     if not status.exists():
-        return
-    line = next(t for t in status.read_text().splitlines() if t.startswith("VmData:"))
-    most = int(line.split()[1]) * 1024 + MOST_ADDRESSES
-    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+        return None
+    line = next(t for t in status.read_text().splitlines() if t.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def bound_memory() -> None:
+    """Let what asks for too much fail at once, and not the machine."""
+    data = _status("VmData")
+    if data is not None:
+        most = data + MOST_ADDRESSES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
 def watched(run: Callable[[], None], seconds: int, waiting: int) -> None:
