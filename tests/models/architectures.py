@@ -1,4 +1,4 @@
-"""Small arguments for mlx-lm's architectures: one table that all take theirs from."""
+"""Every architecture of mlx-lm: small arguments, and what specdec makes of them."""
 
 from __future__ import annotations
 
@@ -14,8 +14,14 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
+from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+from specdec.errors import UnsupportedModelError
+from specdec.models.layers import has_trunk
+from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+
+from ..plain import AT_ONCE, run_rows
 
 VOCABULARY = 61
 
@@ -470,3 +476,107 @@ class GuessRows(DraftRows):
 
     def extend(self, other: GuessRows) -> None:
         self.texts = self.texts + other.texts
+
+
+#: What mlx-lm itself does not run on a CPU, or not from small random weights.
+NOT_RUN = {
+    "bitnet": "mlx-lm runs it on Metal only",
+    "muse_spark": "mlx-lm runs it on Metal only",
+    "olmo": "mlx-lm needs the package ai2-olmo for it",
+    "phi3small": "its sparse attention takes the number of columns for positions",
+    "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
+    "those of qwen3_5",
+}
+#: What is refused, before any work, and why; the reason is in the error.
+REFUSED = {
+    "deepseek_v32": "its indexer writes to the cache's own arrays",
+    "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
+    "glm_moe_dsa": "its indexer writes to the cache's own arrays",
+    "gpt_bigcode": "it reads one position for all rows",
+    "llama4": "it builds chunk masks from one position for all rows",
+    "minimax_m3_vl": "its sparse layers choose blocks by the columns that are read",
+}
+
+PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
+NEW_TOKENS = 6
+
+
+def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> list[int]:
+    """Greedy tokens of one sequence, with mlx-lm's own caches."""
+    caches = make_prompt_cache(model)
+    step = 1 if by_token else len(prompt)
+    inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
+    tokens: list[int] = []
+    for part in inputs:
+        logits = model(mx.array([part]), cache=caches)
+        mx.eval([c.state for c in caches])
+    while len(tokens) < NEW_TOKENS:
+        tokens.append(int(mx.argmax(logits[0, -1])))
+        logits = model(mx.array([tokens[-1:]]), cache=caches)
+    return tokens
+
+
+def differences(arch: str, model: Any) -> list[int]:
+    """Prompts whose tokens are others in a batch than alone; none is exact.
+
+    A batch of two rows for three prompts, of 1 to 12 tokens, prefilled in chunks; a
+    third of what is proposed is wrong.
+
+    Raises:
+        UnsupportedModelError: the architecture is refused.
+    """
+    # Its window depends on the size of a chunk in mlx-lm.
+    wanted = [plain(model, p, by_token=arch == "plamo3") for p in PROMPTS]
+    assert len({tuple(tokens) for tokens in wanted}) > 1
+    got = run_rows(
+        model,
+        None,
+        PROMPTS,
+        [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS),
+        batch_size=2,
+        num_draft_tokens=3,
+        drafter=Guesses([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]),
+        prefill_step_size=5,
+        backend=AT_ONCE,
+    )
+    assert sum(row.accepted for row in got) >= NEW_TOKENS
+    return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+
+
+def line(arch: str, model: Any | None) -> str:
+    """The architecture's line in docs/models.md."""
+    reason = NOT_RUN.get(arch, REFUSED.get(arch))
+    caches = (
+        "" if model is None else ", ".join(sorted(_kinds(make_prompt_cache(model))))
+    )
+    if reason is not None:
+        return f"| {arch} | no: {reason} | {caches} | |"
+    drafts = "`layers:`, distilled, any other" if has_trunk(model) else "any other"
+    return f"| {arch} | yes | {caches} | {drafts} |"
+
+
+def _kinds(caches: Sequence[Any]) -> set[str]:
+    kinds: set[str] = set()
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            kinds |= _kinds(cache.caches)
+        else:
+            kinds.add(_KINDS.get(type(cache).__name__, type(cache).__name__))
+    return kinds
+
+
+_KINDS = {
+    "KVCache": "full",
+    "RotatingKVCache": "sliding window",
+    "ChunkedKVCache": "chunks",
+    "ArraysCache": "recurrent",
+}
+
+
+def refusal(arch: str, model: Any) -> str | None:
+    """Why the architecture is refused; ``None`` if it is not."""
+    try:
+        differences(arch, model)
+    except UnsupportedModelError as error:
+        return str(error)
+    return None
