@@ -56,7 +56,8 @@ def bench(
     """Run RECIPE, a .toml file or the name of one that comes with specdec.
 
     Finished parts are kept: the same command continues where it was stopped. DIR
-    gets raw.jsonl, report.md and its plots.
+    gets raw.jsonl, report.html (open it in a browser), report.md and its plots. The
+    command ends with a block to paste into an issue.
 
     \b
       specdec bench acceptance-quick
@@ -83,7 +84,7 @@ def bench(
 
     silence_third_parties()
     from ..tools.bench.figures import Figures
-    from ..tools.bench.report import block, findings
+    from ..tools.bench.report import block
     from ..tools.bench.run import run_recipe
 
     progress = _Parts(quiet=quiet)
@@ -109,19 +110,15 @@ def bench(
         sys.exit(INTERRUPTED)
     finally:
         progress.close()
-    figures = Figures(results)
-    if wanted.run.jobs:
-        show("Paste from here into an issue:\n", err=True)
-        show(block(figures))
-    else:
-        show("\n".join(findings(figures)))
+    show("Paste from here into an issue:\n", err=True)
+    show(block(Figures(results)))
     _write(folder)
 
 
 @click.command(short_help="Rebuild a report from raw results.")
 @click.argument("folder", metavar="DIR")
 def report(folder: str) -> None:
-    """Rebuild report.md and its plots from DIR/raw.jsonl.
+    """Rebuild the report and its plots from DIR/raw.jsonl.
 
     \b
       specdec report specdec-bench/acceptance-quick
@@ -134,8 +131,9 @@ def _write(folder: Path) -> None:
     from ..tools.bench.plots import MISSING
     from ..tools.bench.report import write_report
 
-    file, has_plots = write_report(folder)
-    show(f"wrote {file}", err=True)
+    files, has_plots = write_report(folder)
+    for file in files:
+        show(f"wrote {file}", err=True)
     if not has_plots:
         show(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
 
