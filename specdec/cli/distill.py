@@ -191,17 +191,13 @@ def distill(
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()
-    from ..tools.distill.estimate import check_target, describe
     from ..tools.distill.job import Job
-    from ..tools.distill.options import Options
+    from ..tools.distill.options import Budget, Options
+    from ..tools.distill.plan import check_target, describe
     from ..tools.distill.plots import draw_all
-    from ..tools.distill.schedule import Budget
-    from ..tools.distill.train import Recipe
-    from ..tools.distill.wave import Wave
 
     if minutes is None and tokens is None:
         minutes = 5.0
-    recipe = Recipe(seed=seed, optimizer=optimizer, learning_rate=learning_rate)
     wanted = Options(
         target=target,
         out=folder,
@@ -221,8 +217,9 @@ def distill(
         trust_remote_code=trust_remote_code,
         writers=writers,
         block_tokens=block_tokens,
-        recipe=recipe,
-        wave=Wave(seed=seed),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        seed=seed,
         rounds=rounds,
         num_draft_tokens=num_draft_tokens,
         command=_command(),
