@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from .data_files import DataError, check_shape
+from .printable import quoted
 
 R = TypeVar("R")
 
@@ -44,7 +45,7 @@ def _read(kind: Any, value: Any, where: str) -> Any:
         return _one_of(inner, value, where)
     if origin is Literal:
         if value not in inner or isinstance(value, bool):
-            raise DataError(f"{where} is {value!r:.60}, none of {inner}")
+            raise DataError(f"{where} is {quoted(value)}, none of {inner}")
         return value
     if origin is dict:
         check_shape(value, dict, where)
@@ -55,7 +56,8 @@ def _read(kind: Any, value: Any, where: str) -> Any:
             kinds = (inner[0],) * len(value)
         else:
             kinds = inner
-            check_shape(value, [object] * len(kinds), where)
+            if len(value) != len(kinds):
+                raise DataError(f"{where} has {len(value)} values, not {len(kinds)}")
         pairs = enumerate(zip(kinds, value, strict=True))
         return origin(_read(k, each, f"{where}[{i}]") for i, (k, each) in pairs)
     return check_shape(value, None if kind is type(None) else kind, where)

@@ -9,7 +9,14 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 from ...errors import ConfigError, SpecdecError
-from ...utils.data_files import HALVES, DataError, json_text, parse_json, read_text
+from ...utils.data_files import (
+    HALVES,
+    DataError,
+    check_shape,
+    json_text,
+    parse_json,
+    read_text,
+)
 from ...utils.printable import quoted
 from ...utils.records import read_record
 from .cells import Cell, Unit
@@ -102,23 +109,23 @@ class Results:
         kind = line["kind"]
         if kind == "start":
             self.starts.append(read_record(Start, line))
-        elif kind == "profile":
-            cell = read_record(Cell, line.get("cell"), "cell")
-            rounds = read_record(_Profile, line).rounds
-            if any(r.total <= 0 or sum(r.verify) <= 0 for r in rounds):
-                raise DataError("its numbers do not fit together")
-            self.profiles[cell] = rounds
-        elif kind == "job":
-            cell = read_record(Cell, line.get("cell"), "cell")
-            record = read_record(JobRecord, line)
-            if not _fits(record):
-                raise DataError("its numbers do not fit together")
-            number = read_record(_Pass, {"number": line.get("pass")}).number
-            self.passes.setdefault(cell, {})[number] = record
-        elif kind == "pass":
+            return
+        if kind == "pass":
             raise DataError("version 0.1 measured it: see the report beside it")
-        else:
+        if kind not in ("job", "profile"):
             raise DataError(f"its kind is {quoted(kind)}")
+        cell = read_record(Cell, line.get("cell"), "cell")
+        if kind == "job":
+            record = read_record(JobRecord, check_shape(line, {"pass": int}))
+            fits = _fits(record)
+            self.passes.setdefault(cell, {})[line["pass"]] = record
+        else:
+            parts = check_shape(line, {"rounds": list})["rounds"]
+            rounds = [read_record(ProfiledRound, each, "rounds") for each in parts]
+            fits = all(r.total > 0 and sum(r.verify) > 0 for r in rounds)
+            self.profiles[cell] = rounds
+        if not fits:
+            raise DataError("its numbers do not fit together")
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
@@ -139,8 +146,7 @@ class Results:
         results: Self | None = None
         for number, text_line in enumerate(text.split("\n")[:-1], 1):
             try:
-                line = parse_json(text_line)
-                read_record(_Line, line)
+                line = check_shape(parse_json(text_line), {"kind": str})
                 if results is None:
                     results = cls._begun_with(line)
                 else:
@@ -159,41 +165,14 @@ class Results:
     def _begun_with(cls, line: Line) -> Self:
         if line["kind"] != "recipe" or line.get("format") != FORMAT:
             raise DataError("it is not the first line of results")
-        found = read_record(_First, line)
-        prompts, recipe = found.prompts, found.recipe
+        recipe = check_shape(line, {"recipe": {"name": str}})["recipe"]
+        prompts = read_record(PromptsRecord, line.get("prompts"), "prompts")
         if not prompts.tokens or len(prompts.tokens) != len(prompts.categories):
             raise DataError("prompts are not of one number")
-        read_record(_Named, recipe, "recipe")
         run = recipe.get("run")
         if isinstance(run, dict) and run.pop("jobs", False):
             run["profile_rounds"] = 0  # 0.1 took no rounds of jobs apart
         return cls(recipe, prompts)
-
-
-@dataclass(frozen=True)
-class _Line:
-    kind: str
-
-
-@dataclass(frozen=True)
-class _Named:
-    name: str
-
-
-@dataclass(frozen=True)
-class _First:
-    recipe: dict[str, Any]
-    prompts: PromptsRecord
-
-
-@dataclass(frozen=True)
-class _Pass:
-    number: int
-
-
-@dataclass(frozen=True)
-class _Profile:
-    rounds: list[ProfiledRound]
 
 
 def _fits(record: JobRecord) -> bool:
