@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import options
+from .command_line import command_line
 from .interrupts import last_words
 from .output import INTERRUPTED, show, silence_third_parties
 from .progress import Progress
@@ -101,7 +101,7 @@ def bench(
             results = run_recipe(
                 wanted,
                 folder,
-                command=_command(),
+                command=command_line(),
                 progress=progress.expect,
                 trust_remote_code=trust_remote_code,
             )
@@ -136,13 +136,6 @@ def _write(folder: Path) -> None:
         show(f"wrote {file}", err=True)
     if not has_plots:
         show(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
-
-
-def _command() -> str:
-    """The command, with absolute paths cut to their last part."""
-    from ..model_names import short
-
-    return shlex.join(["specdec", *map(short, sys.argv[1:])])
 
 
 class _Parts:

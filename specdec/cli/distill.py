@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 
 import click
 
 from . import options
+from .command_line import command_line
 from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
 from .output import INTERRUPTED, show, show_warnings, silence_third_parties
@@ -222,7 +222,7 @@ def distill(
         seed=seed,
         rounds=rounds,
         num_draft_tokens=num_draft_tokens,
-        command=_command(),
+        command=command_line(),
     )
 
     def say(line: str) -> None:
@@ -252,9 +252,3 @@ def distill(
         except KeyboardInterrupt:
             conclude()
             sys.exit(INTERRUPTED)
-
-
-def _command() -> str:
-    """The command, with paths cut to their last part."""
-    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    return shlex.join(["specdec", *words])

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
 
+from ...request import acceptance_length, acceptance_rate
 from . import counts
 from .cells import Cell, Conditions, units_of
 from .counts import Policy, RoundCost
@@ -59,12 +60,12 @@ class Acceptance:
     @property
     def rate(self) -> float:
         """Accepted over drafted, all requests together."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.drafted, self.accepted)
 
     @property
     def length(self) -> float:
-        """Mean tokens of a row in a round, the extra token included."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        """Mean tokens of a row in a round, the extra token included; 1 without any."""
+        return acceptance_length(self.rounds, self.accepted)
 
     def request_mean(self, name: str) -> float:
         """Mean of ``rate`` or ``length`` over requests, each counting the same."""

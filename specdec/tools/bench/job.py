@@ -15,6 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from ...prompts import Prompt
+from ...request import acceptance_length, acceptance_rate
 from .recipe import Recipe
 from .tables import percentile
 
@@ -54,12 +55,12 @@ class RequestRecord:
     @property
     def rate(self) -> float:
         """Accepted over drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.drafted, self.accepted)
 
     @property
     def length(self) -> float:
-        """Mean tokens of a round, the extra token included."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+        """Mean tokens of a round, the extra token included; 1 without rounds."""
+        return acceptance_length(self.rounds, self.accepted)
 
 
 @dataclass(frozen=True, kw_only=True)
