@@ -49,6 +49,7 @@ class SpecDecoder:
         target: the model whose output is wanted.
         bounds: what a request must fit in.
         prefix_store: what is kept of prompts, where the config asks for it.
+        prompt_limit: the largest prompt.
 
     Raises:
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -99,7 +100,7 @@ class SpecDecoder:
         self.bounds = Bounds(
             self._target.vocab_size, context_length(target.config), self._preflight
         )
-        self._limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config, self._target, self._drafter, self._backend
@@ -219,7 +220,7 @@ class SpecDecoder:
             prompts,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
-            limit=self._limit,
+            limit=self.prompt_limit,
         )
         session = self.session()
         session.add_all(encoded, _per_prompt(params, len(encoded)))
@@ -262,7 +263,7 @@ class SpecDecoder:
         return write_prompt_cache(self._target, token_ids, file)
 
     def _encode(self, prompt: Prompt, **encoding: Any) -> EncodedPrompt:
-        return encode(self.tokenizer, prompt, limit=self._limit, **encoding)
+        return encode(self.tokenizer, prompt, limit=self.prompt_limit, **encoding)
 
     def session(self, *, observer: RoundObserver | None = None) -> Session:
         """A new session, to which requests can be added while others run.
@@ -281,7 +282,7 @@ class SpecDecoder:
             self._preflight,
             self._length,
         )
-        return Session(engine, self.tokenizer, self.bounds, self._limit)
+        return Session(engine, self.tokenizer, self.bounds, self.prompt_limit)
 
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.

@@ -74,7 +74,6 @@ class GenerationResult:
         reason = request.finish_reason
         assert reason is not None
         params, began = request.params, request.began
-        asked = params.logprobs or params.top_logprobs > 0
         rate = 0.0
         if began is not None and request.ended is not None:
             seconds = request.ended - began
@@ -99,7 +98,7 @@ class GenerationResult:
             num_accepted_tokens_per_pos=request.num_accepted_tokens_per_pos,
             time_to_first_token=None if began is None else began - request.queued,
             tokens_per_second=rate,
-            logprobs=request.logprobs if asked else None,
+            logprobs=request.logprobs if request.reports_logprobs else None,
         )
 
     @property
@@ -161,14 +160,30 @@ class StreamEvent:
     """New output of one request: what a round added to it.
 
     ``text`` never splits a character or a stop text; it may be empty while one is
-    incomplete, as may ``token_ids``. ``result`` is set on the last event of a
-    request.
+    incomplete, as may ``token_ids``. ``logprobs`` has one entry for each of these,
+    where it was asked for. ``result`` is set on the last event of a request.
     """
 
     index: int
     text: str
     token_ids: list[int]
     result: GenerationResult | None = None
+    logprobs: list[TokenLogprobs] | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What an engine is busy with.
+
+    Args:
+        running: rows that decode, or whose prompts are being taken in.
+        waiting: requests that have no row yet.
+        cache_bytes: of the target's keys and values, of rows that decode.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_bytes: int = 0
 
 
 @dataclass(kw_only=True)

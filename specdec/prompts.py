@@ -158,6 +158,9 @@ def encode(
     system_prompt: str | None = None,
     ignore_chat_template: bool = False,
     limit: PromptLimit = NO_CONTEXT,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final: bool = False,
+    template_variables: Mapping[str, Any] | None = None,
 ) -> EncodedPrompt:
     """Encode one prompt.
 
@@ -172,6 +175,9 @@ def encode(
         system_prompt: system turn of prompts that bring none of their own.
         ignore_chat_template: encode strings raw.
         limit: the largest prompt.
+        tools: what chat messages may call, as the chat template shows them.
+        continue_final: the last message is the beginning of the answer.
+        template_variables: more of what the chat template reads.
 
     Raises:
         PromptError: the prompt is empty, too large, or cannot be encoded as asked.
@@ -222,7 +228,14 @@ def encode(
             )
         )
     messages = _check_messages(prompt, limit)
-    rendered = _render(tokenizer, messages, system_prompt)
+    rendered = _render(
+        tokenizer,
+        messages,
+        system_prompt,
+        tools=tools,
+        continue_final=continue_final,
+        variables=template_variables or {},
+    )
     return EncodedPrompt(rendered, _encode_rendered(tokenizer, rendered, limit))
 
 
@@ -329,12 +342,15 @@ def _encode_rendered(tokenizer: Any, text: str, limit: PromptLimit) -> tuple[int
 
 
 def _render(
-    tokenizer: Any, messages: list[Mapping[str, Any]], system_prompt: str | None
+    tokenizer: Any,
+    messages: list[Mapping[str, Any]],
+    system_prompt: str | None,
+    **options: Any,
 ) -> str:
     if system_prompt is not None and messages[0]["role"] != "system":
         messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
-        rendered = render_chat(tokenizer, messages)
+        rendered = render_chat(tokenizer, messages, **options)
     except Exception as error:  # a template raises what its author chose
         raise PromptError(
             f"the chat template refuses these messages: {shorten(error)}"
@@ -351,16 +367,26 @@ def _check_messages(
         if (
             not isinstance(message, Mapping)
             or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
+            or not isinstance(_content(message), str)
         ):
             raise PromptError(
                 'a chat message is {"role": "user", "content": "..."}, '
                 f"not {quoted(message)}"
             )
         _check_unicode(message["role"])
-        _check_text(message["content"])
-    limit.check(*(message["content"] for message in messages))
+        # What a tool returns may be nothing, as what comes with a call of one.
+        if message["role"] == "tool" or message.get("tool_calls"):
+            _check_unicode(_content(message))
+        else:
+            _check_text(_content(message))
+    limit.check(*map(_content, messages))
     return list(messages)
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    """The text of a message; one that calls tools may have none."""
+    content = message.get("content")
+    return "" if content is None and message.get("tool_calls") else content
 
 
 def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:

@@ -33,8 +33,20 @@ _MEMORY = 1 << 30
 _CHARACTERS = 1 << 26
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continue_final: bool = False,
+    variables: Mapping[str, Any] | None = None,
+) -> str:
     """Chat messages as the text that the model continues.
+
+    Args:
+        tools: what the model may call.
+        continue_final: the last message is the beginning of the answer.
+        variables: more of what the template reads.
 
     What renders in Python, a function of mlx-lm's or the user's own, is called as it
     is.
@@ -43,30 +55,36 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         PromptError: the template refuses the messages, or takes too long or too much.
         Exception: what such a function raises.
     """
-    template = _template_of(tokenizer)
+    options: dict[str, Any] = {
+        **(variables or {}),
+        "add_generation_prompt": not continue_final,
+    }
+    if continue_final:
+        options["continue_final_message"] = True
+    if tools is not None:
+        options["tools"] = list(tools)
+    template = template_of(tokenizer, tools=tools)
     if template is None:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     # As mlx-lm and transformers call it.
-    variables = dict(tokenizer.special_tokens_map)
+    known = dict(tokenizer.special_tokens_map)
     if hasattr(tokenizer, "has_thinking"):
-        variables["enable_thinking"] = tokenizer.has_thinking
+        known["enable_thinking"] = tokenizer.has_thinking
     return _CHILD.render(
         {
+            **known,
+            **options,
             "conversations": [
                 [{k: v for k, v in m.items() if v is not None} for m in messages]
             ],
             "chat_template": template,
-            "add_generation_prompt": True,
-            **variables,
         }
     )
 
 
-def _template_of(tokenizer: Any) -> str | None:
+def template_of(
+    tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str | None:
     """The template that transformers would render; ``None``: something else renders."""
     # mlx-lm's wrapper hands this on to the tokenizer of transformers.
     get = getattr(tokenizer, "get_chat_template", None)
@@ -80,7 +98,7 @@ def _template_of(tokenizer: Any) -> str | None:
         return None
     if inner.init_kwargs.get("chat_template_type"):  # a function of mlx-lm's
         return None
-    return str(get())
+    return str(get() if tools is None else get(tools=list(tools)))
 
 
 class _Child:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
-from ..outputs import GenerationResult, RunStats, StreamEvent
+from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
 from ..request import Request
 from ..sampling_params import SamplingParams, require_params
@@ -107,6 +107,11 @@ class Session:
     def busy(self) -> bool:
         """Whether a request has not ended yet, or its end was not reported."""
         return self._engine.busy or bool(self._engine.unreported)
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine is busy with at the moment."""
+        return self._engine.load
 
     @property
     def stats(self) -> RunStats:
@@ -229,4 +234,5 @@ def _event(output: StepOutput) -> StreamEvent:
         text=output.text,
         token_ids=output.token_ids,
         result=GenerationResult.of(output.request) if output.ended else None,
+        logprobs=output.logprobs,
     )
