@@ -20,6 +20,7 @@ from .interrupts import Interrupts
 from .options import with_options
 from .output import flush_output, open_streams, report
 from .run import run
+from .serve import serve
 from .verify import verify
 
 __all__ = ["main"]
@@ -97,6 +98,7 @@ def main() -> None:
 
 for _command in (
     run,
+    serve,
     advise,
     verify,
     estimate,

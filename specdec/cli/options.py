@@ -32,11 +32,15 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
         "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
-        "dry_run", "quiet",
+        "host", "port", "api_key", "dry_run", "quiet",
+    ),
+    "Requests": (
+        "names", "cors", "max_waiting", "max_output_tokens", "max_prompt_tokens",
+        "max_body", "request_timeout", "stop_timeout",
     ),
     "Models": (
         "dtype", "trust_remote_code", "system_prompt", "ignore_chat_template",
-        "layers", "widen", "bits", "layers_only",
+        "chat_template_kwargs", "layers", "widen", "bits", "layers_only",
     ),
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
     "Data and training": (

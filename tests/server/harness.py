@@ -62,7 +62,9 @@ def tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
     )
 
 
-def tiny_decoder(folder: Path, *, template: str = TEMPLATE, **config: Any) -> SpecDecoder:
+def tiny_decoder(
+    folder: Path, *, template: str = TEMPLATE, **config: Any
+) -> SpecDecoder:
     """A random target with a smaller draft."""
     options: dict[str, Any] = {
         "batch_size": 4,
