@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 from .. import templates
 from ..decoder import SpecDecoder
 from ..utils.data_files import DataError, parse_json
-from . import chat, completions, messages
+from . import chat, completions, messages, responses
 from .config import ServerConfig
 from .job import Event
 from .refusal import Refusal, refusal_of
@@ -76,6 +76,7 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
             Route("/v1/models/{name:path}", _model),
             _endpoint("/v1/chat/completions", chat.parse),
             _endpoint("/v1/completions", completions.parse),
+            _endpoint("/v1/responses", responses.parse),
             _endpoint("/v1/messages", messages.parse),
             Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
         ],

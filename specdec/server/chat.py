@@ -65,6 +65,10 @@ TABLE: Table = {
     "prompt_cache_retention": Parameter(
         str, only=("in_memory", "in-memory"), refused="the server's options say it"
     ),
+    "prompt_cache_options": Parameter(
+        dict, refused="common beginnings are kept by themselves"
+    ),
+    "moderation": Parameter(dict, refused="nothing is moderated here"),
     "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
     **SAMPLING,
     **LABELS,

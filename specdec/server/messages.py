@@ -30,6 +30,9 @@ PROMPT: Table = {
     "cache_control": Parameter(dict),
     "output_config": Parameter(dict),
     "context_management": Parameter(dict),
+    "user_profile_id": Parameter(str),
+    "workspace_id": Parameter(str),
+    "speed": Parameter(str, only=("standard",), refused="there is one speed"),
     "mcp_servers": Parameter(
         list, only=([],), refused="nothing is called from here: use tools"
     ),
@@ -46,6 +49,13 @@ TABLE: Table = {
     "service_tier": Parameter(
         str, only=("auto", "standard_only"), refused="there is one tier: leave it out"
     ),
+    "diagnostics": Parameter(dict, refused="there are none: leave it out"),
+    "betas": Parameter([str]),
+    "billing_policy": Parameter(object, refused="nothing is billed here"),
+    "compaction": Parameter(object, refused="nothing is compacted here"),
+    "fallbacks": Parameter(object, refused="there is one model"),
+    "fallback_credit_token": Parameter(object, refused="there is one model"),
+    "thread": Parameter(object, refused="nothing is stored here: send all messages"),
     "container": Parameter(str, refused="nothing is executed here: leave it out"),
     "inference_geo": Parameter(str, refused="the answer is made here: leave it out"),
     "output_format": Parameter(
@@ -105,9 +115,9 @@ def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
     given: dict[str, Any] = {}
     thinking = values["thinking"]
     if thinking is not None:
-        if thinking["type"] not in ("enabled", "disabled", "adaptive"):
+        if thinking["type"] not in _THINKING:
             raise Refusal(
-                "thinking.type must be enabled, adaptive or disabled",
+                f"thinking.type must be one of {', '.join(_THINKING)}",
                 param="thinking.type",
             )
         shaped(thinking, {"budget_tokens?": int, "display?": (str, None)}, "thinking")
@@ -188,9 +198,14 @@ def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
     for i, message in enumerate(given):
         at = f"messages[{i}]"
         shaped(message, {"role": str, "content": (str, [dict])}, at)
+        if message["role"] == "system":
+            text = text_of(message["content"], f"{at}.content")
+            made.append({"role": "system", "content": text})
+            continue
         if message["role"] not in ("user", "assistant"):
             raise Refusal(
-                f"{at}.role is {quoted(message['role'])}: it must be user or assistant",
+                f"{at}.role is {quoted(message['role'])}: it must be user, assistant "
+                "or system",
                 param=f"{at}.role",
             )
         content = message["content"]
@@ -253,6 +268,7 @@ def _assistant(
     yield made
 
 
+_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
