@@ -42,6 +42,7 @@ NAVIGATION = {
         "/docs/python",
         "/docs/tuning",
         "/docs/sampling",
+        "/docs/server",
         "/docs/serving",
         "/docs/memory",
         "/docs/prefix",

@@ -21,21 +21,19 @@ MESSAGES: Any = [{"role": "user", "content": [{"type": "text", "text": "A river?
 HISTORY: Any = [{"role": "user", "content": "A river?"}]
 
 
-def client_of(server: Running) -> anthropic.Anthropic:
+def client_of(server: Running) -> Any:
     return anthropic.Anthropic(base_url=server.url, api_key="x", max_retries=0)
 
 
 @pytest.fixture
-def client(server: Running) -> Iterator[anthropic.Anthropic]:  # type: ignore[override]
+def client(server: Running) -> Iterator[Any]:
     with client_of(server) as made:
         yield made
 
 
-def test_messages_are_what_generate_gives(
-    decoder: SpecDecoder, client: anthropic.Anthropic
-) -> None:
+def test_messages_are_what_generate_gives(decoder: SpecDecoder, client: Any) -> None:
     """Whole and streamed, with a system prompt and a beginning of the answer."""
-    system = [
+    system: Any = [
         {"type": "text", "text": "x-anthropic-billing-header: cc_version=1; cch=%s;"},
         {"type": "text", "text": "You know rivers, all of them, by heart.",
          "cache_control": {"type": "ephemeral"}},
@@ -48,7 +46,7 @@ def test_messages_are_what_generate_gives(
     for i in range(2):
         system[0]["text"] = f"x-anthropic-billing-header: cc_version=1; cch={i};"
         given: Any = {"model": "tiny", "max_tokens": 20, "messages": MESSAGES}
-        made = client.messages.create(system=system, **given)  # type: ignore[arg-type]
+        made = client.messages.create(system=system, **given)
         assert made.content[0].type == "text"
         assert made.content[0].text == expected.text
         assert made.stop_reason == "max_tokens"
@@ -58,7 +56,7 @@ def test_messages_are_what_generate_gives(
         assert usage.output_tokens == expected.generated_tokens
     # The line that changes with every request is not in the prompt.
     assert cached
-    with client.messages.stream(system=system, **given) as stream:  # type: ignore[arg-type]
+    with client.messages.stream(system=system, **given) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_message()
     assert kinds[:2] == ["message_start", "content_block_start"]
@@ -69,7 +67,7 @@ def test_messages_are_what_generate_gives(
     count = client.messages.count_tokens(
         model="tiny",
         messages=MESSAGES,
-        system=system[1]["text"],  # type: ignore[arg-type]
+        system=system[1]["text"],
     )
     assert count.input_tokens == expected.prompt_tokens
     begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
@@ -79,9 +77,7 @@ def test_messages_are_what_generate_gives(
     assert made.usage.input_tokens == whole.prompt_tokens + len(tokens)
 
 
-def test_a_sequence_that_stops(
-    decoder: SpecDecoder, client: anthropic.Anthropic
-) -> None:
+def test_a_sequence_that_stops(decoder: SpecDecoder, client: Any) -> None:
     """The text of the client's that ended the answer is named."""
     (expected,) = decoder.generate([HISTORY], SamplingParams(max_tokens=20))
     stop = expected.text[8:10]
@@ -146,7 +142,7 @@ def test_tools_and_thoughts(decoder: SpecDecoder) -> None:
         assert prompt.endswith("user\nAnd?<|im_end|>\n<|im_start|>assistant\n")
 
 
-def test_errors_have_anthropics_form(client: anthropic.Anthropic) -> None:
+def test_errors_have_anthropics_form(client: Any) -> None:
     given: Any = {"model": "tiny", "max_tokens": 4, "messages": MESSAGES}
     with pytest.raises(anthropic.NotFoundError, match="no model 'other'"):
         client.messages.create(**{**given, "model": "other"})
@@ -154,6 +150,6 @@ def test_errors_have_anthropics_form(client: anthropic.Anthropic) -> None:
     with pytest.raises(anthropic.BadRequestError, match="of type 'image' is not"):
         client.messages.create(**{**given, "messages": [
             {"role": "user", "content": image}]})  # fmt: skip
-    search = {"type": "web_search_20250305", "name": "web_search"}
+    search: Any = {"type": "web_search_20250305", "name": "web_search"}
     with pytest.raises(anthropic.BadRequestError, match="nothing is executed"):
         client.messages.create(**given, tools=[search])

@@ -84,22 +84,22 @@ def test_odd_requests(server: Running) -> None:
                 *((name, json.dumps({k: v for k, v in good.items() if k != name})
                    .encode()) for name in table if table[name].required),
             ]  # fmt: skip
-            for name, body in bodies:
+            for odd, data in bodies:
                 found = client.post(
-                    path, content=body, headers={"content-type": "application/json"}
+                    path, content=data, headers={"content-type": "application/json"}
                 )
                 sent += 1
                 if found.status_code == 200:
-                    assert name is not None, body
+                    assert odd is not None, data
                     continue
                 refused += 1
                 # Of a server that lacks a model's feature it is 400, too.
-                assert found.status_code in (400, 404), (path, body[:200], found.text)
+                assert found.status_code in (400, 404), (path, data[:200], found.text)
                 error = found.json()["error"]
                 assert error["message"].isprintable()
-                if name is not None and path != "/v1/messages":
+                if odd is not None and path != "/v1/messages":
                     where = f"{error['param']} {error['message']}"
-                    assert name.partition("_")[0] in where, (name, body[:200], where)
+                    assert odd.partition("_")[0] in where, (odd, where)
         assert client.post(
             "/v1/completions", json=GOOD["/v1/completions"][1]
         ).is_success
