@@ -61,7 +61,7 @@ NAVIGATION = {
     "Measure": ["/docs/benchmarks", "/benchmarks/README"],
     "Take part": ["/CONTRIBUTING", "/SECURITY"],
 }
-API = ["specdec", "cache", "certificate", "drafters", "memory", "models"]
+API = ["specdec", "cache", "drafters", "memory", "models", "parity"]
 
 
 def result_pages() -> list[str]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method
+from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, new_shapes
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
@@ -66,6 +66,11 @@ class ChainRows:
     def backlog(self) -> int:
         """Of the one that has more."""
         return max(backlog(self._first), backlog(self._second))
+
+    @property
+    def new_shapes(self) -> int:
+        """Of both together."""
+        return new_shapes(self._first) + new_shapes(self._second)
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         """Show each its layers."""

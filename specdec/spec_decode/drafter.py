@@ -62,8 +62,7 @@ class Round:
         needs_probabilities: whether a row's verification looks at them.
         given: proposals that stand already, where another drafter came first:
             continue each row after those that are meant.
-        lengths: committed tokens of every row, the prompt included, shape (B,); left
-            out, the first position of ``draws``, which has to be computed.
+        lengths: committed tokens of every row, the prompt included, shape (B,).
     """
 
     num_draft_tokens: int
@@ -73,11 +72,7 @@ class Round:
     draws: Draws
     needs_probabilities: bool = False
     given: Proposals | None = None
-    lengths: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.lengths is None:
-            object.__setattr__(self, "lengths", self.draws.positions[:, 0])
+    lengths: mx.array = field(kw_only=True)
 
     @property
     def tail(self) -> mx.array:
@@ -205,6 +200,14 @@ def backlog(rows: DraftRows) -> int:
     Their attribute ``backlog`` says it, where they have one.
     """
     return int(getattr(rows, "backlog", 0))
+
+
+def new_shapes(rows: DraftRows) -> int:
+    """Forwards so far whose shapes were not ready: the round they were in took longer.
+
+    The attribute ``new_shapes`` of rows says it, where they have one.
+    """
+    return int(getattr(rows, "new_shapes", 0))
 
 
 def method(rows: DraftRows, name: str) -> Callable[..., None]:

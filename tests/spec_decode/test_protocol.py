@@ -16,7 +16,6 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.profiler import measure_forwards
 from specdec.models.runner import ModelRunner
-from specdec.sampling import RowSampling
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
@@ -366,19 +365,3 @@ def test_our_own_rows_hand_over_what_the_target_reads(
     decode(tiny_model("llama"), NgramDrafter(NgramOptions(min_ngram=1)))
     assert given
     assert all(given)
-
-
-def test_a_round_made_by_position_has_the_lengths_of_its_draws() -> None:
-    sampling = RowSampling.of([SamplingParams()] * 2, vocab_size=VOCAB)
-    recent, active = mx.array([[1, 2], [3, 4]]), mx.array([True, True])
-    draws = sampling.draws(mx.array([7, 9]), 3)
-    given = Proposals(mx.array([[1, 2], [3, 4]]))
-    made = Round(2, recent, active, sampling, draws, True, given)
-    assert made.active is active
-    assert made.needs_probabilities
-    assert made.given is given
-    assert made.lengths.tolist() == [7, 9]
-    lengths = mx.array([5, 6])
-    known = Round(2, recent, active, sampling, draws, lengths=lengths)
-    assert known.lengths is lengths
-    assert replace(known, given=given).lengths is lengths

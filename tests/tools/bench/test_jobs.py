@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -38,7 +39,10 @@ def done(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = folder / "tiny.toml"
     file.write_text(TINY, "utf-8")
     recipe = Recipe.read(file, [*JOBS, AUTO, "load=[0, 0.5]", "repeat=1"])
-    run_recipe(recipe, folder / "out", command="test", clock=Ticks())
+    with pytest.MonkeyPatch.context() as patch:
+        # Time passes by looking at the clock: waiting for a request waits for nothing.
+        patch.setattr(time, "sleep", lambda seconds: None)
+        run_recipe(recipe, folder / "out", command="test", clock=Ticks())
     return folder / "out"
 
 
