@@ -13,6 +13,7 @@ from .advise import advise
 from .bench import bench
 from .bench import report as report_command
 from .cache import cache
+from .chat import chat
 from .convert import convert
 from .distill import distill
 from .estimate import estimate
@@ -98,6 +99,7 @@ def main() -> None:
 
 for _command in (
     run,
+    chat,
     serve,
     advise,
     verify,

@@ -276,7 +276,8 @@ def _collect(
         return [PromptRecord(text + piped) for text in texts]
     if sys.stdin.isatty():
         raise click.UsageError(
-            "no prompts: give --prompt TEXT, --prompts FILE, or standard input"
+            "no prompts: give --prompt TEXT, --prompts FILE, or standard input; "
+            "specdec chat talks"
         )
     return read_records("-")
 

@@ -112,3 +112,42 @@ def test_what_cannot_be_is_said_before_a_model_is_loaded(
     assert done.exit_code == 2
     assert message in done.output
     assert done.output.count("\n") == 1
+
+
+def test_chat(model: Path, tmp_path: Path) -> None:
+    """Turns build on each other; Ctrl-C stops an answer, and the next one comes."""
+    saved = tmp_path / "talk.jsonl"
+    process = specdec(
+        "chat", "--target", str(model), "--draft", "ngram", "--max-tokens", "400"
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write("/system Be brief.\nHi\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.stdin.write(
+            f"/clear\nAnd \\\nthere?\n/stats\n/nothing\n/save {saved}\n"
+        )
+        process.stdin.close()
+        text = process.stdout.read()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        notes = process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+    assert messages[1]["content"] == "And \nthere?"
+    decoder = SpecDecoder.from_pretrained(model)
+    (expected,) = decoder.generate([messages[:2]], SamplingParams(max_tokens=400))
+    assert messages[2]["content"] == expected.text
+    assert text
+    assert notes.count(" a second") == 2
+    assert int(notes.partition(" tokens")[0].split()[-1]) < 800
+    assert "there is no /nothing" in notes
