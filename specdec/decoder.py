@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -16,11 +16,12 @@ from .build import check_before_loading, load_drafter, models_of, preflight_of
 from .config import EngineConfig
 from .draft_names import draft_for
 from .engine.async_server import Server
+from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.session import Bounds, Session
-from .errors import ConfigError
+from .errors import ConfigError, PromptError
 from .model_names import target_name
 from .models import LoadedModel, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
@@ -209,12 +210,23 @@ class SpecDecoder:
         *,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,
+        turns: Iterable[Sequence[str]] | None = None,
     ) -> Iterator[StreamEvent]:
         """As :meth:`generate`, yielding what every round adds to each row.
 
         Prompts and options are checked at the call, before the first event is
         asked for.
+
+        Args:
+            turns: for each prompt, which is a string, what its user says after the
+                answer, and after the next ones. A turn is decoded beside other
+                conversations' as soon as the answer before it has ended. With a
+                prefix cache its prompt begins with what is kept of the one before.
         """
+        if turns is not None:
+            return self._converse(
+                [*prompts], params, system_prompt, [tuple(each) for each in turns]
+            )
         encoded = encode_all(
             self.tokenizer,
             prompts,
@@ -226,6 +238,35 @@ class SpecDecoder:
         session.add_all(encoded, _per_prompt(params, len(encoded)))
         self.stats = session.stats
         return _events(session)
+
+    def _converse(
+        self,
+        prompts: Sequence[Prompt],
+        params: SamplingParams | Iterable[SamplingParams] | None,
+        system_prompt: str | None,
+        turns: Sequence[tuple[str, ...]],
+    ) -> Iterator[StreamEvent]:
+        """Conversations with these prompts and turns, side by side."""
+        if len(turns) != len(prompts):
+            raise ConfigError(f"{len(turns)} lists of turns for {len(prompts)} prompts")
+        for i, prompt in enumerate(prompts):
+            if turns[i] and not isinstance(prompt, str):
+                raise PromptError(f"prompt {i}: turns follow a string: give one")
+        session = self.session()
+        each = _per_prompt(params, len(prompts))
+        encoded = encode_all(
+            self.tokenizer,
+            [user(str(p)) if t else p for p, t in zip(prompts, turns, strict=True)],
+            system_prompt=system_prompt,
+            limit=self.prompt_limit,
+        )
+        session.add_all(encoded, each)
+        self.stats = session.stats
+        talks = [
+            Conversation(user(str(p)), list(t), p_params)
+            for p, t, p_params in zip(prompts, turns, each, strict=True)
+        ]
+        return converse(session, talks, system_prompt)
 
     def import_prompt_cache(
         self, file: str | os.PathLike[str], prompt: Prompt, **encoding: Any
@@ -317,6 +358,7 @@ def _checked_config(config: object) -> EngineConfig:
 
 
 def _events(session: Session) -> Iterator[StreamEvent]:
+    """What a session emits, to its end."""
     with wired_memory():
         while session.busy:
             yield from session.step()

@@ -46,6 +46,7 @@ class GenerationResult:
         tokens_per_second: tokens after the first over the time since it; 0 when
             there are none.
         logprobs: one entry per token, where it was asked for.
+        turn: which answer of a conversation it is, from 0.
     """
 
     index: int
@@ -67,6 +68,7 @@ class GenerationResult:
     time_to_first_token: float | None = field(default=None, compare=False)
     tokens_per_second: float = field(default=0.0, compare=False)
     logprobs: list[TokenLogprobs] | None = None
+    turn: int = 0
 
     @classmethod
     def of(cls, request: Request) -> Self:
@@ -161,7 +163,8 @@ class StreamEvent:
 
     ``text`` never splits a character or a stop text; it may be empty while one is
     incomplete, as may ``token_ids``. ``logprobs`` has one entry for each of these,
-    where it was asked for. ``result`` is set on the last event of a request.
+    where it was asked for. ``result`` is set on the last event of a request. ``turn``
+    counts the answers of a conversation.
     """
 
     index: int
@@ -169,6 +172,7 @@ class StreamEvent:
     token_ids: list[int]
     result: GenerationResult | None = None
     logprobs: list[TokenLogprobs] | None = None
+    turn: int = 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -51,11 +51,13 @@ class PromptRecord:
         where: file and line, as messages name it; ``None``: it came from elsewhere.
         id: what a JSON line calls it, by ``id``, ``task_id`` or ``question_id``;
             ``None``: it has no such field.
+        turns: of the user, after the answer to the prompt and to each other.
     """
 
     prompt: Prompt
     where: str | None = None
     id: Any = None
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -250,7 +252,7 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     Plain text holds one prompt a line. JSON lines (known by their suffix, or by
     a first line that is a JSON object) hold ``prompt``, ``question``,
     ``messages`` or ``turns``, the first of these that is there. Of ``turns``
-    (Spec-Bench, MT-Bench) only the first turn is used. Blank lines are skipped.
+    (Spec-Bench, MT-Bench) the first is the prompt. Blank lines are skipped.
     A line like that after a first line of plain text is refused.
 
     Raises:
@@ -450,7 +452,8 @@ def _record_of(line: str, where: str) -> PromptRecord:
     except PromptError as error:
         raise PromptFileError(f'{where}: "{key}": {error}') from error
     named = next((row[k] for k in _ID_KEYS if row.get(k) is not None), None)
-    return PromptRecord(prompt, where, named)
+    turns = tuple(row[key][1:]) if key == "turns" else ()
+    return PromptRecord(prompt, where, named, turns)
 
 
 def _prompt_of(key: str, prompt: Any) -> Prompt:
@@ -459,10 +462,11 @@ def _prompt_of(key: str, prompt: Any) -> Prompt:
         if not isinstance(prompt, list) or not prompt:
             raise PromptError("expected a list of chat messages")
         return _check_messages(prompt)
-    if key == "turns":
-        prompt = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(prompt, str):
+    turns = prompt if key == "turns" else [prompt]
+    valid = isinstance(turns, list) and turns
+    if not valid or not all(isinstance(turn, str) for turn in turns):
         kind = "a list of strings" if key == "turns" else "a string"
         raise PromptError(f"expected {kind}")
-    _check_text(prompt)
-    return str(prompt)
+    for turn in turns:
+        _check_text(turn)
+    return str(turns[0])

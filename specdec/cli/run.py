@@ -6,6 +6,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +15,7 @@ from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
+    DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
     NumDraftTokens,
 )
@@ -66,7 +68,8 @@ _PATIENCE = 2.0
 )
 @options.prompts(
     "File of prompts, one a line: text, or JSON with prompt, question, messages "
-    "or turns (the first turn). [default: standard input, unless --prompt is given]",
+    "or turns (each after the answer to the one before). [default: standard input, "
+    "unless --prompt is given]",
     required=False,
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
@@ -179,6 +182,15 @@ def run(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"
         )
     records = _collect(texts, file, quiet=quiet)
+    turns = sum(len(record.turns) for record in records)
+    if turns and ignore_chat_template:
+        raise click.UsageError(
+            "turns need the chat template: leave out --ignore-chat-template"
+        )
+    if turns and config.prefix_cache_memory is None:
+        # What a turn says again of the one before is not computed again.
+        memory = DEFAULT_PREFIX_CACHE_MEMORY
+        config = replace(config, prefix_cache_memory=memory)
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -207,10 +219,16 @@ def run(
             [record.prompt for record in records],
             params,
             system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
+            **(
+                {"turns": [record.turns for record in records]}
+                if turns
+                else {"ignore_chat_template": ignore_chat_template}
+            ),
         )
-    streaming = len(records) == 1 and sys.stdout.isatty()
-    progress = Progress("prompt", len(records), quiet=quiet or streaming)
+    total = len(records) + turns
+    streaming = total == 1 and sys.stdout.isatty()
+    what = "turn" if turns else "prompt"
+    progress = Progress(what, total, quiet=quiet or streaming)
     sink = Sink(records, output, progress.aside)
 
     def conclude(*, interrupted: bool) -> None:
@@ -222,7 +240,7 @@ def run(
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
             show(
-                f"specdec: interrupted: {sink.finished} of {len(records)} prompts "
+                f"specdec: interrupted: {sink.finished} of {total} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
@@ -230,14 +248,18 @@ def run(
             show(_summary(decoder, params, len(sink.errors)), err=True)
 
     interrupted = False
-    share = Share(len(records), params.max_tokens)
+    share = Share(total, params.max_tokens)
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
             for event in events:
                 sink.take(event)
                 done = event.result is not None
-                share.take(event.index, len(event.token_ids), done=done)
+                share.take(
+                    event.index * (turns + 1) + event.turn,
+                    len(event.token_ids),
+                    done=done,
+                )
                 progress.add(done, **_under_way(decoder.stats), share=share)
         except KeyboardInterrupt:
             interrupted = True

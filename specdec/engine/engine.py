@@ -117,7 +117,8 @@ class Engine:
     @property
     def load(self) -> EngineLoad:
         """Rows, requests that wait for one, and bytes of the rows' caches."""
-        batches = [b for b in (self._running, self._joining) if b is not None]
+        joining = None if self._joining is None else self._joining.batch
+        batches = [b for b in (self._running, joining) if b is not None]
         return EngineLoad(
             running=sum(len(b.unfinished) for b in batches),
             waiting=self._scheduler.waiting,
