@@ -43,6 +43,7 @@ NAVIGATION = {
         "/docs/tuning",
         "/docs/sampling",
         "/docs/server",
+        "/docs/structured",
         "/docs/serving",
         "/docs/memory",
         "/docs/prefix",

@@ -24,6 +24,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.observer import RoundObserver
+from specdec.grammar import GrammarCompiler
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -233,12 +234,20 @@ def run_rows(
     draft: Any | None,
     prompts: Sequence[Sequence[int]],
     params: Sequence[SamplingParams],
+    *,
+    grammars: GrammarCompiler | None = None,
     **options: Any,
 ) -> list[Request]:
     """Decode through an :func:`engine_of`; the rows, in the order of the prompts."""
     engine = engine_of(target, draft, **options)
     requests = [
-        Request(i, "", tuple(prompt), p)
+        Request(
+            i,
+            "",
+            tuple(prompt),
+            p,
+            grammar=grammars.compile(p.grammar) if grammars and p.grammar else None,
+        )
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
     ]
     for request in requests:

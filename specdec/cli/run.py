@@ -22,7 +22,7 @@ from ..config import (
 from ..errors import PromptFileError
 from ..prompts import PromptRecord, read_records, read_text
 from ..utils.sizes import parse_size
-from . import options
+from . import grammar, options
 from .interrupts import last_words
 from .output import (
     FAILURE,
@@ -74,6 +74,7 @@ _PATIENCE = 2.0
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
 @options.sampling
+@grammar.chosen
 @click.option(
     "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
 )
@@ -141,6 +142,9 @@ def run(
     memory_limit: str | None,
     output_file: str | None,
     quiet: bool,
+    json_schema: str | None,
+    regex: str | None,
+    grammar_file: str | None,
     **sampling: Any,
 ) -> None:
     """Decode prompts with a target model and, if one is named, a draft.
@@ -176,7 +180,12 @@ def run(
             prefix_cache_memory=prefix_cache_memory,
         ),
     )
-    params = options.params_of(drafts=drafts, output_file=output_file, **sampling)
+    params = options.params_of(
+        drafts=drafts,
+        output_file=output_file,
+        grammar=grammar.grammar_of(json_schema, regex, grammar_file),
+        **sampling,
+    )
     if ignore_chat_template and system_prompt is not None:
         raise click.UsageError(
             "--system-prompt needs the chat template: leave out --ignore-chat-template"

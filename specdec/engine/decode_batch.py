@@ -21,6 +21,7 @@ from ..backend import BackendDefaults
 from ..models.runner import ModelRunner
 from ..request import Request
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
+from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
 from ..spec_decode.drafter import backlog, new_shapes, peek
@@ -208,10 +209,10 @@ class DecodeBatch:
         """Rounds that may be on their way when one of k is handed out.
 
         A round that turns out to be of no use is dear where tokens, not launches,
-        cost time, and functions of the user's need every token before the next:
-        then rounds are read at once.
+        cost time, and functions of the user's, and grammars, need every token before
+        the next: then rounds are read at once.
         """
-        if self._rules.stepwise or (k and not self._backend.static_shapes):
+        if self._rules.needs_tokens or (k and not self._backend.static_shapes):
             return 0
         return self._backend.lookahead
 
@@ -236,10 +237,13 @@ class DecodeBatch:
             looks = self._pacing.begin(k, limits, numbers, self._backlog)
         # 1. propose
         committed = self._committed.within(self._rules.sampling.context_size)
-        round_ = self._rules.round_of(k, committed, self._active)
+        round_ = self._rules.round_of(k, committed, self._active, limits)
         inputs, proposals, peeked = self._committed.newest, None, None
         if k and self._draft is not None:
             proposals = self._draft.propose(round_)
+            if round_.given is not None:  # for those that do not look at it
+                vocab_size = round_.sampling.vocab_size
+                proposals = continued(round_.given, proposals, vocab_size)
             inputs = verify_inputs(inputs, proposals)
             self._observer.built("draft", inputs)
         elif looks:

@@ -100,9 +100,11 @@ class ChainRows:
     def propose(self, round_: Round) -> Proposals:
         """The first's proposals, continued by the second."""
         first = vetted(self._first, round_, self._first.propose(round_))
+        if round_.given is not None:
+            first = continued(round_.given, first, round_.sampling.vocab_size)
         round_ = replace(round_, given=first)
         second = vetted(self._second, round_, self._second.propose(round_))
-        return _continued(first, second, round_.sampling.vocab_size)
+        return continued(first, second, round_.sampling.vocab_size)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
         """Both learn what was kept."""
@@ -136,7 +138,7 @@ class ChainRows:
         method(self._second, "reset")(rows)
 
 
-def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
+def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
     """Of every row what ``first`` means, and after that what ``second`` proposes."""
     meant = first.meant
     probabilities = None
