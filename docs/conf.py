@@ -43,6 +43,7 @@ NAVIGATION = {
         "/docs/gguf",
         "/docs/tuning",
         "/docs/sampling",
+        "/docs/server",
         "/docs/structured",
         "/docs/serving",
         "/docs/memory",

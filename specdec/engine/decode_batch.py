@@ -131,6 +131,11 @@ class DecodeBatch:
         return [s for s in self.slots if s is not None and s.finish_reason is None]
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the target's keys and values."""
+        return self._target.nbytes
+
+    @property
     def drafts(self) -> bool:
         """Whether a row was drafted for in one of the last rounds."""
         return self._draft is not None and self._pacing.drafts

@@ -119,6 +119,7 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         "system_prompt": "S",
         "ignore_chat_template": False,
         "keep_going": False,
+        "turns": [()],
     }
 
 
