@@ -33,10 +33,13 @@ class Sink:
         prompts: Sequence[PromptRecord],
         output: TextIO | None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
+        | None = None,
     ) -> None:
         self._prompts = prompts
         self._output = output
         self._aside = aside
+        self._line_of = line_of or _line_of
         self._waiting: dict[int, GenerationResult] = {}
         self._next = 0
         self._line_open = False
@@ -78,11 +81,7 @@ class Sink:
             self._write("\n")
 
     def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        fields = result.to_dict()
-        named = self._prompts[result.index].id
-        if named is not None:
-            fields = {"index": result.index, "id": named, **fields}
-        line = json_text(fields)
+        line = json_text(self._line_of(result, self._prompts[result.index]))
         try:
             output.write(line + "\n")
             output.flush()
@@ -109,6 +108,13 @@ class Sink:
             raise output_failed(error) from error
         if text:
             self._line_open = not text.endswith("\n")
+
+
+def _line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+    fields = result.to_dict()
+    if record.id is None:
+        return fields
+    return {"index": result.index, "id": record.id, **fields}
 
 
 def _for_terminal(text: str) -> str:

@@ -20,14 +20,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, Unpack
 
 import mlx.core as mx
 
 from ..errors import PromptError, ServerError, reason_of
 from ..output_text import stop_texts
 from ..outputs import GenerationResult, RunStats, StreamEvent
-from ..prompts import EncodedPrompt, Prompt
+from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
 from .session import Session
 
@@ -328,9 +328,7 @@ class Server:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        system_prompt: str | None = None,
-        ignore_chat_template: bool = False,
+        **encoding: Unpack[Encoding],
     ) -> AsyncGenerator[StreamEvent, None]:
         """Decode a prompt, yielding what it emits; the last event has its result.
 
@@ -346,6 +344,8 @@ class Server:
                 processors are called in the server's thread:
                 arrays that they hold must have been evaluated (``mx.eval``) where
                 they were made.
+            encoding: ``system_prompt`` and its like, as for
+                :meth:`specdec.SpecDecoder.generate`.
 
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
@@ -356,12 +356,7 @@ class Server:
                 wrong there is its ``__cause__``.
         """
         worker = self._checked_worker()
-        encode = partial(
-            self._encode,
-            prompt,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-        )
+        encode = partial(self._encode, prompt, **encoding)
         params = SamplingParams() if params is None else require_params(params)
         request = _Request(encode, params)
         self._open.add(request)

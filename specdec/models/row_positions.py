@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import afm7
+from mlx_lm.models import afm7, gemma2
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.flattened_matmul import as_kind
@@ -55,7 +55,33 @@ def _afm7(model: Any) -> nn.Module:
     return made
 
 
-_TWINS: dict[type, Callable[[Any], nn.Module]] = {afm7.Model: _afm7}
+class _Gemma2Attention(gemma2.Attention):
+    """Its scores have an axis more than the mask, where heads share keys."""
+
+    def __call__(
+        self, x: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> mx.array:
+        if mask is not None and mask.ndim == 4 and self.repeats > 1:
+            mask = mask[:, :, None]
+        found: mx.array = super().__call__(x, mask, cache)
+        return found
+
+
+def _gemma2(model: Any) -> nn.Module:
+    twin = as_kind(model, type(model))
+    twin["model"] = as_kind(model.model, type(model.model))
+    layers = [as_kind(layer, type(layer)) for layer in model.model.layers]
+    for layer in layers:
+        layer["self_attn"] = as_kind(layer.self_attn, _Gemma2Attention)
+    twin["model"]["layers"] = layers
+    made: nn.Module = twin
+    return made
+
+
+_TWINS: dict[type, Callable[[Any], nn.Module]] = {
+    afm7.Model: _afm7,
+    gemma2.Model: _gemma2,
+}
 
 
 def with_row_positions(model: nn.Module) -> nn.Module:

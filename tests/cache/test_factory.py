@@ -226,6 +226,7 @@ class TestRefusals:
         caches = [mlx_lm_cache.BatchKVCache([0, 1, 0]) for _ in range(2)]
         with pytest.raises(ValueError, match="broadcast"):
             model(tokens, cache=caches)
+        check_caches(with_row_positions(model), "twin")
 
     def test_positions_by_the_columns_that_are_read(
         self, tiny_model: TinyModel
