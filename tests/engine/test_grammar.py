@@ -20,8 +20,8 @@ from specdec.sampling.grammar_masks import GrammarMasks
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import ChainDrafter, DraftModel, NgramDrafter
 from tests.byte_tokenizer import byte_tokenizer
-from tests.scripted import Script
 from tests.plain import AT_ONCE, BEHIND, greedy, plainly, run_rows
+from tests.scripted import Script
 
 TOKENIZER: Any = byte_tokenizer()
 # Logits beyond the vocabulary, as padded embeddings have them.
