@@ -323,7 +323,7 @@ class Server:
         self,
         open_session: OpenSession,
         encode: Callable[..., EncodedPrompt],
-        prepare: Callable[[SamplingParams], object] = id,
+        prepare: Callable[[SamplingParams], object] = lambda params: None,
     ):
         self._open_session = open_session
         self._encode = encode
