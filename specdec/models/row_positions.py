@@ -95,7 +95,8 @@ class _Shifted(nn.Embedding):
     """Embeddings of positions, counted from those that rows have already."""
 
     def __call__(self, positions: mx.array) -> mx.array:
-        embedded: mx.array = super().__call__(vars(self)["rows"][:, None] + positions)
+        usual: Any = super()
+        embedded: mx.array = usual.__call__(vars(self)["rows"][:, None] + positions)
         return embedded
 
 
