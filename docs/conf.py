@@ -44,6 +44,7 @@ NAVIGATION = {
         "/docs/lora",
         "/docs/tuning",
         "/docs/sampling",
+        "/docs/structured",
         "/docs/serving",
         "/docs/memory",
         "/docs/prefix",
@@ -63,7 +64,7 @@ NAVIGATION = {
     "Measure": ["/docs/benchmarks", "/benchmarks/README"],
     "Take part": ["/CONTRIBUTING", "/SECURITY"],
 }
-API = ["specdec", "cache", "certificate", "drafters", "memory", "models"]
+API = ["specdec", "cache", "drafters", "memory", "models", "parity"]
 
 
 def result_pages() -> list[str]:

@@ -29,7 +29,7 @@ class BackendDefaults:
             (about 40 ms each); a CPU pays for every extra column instead.
         static_shapes: keep shapes the same from round to round, even when that
             computes a little more, because each new one costs.
-        lookahead: rounds that the host reads behind the device, which builds
+        lookahead: rounds that the host may lag behind the device, which builds
             one while the one before runs.
         new_shape_seconds: what a shape that was not met before costs.
         compile_after: a decode forward is compiled once its shapes were met so many

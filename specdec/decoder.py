@@ -23,6 +23,7 @@ from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
+from .grammar import GrammarCompiler
 from .model_names import target_name
 from .models import LoadedModel, adopt, context_length, load
 from .models.chat_template import set_chat_template
@@ -145,7 +146,10 @@ class SpecDecoder:
             store=self.prefix_store,
         )
         self.bounds = Bounds(
-            self._target.vocab_size, context_length(target.config), self._preflight
+            self._target.vocab_size,
+            context_length(target.config),
+            self._preflight,
+            GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
         self._limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         # What one call learns of the draft serves the next.
@@ -267,8 +271,9 @@ class SpecDecoder:
         Raises:
             PromptError: a prompt is empty, cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: ``params`` are not as many as the prompts, or name a token
-                that is none of the target's; or there is no such setting.
+            ConfigError: ``params`` are not as many as the prompts, name a token
+                that is none of the target's, or have a grammar that cannot be used;
+                or there is no such setting.
         """
         given = _several(prompts)
         events = self.stream(
@@ -422,7 +427,7 @@ class SpecDecoder:
 
         Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
-        return Server(self._session_at_work, self._encode)
+        return Server(self._session_at_work, self._encode, self.bounds.grammar)
 
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:

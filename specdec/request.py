@@ -9,6 +9,7 @@ from functools import cached_property
 from itertools import count
 from typing import Literal
 
+from .grammar import GrammarState
 from .output_text import OutputText
 from .sampling_params import SamplingParams
 
@@ -66,6 +67,7 @@ class Request:
         params: how to decode it.
         eos_token_ids: tokens that end it, beside its own ``stop_token_ids``.
         output: its text as it grows; ``None`` where nobody reads any.
+        grammar: where it is in the grammar of ``params``, if they have one.
     """
 
     index: int
@@ -74,6 +76,7 @@ class Request:
     params: SamplingParams
     eos_token_ids: AbstractSet[int] = frozenset()
     output: OutputText | None = None
+    grammar: GrammarState | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None

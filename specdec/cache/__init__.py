@@ -20,6 +20,7 @@ from .kinds import (
 )
 from .members import BatchCacheList
 from .memo import Memo
+from .recurrent import BatchRecurrentCache
 from .ring import RingCache
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "BatchQuantizedChunkedKVCache",
     "BatchQuantizedKVCache",
     "BatchQuantizedRotatingKVCache",
+    "BatchRecurrentCache",
     "BatchRotatingKVCache",
     "CacheOptions",
     "Memo",

@@ -11,7 +11,7 @@ from ..errors import CacheError
 from .core import RowCounts
 from .functional import FunctionalCache
 from .positions import whole
-from .storage import Arrays, Storage
+from .storage import Arrays
 
 C = TypeVar("C", bound="BatchCache")
 # Columns of a row, their positions (ascending), and how many tokens the row has.
@@ -200,7 +200,8 @@ class BatchCache(FunctionalCache):
         known = [n for n in limits if n is not None]
         self.max_length = max(known) if len(known) == len(limits) else None
         self._options["max_length"] = self.max_length
-        self._storage = Storage.stack([(p._storage, p.batch_size) for p in parts])
+        stack = type(self._storage).stack
+        self._storage = stack([(p._storage, p.batch_size) for p in parts])
         filled = [p for p in parts if p.batch_size]
         longest = max((p._longest for p in filled), default=0)
         self._uniform = all(p._uniform and p._longest == longest for p in filled)

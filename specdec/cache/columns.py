@@ -13,6 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
+from .recurrent import BatchRecurrentCache
+
 logger = logging.getLogger(__name__)
 
 # Columns of the two traces: nothing is computed, so that they cost nothing, and more
@@ -57,6 +59,8 @@ def _numbers(model: Any, caches: list[Any], columns: int) -> Counter[str]:
     def forward(tokens: mx.array, offset: mx.array, seen: mx.array) -> Any:
         def shown(cache: Any) -> Any:
             members = getattr(cache, "caches", None)
+            if isinstance(cache, BatchRecurrentCache):
+                return BatchRecurrentCache(_ROWS, size=cache.num_states)
             if members is not None:
                 return type(cache)(*map(shown, members))
             return _Shown(cache, offset, seen, columns)

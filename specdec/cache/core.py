@@ -117,8 +117,8 @@ class CacheCore:
         # either while _uniform. Neither needs the device.
         self._longest = 0
         self._uniform = True
-        # Tokens per row of the last write.
-        self._width = 0
+        # Tokens per row of the last write, and how long rows were with its padding.
+        self._last_write = 0, 0
         # Right padding announced by prepare(), not yet taken back.
         self._lengths: list[int] | None = None
         self._right_padding: list[int] | None = None
@@ -273,11 +273,13 @@ class CacheCore:
 
     def _count(self, num_tokens: int, longest: int) -> None:
         """Note a write of ``num_tokens`` tokens, on the host."""
-        self._longest, self._width = longest, num_tokens
+        self._longest, self._last_write = longest, (num_tokens, longest)
 
     def keys_and_values(self) -> tuple[Any, Any]:
         """What attention reads, without writing (layers that share keys use it)."""
-        return self._read(self._extent(self._longest, self.capacity, self._width))
+        width, longest = self._last_write
+        longest = max(self._longest, longest)
+        return self._read(self._extent(longest, self.capacity, width))
 
     def _read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` columns, as attention takes them."""
@@ -328,6 +330,9 @@ class CacheCore:
 
     def resize(self, max_write: int) -> None:
         """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
+
+    def checkpoint(self) -> None:
+        """Let the next trim take back all that is written from now on."""
 
     # -- trimming ----------------------------------------------------------
 

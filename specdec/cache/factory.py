@@ -28,6 +28,7 @@ from .members import BatchCacheList
 from .memo import Memo
 from .positions import at_least, whole
 from .quantized import Dense, Quantized
+from .recurrent import BatchRecurrentCache
 from .storage import GroupSizeError, QuantizedCodec
 
 LayerCache = BatchCache | BatchCacheList
@@ -98,6 +99,7 @@ SUPPORTED = (
     mlx_lm_cache.RotatingKVCache,
     mlx_lm_cache.QuantizedKVCache,
     mlx_lm_cache.ChunkedKVCache,
+    mlx_lm_cache.ArraysCache,
     mlx_lm_cache.CacheList,
 )
 
@@ -118,6 +120,8 @@ def _make(
     if isinstance(cache, mlx_lm_cache.CacheList):
         made = [_make(m, batch_size, options, settings) for m in cache.caches]
         return BatchCacheList(*made)  # type: ignore[arg-type]  # lists do not nest
+    if isinstance(cache, mlx_lm_cache.ArraysCache):
+        return BatchRecurrentCache(batch_size, size=len(cache.cache), **settings)
     now = options.kv_bits is not None and options.quantized_kv_start == 0
     stored: dict[str, Any] = {}
     if isinstance(cache, mlx_lm_cache.QuantizedKVCache):

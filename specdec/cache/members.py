@@ -82,6 +82,11 @@ class BatchCacheList:
         for c in self.caches:
             c.resize(max_write)
 
+    def checkpoint(self) -> None:
+        """As for :class:`~specdec.cache.core.CacheCore`."""
+        for c in self.caches:
+            c.checkpoint()
+
     def prepare(self, **kwargs: Any) -> None:
         """As for :class:`~specdec.cache.core.CacheCore`."""
         for c in self.caches:

@@ -17,6 +17,7 @@ from ..config import (
 )
 from ..draft_names import DraftSpec, draft_for
 from ..errors import ConfigError
+from ..grammar import Grammar
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
 from ..prompts import Encoding
 from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
@@ -50,7 +51,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Sampling": (
         "min_tokens", "stop", "stop_token_ids", "top_p", "min_p", "top_k",
         "xtc_probability", "xtc_threshold", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias", "seed",
+        "frequency_penalty", "logit_bias", "seed", "json_schema", "regex",
+        "grammar_file",
     ),
     "Drafting": ("verification", "draws", "max_restarts", "rounds"),
     "Memory": (
@@ -340,7 +342,7 @@ _ORIGIN = (
 
 def origin(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`origin_of`."""
-    return _added(command, _ORIGIN)
+    return added(command, _ORIGIN)
 
 
 def origin_of(*, drafts: bool, **given: str | None) -> dict[str, Any]:
@@ -383,7 +385,7 @@ _TEMPLATE = (
 
 def encoding(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`encoding_of`."""
-    return _added(command, (*_TEMPLATE, ignore_chat_template()))
+    return added(command, (*_TEMPLATE, ignore_chat_template()))
 
 
 def encoding_of(
@@ -635,7 +637,7 @@ _SAMPLING = (
 
 def sampling(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`params_of`."""
-    return _added(command, _SAMPLING)
+    return added(command, _SAMPLING)
 
 
 def params_of(
@@ -644,12 +646,14 @@ def params_of(
     output_file: str | None,
     temp: float,
     top_logprobs: int | None,
+    grammar: Grammar | None = None,
     **same_names: Any,
 ) -> SamplingParams:
     """What the options ask for.
 
     Args:
         drafts: whether anything proposes tokens.
+        grammar: what the output has to follow.
 
     Raises:
         click.UsageError: an option is left without effect by another.
@@ -662,6 +666,7 @@ def params_of(
         temperature=temp,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
+        grammar=grammar,
         **same_names,
     ).seeded()
 
@@ -692,7 +697,7 @@ _PREFIX = (
 
 def prefix_cache(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`prefix_config`."""
-    return _added(command, _PREFIX)
+    return added(command, _PREFIX)
 
 
 def prefix_config(
@@ -721,7 +726,8 @@ def prefix_config(
     return config
 
 
-def _added(command: F, added: tuple[Option[Any], ...]) -> F:
-    for option in reversed(added):
+def added(command: F, some: tuple[Option[Any], ...]) -> F:
+    """Give ``command`` some options."""
+    for option in reversed(some):
         command = option(command)
     return command

@@ -23,7 +23,7 @@ from ..errors import PromptFileError
 from ..prompts import PromptRecord, read_records, read_text
 from ..utils.printable import one_line
 from ..utils.sizes import parse_size
-from . import options
+from . import grammar, options
 from .interrupts import last_words
 from .output import (
     FAILURE,
@@ -76,6 +76,7 @@ _PATIENCE = 2.0
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
 @options.sampling
+@grammar.chosen
 @options.encoding
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
@@ -155,6 +156,9 @@ def run(
     output_file: str | None,
     output_format: str,
     quiet: bool,
+    json_schema: str | None,
+    regex: str | None,
+    grammar_file: str | None,
     **sampling: Any,
 ) -> None:
     """Decode prompts with a target model and, if one is named, a draft.
@@ -190,7 +194,12 @@ def run(
             prefix_cache_memory=prefix_cache_memory,
         ),
     )
-    params = options.params_of(drafts=drafts, output_file=output_file, **sampling)
+    params = options.params_of(
+        drafts=drafts,
+        output_file=output_file,
+        grammar=grammar.grammar_of(json_schema, regex, grammar_file),
+        **sampling,
+    )
     encoding = options.encoding_of(
         system_prompt=system_prompt,
         prefill_response=prefill_response,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from ..prompts import read_records
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.data_files import json_text
 from . import options
+from .command_line import command_line
 from .options import is_given
 from .output import (
     FAILURE,
@@ -254,7 +254,7 @@ def _record(
     return {
         "verdict": found.verdict,
         "passed": found.passed,
-        "command": shlex.join(["specdec", *sys.argv[1:]]),
+        "command": command_line(),
         "machine": describe(),
         "target": decoder.target_name,
         "draft": decoder.draft_name,

@@ -8,7 +8,7 @@ operations. A kernel is one node.
 
 Each query's result is summed in an order that depends on the positions of its keys
 alone. So it has the same bits whatever is computed beside it (other rows, other tokens
-of a verification) and however many columns are read behind its last one.
+of a verification) and however many columns are read after its last one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attention(
             ``"causal"``: the last query sees all keys, the one before it one fewer.
 
     Returns:
-        Shape (B, H, S, D), the heads of a token one behind the other in memory. What
+        Shape (B, H, S, D), the heads of a token one after the other in memory. What
         it can compute :func:`takes` says.
     """
     rows, heads, tokens, size = queries.shape

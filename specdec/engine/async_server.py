@@ -69,6 +69,7 @@ class _Worker(threading.Thread):
         hear: called in the loop, with what is for the requests.
         hear_end: called in the loop, last, with what went wrong in the engine, if
             anything did.
+        prepare: called in the tokenizing thread with a request's parameters.
     """
 
     def __init__(
@@ -77,6 +78,7 @@ class _Worker(threading.Thread):
         loop: asyncio.AbstractEventLoop,
         hear: Callable[[_Told], None],
         hear_end: Callable[[BaseException | None], None],
+        prepare: Callable[[SamplingParams], object],
     ):
         # A loop that died without closing the server must not keep Python alive.
         super().__init__(name="specdec server", daemon=True)
@@ -85,6 +87,7 @@ class _Worker(threading.Thread):
         self._loop = loop
         self._hear = hear
         self._hear_end = hear_end
+        self._prepare = prepare
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
         self._requests: dict[int, _Request] = {}
         self._prompts: SimpleQueue[_Request | None] = SimpleQueue()  # None ends them
@@ -122,7 +125,9 @@ class _Worker(threading.Thread):
             return
         try:
             prompt = _UNREAD if self._closing else request.encode()
-            stop_texts(request.params.stop)  # kept for the session's thread
+            # Both are kept for the session's thread.
+            stop_texts(request.params.stop)
+            self._prepare(request.params)
         except Exception as error:
             self._tell([(request, error)])
         except BaseException as error:  # a prompt's own code may raise anything
@@ -257,11 +262,19 @@ class Server:
     Args:
         open_session: makes the session, in the thread that steps it.
         encode: makes token ids of a prompt, with the options of :meth:`stream`.
+        prepare: does beforehand what takes long of a request's parameters, such as
+            compiling its grammar, and raises where they cannot be used.
     """
 
-    def __init__(self, open_session: OpenSession, encode: Callable[..., EncodedPrompt]):
+    def __init__(
+        self,
+        open_session: OpenSession,
+        encode: Callable[..., EncodedPrompt],
+        prepare: Callable[[SamplingParams], object] = id,
+    ):
         self._open_session = open_session
         self._encode = encode
+        self._prepare = prepare
         self._worker: _Worker | None = None
         self._open: set[_Request] = set()
         self._ended = asyncio.Event()
@@ -272,7 +285,9 @@ class Server:
         if self._worker is not None:
             raise ServerError("a server is entered once: make another one")
         loop = asyncio.get_running_loop()
-        self._worker = _Worker(self._open_session, loop, self._hear, self._hear_end)
+        self._worker = _Worker(
+            self._open_session, loop, self._hear, self._hear_end, self._prepare
+        )
         self._worker.start()
         return self
 

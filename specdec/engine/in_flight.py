@@ -114,7 +114,8 @@ class InFlight:
             at = len(sequence.tokens)
             if valid < kept:
                 what = _COMPLAINTS[str(peaks[i][valid])]
-                sequence.fail(f"its logits {what} at token {at}")
+                what = f"its logits {what} at token {at}"
+                sequence.fail(self.decision.errors.get(i, what))
             elif i in self.decision.errors:
                 sequence.fail(self.decision.errors[i])
         return read

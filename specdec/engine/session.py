@@ -8,6 +8,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
+from ..grammar import GrammarCompiler, GrammarState
 from ..output_text import token_text
 from ..outputs import GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
@@ -26,18 +27,21 @@ class Bounds:
         vocab_size: the target's number of logits.
         context_length: positions that the target serves; ``None``: not known.
         preflight: knows what fits in memory; ``None``: nothing is asked.
+        grammars: compiles what outputs have to follow; ``None``: there are none.
     """
 
     vocab_size: int
     context_length: int | None = None
     preflight: Preflight | None = None
+    grammars: GrammarCompiler | None = None
 
     def check(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
 
         Raises:
             PromptError: the prompt is longer than the context.
-            ConfigError: a token id is none of the target's.
+            ConfigError: a token id is none of the target's, or the grammar cannot be
+                used.
             MemoryLimitError: the request does not fit in memory even alone.
         """
         named = (
@@ -54,7 +58,20 @@ class Bounds:
         params = self._cut(prompt, params)
         if self.preflight is not None:
             self.preflight.check(len(prompt.token_ids), params)
+        self.grammar(params)
         return params
+
+    def grammar(self, params: SamplingParams) -> GrammarState | None:
+        """Where a row begins in its grammar; ``None`` for one that has none.
+
+        Raises:
+            ConfigError: the grammar cannot be used.
+        """
+        if params.grammar is None:
+            return None
+        if self.grammars is None:
+            raise ConfigError("there is nothing to compile a grammar with here")
+        return self.grammars.compile(params.grammar)
 
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
@@ -137,8 +154,8 @@ class Session:
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: a token id is none of the target's, or ``params`` are no
-                :class:`SamplingParams`.
+            ConfigError: a token id is none of the target's, the grammar cannot be
+                used, or ``params`` are no :class:`SamplingParams`.
             SessionError: a step did not end.
         """
         params = SamplingParams() if params is None else require_params(params)
@@ -156,7 +173,8 @@ class Session:
             params = replace(params, xtc_special_tokens=special)
         params = self._bounds.check(prompt, params.seeded())
         index = self._next_index
-        request = Request(index, prompt.text, prompt.token_ids, params)
+        grammar = self._bounds.grammar(params)
+        request = Request(index, prompt.text, prompt.token_ids, params, grammar=grammar)
         self._next_index += 1
         self._engine.add(request)
         return index

@@ -18,11 +18,14 @@ class CacheGeometry:
         window: tokens that a query sees in a ring (sinks not counted), or a
             chunk; ``None``: everything.
         keep: first tokens that a ring never drops.
+        state_bytes: of one row, however long it is: of a recurrent layer its states,
+            those before the last write, and those that are being computed.
     """
 
     slot_bytes: int
     window: int | None = None
     keep: int = 0
+    state_bytes: int = 0
 
     def slots(self, length: int, *, max_length: int | None, max_write: int) -> int:
         """Slots per row, see :func:`~specdec.cache.capacity.cache_slots`."""
@@ -94,8 +97,11 @@ class ModelGeometry:
         # Layers of a model are of few kinds.
         sizes = {
             c: rows
-            * c.slot_bytes
-            * c.slots(length, max_length=max_length, max_write=max_write)
+            * (
+                c.slot_bytes
+                * c.slots(length, max_length=max_length, max_write=max_write)
+                + c.state_bytes * (length > 0)
+            )
             for c in set(caches)
         }
         return [sizes[c] for c in caches]

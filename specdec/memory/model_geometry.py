@@ -20,11 +20,13 @@ from mlx.utils import tree_flatten
 from ..cache import (
     BatchCache,
     BatchCacheList,
+    BatchRecurrentCache,
     CacheOptions,
     RingCache,
     check_caches,
     make_batch_caches,
 )
+from ..models.recurrent import with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
 
@@ -32,6 +34,8 @@ from .geometry import CacheGeometry, ModelGeometry
 # of about a layer's operations at a time, waits where ten are under way, and gives an
 # array back with the graph that used it last.
 UNDER_WAY = 10
+# States of a recurrent layer that are held at once: now, before the last write, next.
+STATE_COPIES = 3
 
 
 def geometry_of(
@@ -55,7 +59,7 @@ def geometry_of(
         UnsupportedModelError: the batch caches cannot serve the model.
     """
     options = replace(options or CacheOptions(max_write=2), max_length=None)
-    model = with_row_positions(model)
+    model = with_recurrent_rows(with_row_positions(model))
     check_caches(model, name, options)
     at_once = replace(options, quantized_kv_start=0)
     caches, logits = _forward(model, name, at_once)
@@ -108,6 +112,9 @@ def _forward(
 
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:
+    if isinstance(cache, BatchRecurrentCache):
+        states = sum(array.nbytes for array in cache.arrays)
+        return CacheGeometry(slot_bytes=0, state_bytes=STATE_COPIES * states)
     ring = isinstance(cache, RingCache)
     return CacheGeometry(
         slot_bytes=_per_slot(cache, cache.nbytes),

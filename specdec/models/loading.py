@@ -324,7 +324,7 @@ def _of_the_hub(source: str, error: Exception) -> str:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return (
-            f"{source} is given out behind terms: accept them on its page of the hub, "
+            f"{source} is given out under terms: accept them on its page of the hub, "
             "then log in with: hf auth login"
         )
     if "RevisionNotFoundError" in kinds:

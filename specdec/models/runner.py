@@ -28,6 +28,7 @@ from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
 from .idle import without_idle
+from .recurrent import keeps_states, with_recurrent_rows
 from .row_positions import with_row_positions
 
 
@@ -66,7 +67,7 @@ class ModelRunner:
         backend: BackendDefaults,
         prefix_store: PrefixStore | None = None,
     ):
-        model = with_row_positions(model)
+        model = with_recurrent_rows(with_row_positions(model))
         self.name = name
         self.prefill_step_size = config.prefill_step_size
         self.options = replace(
@@ -85,7 +86,7 @@ class ModelRunner:
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
-        if prefix_store is not None:
+        if prefix_store is not None and not keeps_states(self.model):
             self.prefixes = ModelPrefixes(
                 prefix_store, self.model, name, self._written_caches
             )
@@ -200,6 +201,11 @@ class ModelRows:
         return int(self.offset.shape[0])
 
     @property
+    def new_shapes(self) -> int:
+        """Forwards of the model so far whose shapes were not ready, see `compiled`."""
+        return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
+
+    @property
     def nbytes(self) -> int:
         """Bytes that the caches have allocated."""
         return sum(c.nbytes for c in self._caches)
@@ -226,10 +232,7 @@ class ModelRows:
                 [*prompt[done : done + n], *([0] * (width - n))]
                 for prompt, n in zip(prompts, valid, strict=True)
             ]
-            self._forward(mx.array(chunk))
-            padding = [width - n for n in valid]
-            if any(padding):
-                self.trim_per_sequence(padding, width)
+            self._padded_forward(mx.array(chunk), valid)
             longest_now = min(done + width, longest)
             maybe_quantize(self._caches, self.runner.options, longest_now)
             self.evaluate()
@@ -281,8 +284,8 @@ class ModelRows:
                 return logits
         if not padding:
             return self._forward(tokens)
-        logits = self._forward(mx.broadcast_to(tokens, (rows, 1 + padding)))
-        self.trim_per_sequence([padding] * rows, padding)
+        tokens = mx.broadcast_to(tokens, (rows, 1 + padding))
+        logits = self._padded_forward(tokens, [1] * rows)
         if self.hidden is not None:
             self.hidden = self.hidden[:, :width]
         return logits[:, :width]
@@ -292,6 +295,20 @@ class ModelRows:
         if self.runner.recorder is not None:
             self.hidden = self.runner.recorder.take()
         return logits
+
+    def _padded_forward(self, tokens: mx.array, valid: Sequence[int]) -> mx.array:
+        """Write the first ``valid[i]`` tokens of row ``i``; those after are padding."""
+        for cache in self._caches:
+            cache.prepare(lengths=valid)
+        logits = self._forward(tokens)
+        for cache in self._caches:
+            cache.finalize()
+        return logits
+
+    def checkpoint(self) -> None:
+        """Let the next trim take back all that several forwards from now on write."""
+        for cache in self._caches:
+            cache.checkpoint()
 
     def fits(self, num_tokens: int) -> bool:
         """Whether so many tokens have room after every row."""

@@ -76,6 +76,11 @@ class DraftModelRows:
         """Rounds without proposals that the next one has to take in."""
         return self._missed.mean
 
+    @property
+    def new_shapes(self) -> int:
+        """Forwards of the model so far whose shapes were not ready."""
+        return self._rows.new_shapes
+
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
         for more in self._rows.prefill():
@@ -85,6 +90,7 @@ class DraftModelRows:
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, one forward each."""
         inputs = self._catch_up(round_)
+        self._rows.checkpoint()
         tokens: list[mx.array] = []
         drawn_from: list[mx.array] = []
         for _ in range(round_.num_draft_tokens):

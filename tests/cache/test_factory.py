@@ -189,14 +189,13 @@ class TestRefusals:
     @pytest.mark.parametrize(
         ("cache", "name"),
         [
-            (mlx_lm_cache.ArraysCache(2), "ArraysCache"),
             (mlx_lm_cache.ConcatenateKVCache(), "ConcatenateKVCache"),
             (SimpleNamespace(), "SimpleNamespace"),
             (
                 mlx_lm_cache.CacheList(
-                    mlx_lm_cache.KVCache(), mlx_lm_cache.ArraysCache(1)
+                    mlx_lm_cache.KVCache(), mlx_lm_cache.ConcatenateKVCache()
                 ),
-                "ArraysCache",
+                "ConcatenateKVCache",
             ),
         ],
     )

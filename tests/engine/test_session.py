@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,25 +23,13 @@ from specdec import (
 )
 from specdec.engine.session import Session
 from specdec.sampling import RowSampling
-from tests.plain import plainly
+from tests.plain import VOCAB, plainly
 from tests.test_decoder import loaded
 
-VOCAB = 97
 
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Any]) -> Any:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Callable[..., Any]) -> Any:
-    import mlx.core as mx
-
-    near = tiny_model("llama", seed=0)
-    noise = mx.random.normal(near.model.embed_tokens.weight.shape, key=mx.random.key(1))
-    near.model.embed_tokens.weight = near.model.embed_tokens.weight + 0.1 * noise
-    return near
+@pytest.fixture
+def draft(drafts: dict[str, Any]) -> Any:
+    return drafts["near"]
 
 
 def decoder(target: Any, draft: Any, **options: Any) -> SpecDecoder:

@@ -13,12 +13,12 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
-from specdec.errors import UnsupportedModelError
 from specdec.memory import quantized_elem_bytes
-from specdec.memory.model_geometry import UNDER_WAY, geometry_of
+from specdec.memory.model_geometry import STATE_COPIES, UNDER_WAY, geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
 
 from ..cache.small_models import MODELS, WINDOW, ChunkedModel
+from ..models import architectures
 
 TinyModel = Callable[..., nn.Module]
 CPU = backend.BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
@@ -192,25 +192,15 @@ def test_nothing_is_computed(tiny_model: TinyModel) -> None:
     assert mx.get_active_memory() - before < 1 << 20
 
 
-def test_recurrent_layers_are_refused_by_name() -> None:
-    from mlx_lm.models import mamba
-
-    model = mamba.Model(
-        mamba.ModelArgs(
-            model_type="mamba",
-            vocab_size=97,
-            hidden_size=32,
-            intermediate_size=64,
-            state_size=8,
-            num_hidden_layers=2,
-            conv_kernel=4,
-            use_bias=False,
-            use_conv_bias=True,
-            time_step_rank=2,
-        )
-    )
-    with pytest.raises(UnsupportedModelError, match="mamba: layer 0 asks for a Arrays"):
-        geometry_of(model, HEADS, "mamba")
+def test_states_of_recurrent_layers_do_not_grow_with_the_rows() -> None:
+    """Counted per token, a plan would be far too large; left out, too small."""
+    model = architectures.build("mamba")
+    found = geometry_of(model, HEADS, "mamba")
+    window, state = 3 * 48, 48 * 8
+    states = STATE_COPIES * 4 * (window + state)
+    assert [c.state_bytes for c in found.caches] == [states] * 4
+    assert found.layer_bytes(5, 7) == found.layer_bytes(5, 700) == [5 * states] * 4
+    assert found.layer_bytes(5, 0) == [0] * 4
 
 
 @pytest.mark.parametrize("layers", [2, 12])

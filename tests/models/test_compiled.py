@@ -132,10 +132,10 @@ def test_forwards_before_shapes_have_settled_are_counted(
     forwards = CompiledForwards(model, after=1)
     tokens, counts = mx.zeros((2, 1), mx.int32), []
     for _ in range(4):
-        before = CompiledForwards.unsettled
+        before = forwards.new_shapes
         if forwards(tokens, caches) is None:
             model(tokens, cache=caches)
-        counts.append(CompiledForwards.unsettled - before)
+        counts.append(forwards.new_shapes - before)
     assert counts == [1, 1, 0, 0]
 
 
@@ -166,12 +166,11 @@ def test_graphs_for_other_capacities_count_too(
             return result
 
     forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
-    before = CompiledForwards.unsettled
     for max_length in (70, 80, 90, 70):
         caches = caches_of(model, 2, read_bucket=64, max_length=max_length)
         assert forwards(mx.zeros((2, 2), mx.int32), caches) is not None
     assert calls == [70, 80, 90, 70]  # the first was let go
-    assert CompiledForwards.unsettled - before == 4
+    assert forwards.new_shapes == 4
     assert len(forwards._functions) == 2
 
 

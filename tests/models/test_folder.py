@@ -146,6 +146,48 @@ def test_a_file_of_holes(opened: Callable[[Path], object], tmp_path: Path) -> No
         opened(tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("tokenizer.json", "added_tokens"),
+        ("tokenizer_config.json", "added_tokens_decoder"),
+        ("tokenizer_config.json", "mask_token"),
+        ("special_tokens_map.json", "mask_token"),
+        ("special_tokens_map.json", "extra_special_tokens"),
+    ],
+)
+def test_fields_of_added_tokens(
+    name: str, key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The name of an unknown one arrived on standard output, with its escapes."""
+    folder = tmp_path / "m"
+    write_folder(folder)
+    file = folder / name
+    table = json.loads(file.read_text()) if file.exists() else {}
+
+    def add(**more: Any) -> None:
+        token = {"content": "<x>", "lstrip": False, **more}
+        if key == "added_tokens":
+            table[key][0] |= more
+        elif key == "added_tokens_decoder":
+            table[key] = {"276": token}
+        elif key == "extra_special_tokens":
+            table[key] = [token]
+        elif name == "tokenizer_config.json":
+            table[key] = {"__type": "AddedToken", **token}
+        else:
+            table[key] = token
+        file.write_text(json.dumps(table))
+
+    add()
+    load(str(folder))
+    add(**{"a\x1b[31m": True})
+    with pytest.raises(ModelError, match=f"{name} has an added token") as caught:
+        load(str(folder))
+    assert str(caught.value).isprintable()
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.timeout(60)
 def test_drafts_of_layers_alone(tmp_path: Path) -> None:
     """They are opened in another way, and their card is read first."""

@@ -77,7 +77,7 @@ class Decoding:
             for i, t in enumerate(self.texts)
         ]
         recent = mx.array(newest, mx.int32)
-        return Round(k, recent, active, rules.sampling, draws)
+        return Round(k, recent, active, rules.sampling, draws, lengths=lengths)
 
     def miss(self, num_rounds: int) -> None:
         for _ in range(num_rounds):

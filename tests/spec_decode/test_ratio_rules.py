@@ -251,7 +251,7 @@ def decodings(
     out = FirstTokens(draws)
     while not out.complete:
         noise = rules.draws(first, k + 1)
-        round_ = Round(k, recent, active, rules.sampling, noise, True)
+        round_ = Round(k, recent, active, rules.sampling, noise, True, lengths=first)
         inputs = recent[:, 1:]
         tokens: list[mx.array] = []
         q: list[mx.array] = []

@@ -90,7 +90,7 @@ def mlx_name(file: GGUFFile, name: str) -> str:
     if top and top[1] in _TOP:
         return f"{_TOP[top[1]]}.weight"
     raise UnsupportedModelError(
-        f"{file.path} has the tensor {name}, which is not supported for "
+        f"{file.path} has the tensor {shorten(name)}, which is not supported for "
         f"{architecture_of(file)}: use an MLX folder"
     )
 

@@ -143,7 +143,7 @@ def save(folder: Path, step: int) -> None:
         folder,
         parameters=parameters | {"norm": mx.full(4, float(step))},
         optimizer=optimizer,
-        progress=Progress(step, 10 * step, 0.5),
+        progress=Progress(step, 10 * step, 0.5, []),
         identity=IDENTITY,
     )
 

@@ -18,8 +18,8 @@ from specdec.tools.distill import checkpoint, evaluate, job
 from specdec.tools.distill import export as export_module
 from specdec.tools.distill.checkpoint import NAME
 from specdec.tools.distill.job import Job
-from specdec.tools.distill.schedule import Budget
-from specdec.tools.distill.train import Recipe, Trainer, clipped
+from specdec.tools.distill.options import Budget
+from specdec.tools.distill.train import Trainer, clipped
 
 from .harness import (
     longer,
@@ -94,8 +94,8 @@ def weights(folder: Path) -> dict[str, mx.array]:
 def test_learning_lowers_the_divergence_and_raises_agreement(
     target: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    recipe = Recipe(optimizer=optimizer, learning_rate=3e-3, hard=0.0)
-    wanted = longer(options(target, tmp_path / "out", recipe=recipe), 4000)
+    wanted = options(target, tmp_path / "out", optimizer=optimizer, hard=0.0)
+    wanted = longer(wanted, 4000)
     history = run(wanted)["training"]["history"]
     first, last = history[0], history[-1]
     assert last["kl"] < 0.8 * first["kl"]

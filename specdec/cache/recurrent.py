@@ -1,0 +1,407 @@
+"""States of recurrent layers for a batch of rows, each taken back by its own count.
+
+Attention stores a column per token, so that a token is taken back by lowering an
+offset. A recurrent layer folds all tokens into states of one size (and windows of the
+newest inputs of a convolution). Taking tokens back means going on from the states
+before the last write with those that stay::
+
+    states before --- a b c d (the last write) ---> states
+          |
+          +---------- a b (kept) -----------------> states after the trim
+
+The layer itself does both: a :class:`Write` knows how to do its part again. What it
+needs for that is held until the next write; no state is kept for any position.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, ClassVar, Protocol, Self, Unpack
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..errors import CacheError
+from .batch import BatchCache
+from .core import RowCounts, Settings
+from .positions import LinearLayout, whole
+from .storage import Arrays, DenseCodec, Storage
+
+Kept = Sequence[int] | mx.array
+#: The states of a layer, by the places that it gives them; ``None``: not written yet.
+Slots = list[mx.array | None]
+
+
+class Write(Protocol):
+    """A recurrent layer and the inputs of one of its calls."""
+
+    #: The layer: one writes to a cache once in each forward.
+    layer: Any
+    #: Tokens of every row, padding included.
+    width: int
+
+    def run(
+        self, slots: Slots, offset: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots]:
+        """What the layer puts out, and its states afterwards.
+
+        Args:
+            slots: states that it begins with.
+            offset: tokens of every row before it, shape (B,).
+            lengths: tokens of every row, those after them being padding.
+        """
+
+    def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
+        """The states after ``kept[i]`` of the tokens of row ``i``."""
+
+
+class StateStorage(Storage):
+    """Arrays of any shape whose first axis is the rows."""
+
+    def __init__(self, arrays: Arrays | None = None):
+        super().__init__(DenseCodec(), arrays)
+
+    @property
+    def capacity(self) -> int:
+        """States do not grow with the tokens: 1, or 0 before the first write."""
+        return 0 if self.arrays is None else 1
+
+    def grow(self, capacity: int) -> None:
+        """States do not grow."""
+
+    def blank(self, rows: int) -> StateStorage:
+        """The like of this one with ``rows`` rows of zeros."""
+        return StateStorage(super().blank(rows).arrays)
+
+    def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
+        """Put the rows of ``other`` into the given ones; no other row is touched."""
+        assert self.arrays is not None
+        assert other.arrays is not None
+        placed = []
+        for array, update in zip(self.arrays, other.arrays, strict=True):
+            for i, row in enumerate(rows):
+                array = mx.slice_update(array, update[i : i + 1], row, axes=(0,))
+            placed.append(array)
+        self.arrays = tuple(placed)
+
+    @classmethod
+    def stack(cls, parts: Sequence[tuple[Storage, int]]) -> StateStorage:
+        """Rows of several storages; ``parts`` are (storage, its number of rows)."""
+        filled = [s for s, _ in parts if s.arrays is not None]
+        if not filled:
+            return cls()
+        columns = [
+            (filled[0].blank(rows) if s.arrays is None else s).arrays
+            for s, rows in parts
+            if rows
+        ]
+        stacked = zip(*columns, strict=True)
+        return cls(tuple(mx.concatenate(list(c), axis=0) for c in stacked))
+
+
+class BatchRecurrentCache(BatchCache):
+    """States of recurrent layers: stands in for mlx-lm's ``ArraysCache``.
+
+    Layers write to it through :meth:`write` (see :mod:`specdec.models.recurrent`).
+    Of the last write any number of tokens can be taken back, row by row.
+
+    Args:
+        batch_size: number of rows.
+        size: states of a row.
+        settings: see :class:`~specdec.cache.core.CacheCore`.
+    """
+
+    single: ClassVar[Any] = mlx_lm_cache.ArraysCache
+
+    def __init__(
+        self, batch_size: int = 1, *, size: int = 1, **settings: Unpack[Settings]
+    ):
+        super().__init__(
+            batch_size,
+            codec=DenseCodec(),
+            layout=LinearLayout(),
+            options={"size": whole("size", size)},
+            **settings,
+        )
+        self.num_states = size
+        self._storage: Storage = StateStorage()
+        self._begin()
+
+    # -- writing -------------------------------------------------------------
+
+    def checkpoint(self) -> None:
+        """Let the next trim take back any of the tokens written from now on.
+
+        Without it, those of the last write.
+        """
+        self._settle()
+        self._begin(spans=True)
+
+    def _begin(self, *, spans: bool = False) -> None:
+        """Remember what holds before a write, or several."""
+        self._before: Slots = self._slots
+        self._offset_before = self.offset
+        self._spans = spans
+        # What was written since: calls of layers, and the tokens of a row.
+        self._written: list[tuple[int, Write]] = []
+        self._num_written = 0
+        # Tokens that are left of those: all (None), or of each row.
+        self._kept: Kept | None = None
+        # Of the forward under way: layers that took part, and states so far; offsets
+        # before it; tokens of every row, padding left out.
+        self._layers: list[Any] = []
+        self._now: Slots = []
+        self._offset_now = self.offset
+        self._valid: list[int] = []
+
+    @property
+    def _slots(self) -> Slots:
+        arrays = self._storage.arrays
+        return [None] * self.num_states if arrays is None else list(arrays)
+
+    def write(self, write: Write) -> Any:
+        """Let a recurrent layer take the next tokens of every row in.
+
+        Returns:
+            What the layer puts out.
+
+        Raises:
+            CacheError: the rows are others than the cache has.
+        """
+        if not self._layers or any(write.layer is layer for layer in self._layers):
+            self._next_forward(write.width)
+        self._layers.append(write.layer)
+        slots = self._now
+        output, self._now = write.run(slots, self._offset_now, self._valid)
+        if self._num_written:
+            begin = self._num_written - max(self._valid, default=0)
+            self._written.append((begin, write))
+        self._store(self._now)
+        return output
+
+    def _next_forward(self, width: int) -> None:
+        if not self._spans or self._kept is not None:
+            self._settle()
+            self._begin()
+        self._layers, self._now = [], self._slots
+        self._offset_now = self.offset
+        self._valid = [width] * self.batch_size
+        if self._lengths is not None:
+            self._valid = [min(width, n) for n in self._lengths]
+        self._num_written += max(self._valid, default=width)
+        self._advance(width, self._longest + width)
+        if len(set(self._valid)) > 1:  # of ragged writes nothing is taken back
+            self._num_written = 0
+
+    def _store(self, slots: Slots) -> None:
+        """Hold states, once every layer has written its own."""
+        arrays = tuple(a for a in slots if a is not None)
+        if len(arrays) == len(slots):
+            self._storage.arrays = arrays
+
+    def _settle(self) -> None:
+        """Compute the states that the last trim has left."""
+        kept, written, slots = self._kept, self._written, self._before
+        if kept is not None:
+            if self._num_written == 1:
+                slots = select(kept, 1, self._slots, slots)
+            else:
+                for begin, write in written:
+                    left = _within(kept, begin, write.width)
+                    slots = write.again(slots, self._offset_before + begin, left)
+            self._store(slots)
+        self._begin()
+        self._before = []
+
+    @property
+    def arrays(self) -> Arrays:
+        """The states, shape (B, ...) each."""
+        self._settle()
+        return super().arrays
+
+    def _capacity_for(self, longest: int) -> int:
+        return 1
+
+    def reserve(self, num_tokens: int) -> None:
+        """Forwards with states run as usual: what they leave has to be kept."""
+
+    def make_mask(
+        self,
+        N: int,  # noqa: N803 - mlx-lm's name
+        return_array: bool = False,
+        window_size: int | None = None,
+    ) -> None:
+        """``None``: layers are shown masks where they need them."""
+
+    def __getitem__(self, index: int) -> mx.array:
+        raise CacheError("its layers read recurrent states by themselves")
+
+    def __setitem__(self, index: int, value: mx.array) -> None:
+        self[index]
+
+    # -- trimming ------------------------------------------------------------
+
+    def is_trimmable(self) -> bool:
+        """Whether there are tokens of the last write to take back."""
+        return self._num_written > 0
+
+    def trim_per_sequence(
+        self, n: RowCounts, at_most: int | None = None, fewest: int = 0
+    ) -> None:
+        """Take back the last ``n[i]`` tokens of row ``i``, all from the last write.
+
+        Args: as for :class:`~specdec.cache.core.CacheCore`.
+
+        Raises:
+            CacheError: as there, or those are more tokens than were last written.
+        """
+        super().trim_per_sequence(n, at_most, fewest)
+        if not isinstance(n, mx.array):
+            at_most = max(n, default=0)
+            if not at_most:
+                return
+        width = self._num_written
+        if at_most is not None and at_most > width:
+            raise CacheError(
+                f"{at_most} tokens cannot be taken back: {width} were written last, "
+                "and states before those are gone"
+            )
+        kept = self._kept
+        if kept is None:
+            kept = [width] * self.batch_size
+        if isinstance(n, mx.array) or isinstance(kept, mx.array):
+            self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
+        else:
+            self._kept = [max(0, k - c) for k, c in zip(kept, n, strict=True)]
+
+    # -- rows ----------------------------------------------------------------
+
+    def filter(self, batch_indices: RowCounts) -> None:
+        """As in the base class."""
+        self._settle()
+        super().filter(batch_indices)
+
+    def _matching(self, other: BatchCache) -> Self:
+        found = super()._matching(other)
+        found._settle()
+        return found
+
+    def _join(self, parts: Sequence[Self]) -> None:
+        for part in parts:
+            part._settle()
+        super()._join(parts)
+
+    def place(self, rows: Sequence[int], other: Self) -> None:
+        """As in the base class."""
+        self._settle()
+        if other.empty():
+            self._zero(rows)
+        super().place(rows, other)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """As in the base class: states begin with zeros again."""
+        self._settle()
+        super().reset(rows)
+        self._zero(rows)
+
+    def _zero(self, rows: Sequence[int]) -> None:
+        if self.empty():
+            return
+
+        def stays() -> mx.array:
+            return mx.array([row not in rows for row in range(self.batch_size)])
+
+        which = self._memo.get("stays", (), (self.batch_size, *rows), stays)
+        self._storage.arrays = tuple(
+            mx.where(which.reshape(-1, *[1] * (a.ndim - 1)), a, mx.zeros((), a.dtype))
+            for a in self._storage.arrays or ()
+        )
+
+    # -- single sequences and state --------------------------------------------
+
+    def extract(self, idx: int) -> Any:
+        """Row ``idx`` as mlx-lm's ``ArraysCache``.
+
+        Raises:
+            CacheError: there is no such row.
+        """
+        if not 0 <= whole("a row", idx) < self.batch_size:
+            raise CacheError(f"extract got row {idx}: the batch has {self.batch_size}")
+        self._settle()
+        made = self.single(self.num_states)
+        lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
+        if not self.empty() and lengths[idx]:
+            made.cache = [mx.contiguous(a[idx : idx + 1]) for a in self.arrays]
+        return made
+
+    @classmethod
+    def _like_single(cls, cache: Any) -> Self:
+        return cls(1, size=len(cache.cache))
+
+    @classmethod
+    def _from_single(cls, cache: Any) -> Self:
+        made = cls._like_single(cache)
+        if not cache.empty():
+            made._storage.arrays = tuple(cache.cache)
+            # How many tokens are in it, mlx-lm's class does not know: one or more.
+            made.offset = mx.array([1], mx.int32)
+            made._longest = 1
+        return made
+
+    @classmethod
+    def _blank(cls) -> Self:
+        return cls(0)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the states, and of those before the last write."""
+        before = [a.nbytes for a in self._before if a is not None]
+        return self._storage.nbytes + sum(before)
+
+    @property
+    def state(self) -> tuple[Any, ...]:
+        """(states, offset, options): all of the cache."""
+        self._settle()
+        return self._slots, self.offset, [*self._options.values()]
+
+    @state.setter
+    def state(self, v: tuple[Any, ...]) -> None:
+        slots, offset, plain = v
+        options = dict(zip(self._options, plain, strict=True))
+        restart: Any = type(self).__init__
+        restart(self, 0, memo=self._memo, **options)
+        self._store(slots)
+        self.offset = offset
+        lengths: list[int] = offset.tolist()
+        self._longest = max(lengths, default=0)
+        self._uniform = len(set(lengths)) <= 1
+
+
+def _array(counts: Kept) -> mx.array:
+    if isinstance(counts, mx.array):
+        return counts.astype(mx.int32)
+    return mx.array(list(counts), mx.int32)
+
+
+def _within(kept: Kept, begin: int, width: int) -> Kept:
+    """Of ``kept`` tokens, those among ``width`` that begin at ``begin``."""
+    if isinstance(kept, mx.array):
+        return mx.clip(kept - begin, 0, width)
+    return [min(max(n - begin, 0), width) for n in kept]
+
+
+def select(kept: Kept, fewest: int, new: Slots, old: Slots) -> Slots:
+    """``new`` for the rows that keep ``fewest`` tokens or more, ``old`` for others."""
+    if not isinstance(kept, mx.array):
+        if all(n >= fewest for n in kept):
+            return new
+        kept = _array(kept)
+    which = kept >= fewest
+    chosen: Slots = []
+    for a, b in zip(new, old, strict=True):
+        if a is None or a is b:
+            chosen.append(a)
+            continue
+        rows = which.reshape(-1, *[1] * (a.ndim - 1))
+        chosen.append(mx.where(rows, a, mx.zeros((), a.dtype) if b is None else b))
+    return chosen

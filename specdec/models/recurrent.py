@@ -1,0 +1,405 @@
+"""mlx-lm's recurrent layers in a batch whose rows keep different numbers of tokens.
+
+The one place that knows them. A recurrent layer is a module of a model that reads and
+writes an ``ArraysCache``: which those are, and what states they keep, a forward shows
+that is built and not computed. In a twin of the model, which shares its weights, each
+is an instance of a class of its own that hands its calls to the cache. The cache has
+them done again, on the same inputs, for the tokens that a row has kept. mlx-lm's code
+does all of it; its own ``ArraysCache`` holds the states meanwhile.
+
+Projections and convolutions do not depend on what a row keeps: what they put out is
+taped, so that doing a call again computes the recurrence alone.
+"""
+
+from __future__ import annotations
+
+import inspect
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import cache as mlx_lm_cache
+
+from ..cache import BatchCacheList, BatchRecurrentCache
+from ..cache.recurrent import Kept, Slots, select
+from ..cuda.flattened_matmul import as_kind
+
+# More tokens than a window of any convolution has.
+_PROBE = 16
+
+#: Layers that leave masked tokens out of their states, and take windows where
+#: ``lengths`` end: one call gives every row its own count. Others are called token by
+#: token.
+_MASKED = {
+    "bailing_hybrid.LinearAttention",
+    "bailing_moe_v3.BailingKDA",
+    "falcon_h1.FalconH1Mixer",
+    "granitemoehybrid.GraniteMoeHybridMamba2Mixer",
+    "kimi_k3.KimiK3DeltaAttention",
+    "kimi_linear.KimiDeltaAttention",
+    "lfm2.ShortConv",
+    "lfm2_moe.ShortConv",
+    "mamba2.Mamba2Block",
+    "plamo2.Mamba",
+    "qwen3_5.GatedDeltaNet",
+    "qwen3_next.Qwen3NextGatedDeltaNet",
+}
+#: Layers for which no states are something else than states of zeros.
+_BEGIN_OTHERWISE = {"recurrent_gemma.RecurrentBlock"}
+
+
+@dataclass(frozen=True)
+class _States:
+    """The states that one layer keeps.
+
+    Args:
+        blank: by place, their shape without the rows, and type.
+    """
+
+    blank: dict[int, tuple[tuple[int, ...], mx.Dtype]]
+
+    def begun(self, slots: Slots, rows: int) -> Slots:
+        """``slots``, with zeros where this layer has nothing written yet."""
+        filled = list(slots)
+        for place, (shape, dtype) in self.blank.items():
+            if filled[place] is None:
+                filled[place] = mx.zeros((rows, *shape), dtype)
+        return filled
+
+
+# -- the tape ----------------------------------------------------------------
+
+
+class _Tape:
+    """What projections and convolutions put out in one call of a layer.
+
+    Args:
+        width: tokens of every row of that call.
+    """
+
+    def __init__(self, width: int):
+        self._width = width
+        self._outputs: dict[int, list[mx.array]] = {}
+        self._part: tuple[int, int] | None = None
+        self._asked: dict[int, int] = {}
+
+    def play(self, start: int, stop: int) -> _Tape:
+        """Give what was recorded of tokens ``start`` to ``stop``."""
+        self._part, self._asked = (start, stop), {}
+        return self
+
+    def output(self, module: Any, compute: Callable[[], mx.array]) -> mx.array:
+        """What ``module`` puts out: recorded, or taken from the record."""
+        known = self._outputs.setdefault(id(module), [])
+        if self._part is None:
+            known.append(compute())
+            return known[-1]
+        start, stop = self._part
+        turn = self._asked.get(id(module), 0)
+        self._asked[id(module)] = turn + 1
+        # A layer asks once for all tokens, or token by token.
+        if turn < len(known) and known[turn].ndim > 2:
+            if known[turn].shape[1] == self._width:
+                return known[turn][:, start:stop]
+        elif len(known) == self._width and turn < stop - start:
+            return known[start + turn]
+        return compute()
+
+
+class _Current(threading.local):
+    tape: _Tape | None = None
+
+
+_current = _Current()
+
+
+class _Taped:
+    """A projection or convolution of a recurrent layer."""
+
+    def __call__(self, x: mx.array) -> mx.array:
+        usual: Any = super()
+        if _current.tape is None:
+            output: mx.array = usual.__call__(x)
+            return output
+        return _current.tape.output(self, lambda: usual.__call__(x))
+
+
+@cache
+def _taped(kind: type) -> type:
+    also = {"__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (_Taped, kind), also)
+
+
+# -- calls -------------------------------------------------------------------
+
+
+class _KeysAsGiven:
+    """In the place of a key cache beside the states, where only those matter."""
+
+    def __init__(self, offset: mx.array):
+        self.offset = offset
+
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
+        return keys, values
+
+
+class _Call:
+    """One call of a recurrent layer: a :class:`~specdec.cache.recurrent.Write`."""
+
+    def __init__(self, layer: Any, arguments: dict[str, Any], states: _States):
+        self.layer = layer
+        self._states = states
+        self._arguments = arguments
+        first = next(a for a in arguments.values() if isinstance(a, mx.array))
+        self._rows, self.width = first.shape[:2]
+        self._tape = _Tape(self.width)
+        self._writes_keys = isinstance(arguments["cache"], BatchCacheList)
+        self._code = _code(type(layer).__mro__[1])
+
+    def run(
+        self, slots: Slots, offset: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots]:
+        fewest, most = min(lengths, default=0), max(lengths, default=0)
+        if fewest < most and self._code in _MASKED:
+            kept = mx.array(list(lengths))
+            slots = self._states.begun(slots, self._rows)
+            return self._layer(slots, offset, self._masked(kept), None, lengths=kept)
+        if 0 < fewest == most < self.width and not self._writes_keys:
+            # Nobody looks at what padding would put out.
+            width, self.width = self.width, most
+            self._arguments, self._tape = self._part(0, most, width), _Tape(most)
+            output, after = self._begin(slots, offset, self._arguments, self._tape)
+            return _widened(output, most, width), after
+        output, after = self._begin(slots, offset, self._arguments, self._tape)
+        if fewest < self.width:
+            after = self.again(slots, offset, lengths)
+        return output, after
+
+    def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
+        slots = self._states.begun(slots, self._rows)
+        tape = self._tape
+        if self._code in _MASKED and isinstance(kept, mx.array):
+            arguments = self._masked(kept)
+            whole = tape.play(0, self.width)
+            return self._layer(slots, offset, arguments, whole, lengths=kept)[1]
+        if isinstance(kept, mx.array):
+            stops = list(range(1, self.width + 1))
+        else:
+            stops = sorted({n for n in kept if n})
+        start = 0
+        for stop in stops:
+            arguments = self._part(start, stop, self.width)
+            part = tape.play(start, stop)
+            _, after = self._begin(slots, offset + start, arguments, part, again=True)
+            slots, start = select(kept, stop, after, slots), stop
+        return slots
+
+    def _masked(self, kept: mx.array) -> dict[str, Any]:
+        """The arguments, with a mask for ``kept[i]`` tokens of row ``i``."""
+        mask = mx.arange(self.width) < kept[:, None]
+        return {**self._arguments, "mask": mask}
+
+    def _part(self, start: int, stop: int, width: int) -> dict[str, Any]:
+        """The arguments of tokens ``start`` to ``stop`` of ``width``."""
+        part: dict[str, Any] = {}
+        for name, value in self._arguments.items():
+            if name == "mask":
+                value = None
+            elif name == "offset":
+                value = value + start
+            elif _shape(value)[:2] == (self._rows, width):
+                value = value[:, start:stop]
+            part[name] = value
+        return part
+
+    def _begin(
+        self,
+        slots: Slots,
+        offset: mx.array,
+        arguments: dict[str, Any],
+        tape: _Tape | None,
+        **how: Any,
+    ) -> tuple[Any, Slots]:
+        """As :meth:`_layer`, for rows that may have no tokens before it."""
+        begun = self._states.begun(slots, self._rows)
+        output, after = self._layer(begun, offset, arguments, tape, **how)
+        if self._code not in _BEGIN_OTHERWISE:
+            return output, after
+        none: Slots = [None] * len(slots)
+        first, states = self._layer(none, offset, arguments, None, **how)
+        begins = (offset == 0).astype(mx.int32)
+        output = mx.where(begins[:, None, None] == 1, first, output)
+        return output, select(begins, 1, states, after)
+
+    def _layer(
+        self,
+        slots: Slots,
+        offset: mx.array,
+        arguments: dict[str, Any],
+        tape: _Tape | None,
+        *,
+        lengths: mx.array | None = None,
+        again: bool = False,
+    ) -> tuple[Any, Slots]:
+        """What the layer puts out, and its states afterwards."""
+        held = mlx_lm_cache.ArraysCache(len(slots))
+        held.cache = list(slots)  # type: ignore[arg-type]
+        if lengths is not None:
+            # An array of its own: layers count it down.
+            held.lengths = mx.maximum(lengths, 0)  # type: ignore[assignment]
+        given: Any = arguments["cache"]
+        if isinstance(given, BatchCacheList):
+            members: list[Any] = [
+                held if isinstance(c, BatchRecurrentCache)
+                else _KeysAsGiven(offset) if again or lengths is not None else c
+                for c in given.caches
+            ]  # fmt: skip
+            given = BatchCacheList(*members)
+        else:
+            given = held
+        _current.tape = tape
+        try:
+            usual: Any = super(type(self.layer), self.layer)
+            output = usual.__call__(**{**arguments, "cache": given})
+        finally:
+            _current.tape = None
+        return output, list(held.cache)
+
+
+def _shape(value: Any) -> tuple[int, ...]:
+    return value.shape if isinstance(value, mx.array) else ()
+
+
+def _widened(output: Any, part: int, width: int) -> Any:
+    """What a layer puts out for ``part`` tokens, the last one repeated."""
+    if isinstance(output, tuple):
+        return tuple(_widened(o, part, width) for o in output)
+    last = mx.repeat(output[:, -1:], width - part, axis=1)
+    return mx.concatenate([output, last], axis=1)
+
+
+def _code(kind: type) -> str:
+    """A layer's class, as mlx-lm's modules have it: ``lfm2.ShortConv``."""
+    return f"{kind.__module__.rpartition('.')[2]}.{kind.__name__}"
+
+
+@cache
+def _recurrent(kind: type) -> type:
+    """The class of the layer that hands its calls to the cache."""
+    signature = inspect.signature(kind.__call__)
+
+    def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
+        arguments = dict(signature.bind(self, *args, **kwargs).arguments)
+        arguments.pop("self")
+        states = _cache_of(arguments.get("cache"))
+        if states is None:
+            return kind.__call__(self, *args, **kwargs)
+        return states.write(_Call(self, arguments, vars(self)["_recurrent_states"]))
+
+    also = {
+        "__call__": __call__,
+        "__module__": kind.__module__,
+        "__doc__": kind.__doc__,
+    }
+    return type(kind.__name__, (kind,), also)
+
+
+def _cache_of(given: Any) -> BatchRecurrentCache | None:
+    """The states among what a layer is given as its cache."""
+    members = given.caches if isinstance(given, BatchCacheList) else [given]
+    return next((c for c in members if isinstance(c, BatchRecurrentCache)), None)
+
+
+# -- the twin ----------------------------------------------------------------
+
+
+class _Watched(mlx_lm_cache.ArraysCache):
+    """An ``ArraysCache`` that notes which layers write what."""
+
+    def __init__(self, size: int):
+        super().__init__(size)
+        self.writers: dict[int, Any] = {}
+
+    def __setitem__(self, place: int, value: mx.array) -> None:
+        super().__setitem__(place, value)  # type: ignore[no-untyped-call]
+        frame = sys._getframe(1)
+        while frame is not None:
+            layer = frame.f_locals.get("self")
+            if isinstance(layer, nn.Module):
+                self.writers[place] = layer
+                return
+            frame = frame.f_back  # type: ignore[assignment]
+
+
+def _watched(cache: Any, found: list[_Watched]) -> Any:
+    if isinstance(cache, mlx_lm_cache.CacheList):
+        return mlx_lm_cache.CacheList(*(_watched(c, found) for c in cache.caches))
+    if type(cache) is not mlx_lm_cache.ArraysCache:
+        return cache
+    found.append(_Watched(len(cache.cache)))
+    return found[-1]
+
+
+def with_recurrent_rows(model: nn.Module) -> nn.Module:
+    """The model, or a twin that shares its weights, whose recurrent layers keep rows.
+
+    The model itself does not change. Where its recurrent layers cannot be told, it is
+    returned as it is, and its caches refuse it.
+    """
+    found: list[_Watched] = []
+    caches = [_watched(c, found) for c in mlx_lm_cache.make_prompt_cache(model)]
+    if not found:
+        return model
+    model(mx.zeros((1, _PROBE), mx.int32), cache=caches)
+    blank: dict[int, dict[int, tuple[tuple[int, ...], mx.Dtype]]] = {}
+    for watched in found:
+        for place, layer in watched.writers.items():
+            array: Any = watched.cache[place]
+            blank.setdefault(id(layer), {})[place] = (array.shape[1:], array.dtype)
+    states = {key: _States(places) for key, places in blank.items()}
+    twin: nn.Module = _with(model, states)
+    return twin
+
+
+def keeps_states(model: nn.Module) -> bool:
+    """Whether the model has recurrent layers."""
+    found: list[_Watched] = []
+    for each in mlx_lm_cache.make_prompt_cache(model):
+        _watched(each, found)
+    return bool(found)
+
+
+def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
+    """``part`` of a model with recurrent layers in the place of mlx-lm's."""
+    if isinstance(part, list | tuple):
+        made = [_with(p, states, within) for p in part]
+        if all(a is b for a, b in zip(made, part, strict=True)):
+            return part
+        return type(part)(made)
+    if not isinstance(part, dict):
+        return part
+    own = states.get(id(part))
+    inside = within or own is not None
+    items = {name: _with(value, states, inside) for name, value in part.items()}
+    changed = any(items[name] is not value for name, value in part.items())
+    if not isinstance(part, nn.Module):
+        return items if changed else part
+    kind: type = type(part)
+    if own is not None:
+        kind = _recurrent(kind)
+    elif within and isinstance(part, nn.Linear | nn.QuantizedLinear | nn.Conv1d):
+        kind = _taped(kind)
+    elif not changed:
+        return part
+    twin = as_kind(part, kind)
+    dict.update(twin, items)
+    if own is not None:
+        vars(twin)["_recurrent_states"] = own
+    return twin
