@@ -9,6 +9,7 @@ from typing import Any
 from uuid import uuid4
 
 from ..errors import ConfigError, PromptFileError
+from ..grammar import Grammar
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
 from ..sampling_params import SamplingParams
@@ -16,9 +17,12 @@ from ..utils.printable import shorten
 
 #: Settings that a line can have: those of a request that JSON can write.
 _SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
-    "sampler",
+    "grammar",
     "logits_processors",
+    "sampler",
 }
+# What the output has to follow; one of them.
+_GRAMMARS = frozenset({"grammar", "json_schema", "regex", "response_format"})
 # What others call them.
 _ALIASES = {
     "temp": "temperature",
@@ -70,12 +74,8 @@ def _needs_seed(params: SamplingParams, settings: Mapping[str, Any]) -> bool:
 def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
     """Keys of the lines that have no effect."""
     keys = {key for record in records for key in record.fields}
-    return sorted(keys - _SETTINGS - _ALIASES.keys() - _NO_SETTINGS - {"n"})
-
-
-def valid_keys() -> list[str]:
-    """Names of the settings that a line can have."""
-    return sorted(_SETTINGS)
+    known = _SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
+    return sorted(keys - known)
 
 
 def _default(name: str) -> Any:
@@ -85,6 +85,18 @@ def _default(name: str) -> Any:
 def _settings_of(record: PromptRecord) -> dict[str, Any]:
     """The settings in a line, by their own names; null is none."""
     settings: dict[str, Any] = {}
+    for key in sorted(_GRAMMARS & record.fields.keys()):
+        if record.fields[key] is None:
+            continue
+        if settings:
+            raise PromptFileError(f"{record.where}: {key} is one grammar too many")
+        try:
+            found = _grammar_of(key, record.fields[key])
+        except (ConfigError, LookupError, TypeError) as error:
+            why = error if isinstance(error, ConfigError) else "it is incomplete"
+            raise PromptFileError(f"{record.where}: {key}: {why}") from error
+        if found is not None:
+            settings["grammar"] = found
     for key, value in record.fields.items():
         name = _ALIASES.get(key, key)
         if value is None:
@@ -102,6 +114,21 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
             settings["top_logprobs"], value = value, True
         settings[name] = value
     return settings
+
+
+def _grammar_of(key: str, value: Any) -> Grammar | None:
+    """What the output has to follow, as the options of the same names have it."""
+    if key == "response_format":  # OpenAI's
+        if value["type"] == "text":
+            return None
+        if value["type"] == "json_object":
+            return Grammar.json_object()
+        if value["type"] != "json_schema":
+            raise ConfigError("its type is not text, json_object or json_schema")
+        return Grammar.json_schema(value["json_schema"]["schema"])
+    if key == "json_schema":
+        return Grammar.json_schema(value)
+    return Grammar.regex(value) if key == "regex" else Grammar.lark(value)
 
 
 def _token(text: str) -> int | str:

@@ -12,6 +12,7 @@ from click.testing import Result
 
 from specdec.cli.request_lines import openai_line, requests_of
 from specdec.errors import PromptFileError
+from specdec.grammar import Grammar
 from specdec.outputs import GenerationResult
 from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
@@ -76,9 +77,36 @@ def test_settings_of_each_line() -> None:
     assert second.seed == first.seed + 1
 
 
+def test_a_grammar_of_each_line() -> None:
+    """OpenAI's form, and the names of the options."""
+    schema = {"type": "object"}
+    form = {"type": "json_schema", "json_schema": {"name": "a", "schema": schema}}
+    found = requests_of(
+        [
+            record(json_schema=schema),
+            record(regex="[a-z]+"),
+            record(response_format=form),
+            record(response_format={"type": "json_object"}),
+            record(response_format={"type": "text"}, seed=1),
+        ],
+        SamplingParams(),
+    )
+    assert [params.grammar for params in found] == [  # type: ignore[union-attr]
+        Grammar.json_schema(schema),
+        Grammar.regex("[a-z]+"),
+        Grammar.json_schema(schema),
+        Grammar.json_object(),
+        None,
+    ]
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"regex": 5}, "f.jsonl:3: regex: "),
+        ({"regex": "a", "json_schema": {}}, "f.jsonl:3: regex is one grammar too many"),
+        ({"response_format": {"type": "x"}}, "f.jsonl:3: response_format: its type is"),
+        ({"response_format": 5}, "f.jsonl:3: response_format: it is incomplete"),
         ({"max_tokens": 0}, "f.jsonl:3: max_tokens is 0"),
         ({"max_tokens": "5"}, "f.jsonl:3: max_tokens is '5'"),
         ({"temperature": -1}, "f.jsonl:3: temperature is -1"),

@@ -439,12 +439,12 @@ def test_k_quants_stay_packed(arch: str, tmp_path: Path) -> None:
     """A part of some architecture is inflated to floats, or put in wrong order."""
     tied = arch in ("gemma", "gemma2")
     model = random_model(arch, tie_word_embeddings=tied, **wide(arch))
-    path = write_model(
-        tmp_path / "m.gguf",
-        arch,
-        model,
-        kinds=lambda name: KIND.Q5_0 if "ffn" in name else KIND.Q8_0,
-    )
+    parts = {"attn": KIND.Q4_K, "down": KIND.Q6_K, "up": KIND.Q5_K, "ffn": KIND.Q5_0}
+
+    def kind_of(name: str) -> KIND:
+        return next((k for part, k in parts.items() if part in name), KIND.Q8_0)
+
+    path = write_model(tmp_path / "m.gguf", arch, model, kinds=kind_of)
     loaded = load(str(path))
     flat: Any = dict(tree_flatten(loaded.model.parameters()))
     routers = ("mlp.gate.weight", "expert_gate.weight", "sparse_moe.gate.weight")
