@@ -1,7 +1,7 @@
 """Files that are there whole, or not at all, whenever the process ends. No mlx here.
 
 A file is written beside its place under a name that never comes again, flushed to the
-disk, then renamed; the folder is flushed behind it, so that the new name lasts too.
+disk, then renamed; the folder is flushed after it, so that the new name lasts too.
 """
 
 from __future__ import annotations
