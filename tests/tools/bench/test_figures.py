@@ -17,7 +17,6 @@ from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import ON_A_GPU, findings, report
 from specdec.tools.bench.tables import percentile
-
 from specdec.utils.records import read_record
 
 from .conftest import Tiny
