@@ -330,7 +330,8 @@ class _Answer(Response):
                         await self._stream(events, sent)
                     else:
                         async for event in events:
-                            rendering.take(event)
+                            if event is not None:
+                                rendering.take(event)
         except Exception as error:
             refusal = refusal_of(error, rendering.job.names)
             if refusal.code == "engine_failed":
@@ -348,26 +349,14 @@ class _Answer(Response):
         cut = any(outcome.end.cut for outcome in rendering.outcomes)
         return "cut" if cut else "answered"
 
-    async def _stream(self, events: AsyncIterator[Event], sent: _Sent) -> None:
+    async def _stream(self, events: AsyncIterator[Event | None], sent: _Sent) -> None:
         rendering = self._rendering
-        coming = asyncio.ensure_future(anext(events, None))
-        try:
-            while True:
-                done, _ = await asyncio.wait(
-                    {coming}, timeout=self._service.config.keep_alive
-                )
-                if not done:
-                    await sent.more(rendering.alive())
-                    continue
-                event = coming.result()
-                if event is None:
-                    return
-                coming = asyncio.ensure_future(anext(events, None))
-                rendering.take(event)
-                await sent.more(b"".join(rendering.stream(event)))
-        finally:
-            coming.cancel()
-            await asyncio.gather(coming, return_exceptions=True)
+        async for event in events:
+            if event is None:
+                await sent.more(rendering.alive())
+                continue
+            rendering.take(event)
+            await sent.more(b"".join(rendering.stream(event)))
 
 
 class _Sent:

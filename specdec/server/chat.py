@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..sampling_params import SamplingParams
 from ..templates import template_of
 from ..utils.data_files import DataError, parse_json
 from ..utils.printable import quoted
@@ -79,6 +80,7 @@ NAMES = {
     "stop": "stop",
     "top_logprobs": "top_logprobs",
     "n": "n",
+    "grammar": "response_format",
 }
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 #: What only the server may hand to a template.
@@ -121,6 +123,7 @@ def parse(body: Any, service: Service) -> ChatRendering:
             tools.functions, tools.required, tools.name, values["parallel_tool_calls"]
         ),
         continue_final=values["continue_final_message"],
+        formatted=params.grammar is not None,
         variables=variables(
             service, values["chat_template_kwargs"], values["reasoning_effort"]
         ),
@@ -130,6 +133,7 @@ def parse(body: Any, service: Service) -> ChatRendering:
             "continue_final_message needs a last message of the assistant",
             param="continue_final_message",
         )
+    check_format(params, tools, "response_format")
     job = Job([chat], params, values["n"], names)
     options = values["stream_options"] or {}
     usage = bool(options.get("include_usage"))
@@ -196,9 +200,16 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
         }
         shaped(tool, {"function": shape}, at)
         check_name(tool["function"]["name"], f"{at}.function.name")
-        if tool["function"].get("strict"):
-            constraint({"type": "json_schema"}, f"{at}.function.strict")
     names = [tool["function"]["name"] for tool in given]
+    if choice in (None, "auto"):
+        for i, tool in enumerate(given):
+            if tool["function"].get("strict"):
+                raise Refusal(
+                    "strict is not supported while the model may call nothing: use "
+                    f"{where} required, or leave strict out",
+                    param=f"tools[{i}].function.strict",
+                    code="unsupported_parameter",
+                )
     if choice is None or choice in ("auto", "none", "required"):
         if choice == "required" and not given:
             raise Refusal(f"{where} is required: give tools", param=where)
@@ -215,6 +226,16 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
             code="invalid_value",
         )
     return Tools(given, name=name)
+
+
+def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
+    """Refuse a format beside tools: an answer cannot be of it and call one."""
+    if params.grammar is not None and tools.functions:
+        raise Refusal(
+            f"{where} does not go with tools that may be called: leave one of them out",
+            param=where,
+            code="invalid_value",
+        )
 
 
 def check_name(name: str, where: str) -> None:

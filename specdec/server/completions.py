@@ -37,7 +37,7 @@ TABLE: Table = {
     **LABELS,
 }
 NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n",
-         "top_logprobs": "logprobs"}  # fmt: skip
+         "top_logprobs": "logprobs", "grammar": "response_format"}  # fmt: skip
 
 
 def parse(body: Any, service: Service) -> CompletionRendering:

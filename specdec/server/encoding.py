@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 from ..decoder import SpecDecoder
 from ..errors import PromptError
+from ..grammar import Grammar
 from ..prompts import EncodedPrompt, encode
 from ..templates import template_of
 from .job import Chat, Text, Tools
@@ -92,9 +94,9 @@ def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
         chat_template_config=chat.variables,
     )
     thinks = _thinks(tokenizer, prompt.token_ids)
-    if not tools.forced:
+    if not tools.forced and not (thinks and chat.formatted):
         return Encoded(prompt, thinks)
-    begun = beginning(tokenizer, tools.name)
+    begun = beginning(tokenizer, tools.name) if tools.forced else ""
     written = f"{tokenizer.think_end}\n\n{begun}" if thinks else begun
     more = tokenizer.encode(written, add_special_tokens=False)
     text, token_ids = prompt.text + written, (*prompt.token_ids, *more)
@@ -147,10 +149,36 @@ def beginning(tokenizer: Any, name: str | None) -> str:
     return start + _CALLS[parser].replace("$", name)
 
 
-def reads_variable(tokenizer: Any, name: str) -> bool:
-    """Whether the chat template reads a variable of that name."""
-    template = template_of(tokenizer)
-    return template is not None and name in template
+def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
+    """What an answer has to be that begins with a call of a strict function.
+
+    Raises:
+        Refusal: calls of this model are not written as JSON.
+    """
+    wanted = [
+        tool["function"]
+        for tool in tools.functions
+        if tools.name in (None, tool["function"]["name"])
+    ]
+    if not tools.forced or not any(each.get("strict") for each in wanted):
+        return None
+    if tokenizer.tool_parser.__module__.rpartition(".")[2] != "json_tools":
+        raise Refusal(
+            "strict is not supported: calls of this model are no JSON; leave it out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    rules = []
+    for i, each in enumerate(wanted):
+        schema = dict(each.get("parameters") or {"type": "object"})
+        schema["x-guidance"] = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
+        begun = "" if tools.name else json.dumps(_CALLS["json_tools"]).replace(
+            "$", each["name"]
+        )  # fmt: skip
+        rules += [f'call{i}: {begun} arguments{i} "}}"',
+                  f"arguments{i}: %json {json.dumps(schema)}"]  # fmt: skip
+    start = " | ".join(f"call{i}" for i in range(len(wanted)))
+    return Grammar.lark("\n".join([f"start: {start}", *rules]))
 
 
 def _gap(decoder: SpecDecoder, source: Text) -> Encoded:

@@ -52,13 +52,14 @@ class Chat:
     Args:
         continue_final: the last message is the beginning of the answer.
         variables: more of what the template reads.
-        effort: how much to think, where the template asks for it.
+        formatted: the answer has a format from its first token on.
     """
 
     messages: Sequence[Message]
     tools: Tools = field(default_factory=Tools)
     continue_final: bool = False
     variables: Mapping[str, Any] = field(default_factory=dict)
+    formatted: bool = False
 
 
 @dataclass(frozen=True)

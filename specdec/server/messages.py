@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import check_name, text_of, tools_of, variables
+from .chat import check_format, check_name, text_of, tools_of, variables
 from .job import Begun, Call, Chat, End, Event, Job, Message, Outcome, Piece, Tools
 from .parameters import Parameter, Table, read, shaped
 from .refusal import Refusal
@@ -58,12 +58,11 @@ TABLE: Table = {
     "thread": Parameter(object, refused="nothing is stored here: send all messages"),
     "container": Parameter(str, refused="nothing is executed here: leave it out"),
     "inference_geo": Parameter(str, refused="the answer is made here: leave it out"),
-    "output_format": Parameter(
-        dict, refused="ask for JSON in the prompt: answers are text"
-    ),
+    "output_format": Parameter({"type": str}),
     **MORE,
 }
-NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequences"}
+NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequences",
+         "grammar": "output_config.format"}  # fmt: skip
 #: A line of Claude Code's system prompt that is another one in every request: it is for
 #: the service, and would make all prompts differ from their beginning on.
 _BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
@@ -83,9 +82,23 @@ def parse(body: Any, service: Service) -> MessageRendering:
         NAMES,
         max_tokens=values["max_tokens"],
         stop=stops(values["stop_sequences"], "stop_sequences"),
+        **_format(values),
     )
-    job = Job([chat_of(values, service)], params, 1, NAMES)
+    chat = chat_of(values, service)
+    check_format(params, chat.tools, NAMES["grammar"])
+    chat = replace(chat, formatted=params.grammar is not None)
+    job = Job([chat], params, 1, NAMES)
     return MessageRendering(job, model, streamed=values["stream"])
+
+
+def _format(values: dict[str, Any]) -> dict[str, Any]:
+    """What the wanted format adds to the parameters."""
+    config = values["output_config"] or {}
+    wanted = shaped(config.get("format") or {"type": "text"}, {"type": str},
+                    NAMES["grammar"])  # fmt: skip
+    if values["output_format"] is not None:
+        return constraint(values["output_format"], "output_format")
+    return constraint(wanted, NAMES["grammar"])
 
 
 def parse_count(body: Any, service: Service) -> Chat:
@@ -130,7 +143,6 @@ def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
             param="output_config",
             code="unsupported_parameter",
         )
-    constraint(config.get("format"), "output_config.format")
     if effort := config.get("effort"):
         if effort not in ("low", "medium", "high", "xhigh", "max"):
             raise Refusal(
@@ -165,7 +177,12 @@ def _tools(given: Sequence[dict[str, Any]], choice: dict[str, Any] | None) -> To
         shape = {"name": str, "description?": (str, None), "input_schema": dict}
         shaped(tool, shape, at)
         check_name(tool["name"], f"{at}.name")
-        function = {"name": tool["name"], "parameters": tool["input_schema"]}
+        function: dict[str, Any] = {
+            "name": tool["name"],
+            "parameters": tool["input_schema"],
+        }
+        if tool.get("strict") is True:
+            function["strict"] = True
         if tool.get("description"):
             function["description"] = tool["description"]
         made.append({"type": "function", "function": function})

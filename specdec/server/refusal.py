@@ -90,6 +90,13 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
         code = "context_length_exceeded" if too_long else None
         return Refusal(f"the prompt cannot be used: {text}", param=param, code=code)
     if isinstance(error, ConfigError):
+        # What is wrong with a grammar is said of it, not of the field.
+        found = re.match(
+            r"(the|a) (JSON schema|regular expression|Lark grammar|grammar)\b", text
+        )
+        if found and "grammar" in names:
+            where = names["grammar"]
+            return Refusal(f"{where}: {text}", param=where, code="invalid_value")
         found = re.match(r"\w+", text)
         field = found.group() if found else ""
         param = names.get(field, field)

@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import arguments_of, logprobs_of, text_of, tools_of, variables
+from .chat import arguments_of, check_format, logprobs_of, text_of, tools_of, variables
 from .job import Begun, Call, Chat, End, Event, Job, Message, Piece, Tokens
 from .parameters import Parameter, Table, read, shaped
 from .refusal import Refusal
@@ -63,7 +63,7 @@ TABLE: Table = {
     **SAMPLING,
     **LABELS,
 }
-NAMES = {"prompt": "input", "max_tokens": "max_output_tokens",
+NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_tokens",
          "top_logprobs": "top_logprobs"}  # fmt: skip
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
@@ -97,6 +97,7 @@ def parse(body: Any, service: Service) -> ResponseRendering:
     chat = Chat(
         _messages(values["instructions"], values["input"]),
         replace(tools, parallel=values["parallel_tool_calls"]),
+        formatted=params.grammar is not None,
         variables=variables(
             service,
             values["chat_template_kwargs"],
@@ -104,6 +105,7 @@ def parse(body: Any, service: Service) -> ResponseRendering:
             where="reasoning.effort",
         ),
     )
+    check_format(params, tools, "text.format")
     job = Job([chat], params, 1, NAMES)
     return ResponseRendering(service, job, model, values)
 
@@ -133,11 +135,12 @@ def _tools(given: Sequence[dict[str, Any]], choice: Any) -> Any:
         if tool.get("type") != "function":
             made.append(tool)  # to be refused by its place
             continue
-        shape = {"name": str, "description?": (str, None), "parameters?": (dict, None)}
+        shape = {"name": str, "description?": (str, None), "parameters?": (dict, None),
+                 "strict?": (bool, None)}  # fmt: skip
         shaped(tool, shape, f"tools[{i}]")
         function = {
             key: tool[key]
-            for key in ("name", "description", "parameters")
+            for key in ("name", "description", "parameters", "strict")
             if tool.get(key) is not None
         }
         made.append({"type": "function", "function": function})

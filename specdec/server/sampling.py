@@ -6,9 +6,12 @@ from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
 
+from ..errors import ConfigError
+from ..grammar import Grammar
 from ..sampling_params import VERIFICATIONS, SamplingParams
+from ..utils.printable import quoted
 from .config import ServerConfig
-from .parameters import Parameter, Table
+from .parameters import Parameter, Table, shaped
 from .refusal import Refusal, refusal_of
 
 #: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
@@ -60,18 +63,32 @@ def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[st
     if response_format is None or response_format.get("type") == "text":
         return {}
     kind = response_format.get("type")
-    if kind in ("json_object", "json_schema", "regex", "grammar"):
-        raise Refusal(
-            f"{where} of type {kind} is not supported: ask for text, and for JSON in "
-            "the prompt",
-            param=where,
-            code="unsupported_parameter",
-        )
-    raise Refusal(
-        f"{where}.type must be text, json_object or json_schema",
-        param=where,
-        code="invalid_value",
-    )
+    try:
+        if kind == "json_object":
+            made = Grammar.json_object()
+        elif kind == "json_schema":
+            # Chat completions have the schema one level deeper than the others.
+            inner = response_format.get("json_schema", response_format)
+            shape = {"schema": dict, "strict?": (bool, None)}
+            made = Grammar.json_schema(shaped(inner, shape, where)["schema"])
+        elif kind == "regex":
+            made = Grammar.regex(
+                shaped(response_format, {"pattern": str}, where)["pattern"]
+            )
+        elif kind == "grammar":
+            made = Grammar.lark(
+                shaped(response_format, {"grammar": str}, where)["grammar"]
+            )
+        else:
+            raise Refusal(
+                f"{where}.type is {quoted(kind)}: it must be text, json_object, "
+                "json_schema, regex or grammar",
+                param=where,
+                code="invalid_value",
+            )
+    except ConfigError as error:
+        raise Refusal(f"{where}: {error}", param=where, code="invalid_value") from error
+    return {"grammar": made}
 
 
 def sampling(

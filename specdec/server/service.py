@@ -14,10 +14,11 @@ from functools import partial
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server as Engine
 from ..model_names import short
+from ..output_text import stop_texts
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
 from .config import ServerConfig
-from .encoding import Encoded, encode_source
+from .encoding import Encoded, call_grammar, encode_source
 from .job import Begun, Chat, End, Event, Job, Text, Tokens, Tools
 from .metrics import Metrics
 from .parts import Parts
@@ -26,6 +27,27 @@ from .refusal import Refusal, refusal_of
 #: Weight of the newest request in the mean time that a row takes.
 _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
+
+
+class _Inbox:
+    """Events of all choices of a job, as they come; ``None`` after a silence."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._puts = 0
+        self.get = self._queue.get
+
+    def put(self, event: Event | Exception | None) -> None:
+        self._puts += 1
+        self._queue.put_nowait(event)
+
+    async def note_silence(self, seconds: float) -> None:
+        """Put ``None`` whenever nothing was put for so long."""
+        while True:
+            before = self._puts
+            await asyncio.sleep(seconds)
+            if self._puts == before:
+                self.put(None)
 
 
 @dataclass(frozen=True)
@@ -159,19 +181,20 @@ class Service:
             Refusal: something is.
         """
         began = time.monotonic()
+        work = partial(self._choices, job)
         try:
             async with asyncio.timeout(self.config.request_timeout):
-                encoded = await self.encode(job.sources)
-            choices = list(self._choices(job, encoded))
+                choices = await self.engine.tokenize(work)
         except TimeoutError as error:
             raise _too_late() from error
         except Exception as error:
             raise refusal_of(error, job.names) from error
         return Prepared(job, began, choices)
 
-    def _choices(
-        self, job: Job, encoded: Sequence[Encoded]
-    ) -> Iterator[tuple[Encoded, SamplingParams, Tools]]:
+    def _choices(self, job: Job) -> list[tuple[Encoded, SamplingParams, Tools]]:
+        """Prompts and parameters of all choices; in the tokenizing thread."""
+        encoded = _encode_all(self.decoder, job.sources)
+        choices = []
         seed = job.params.seed
         if seed is None and job.params.draws:
             seed = secrets.randbits(32)
@@ -180,12 +203,17 @@ class Service:
             tools = source.tools if isinstance(source, Chat) else Tools()
             params = replace(
                 job.params,
+                grammar=job.params.grammar
+                or call_grammar(self.decoder.tokenizer, tools),
                 seed=None if seed is None else seed + i,
                 stop=(*job.params.stop, *self._ends(tools)),
                 stop_token_ids=(*job.params.stop_token_ids, *prompt.stop_token_ids),
             )
             self._check_size(prompt, job)
-            yield prompt, self.decoder.bounds.check(prompt.prompt, params), tools
+            stop_texts(params.stop)  # kept, as is its grammar
+            params = self.decoder.bounds.check(prompt.prompt, params)
+            choices.append((prompt, params, tools))
+        return choices
 
     def _ends(self, tools: Tools) -> tuple[str, ...]:
         """The text that ends an answer with its first call."""
@@ -201,8 +229,10 @@ class Service:
                 code="context_length_exceeded",
             )
 
-    async def events(self, prepared: Prepared) -> AsyncGenerator[Event, None]:
+    async def events(self, prepared: Prepared) -> AsyncGenerator[Event | None, None]:
         """Decode a job; closing the generator cancels what is left of it.
+
+        ``None`` comes where nothing else did for ``keep_alive`` seconds.
 
         Raises:
             Refusal: the engine failed, or a row did.
@@ -210,7 +240,8 @@ class Service:
         for i, (encoded, _, _) in enumerate(prepared.choices):
             text, tokens = encoded.prompt.text, len(encoded.prompt.token_ids)
             yield Begun(i, text, tokens, counts=i % prepared.job.n == 0)
-        inbox: asyncio.Queue[Event | Exception] = asyncio.Queue()
+        inbox = _Inbox()
+        silence = asyncio.create_task(inbox.note_silence(self.config.keep_alive))
         tasks = [
             asyncio.create_task(self._decode(prepared, i, inbox))
             for i in range(len(prepared.choices))
@@ -224,13 +255,11 @@ class Service:
                 left -= isinstance(event, End)
                 yield event
         finally:
-            for task in tasks:
+            for task in (silence, *tasks):
                 task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+            await asyncio.gather(silence, *tasks, return_exceptions=True)
 
-    async def _decode(
-        self, prepared: Prepared, choice: int, inbox: asyncio.Queue[Event | Exception]
-    ) -> None:
+    async def _decode(self, prepared: Prepared, choice: int, inbox: _Inbox) -> None:
         """Put the events of one choice into the inbox."""
         encoded, params, tools = prepared.choices[choice]
         parts = Parts(choice, self.decoder.tokenizer, encoded, tools)
@@ -246,11 +275,11 @@ class Service:
                         spent = time.monotonic() - prepared.began
                         self.metrics.first_token(spent)
                     for part in parts.feed(event.text, _tokens(event)):
-                        inbox.put_nowait(part)
+                        inbox.put(part)
                     if event.result is not None:
                         self._end(prepared, choice, parts, event.result, inbox)
         except Exception as error:
-            inbox.put_nowait(error)
+            inbox.put(error)
 
     def _end(
         self,
@@ -258,7 +287,7 @@ class Service:
         choice: int,
         parts: Parts,
         result: GenerationResult,
-        inbox: asyncio.Queue[Event | Exception],
+        inbox: _Inbox,
     ) -> None:
         self.metrics.ended(result)
         if result.finish_reason == "error":
@@ -271,11 +300,11 @@ class Service:
             if not result.token_ids and cut == "time limit":
                 raise _too_late()
         for part in parts.finish(whole=result.finish_reason == "stop"):
-            inbox.put_nowait(part)
+            inbox.put(part)
         stop = result.stop_reason
         asked = isinstance(stop, str) and stop in prepared.job.params.stop
         ended = result.finish_reason == "stop"
-        inbox.put_nowait(
+        inbox.put(
             End(
                 choice,
                 "tool_calls" if parts.calls else "stop" if ended else "length",

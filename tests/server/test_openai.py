@@ -6,11 +6,12 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
+import httpx
 import openai
 import pytest
 from langchain_openai import ChatOpenAI
 
-from specdec import SamplingParams, SpecDecoder
+from specdec import Grammar, SamplingParams, SpecDecoder
 from tests.server.harness import Running, Scripted, running
 
 MESSAGES: Any = [{"role": "user", "content": "Name a river that is long, please."}]
@@ -297,7 +298,111 @@ def test_chat_template_config_and_thoughts(
     with pytest.raises(openai.BadRequestError) as refused:
         create(model="tiny", messages=MESSAGES, reasoning_effort="high")
     assert refused.value.param == "reasoning_effort"
-    for kind in ("json_object", "json_schema"):
-        with pytest.raises(openai.BadRequestError) as refused:
-            create(model="tiny", messages=MESSAGES, response_format={"type": kind})
-        assert refused.value.param == "response_format"
+
+
+SCHEMA: Any = {
+    "type": "object",
+    "properties": {"kind": {"enum": ["river", "lake"]}, "deep": {"type": "boolean"}},
+    "required": ["kind", "deep"],
+    "additionalProperties": False,
+}
+
+
+def test_answers_of_a_schema(decoder: SpecDecoder, client: Any) -> None:
+    """By every endpoint the text of generate with that grammar; forced calls, too."""
+    format_: Any = {"name": "water", "schema": SCHEMA, "strict": True}
+    params = SamplingParams(max_tokens=99, grammar=Grammar.json_schema(SCHEMA))
+    (expected,) = decoder.generate([MESSAGES], params)
+    made = client.chat.completions.create(
+        model="tiny",
+        messages=MESSAGES,
+        max_tokens=99,
+        response_format={"type": "json_schema", "json_schema": format_},
+    )
+    text = made.choices[0].message.content
+    assert text == expected.text
+    assert set(json.loads(text or "")) == {"kind", "deep"}
+    said = client.responses.create(
+        model="tiny",
+        input=MESSAGES,
+        text={"format": {"type": "json_schema", **format_}},
+        max_output_tokens=99,
+    )
+    assert said.output_text == expected.text
+    with httpx.Client(base_url=str(client.base_url)) as plain:
+        body = {"model": "tiny", "messages": MESSAGES, "max_tokens": 99}
+        config = {"format": {"type": "json_schema", "schema": SCHEMA}}
+        answer = plain.post("messages", json={**body, "output_config": config}).json()
+        assert answer["content"] == [{"type": "text", "text": expected.text}]
+    strict = {**TOOL, "function": {"name": "f", "parameters": SCHEMA, "strict": True}}
+    other = {**TOOL, "function": {"name": "g", "parameters": SCHEMA}}
+    create: Any = client.chat.completions.create
+    for wanted in ("required", {"type": "function", "function": {"name": "f"}}):
+        forced = create(
+            model="tiny",
+            messages=MESSAGES,
+            tools=[strict, other],
+            tool_choice=wanted,
+            max_tokens=99,
+        ).choices[0]
+        (call,) = forced.message.tool_calls
+        assert call.function.name in ("f", "g")
+        assert set(json.loads(call.function.arguments)) == {"kind", "deep"}
+    for refused, more in (
+        ("response_format", {"response_format": {"type": "json_schema", "json_schema":
+                             {"name": "x", "schema": {"type": "nothing"}}}}),
+        ("response_format", {"response_format": {"type": "other"}}),
+        ("response_format", {"response_format": {"type": "json_object"},
+                             "tools": [TOOL]}),
+        ("tools[0].function.strict", {"tools": [strict]}),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError) as error:
+            create(model="tiny", messages=MESSAGES, **more)
+        assert error.value.param == refused
+
+
+def test_responses(
+    scripted: Scripted, tools_client: Any, client: Any, decoder: Any
+) -> None:
+    """Items in their order, as one object and as events that build the same one."""
+    (expected,) = decoder.generate([MESSAGES], SamplingParams(max_tokens=20))
+    plain = client.responses.create(
+        model="tiny", input=MESSAGES[0]["content"], max_output_tokens=20
+    )
+    assert plain.output_text == expected.text
+    assert plain.usage is not None
+    assert plain.usage.output_tokens == expected.generated_tokens
+    assert plain.status == ("completed" if expected.finish_reason == "stop" else
+                            "incomplete")  # fmt: skip
+    tool = {"type": "function", **TOOL["function"], "strict": False}
+    given: Any = {"model": "tiny", "input": MESSAGES, "tools": [tool]}
+    whole = tools_client.responses.create(**given)
+    with tools_client.responses.stream(**given) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    numbers = [event.sequence_number for event in events]
+    assert numbers == list(range(len(numbers)))
+    for made in (whole, final):
+        kinds = [item.type for item in made.output]
+        assert kinds == ["reasoning", "message", "function_call", "function_call"]
+        calls = [i.arguments for i in made.output if i.type == "function_call"]
+        assert calls == ['{"city": "Paris"}', '{"city": "Oslo"}']
+        assert made.output_text == "Let me see. "
+    outputs = [
+        {"type": "function_call_output", "call_id": item.call_id, "output": "was 21"}
+        for item in whole.output
+        if item.type == "function_call"
+    ]
+    back = [
+        *MESSAGES,
+        *(i.model_dump(exclude_none=True) for i in whole.output),
+        *outputs,
+    ]
+    tools_client.responses.create(**{**given, "input": back}, instructions="Be kind")
+    prompt = scripted.prompts[-1]
+    assert "<|im_start|>system\nBe kind" in prompt
+    assert "<think>I need\n two.</think>Let me see. <tool_call>" in prompt
+    assert prompt.count("<|im_start|>tool\nwas 21") == 2
+    with pytest.raises(openai.BadRequestError) as refused:
+        client.responses.create(model="tiny", input="a", previous_response_id="resp_1")
+    assert refused.value.param == "previous_response_id"

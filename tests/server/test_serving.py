@@ -16,6 +16,7 @@ import pytest
 
 from specdec import SamplingParams, SpecDecoder
 from tests.server.harness import Running, Scripted, running, tiny_decoder
+from tests.server.soak import soak
 
 ENDLESS = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 3000}
 
@@ -136,7 +137,7 @@ def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
 
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
-    """An answer says that it was cut; one that has not begun is an error."""
+    """An answer that takes too long says so, and is what it had come to."""
     with running(decoder, request_timeout=0.4) as server:
         url = f"{server.url}/v1/chat/completions"
         answer = httpx.post(
@@ -251,3 +252,10 @@ def test_a_long_prompt_starves_nobody(decoder: SpecDecoder) -> None:
     assert tokens >= steps - 4
     session.cancel(first)
     session.cancel(long)
+
+
+def test_a_bounded_part_of_the_soak() -> None:
+    """The long run is ``scripts/soak --server``."""
+    counts = soak(seed=1, seconds=0)
+    assert counts.whole > 150
+    assert min(counts.left, counts.refused) > 20
