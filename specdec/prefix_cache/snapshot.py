@@ -145,7 +145,7 @@ class Form:
                 (arrays, len(ring_positions(window, end, slack)))
                 for window, arrays in self.rings
             ]
-        shapes = [
+        shapes: list[list[tuple[mx.Dtype, tuple[int, ...]]]] = [
             [(a.dtype, (1, a.heads, columns, a.features)) for a in arrays]
             for arrays, columns in each
         ]
