@@ -269,7 +269,8 @@ def test_layers_without_keys(
 def test_states_are_reused_at_the_ends_of_chunks(arch: str, tmp_path: Path) -> None:
     """States of other tokens, or of a chunk's padding, would give other tokens.
 
-    What is shared is reused up to the newest end of a chunk within it.
+    What is shared is reused up to the newest end of a chunk within it; and chunks end
+    where a prompt parts from what is stored.
     """
     target = architectures.build(arch)
     stem = [n % architectures.VOCABULARY for n in STEM]
@@ -278,10 +279,10 @@ def test_states_are_reused_at_the_ends_of_chunks(arch: str, tmp_path: Path) -> N
         [stem[:30]],  # exactly the same
         [stem[:19]],  # shorter: up to a chunk's end
         [stem[:44], [*stem[:26], 5, 6, 7], [1, 2], [9]],
-        [[*stem[:44], 3, 4]],
+        [[*stem[:44], 3, 4], [*stem[:26], 8, 9]],  # parts where another has parted
     ]
     wanted = [[greedy(target, p, NEW_TOKENS) for p in prompts] for prompts in calls]
-    reused = [[0], [29], [18], [29, 24, 0, 0], [43]]
+    reused = [[0], [29], [18], [29, 24, 0, 0], [43, 26]]
     on_disk = {"memory": 0, "folder": tmp_path, "disk": 1 << 30}
     cases: list[tuple[BackendDefaults, dict[str, Any]]] = [(AT_ONCE, {})]
     padded = replace(BEHIND, compile_after=None)
