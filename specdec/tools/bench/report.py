@@ -111,7 +111,7 @@ def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
 
 def block(figures: Figures) -> str:
     """What a user can paste into an issue: tables, and what they belong to."""
-    shown = [s for s in sections(figures) if s.title not in _LONG]
+    shown = [s for s in sections(figures) if s.in_issues]
     parts = [
         f"**{_plain(figures.recipe.title)}**\n",
         _origin(figures),
@@ -120,19 +120,6 @@ def block(figures: Figures) -> str:
         *(f"**{s.title}**\n\n{s.table}" for s in shown),
     ]
     return "\n".join(parts)
-
-
-# What nobody wants in an issue.
-_LONG = frozenset(
-    {
-        "Acceptance by position",
-        "Accepted tokens in a round",
-        "Costs of a round",
-        "Predicted and measured speed-up",
-        "The same rounds, used otherwise",
-        "By category",
-    }
-)
 
 
 def _plain(text: str) -> str:
