@@ -44,6 +44,7 @@ NAVIGATION = {
         "/docs/lora",
         "/docs/tuning",
         "/docs/sampling",
+        "/docs/server",
         "/docs/structured",
         "/docs/serving",
         "/docs/memory",

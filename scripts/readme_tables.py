@@ -74,7 +74,7 @@ JOBS = [
 # fmt: off
 TABLES = {
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms", "peak")),
-    "cpu-draft": Table("acceptance-quick", "SmolLM2, two CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, smollm2", "batch 4: specdec, smollm2")),
+    "cpu-draft": Table("acceptance-quick", "SmolLM2 with its draft, two CPU cores", ("batch", "rate", "tokens per round", "/ no draft"), ("batch 1: specdec, smollm2-135m-instruct, k = 3", "batch 4: specdec, smollm2-135m-instruct, k = 3")),
     "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
     "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ mlx-lm"), JOBS),
     "h200-auto": Table(

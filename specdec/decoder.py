@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import MappingProxyType
@@ -18,6 +18,7 @@ from .build import check_before_loading, load_drafter, models_of, preflight_of
 from .config import EngineConfig
 from .draft_names import draft_for
 from .engine.async_server import Server
+from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
@@ -64,6 +65,7 @@ class SpecDecoder:
         target: the model whose output is wanted.
         bounds: what a request must fit in.
         prefix_store: what is kept of prompts, where the config asks for it.
+        prompt_limit: the largest prompt.
 
     Raises:
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -151,7 +153,7 @@ class SpecDecoder:
             self._preflight,
             GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
-        self._limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config, self._target, self._drafter, self._backend
@@ -300,6 +302,7 @@ class SpecDecoder:
         chat_template_config: Mapping[str, Any] | None = None,
         prefill_response: str | None = None,
         keep_going: bool = False,
+        turns: Iterable[Sequence[str]] | None = None,
         **settings: Any,
     ) -> Iterator[StreamEvent]:
         """As :meth:`generate`, yielding what every round adds to each row.
@@ -310,6 +313,11 @@ class SpecDecoder:
         Args:
             keep_going: a prompt that cannot be served raises nothing: its result has
                 the error, and the others run.
+            turns: for each prompt, what its user says after the answer, and after the
+                next ones; the prompt is a string or chat messages then. A turn is
+                decoded beside other conversations' as soon as the answer before it has
+                ended. With a prefix cache its prompt begins with what is kept of the
+                one before.
         """
         encoding: Encoding = {
             "system_prompt": system_prompt,
@@ -317,48 +325,27 @@ class SpecDecoder:
             "chat_template_config": chat_template_config,
             "prefill_response": prefill_response,
         }
+        given = list(_several(prompts))
+        later = _later_turns(turns, given)
+        asked = [
+            user(p) if t and isinstance(p, str) else p
+            for p, t in zip(given, later, strict=True)
+        ]
         session = self.session()
+        refused: list[GenerationResult] = []
         if keep_going:
-            given = list(_several(prompts))
             each = _per_prompt(params, len(given), settings)
-            events = self._those_that_can(session, given, each, encoding)
+            served = _add_those_that_can(session, asked, each, encoding, refused)
         else:
             encoded = encode_all(
-                self.tokenizer, _several(prompts), limit=self._limit, **encoding
+                self.tokenizer, asked, limit=self.prompt_limit, **encoding
             )
-            session.add_all(encoded, _per_prompt(params, len(encoded), settings))
-            events = _events(session)
+            each = _per_prompt(params, len(given), settings)
+            session.add_all(encoded, each)
+            served = list(range(len(given)))
         self.stats = session.stats
-        return events
-
-    def _those_that_can(
-        self,
-        session: Session,
-        prompts: list[Prompt],
-        params: list[SamplingParams],
-        encoding: Encoding,
-    ) -> Iterator[StreamEvent]:
-        """Add the prompts that can be served; the events of all."""
-        refused, served = [], []
-        for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
-            try:
-                session.add(prompt, each, **encoding)
-            except (PromptError, ConfigError, MemoryLimitError) as error:
-                text = prompt if isinstance(prompt, str) else ""
-                result = GenerationResult.refused(index, text, str(error))
-                refused.append(result)
-            else:
-                served.append(index)
-
-        def events() -> Iterator[StreamEvent]:
-            for result in refused:
-                yield StreamEvent(
-                    index=result.index, text="", token_ids=[], result=result
-                )
-            for event in _events(session):
-                yield event.renumbered(served[event.index])
-
-        return events()
+        talks = [Conversation(i, asked[i], list(later[i]), each[i]) for i in served]
+        return _events(session, talks, encoding, refused)
 
     def import_prompt_cache(
         self,
@@ -401,7 +388,7 @@ class SpecDecoder:
         return write_prompt_cache(self._target, token_ids, file)
 
     def _encode(self, prompt: Prompt, **encoding: Unpack[Encoding]) -> EncodedPrompt:
-        return encode(self.tokenizer, prompt, limit=self._limit, **encoding)
+        return encode(self.tokenizer, prompt, limit=self.prompt_limit, **encoding)
 
     def session(self, *, observer: RoundObserver | None = None) -> Session:
         """A new session, to which requests can be added while others run.
@@ -420,7 +407,7 @@ class SpecDecoder:
             self._preflight,
             self._length,
         )
-        return Session(engine, self.tokenizer, self.bounds, self._limit)
+        return Session(engine, self.tokenizer, self.bounds, self.prompt_limit)
 
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.
@@ -496,10 +483,56 @@ def _shown(
             yield event
 
 
-def _events(session: Session) -> Iterator[StreamEvent]:
+def _events(
+    session: Session,
+    talks: list[Conversation],
+    encoding: Encoding,
+    refused: list[GenerationResult],
+) -> Iterator[StreamEvent]:
+    """What is emitted for all prompts, to the end."""
+    for result in refused:
+        yield StreamEvent(index=result.index, text="", token_ids=[], result=result)
     with wired_memory():
-        while session.busy:
-            yield from session.step()
+        yield from converse(session, talks, encoding)
+
+
+def _later_turns(
+    turns: Iterable[Sequence[str]] | None, prompts: Sequence[Prompt]
+) -> list[tuple[str, ...]]:
+    """What the users say after each prompt's answer."""
+    if turns is None:
+        return [()] * len(prompts)
+    found = [tuple(each) for each in turns]
+    if len(found) != len(prompts):
+        raise ConfigError(f"{len(found)} lists of turns for {len(prompts)} prompts")
+    for i, (prompt, later) in enumerate(zip(prompts, found, strict=True)):
+        if later and not isinstance(prompt, str) and not _are_messages(prompt):
+            raise PromptError(f"prompt {i}: turns follow a string or chat messages")
+    return found
+
+
+def _are_messages(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _add_those_that_can(
+    session: Session,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    encoding: Encoding,
+    refused: list[GenerationResult],
+) -> list[int]:
+    """Add the prompts that can be served; the others' results are ``refused``."""
+    served = []
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            session.add(prompt, each, **encoding)
+        except (PromptError, ConfigError, MemoryLimitError) as error:
+            text = prompt if isinstance(prompt, str) else ""
+            refused.append(GenerationResult.refused(index, text, str(error)))
+        else:
+            served.append(index)
+    return served
 
 
 def _per_prompt(

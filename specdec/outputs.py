@@ -47,6 +47,7 @@ class GenerationResult:
         tokens_per_second: tokens after the first over the time since it; 0 when
             there are none.
         logprobs: one entry per token, where it was asked for.
+        turn: which answer of a conversation it is, from 0.
     """
 
     index: int
@@ -69,6 +70,7 @@ class GenerationResult:
     time_to_first_token: float | None = field(default=None, compare=False)
     tokens_per_second: float = field(default=0.0, compare=False)
     logprobs: list[TokenLogprobs] | None = None
+    turn: int = 0
 
     @classmethod
     def of(cls, request: Request, text_of: Callable[[int], str] | None = None) -> Self:
@@ -80,9 +82,8 @@ class GenerationResult:
         reason = request.finish_reason
         assert reason is not None
         params, began = request.params, request.began
-        asked = params.logprobs or params.top_logprobs > 0
-        logprobs = request.logprobs
-        if asked and text_of is not None:
+        logprobs = request.logprobs if request.reports_logprobs else None
+        if logprobs is not None and text_of is not None:
             logprobs = [
                 entry.with_texts(token, text_of)
                 for token, entry in zip(request.tokens, logprobs, strict=False)
@@ -112,7 +113,7 @@ class GenerationResult:
             num_accepted_tokens_per_pos=request.num_accepted_tokens_per_pos,
             time_to_first_token=None if began is None else began - request.queued,
             tokens_per_second=rate,
-            logprobs=logprobs if asked else None,
+            logprobs=logprobs,
         )
 
     @classmethod
@@ -191,19 +192,37 @@ class StreamEvent:
     """New output of one request: what a round added to it.
 
     ``text`` never splits a character or a stop text; it may be empty while one is
-    incomplete, as may ``token_ids``. ``result`` is set on the last event of a
-    request.
+    incomplete, as may ``token_ids``. ``logprobs`` has one entry for each of these,
+    where it was asked for. ``result`` is set on the last event of a request. ``turn``
+    counts the answers of a conversation.
     """
 
     index: int
     text: str
     token_ids: list[int]
     result: GenerationResult | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    turn: int = 0
 
-    def renumbered(self, index: int) -> Self:
+    def renumbered(self, index: int, turn: int = 0) -> Self:
         """The same, of a request that is called otherwise."""
-        result = self.result and replace(self.result, index=index)
-        return replace(self, index=index, result=result)
+        result = self.result and replace(self.result, index=index, turn=turn)
+        return replace(self, index=index, turn=turn, result=result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What an engine is busy with.
+
+    Args:
+        running: rows that decode, or whose prompts are being taken in.
+        waiting: requests that have no row yet.
+        cache_bytes: of the target's keys and values, of rows that decode.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_bytes: int = 0
 
 
 @dataclass(kw_only=True)

@@ -66,12 +66,14 @@ class PromptRecord:
         id: what a JSON line calls it, by ``id``, ``custom_id``, ``task_id`` or
             ``question_id``; ``None``: it has no such field.
         fields: what else the line says.
+        turns: of the user, after the answer to the prompt and to each other.
     """
 
     prompt: Prompt
     where: str | None = None
     id: Any = None
     fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -167,6 +169,8 @@ def encode(
     chat_template_config: Mapping[str, Any] | None = None,
     prefill_response: str | None = None,
     limit: PromptLimit = NO_CONTEXT,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continued: bool = False,
 ) -> EncodedPrompt:
     """Encode one prompt.
 
@@ -184,6 +188,8 @@ def encode(
             ``{"enable_thinking": False}``.
         prefill_response: how the answer begins: the model continues it.
         limit: the largest prompt.
+        tools: what chat messages may call, as the chat template shows them.
+        continued: the last of the messages is the beginning of the answer.
 
     Raises:
         PromptError: the prompt is empty, too large, or cannot be encoded as asked.
@@ -219,7 +225,8 @@ def encode(
             tokenizer,
             messages,
             chat_template_config or {},
-            continued=prefill_response is not None,
+            tools=tools,
+            continued=continued or prefill_response is not None,
         )
         return EncodedPrompt(text, _encode_rendered(tokenizer, text, limit))
 
@@ -268,7 +275,7 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     Plain text holds one prompt a line. JSON lines (known by their suffix, or by
     a first line that is a JSON object) hold ``prompt``, ``question``,
     ``messages`` or ``turns``, the first of these that is there. Of ``turns``
-    (Spec-Bench, MT-Bench) only the first turn is used. Lines of OpenAI's batch files
+    (Spec-Bench, MT-Bench) the first is the prompt. Lines of OpenAI's batch files
     are read, which hold these in ``body``. Blank lines are skipped.
     A line like that after a first line of plain text is refused. An array of such
     objects, or in a ``.json`` file of texts, is read like lines.
@@ -380,11 +387,10 @@ def _render(
     tokenizer: Any,
     messages: list[Mapping[str, Any]],
     variables: Mapping[str, Any],
-    *,
-    continued: bool,
+    **options: Any,
 ) -> str:
     try:
-        rendered = render_chat(tokenizer, messages, variables, continued=continued)
+        rendered = render_chat(tokenizer, messages, variables, **options)
     except Exception as error:  # a template raises what its author chose
         raise PromptError(
             f"the chat template refuses these messages: {shorten(error)}"
@@ -402,15 +408,19 @@ def _check_messages(
         if (
             not isinstance(message, Mapping)
             or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
+            or not isinstance(_content(message), str)
         ):
             raise PromptError(
                 'a chat message is {"role": "user", "content": "..."}, '
                 f"not {quoted(message)}"
             )
         _check_unicode(message["role"])
-        _check_text(message["content"])
-    limit.check(*(message["content"] for message in messages))
+        # What a tool returns may be nothing, as what comes with a call of one.
+        if message["role"] == "tool" or message.get("tool_calls"):
+            _check_unicode(_content(message))
+        else:
+            _check_text(_content(message))
+    limit.check(*map(_content, messages))
     return list(messages)
 
 
@@ -429,6 +439,12 @@ def _with_text(message: Any) -> Any:
             )
         texts.append(part["text"])
     return {**message, "content": "".join(texts)}
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    """The text of a message; one that calls tools may have none."""
+    content = message.get("content")
+    return "" if content is None and message.get("tool_calls") else content
 
 
 def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
@@ -527,7 +543,8 @@ def _record_of(row: Any, where: str) -> PromptRecord:
         raise PromptFileError(f'{where}: "{key}": {error}') from error
     named = next((row[k] for k in _ID_KEYS if row.get(k) is not None), None)
     fields = {k: v for k, v in body.items() if k not in (key, *_ID_KEYS)}
-    return PromptRecord(prompt, where, named, fields)
+    turns = tuple(body[key][1:]) if key == "turns" else ()
+    return PromptRecord(prompt, where, named, fields, turns)
 
 
 def _prompt_of(key: str, prompt: Any) -> Prompt:
@@ -536,10 +553,11 @@ def _prompt_of(key: str, prompt: Any) -> Prompt:
         if not isinstance(prompt, list) or not prompt:
             raise PromptError("expected a list of chat messages")
         return _check_messages(prompt)
-    if key == "turns":
-        prompt = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(prompt, str):
+    turns = prompt if key == "turns" else [prompt]
+    valid = isinstance(turns, list) and turns
+    if not valid or not all(isinstance(turn, str) for turn in turns):
         kind = "a list of strings" if key == "turns" else "a string"
         raise PromptError(f"expected {kind}")
-    _check_text(prompt)
-    return str(prompt)
+    for turn in turns:
+        _check_text(turn)
+    return str(turns[0])

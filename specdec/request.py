@@ -109,6 +109,11 @@ class Request:
         return self.eos_token_ids | frozenset(self.params.stop_token_ids)
 
     @property
+    def reports_logprobs(self) -> bool:
+        """Whether log-probabilities of its tokens were asked for."""
+        return self.params.logprobs or self.params.top_logprobs > 0
+
+    @property
     def max_length(self) -> int:
         """Tokens that the row can ever hold."""
         return len(self.prompt_tokens) + self.params.max_tokens
@@ -222,15 +227,19 @@ class Request:
         if ending is not None:
             self._end(*ending)
 
-    def take(self) -> tuple[list[int], str]:
-        """Tokens and text that may be shown, and have not been taken yet."""
+    def take(self) -> tuple[list[int], str, list[TokenLogprobs] | None]:
+        """Tokens, text and log-probabilities that may be shown, and were not yet.
+
+        The last is ``None`` where none were asked for.
+        """
         text, shown = "", len(self.tokens)
         if self.output is not None:
             ended = self.finish_reason is not None
             text, shown = self.output.take(shown, ended=ended)
-        new = self.tokens[self._shown : shown]
+        span = slice(self._shown, shown)
         self._shown = max(self._shown, shown)
-        return new, text
+        logprobs = self.logprobs[span] if self.reports_logprobs else None
+        return self.tokens[span], text, logprobs
 
 
 def _count(at: list[int], n: int) -> None:

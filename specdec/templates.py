@@ -40,12 +40,14 @@ def render_chat(
     messages: Sequence[Mapping[str, Any]],
     config: Mapping[str, Any] = MappingProxyType({}),
     *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
     continued: bool = False,
 ) -> str:
     """Chat messages as the text that the model continues.
 
     Args:
         config: more variables for the template.
+        tools: what the model may call.
         continued: the last message is the beginning of the answer.
 
     What renders in Python, a function of mlx-lm's or the user's own, is called as it
@@ -55,36 +57,36 @@ def render_chat(
         PromptError: the template refuses the messages, or takes too long or too much.
         Exception: what such a function raises.
     """
-    template = _template_of(tokenizer)
+    options: dict[str, Any] = {
+        **config,
+        "add_generation_prompt": not continued,
+    }
+    if continued:
+        options["continue_final_message"] = True
+    if tools is not None:
+        options["tools"] = list(tools)
+    template = template_of(tokenizer, tools=tools)
     if template is None:
-        return str(
-            tokenizer.apply_chat_template(
-                messages,
-                tokenize=False,
-                add_generation_prompt=not continued,
-                **({"continue_final_message": True} if continued else {}),
-                **config,
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     # As mlx-lm and transformers call it.
-    variables = dict(tokenizer.special_tokens_map)
+    known = dict(tokenizer.special_tokens_map)
     if hasattr(tokenizer, "has_thinking"):
-        variables["enable_thinking"] = tokenizer.has_thinking
+        known["enable_thinking"] = tokenizer.has_thinking
     return _CHILD.render(
         {
+            **known,
+            **options,
             "conversations": [
                 [{k: v for k, v in m.items() if v is not None} for m in messages]
             ],
             "chat_template": template,
-            "add_generation_prompt": not continued,
-            "continue_final_message": continued,
-            **variables,
-            **config,
         }
     )
 
 
-def _template_of(tokenizer: Any) -> str | None:
+def template_of(
+    tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str | None:
     """The template that transformers would render; ``None``: something else renders."""
     # mlx-lm's wrapper hands this on to the tokenizer of transformers.
     get = getattr(tokenizer, "get_chat_template", None)
@@ -98,7 +100,7 @@ def _template_of(tokenizer: Any) -> str | None:
         return None
     if inner.init_kwargs.get("chat_template_type"):  # a function of mlx-lm's
         return None
-    return str(get())
+    return str(get() if tools is None else get(tools=list(tools)))
 
 
 class _Child:

@@ -37,9 +37,9 @@ BENCHMARKS = RESULTS.parent
 def test_scripts_stay_few() -> None:
     """What a recipe can measure, or one of these, needs no script of its own."""
     files = [f for f in BENCHMARKS.glob("*.py") if f.stem not in ("__init__", "common")]
-    assert len(files) <= 6
+    assert len(files) <= 7
     text = "".join(f.read_text("utf-8") for f in BENCHMARKS.glob("*.py"))
-    assert text.count("\n") <= 2000
+    assert text.count("\n") <= 2250
 
 
 def test_raw_results_stay_small() -> None:

@@ -22,7 +22,7 @@ TREES = {
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("tools",),
+    ("server", "tools"),
     ("decoder",),
     ("build",),
     ("engine",),

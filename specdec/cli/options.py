@@ -35,7 +35,11 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
         "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
-        "dry_run", "quiet",
+        "host", "port", "api_key", "dry_run", "quiet",
+    ),
+    "Requests": (
+        "names", "cors", "max_waiting", "max_output_tokens", "max_prompt_tokens",
+        "max_body", "request_timeout", "stop_timeout",
     ),
     "Models": (
         "dtype", "adapter_path", "draft_adapter_path", "revision",
@@ -361,6 +365,15 @@ def origin_of(*, drafts: bool, **given: str | None) -> dict[str, Any]:
     return found
 
 
+def chat_template_config() -> Option[Any]:
+    """``--chat-template-config``, whose value :func:`template_variables` reads."""
+    return click.option(
+        "--chat-template-config",
+        metavar="JSON",
+        help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
+    )
+
+
 _TEMPLATE = (
     click.option(
         "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
@@ -375,17 +388,31 @@ _TEMPLATE = (
         metavar="FILE",
         help="Chat template in Jinja, in place of the model's own.",
     ),
-    click.option(
-        "--chat-template-config",
-        metavar="JSON",
-        help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
-    ),
+    chat_template_config(),
 )
 
 
 def encoding(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`encoding_of`."""
     return added(command, (*_TEMPLATE, ignore_chat_template()))
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The value of ``--chat-template-config``; nothing where it was not given.
+
+    Raises:
+        click.UsageError: it is no JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        found: dict[str, Any] = check_shape(parse_json(text), {})
+    except DataError as error:
+        raise click.UsageError(
+            f"--chat-template-config: {error}: write an object, such as "
+            "'{\"enable_thinking\": false}'"
+        ) from error
+    return found
 
 
 def encoding_of(
@@ -402,15 +429,7 @@ def encoding_of(
     """
     found: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
     if chat_template_config is not None:
-        try:
-            found["chat_template_config"] = check_shape(
-                parse_json(chat_template_config), {}
-            )
-        except DataError as error:
-            raise click.UsageError(
-                f"--chat-template-config: {error}: write an object, such as "
-                "'{\"enable_thinking\": false}'"
-            ) from error
+        found["chat_template_config"] = template_variables(chat_template_config)
     if ignore_chat_template and found:
         raise click.UsageError(
             f"{dashed(next(iter(found)))} needs the chat template: leave out "

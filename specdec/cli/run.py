@@ -7,6 +7,7 @@ import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +17,7 @@ from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
+    DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
     NumDraftTokens,
 )
@@ -70,8 +72,9 @@ _PATIENCE = 2.0
 )
 @options.prompts(
     "File of prompts, one a line: text, or JSON with prompt, question, messages "
-    "or turns (the first turn), and with settings such as max_tokens; OpenAI's batch "
-    "files too. [default: standard input, unless --prompt is given]",
+    "or turns (each after the answer to the one before), and with settings such as "
+    "max_tokens; OpenAI's batch files too. [default: standard input, unless --prompt "
+    "is given]",
     required=False,
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
@@ -228,6 +231,19 @@ def run(
         show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
     if output_format != "specdec" and output_file is None:
         raise click.UsageError("--output-format needs --output: name a file")
+    turns = sum(len(record.turns) for record in records)
+    if turns and ignore_chat_template:
+        raise click.UsageError(
+            "turns need the chat template: leave out --ignore-chat-template"
+        )
+    if turns and output_format == "openai":
+        raise click.UsageError(
+            "OpenAI's batch files have no turns: leave out --output-format"
+        )
+    if turns and config.prefix_cache_memory is None:
+        # What a turn says again of the one before is not computed again.
+        memory = DEFAULT_PREFIX_CACHE_MEMORY
+        config = replace(config, prefix_cache_memory=memory)
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -256,11 +272,14 @@ def run(
         events = decoder.stream(
             [record.prompt for record in records],
             requests,
+            turns=[record.turns for record in records],
             keep_going=len(records) > 1,
             **encoding,
         )
-    streaming = len(records) == 1 and sys.stdout.isatty()
-    progress = Progress("prompt", len(records), quiet=quiet or streaming)
+    total = len(records) + turns
+    streaming = total == 1 and sys.stdout.isatty()
+    what = "turn" if turns else "prompt"
+    progress = Progress(what, total, quiet=quiet or streaming)
     line_of = None
     if output_format == "openai":
         line_of = partial(openai_line, model=decoder.target_name)
@@ -275,7 +294,7 @@ def run(
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
             show(
-                f"specdec: interrupted: {sink.finished} of {len(records)} prompts "
+                f"specdec: interrupted: {sink.finished} of {total} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
@@ -284,14 +303,18 @@ def run(
 
     interrupted = False
     each = requests if isinstance(requests, list) else [requests]
-    share = Share(len(records), max(params.max_tokens for params in each))
+    share = Share(total, max(params.max_tokens for params in each))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
             for event in events:
                 sink.take(event)
                 done = event.result is not None
-                share.take(event.index, len(event.token_ids), done=done)
+                share.take(
+                    event.index * (turns + 1) + event.turn,
+                    len(event.token_ids),
+                    done=done,
+                )
                 progress.add(done, **_under_way(decoder.stats), share=share)
         except KeyboardInterrupt:
             interrupted = True
@@ -352,7 +375,8 @@ def _collect(
         return [PromptRecord(text + piped) for text in texts]
     if sys.stdin.isatty():
         raise click.UsageError(
-            "no prompts: give --prompt TEXT, --prompts FILE, or standard input"
+            "no prompts: give --prompt TEXT, --prompts FILE, or standard input; "
+            "specdec chat talks"
         )
     return read_records("-")
 

@@ -131,6 +131,11 @@ class DecodeBatch:
         return [s for s in self.slots if s is not None and s.finish_reason is None]
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the target's keys and values."""
+        return self._target.nbytes
+
+    @property
     def drafts(self) -> bool:
         """Whether a row was drafted for in one of the last rounds."""
         return self._draft is not None and self._pacing.drafts
@@ -265,7 +270,9 @@ class DecodeBatch:
         """What would be proposed in a round without a draft, if the drafter says."""
         if self._draft is None or not self._limits.most:
             return None
-        asked = replace(round_, num_draft_tokens=self._limits.most)
+        # What a grammar allows is not made for tokens that nobody verifies.
+        most = self._limits.most
+        asked = replace(round_, num_draft_tokens=most, grammar=None)
         if (peeked := peek(self._draft, asked)) is not None:
             self._pacing.look()
         return peeked

@@ -18,7 +18,7 @@ from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
-from ..outputs import RunStats
+from ..outputs import EngineLoad, RunStats
 from ..request import Request
 from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
@@ -113,6 +113,17 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request has not ended yet, or its end was not reported."""
         return bool(self._alive)
+
+    @property
+    def load(self) -> EngineLoad:
+        """Rows, requests that wait for one, and bytes of the rows' caches."""
+        joining = None if self._joining is None else self._joining.batch
+        batches = [b for b in (self._running, joining) if b is not None]
+        return EngineLoad(
+            running=sum(len(b.unfinished) for b in batches),
+            waiting=self._scheduler.waiting,
+            cache_bytes=sum(b.cache_bytes for b in batches),
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request; it gets a row as soon as one is free.

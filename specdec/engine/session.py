@@ -10,7 +10,7 @@ from typing import Any, Unpack
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
 from ..grammar import GrammarCompiler, GrammarState
 from ..output_text import token_text
-from ..outputs import GenerationResult, RunStats, StreamEvent
+from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
 from ..sampling_params import SamplingParams, require_params
@@ -126,6 +126,11 @@ class Session:
     def busy(self) -> bool:
         """Whether a request has not ended yet, or its end was not reported."""
         return self._engine.busy or bool(self._engine.unreported)
+
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine is busy with at the moment."""
+        return self._engine.load
 
     @property
     def stats(self) -> RunStats:
@@ -246,4 +251,5 @@ class Session:
             text=output.text,
             token_ids=output.token_ids,
             result=result,
+            logprobs=output.logprobs,
         )

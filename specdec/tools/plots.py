@@ -43,7 +43,8 @@ class Line:
 
     Args:
         label: what the legend calls it.
-        points: (x, y), or (x, lowest, y, highest) with a bar.
+        points: (x, y), or (x, lowest, y, highest) with a bar; x counts ticks, if the
+            chart has them.
         colour, dashed: how it is drawn.
         numbers: which points have their value beside them.
         above: whether that stands above the point.
@@ -65,7 +66,7 @@ class Chart:
         title: what the chart says.
         x, y: what is along the axes.
         panels: lines by the panel's title.
-        ticks: all values of x, at equal distances; none: x is a number line from 0.
+        ticks: what stands at x = 0, 1, 2, ...; none: x is a number line from 0.
         percent: y is a share.
         baseline: label of a line at 1.
         top: of the y axis.
@@ -75,7 +76,7 @@ class Chart:
     x: str
     y: str
     panels: Mapping[str, Sequence[Line]] = field(default_factory=dict)
-    ticks: Sequence[float] = ()
+    ticks: Sequence[object] = ()
     percent: bool = False
     baseline: str | None = None
     top: float | None = None
@@ -97,7 +98,7 @@ class Chart:
                 aside = 0.05 * (i - (len(lines) - 1) / 2) if self.baseline else 0.0
                 self._line(axes, line, aside)
             if self.ticks:
-                axes.set_xticks(range(len(self.ticks)), [f"{t:g}" for t in self.ticks])
+                axes.set_xticks(range(len(self.ticks)), list(map(str, self.ticks)))
                 axes.set_xlim(-0.5, len(self.ticks) - 0.5)
             else:
                 axes.set_xlim(left=0)
@@ -110,9 +111,7 @@ class Chart:
 
     def _line(self, axes: Any, line: Line, aside: float) -> None:
         points = sorted(line.points)
-        xs = [p[0] for p in points]
-        if self.ticks:
-            xs = [self.ticks.index(x) + aside for x in xs]
+        xs = [p[0] + aside for p in points]
         ys = [p[len(p) // 2] for p in points]
         bars = [[y - p[1], p[-1] - y] for p, y in zip(points, ys, strict=True)]
         marked = "o" if self.ticks else ""

@@ -26,6 +26,7 @@ from specdec.cli.output import open_streams
 from specdec.cli.run import _piped
 from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
+from specdec.grammar import Grammar
 from specdec.outputs import RunStats, StreamEvent
 from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
@@ -119,6 +120,7 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         "system_prompt": "S",
         "ignore_chat_template": False,
         "keep_going": False,
+        "turns": [()],
     }
 
 
@@ -794,3 +796,37 @@ def test_a_seed_that_is_not_given_is_random_and_shown(
     result = specdec("run", "-p", "Hi")
     assert decoder.calls["params"].seed is None
     assert "seed:" not in result.stderr
+
+
+def test_what_output_has_to_be_is_checked_before_a_model_is_loaded(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """A schema that cannot be used would be found when everything is loaded."""
+    file = tmp_path / "grammar"
+
+    def run(*options: str) -> Result:
+        decoder.calls.clear()
+        return specdec("run", "--prompt", "Hi", *options)
+
+    for text, option, grammar in (
+        ('{"type": "object"}', "--json-schema", Grammar.json_object()),
+        ('start: "a"', "--grammar", Grammar.lark('start: "a"')),
+    ):
+        file.write_text(text)
+        assert run(option, str(file)).exit_code == 0
+        assert decoder.calls["params"].grammar == grammar
+    assert run("--regex", "a+").exit_code == 0
+    assert decoder.calls["params"].grammar == Grammar.regex("a+")
+    file.write_bytes(b"\xff")
+    for options, message in (
+        (["--regex", "a("], "the regular expression cannot be used"),
+        (["--regex", "a", "--json-schema", str(file)], "give one of them"),
+        (["--json-schema", str(file)], "not UTF-8"),
+        (["--grammar", str(tmp_path / "none")], "there is no such file"),
+        (["--json-schema", ""], "name a file"),
+        (["--regex", "a", "--min-tokens", "2"], "--min-tokens"),
+    ):
+        result = run(*options)
+        assert result.exit_code != 0
+        assert message in result.stderr
+        assert not decoder.calls

@@ -16,7 +16,6 @@ import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from specdec.errors import UnsupportedModelError
 from specdec.models.layers import has_trunk
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
@@ -489,10 +488,7 @@ NOT_RUN = {
 }
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
-    "deepseek_v32": "its indexer writes to the cache's own arrays",
     "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
-    "glm_moe_dsa": "its indexer writes to the cache's own arrays",
-    "gpt_bigcode": "it reads one position for all rows",
     "llama4": "it builds chunk masks from one position for all rows",
     "minimax_m3_vl": "its sparse layers choose blocks by the columns that are read",
 }
@@ -543,7 +539,7 @@ def differences(arch: str, model: Any) -> list[int]:
     return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
 
 
-def line(arch: str, model: Any | None) -> str:
+def line(arch: str, model: Any) -> str:
     """The architecture's line in docs/models.md."""
     reason = NOT_RUN.get(arch, REFUSED.get(arch))
     caches = (
@@ -572,12 +568,3 @@ _KINDS = {
     "ChunkedKVCache": "chunks",
     "ArraysCache": "recurrent",
 }
-
-
-def refusal(arch: str, model: Any) -> str | None:
-    """Why the architecture is refused; ``None`` if it is not."""
-    try:
-        differences(arch, model)
-    except UnsupportedModelError as error:
-        return str(error)
-    return None

@@ -159,7 +159,7 @@ def units_of(recipe: Recipe) -> Iterator[Unit]:
     """All that is run, in order: systems of one group take turns.
 
     Pass after pass of everything, so that a run that is stopped has some of all. Rounds
-    are taken apart behind them. Jobs under a load come last, once each: what was new to
+    are taken apart after them. Jobs under a load come last, once each: what was new to
     the machine no longer is.
     """
     groups = [cells_of(recipe, conditions) for conditions in conditions_of(recipe)]

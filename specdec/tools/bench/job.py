@@ -82,8 +82,6 @@ class JobRecord:
 
     Args:
         seconds: from the call to the last token.
-        phases: seconds of ``calibration``, ``prefill`` and ``decode``; 0 where the
-            system does not say.
         traced: every round, of a first pass of this engine.
     """
 
@@ -92,7 +90,6 @@ class JobRecord:
     rounds: list[RoundTimes]
     peak_memory_bytes: int
     memory_before_bytes: int
-    phases: dict[str, float] = field(default_factory=dict)
     traced: list[TracedRound] = field(default_factory=list)
 
     @property
@@ -165,7 +162,6 @@ class Progress:
     prompt_tokens: int = 0
     prefix_tokens: int = 0
     tokens: list[int] = field(default_factory=list)
-    text: str = ""
     first: float = 0.0
     ended: float = 0.0
     rounds: int = 0
@@ -184,7 +180,6 @@ class Job:
     def __init__(self, requests: Sequence[JobRequest], clock: Clock):
         self.requests = requests
         self.progress = [Progress() for _ in requests]
-        self.phases = {"calibration": 0.0, "prefill": 0.0, "decode": 0.0}
         self.rounds = Rounds(lambda: self.now)
         self._clock, self._start, self._taken = clock, clock(), 0
 
@@ -220,10 +215,10 @@ class Job:
             progress.first = now
         progress.tokens += tokens
 
-    def end(self, i: int, text: str, now: float) -> None:
-        """Note that a request has ended."""
+    def end(self, i: int, now: float) -> None:
+        """Note that a request has ended, and its text is there."""
         progress = self.progress[i]
-        progress.text, progress.ended = text, now
+        progress.ended = now
         progress.first = progress.first if progress.tokens else now
 
     def record(self, *, peak: int, before: int) -> JobRecord:
@@ -251,7 +246,6 @@ class Job:
                 for request, p in zip(self.requests, self.progress, strict=True)
             ],
             rounds=self.rounds.times(),
-            phases={name: round(each, 4) for name, each in self.phases.items()},
             peak_memory_bytes=peak,
             memory_before_bytes=before,
             traced=self.rounds.traced,

@@ -61,32 +61,32 @@ def speedup(figures: Figures) -> Chart | None:
         found = f.ratios(figures.plain(f)) if f.cell.draft is not None else []
         if found:
             ratios[f.cell] = found
-    fixed = {c: r for c, r in ratios.items() if c.num_draft_tokens != "auto"}
-    ours = [c for c in fixed if c.drafts]
+    ours = [c for c in ratios if c.drafts]
     if not ours:
         return None
-    over_k = len({c.num_draft_tokens for c in ours}) > 1 or "batch" not in (
-        figures.varied
-    )
+    lengths = {c.num_draft_tokens for c in ours} - {"auto"}
+    over_k = len(lengths) > 1 or "batch" not in figures.varied
     several = len(figures.recipe.draft) > 1
 
     def line_of(cell: Cell) -> str:
         if not cell.drafts:
             return "mlx-lm's speculation"
-        return f"batch {cell.batch}" if over_k else cell.draft_name
+        return f"batch {cell.batch}" if over_k else f"{cell.draft_name}, {cell.length}"
+
+    def x_of(cell: Cell) -> int | str:
+        return cell.num_draft_tokens if over_k else cell.batch
 
     labels = dict.fromkeys(map(line_of, ours))
     colours = dict(zip(labels, COLOURS * len(labels), strict=False))
+    # Numbers in their order, then what is no number.
+    ticks = sorted(set(map(x_of, ratios)), key=lambda x: (isinstance(x, str), x))
     panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
-    for cell, each in fixed.items():
+    for cell, each in ratios.items():
         words = [cell.draft_name] if several and over_k else []
-        name = ", ".join([*words, *cell.words(figures.varied)])
-        x = cell.num_draft_tokens if over_k else cell.batch
-        point = float(x), min(each), statistics.median(each), max(each)
+        name = ", ".join([*words, *cell.words(figures.varied - {"load"})])
+        at = float(ticks.index(x_of(cell)))
+        point = at, min(each), statistics.median(each), max(each)
         panels.setdefault(name, {}).setdefault(line_of(cell), []).append(point)
-    xs = {
-        p[0] for lines in panels.values() for points in lines.values() for p in points
-    }
     return Chart(
         title=_speedup_title(figures, ratios),
         x="draft length k (tokens drafted)" if over_k else "batch (rows)",
@@ -98,7 +98,7 @@ def speedup(figures: Figures) -> Chart | None:
             ]
             for name, lines in panels.items()
         },
-        ticks=sorted(float(x) for x in xs),
+        ticks=ticks,
         baseline="no draft",
     )
 
@@ -145,8 +145,8 @@ def acceptance(figures: Figures) -> Chart | None:
         words = [f.cell.draft_name] if len(figures.recipe.draft) > 1 else []
         words += f.cell.words(figures.varied & {"temperature"})
         name = ", ".join([*words, f"n = {len(f.rows)} rounds of a row"])
-        alone = [(float(j), p.conditional) for j, p in enumerate(each, 1)]
-        joint = [(float(j), p) for j, p in enumerate(unconditional(each), 1)]
+        alone = [(float(j), p.conditional) for j, p in enumerate(each)]
+        joint = [(float(j), p) for j, p in enumerate(unconditional(each))]
         panels[name] = [
             Line(
                 "given that all before it were (conditional)",
@@ -175,7 +175,7 @@ def acceptance(figures: Figures) -> Chart | None:
         x="position (1 = first drafted token)",
         y="drafted tokens accepted",
         panels=panels,
-        ticks=[float(j) for j in range(1, max(map(_most, chosen.values())) + 1)],
+        ticks=range(1, max(map(_most, chosen.values())) + 1),
         percent=True,
         top=1.15,
     )
@@ -252,5 +252,6 @@ def _round_title(figures: Figures, bars: list[CellFigures]) -> str:
     return (
         f"A round of {named}{f.cell.length} costs "
         f"{_parts(f).total / plain[f.cell.plain]:.1f} plain steps, "
-        f"{_parts(f).shares['draft']:.0%} of it drafting (batch {f.cell.batch})"
+        f"{_parts(f).shares['draft']:.0%} of it drafting (batch {f.cell.batch}, "
+        f"n = {_parts(f).number})"
     )

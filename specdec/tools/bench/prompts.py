@@ -66,15 +66,6 @@ class EncodedSet:
         return [common + ids for ids in self.token_ids]
 
 
-def read_questions(recipe: Recipe) -> list[Question]:
-    """The prompts of a file or a package, none cut off.
-
-    Raises:
-        PromptError: there is no such file or package, or it cannot be used.
-    """
-    return _mixed([_questions_of(s, recipe.folder) for s in recipe.prompts.source])
-
-
 def _shares(found: Sequence[int], n: int) -> list[int]:
     """How many of ``n`` each source gives: as many as others, or all that it has."""
     shares = [0] * len(found)

@@ -43,6 +43,8 @@ class Machine:
     mlx: str
     mlx_lm: str
     python: str
+    specdec: str = ""
+    platform: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +62,16 @@ class Start:
         """Machine, versions and commit, in a line of a report."""
         m = self.machine
         where = f"{m.cpu}, {m.cores} cores, {m.memory_gib} GiB"
+        if m.backend == "metal":
+            where += f", {m.platform}"
         if m.backend != "cpu":
             where = f"{m.device} ({m.backend}); {where}"
         versions = f"MLX {m.mlx}, mlx-lm {m.mlx_lm}, Python {m.python}"
         changed = "+changes" * self.commit.endswith("+changes")
-        return f"{where}; {versions}; commit {self.commit[:12]}{changed}"
+        made = f"commit {self.commit[:12]}{changed}"
+        if self.commit == "unknown":  # installed
+            made = f"specdec {m.specdec}"
+        return f"{where}; {versions}; {made}"
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -136,18 +136,12 @@ def specdec(decoder: SpecDecoder, options: Options) -> System:
                 job.take(event.index, event.token_ids, now)
                 if event.result is not None:
                     result, done = event.result, job.progress[event.index]
-                    job.end(event.index, result.text, now)
+                    job.end(event.index, now)
                     done.rounds, done.drafted = result.rounds, result.drafted
                     done.accepted = result.accepted
                     done.prefix_tokens = result.prefix_tokens
         mx.synchronize()
-        stats = session.stats
-        stats.check_draft()
-        job.phases = {
-            "calibration": stats.calibration_seconds,
-            "prefill": stats.prefill_seconds,
-            "decode": stats.decode_seconds,
-        }
+        session.stats.check_draft()
 
     return run
 
@@ -200,7 +194,8 @@ def mlx_lm_step(
             job.take(i, [token], job.now)
         generated.close()
         text.finalize()
-        job.end(i, text.text, job.now)
+        _ = text.text  # made when it is asked for
+        job.end(i, job.now)
 
     return run
 
@@ -243,8 +238,8 @@ def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
                 if response.finish_reason != "stop":
                     job.take(i, [response.token], now)
                 if response.finish_reason is not None:
-                    text = options.tokenizer.decode(job.progress[i].tokens)
-                    job.end(i, text, now)
+                    options.tokenizer.decode(job.progress[i].tokens)
+                    job.end(i, now)
                     running -= 1
         mx.synchronize(generator.stream)
         generator.close()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,17 +56,28 @@ def _charts(cards: Mapping[str, Card]) -> dict[str, Chart]:
             + " and ".join(f"(k = {k})" for k in lengths[:1]),
             x="layers of the draft",
             y="share of draft tokens accepted",
-            panels=_panels(by_layers),
-            ticks=sorted({x for *_, x, _ in by_layers}),
+            panels=_panels(_placed(by_layers)),
+            ticks=_ticks(by_layers),
         ),
         "length": Chart(
             title="Tokens that a round brings, by the number of tokens drafted",
             x="k, tokens drafted in a round",
             y="tokens a round, greedy",
-            panels=_panels(by_length),
-            ticks=sorted({x for *_, x, _ in by_length}),
+            panels=_panels(_placed(by_length)),
+            ticks=_ticks(by_length),
         ),
     }
+
+
+def _ticks(points: Iterable[Point]) -> list[float]:
+    """The values of x that were measured."""
+    return sorted({x for *_, x, _ in points})
+
+
+def _placed(points: Sequence[Point]) -> list[Point]:
+    """The same points at equal distances."""
+    ticks = _ticks(points)
+    return [(name, label, ticks.index(x), y) for name, label, x, y in points]
 
 
 def _panels(points: Iterable[Point], *, last: bool = False) -> dict[str, list[Line]]:

@@ -107,8 +107,10 @@ def certify_tokens(
     begun = dict.fromkeys(range(len(tasks)), 0)
     restarts = 0
     for restart in range(max_restarts + 1):
-        behind = [comparison.take(i, begun[i], results[n]) for n, i in enumerate(begun)]
-        pairs = zip(begun, behind, strict=True)
+        positions = [
+            comparison.take(i, begun[i], results[n]) for n, i in enumerate(begun)
+        ]
+        pairs = zip(begun, positions, strict=True)
         begun = {i: position for i, position in pairs if position is not None}
         if not begun or restart == max_restarts:
             break

