@@ -165,7 +165,7 @@ def measure(
     vocab_size: int,
 ) -> dict[str, Record]:
     """Walk every cache at both widths, the blocking steps taken in turns."""
-    # Walks of equal shapes start where they never meet the same length: behind
+    # Walks of equal shapes start where they never meet the same length: after
     # each other (width 1), or at another remainder (width k + 1).
     makers: dict[str, tuple[int, Callable[..., Rows]]] = {
         "exact": (0, partial(EngineRows, model, read_bucket=1)),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
@@ -17,6 +18,7 @@ from .utils.checks import (
     require_int,
     require_range,
 )
+from .utils.printable import shorten
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT_SIZE = 20
@@ -145,6 +147,22 @@ class SamplingParams:
     def draws(self) -> bool:
         """Whether random numbers have a part in its tokens."""
         return self.temperature > 0 or self.sampler is not None
+
+    def updated(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """These, with other values for some fields.
+
+        Raises:
+            ConfigError: there is no such field, or it cannot have that value.
+        """
+        known = type(self).__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"valid settings: {', '.join(known)}"
+                if near:
+                    hint = f"did you mean {near[0]}?"
+                raise ConfigError(f"unknown setting `{shorten(name)}`; {hint}")
+        return replace(self, **settings) if settings else self
 
     def seeded(self) -> SamplingParams:
         """These, with a random seed where they draw and have none."""

@@ -1,4 +1,4 @@
-"""The benchmark scripts run from end to end; pages of kept results are theirs."""
+"""The benchmark scripts run from end to end, and their results stay small."""
 
 from __future__ import annotations
 
@@ -16,7 +16,6 @@ from benchmarks.kernels import NO_KERNEL
 from benchmarks.kernels import main as kernels
 from benchmarks.profile_round import main as profile_round
 
-from .docs.scripts import load_script
 from .models.folders import write_folder
 
 
@@ -33,8 +32,6 @@ def run(name: str, out: Path, *options: str) -> dict[str, Any]:
 
 RESULTS = Path(__file__).parents[1] / "benchmarks" / "results"
 BENCHMARKS = RESULTS.parent
-
-kept = load_script("kept_reports")
 
 
 def test_scripts_stay_few() -> None:
@@ -53,47 +50,6 @@ def test_raw_results_stay_small() -> None:
     assert not [
         path for path in files if path.suffix == ".png" and path.parent in reports
     ]
-
-
-@pytest.mark.parametrize(
-    "raw",
-    [
-        *RESULTS.glob("draft-length-*.json"),
-        *RESULTS.glob("simulated-*.json"),
-    ],
-    ids=lambda path: path.stem,
-)
-def test_a_committed_report_is_that_of_its_raw_result(raw: Path) -> None:
-    """``scripts/kept_reports.py`` was not forgotten, and nobody edited it."""
-    assert kept.rebuilt(raw) == raw.with_suffix(".md").read_text("utf-8")
-
-
-def test_a_report_is_made_anew(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    raw = tmp_path / "a.b.json"
-    raw.write_bytes((RESULTS / "simulated-8b-h200.json").read_bytes())
-    assert kept.main([str(raw)]) == 0
-    expected = (RESULTS / "simulated-8b-h200.md").read_text("utf-8")
-    assert (tmp_path / "a.b.md").read_text("utf-8") == expected
-    for text in ("{}", "no JSON", '{"title": "Something else"}'):
-        raw.write_text(text, "utf-8")
-        capsys.readouterr()
-        assert kept.main([str(raw)]) == 2
-        assert capsys.readouterr().err.count("\n") == 1
-
-
-def test_what_is_allowed_is_not_exceeded() -> None:
-    """Nor is auto held to the best of some k where another's is not known."""
-    costs = {"verify": {"3": 0.010, "5": 0.011}, "draft_step": 0.001}
-
-    def found(quiet: dict[Any, float]) -> list[float]:
-        limits = kept.limits_of(costs, 0.01, 0.8, quiet)
-        return [round(limits[k], 2) for k in quiet]
-
-    assert found({2: 1.9, 4: 2.2, "auto": 2.1}) == [2.03, 2.24, 2.24]
-    assert found({2: 1.9, 4: 2.3, "auto": 2.1}) == [2.03, 0, 0]
-    assert found({2: 1.9, 6: 2.2, "auto": 2.1}) == [2.03, 0, 0]
 
 
 def test_packed(tmp_path: Path) -> None:

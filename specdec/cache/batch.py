@@ -343,11 +343,20 @@ class BatchCache(FunctionalCache):
         arrays = self._storage.arrays
         return None if arrays is None else self._storage.codec.present(arrays)[0]
 
+    @keys.setter
+    def keys(self, keys: Any) -> None:
+        # Some models let them depend on other arrays, or drop the values.
+        self._storage.arrays = self._storage.codec.collect(keys, self.values)
+
     @property
     def values(self) -> Any:
         """All allocated values, or ``None``."""
         arrays = self._storage.arrays
         return None if arrays is None else self._storage.codec.present(arrays)[1]
+
+    @values.setter
+    def values(self, values: Any) -> None:
+        self._storage.arrays = self._storage.codec.collect(self.keys, values)
 
     def _bookkeeping(self) -> tuple[int, ...]:
         """Host counters that ``state`` has to carry, beside the longest row."""

@@ -331,8 +331,18 @@ class BatchRecurrentCache(BatchCache):
         made = self.single(self.num_states)
         lengths: list[int] = self.offset.tolist()  # type: ignore[assignment]
         if not self.empty() and lengths[idx]:
-            made.cache = [mx.contiguous(a[idx : idx + 1]) for a in self.arrays]
+            made.cache = list(self.states_of(idx))
         return made
+
+    def states_of(self, row: int) -> Arrays:
+        """A copy of the states of a row, shape (1, ...) each."""
+        return tuple(mx.contiguous(a[row : row + 1]) for a in self.arrays)
+
+    def _fill_row(self, arrays: Arrays, positions: Sequence[int], length: int) -> None:
+        """Become one row of ``length`` tokens with these states."""
+        self._storage.arrays = arrays
+        self.offset = mx.array([length], mx.int32)
+        self._longest, self._uniform = length, True
 
     @classmethod
     def _like_single(cls, cache: Any) -> Self:
@@ -342,10 +352,8 @@ class BatchRecurrentCache(BatchCache):
     def _from_single(cls, cache: Any) -> Self:
         made = cls._like_single(cache)
         if not cache.empty():
-            made._storage.arrays = tuple(cache.cache)
             # How many tokens are in it, mlx-lm's class does not know: one or more.
-            made.offset = mx.array([1], mx.int32)
-            made._longest = 1
+            made._fill_row(tuple(cache.cache), (), 1)
         return made
 
     @classmethod

@@ -16,7 +16,6 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..utils.data_files import DataError, parse_json
 from ..utils.sizes import parse_size
 from . import options
 from .output import show, show_warnings, silence_third_parties
@@ -124,11 +123,7 @@ def _seconds(
     "Time that running requests have to end when the server stops.",
     default=30,
 )
-@click.option(
-    "--chat-template-kwargs",
-    metavar="JSON",
-    help="Variables for the chat template, as in '{\"enable_thinking\": false}'.",
-)
+@options.chat_template_config()
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
 )
@@ -161,7 +156,7 @@ def serve(
     names: tuple[str, ...],
     max_body: str,
     temp: float,
-    chat_template_kwargs: str | None,
+    chat_template_config: str | None,
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
     max_kv_size: int | None,
@@ -213,7 +208,7 @@ def serve(
         names=names,
         temperature=temp,
         max_body_bytes=parse_size(max_body),
-        template_variables=_variables(chat_template_kwargs),
+        chat_template_config=options.template_variables(chat_template_config),
         **limits,
     )
     silence_third_parties()
@@ -253,18 +248,6 @@ def check_extra(*modules: str) -> None:
     raise click.ClickException(
         "specdec serve needs more packages: pip install 'mlx-specdec[server]'"
     )
-
-
-def _variables(text: str | None) -> dict[str, Any]:
-    if text is None:
-        return {}
-    try:
-        found = parse_json(text)
-    except DataError as error:
-        raise click.UsageError(f"--chat-template-kwargs: {error}") from error
-    if not isinstance(found, dict):
-        raise click.UsageError("--chat-template-kwargs is no JSON object")
-    return found
 
 
 def _is_loopback(host: str) -> bool:

@@ -33,10 +33,13 @@ class Sink:
         prompts: Sequence[PromptRecord],
         output: TextIO | None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
+        | None = None,
     ) -> None:
         self._prompts = prompts
         self._output = output
         self._aside = aside
+        self._line_of = line_of or _line_of
         # Several answers, each under a header.
         self._several = len(prompts) > 1 or any(record.turns for record in prompts)
         self._waiting: dict[int, list[GenerationResult]] = {}
@@ -86,13 +89,7 @@ class Sink:
             self._write("\n")
 
     def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        fields = result.to_dict()
-        record = self._prompts[result.index]
-        if record.turns:
-            fields = {"index": result.index, "turn": result.turn, **fields}
-        if record.id is not None:
-            fields = {"index": result.index, "id": record.id, **fields}
-        line = json_text(fields)
+        line = json_text(self._line_of(result, self._prompts[result.index]))
         try:
             output.write(line + "\n")
             output.flush()
@@ -126,6 +123,15 @@ class Sink:
             raise output_failed(error) from error
         if text:
             self._line_open = not text.endswith("\n")
+
+
+def _line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+    fields = result.to_dict()
+    if record.turns:
+        fields = {"index": result.index, "turn": result.turn, **fields}
+    if record.id is not None:
+        fields = {"index": result.index, "id": record.id, **fields}
+    return fields
 
 
 def _for_terminal(text: str) -> str:

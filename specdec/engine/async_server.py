@@ -21,14 +21,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, Unpack
 
 import mlx.core as mx
 
 from ..errors import PromptError, ServerError, reason_of
 from ..output_text import stop_texts
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
-from ..prompts import EncodedPrompt, Prompt
+from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
 from .session import Session
 
@@ -323,7 +323,7 @@ class Server:
         self,
         open_session: OpenSession,
         encode: Callable[..., EncodedPrompt],
-        prepare: Callable[[SamplingParams], object] = id,
+        prepare: Callable[[SamplingParams], object] = lambda params: None,
     ):
         self._open_session = open_session
         self._encode = encode
@@ -409,9 +409,8 @@ class Server:
         prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
-        system_prompt: str | None = None,
-        ignore_chat_template: bool = False,
         timeout: float | None = None,
+        **encoding: Unpack[Encoding],
     ) -> AsyncGenerator[StreamEvent, None]:
         """Decode a prompt, yielding what it emits; the last event has its result.
 
@@ -429,6 +428,8 @@ class Server:
                 processors are called in the server's thread:
                 arrays that they hold must have been evaluated (``mx.eval``) where
                 they were made.
+            encoding: ``system_prompt`` and its like, as for
+                :meth:`specdec.SpecDecoder.generate`.
 
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
@@ -439,12 +440,7 @@ class Server:
                 wrong there is its ``__cause__``.
         """
         worker = self._checked_worker()
-        encode = partial(
-            self._encode,
-            prompt,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-        )
+        encode = partial(self._encode, prompt, **encoding)
         params = SamplingParams() if params is None else require_params(params)
         request = _Request(encode, params)
         self._open.add(request)

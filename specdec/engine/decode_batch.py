@@ -270,7 +270,9 @@ class DecodeBatch:
         """What would be proposed in a round without a draft, if the drafter says."""
         if self._draft is None or not self._limits.most:
             return None
-        asked = replace(round_, num_draft_tokens=self._limits.most)
+        # What a grammar allows is not made for tokens that nobody verifies.
+        most = self._limits.most
+        asked = replace(round_, num_draft_tokens=most, grammar=None)
         if (peeked := peek(self._draft, asked)) is not None:
             self._pacing.look()
         return peeked

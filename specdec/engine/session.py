@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
 from ..grammar import GrammarCompiler, GrammarState
+from ..output_text import token_text
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
-from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
+from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
 from ..sampling_params import SamplingParams, require_params
 from .admission import Preflight
@@ -139,9 +141,7 @@ class Session:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        system_prompt: str | None = None,
-        ignore_chat_template: bool = False,
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Queue a prompt; rows are given first come, first served.
 
@@ -150,6 +150,8 @@ class Session:
                 :meth:`specdec.SpecDecoder.generate`.
             params: how to decode it. The seed is taken as it is; a request that
                 draws and has none gets a random one, which its result reports.
+            encoding: ``system_prompt`` and its like, as for
+                :meth:`specdec.SpecDecoder.generate`.
 
         Returns:
             The index that its events and its result carry.
@@ -162,13 +164,7 @@ class Session:
             SessionError: a step did not end.
         """
         params = SamplingParams() if params is None else require_params(params)
-        encoded = encode(
-            self._tokenizer,
-            prompt,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-            limit=self._limit,
-        )
+        encoded = encode(self._tokenizer, prompt, limit=self._limit, **encoding)
         return self.add_encoded(encoded, params)
 
     def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
@@ -227,13 +223,13 @@ class Session:
                 reported.
         """
         if self._broken:
-            events = list(map(_event, self._engine.abandon()))
+            events = list(map(self._event, self._engine.abandon()))
             if not events:
                 self._check_whole()
             self._engine.reported()
             return events
         self._broken = True
-        events = list(map(_event, self._engine.step()))
+        events = list(map(self._event, self._engine.step()))
         self._engine.reported()
         self._broken = False
         return events
@@ -245,12 +241,15 @@ class Session:
                 "begin another session"
             )
 
-
-def _event(output: StepOutput) -> StreamEvent:
-    return StreamEvent(
-        index=output.request.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        result=GenerationResult.of(output.request) if output.ended else None,
-        logprobs=output.logprobs,
-    )
+    def _event(self, output: StepOutput) -> StreamEvent:
+        result = None
+        if output.ended:
+            text_of = partial(token_text, self._tokenizer)
+            result = GenerationResult.of(output.request, text_of)
+        return StreamEvent(
+            index=output.request.index,
+            text=output.text,
+            token_ids=output.token_ids,
+            result=result,
+            logprobs=output.logprobs,
+        )

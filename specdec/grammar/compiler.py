@@ -67,6 +67,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
+        self._making = threading.Lock()
 
     def compile(self, grammar: Grammar) -> GrammarState:
         """The state of a row that has generated nothing.
@@ -79,6 +80,7 @@ class GrammarCompiler:
         with self._lock:
             fresh = self._kept.get(grammar)
         if fresh is None:
+            self._make_tokenizer()
             # Without the lock: who asks for one that is kept does not wait.
             fresh = _apart(lambda: self._compiled(grammar), grammar)
             if fresh.is_error():
@@ -91,11 +93,14 @@ class GrammarCompiler:
         assert self._tokenizer is not None
         return GrammarState(fresh, (self._tokenizer.vocab_size + 31) // 32)
 
+    def _make_tokenizer(self) -> None:
+        with self._making:
+            if self._tokenizer is None:
+                self._tokenizer = _tokenizer_of(self._source, self._vocab_size)
+
     def _compiled(self, grammar: Grammar) -> LLMatcher:
-        library = _library()
-        if self._tokenizer is None:
-            self._tokenizer = _tokenizer_of(library, self._source, self._vocab_size)
-        fresh: LLMatcher = library.LLMatcher(
+        assert self._tokenizer is not None
+        fresh: LLMatcher = _library().LLMatcher(
             self._tokenizer, _text(grammar), log_level=0, limits=_limits()
         )
         if not fresh.is_error():
@@ -135,13 +140,13 @@ def _text(grammar: Grammar) -> str:
     return text
 
 
-def _tokenizer_of(library: Any, tokenizer: Any, vocab_size: int) -> LLTokenizer:
+def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     """llguidance's tokenizer.
 
     Raises:
         ConfigError: it takes none of that kind, or nothing ends its texts.
     """
-    ends = sorted(tokenizer.eos_token_ids)
+    library, ends = _library(), sorted(tokenizer.eos_token_ids)
     if not ends:
         raise ConfigError(
             "a grammar needs a tokenizer with an end-of-sequence token: "

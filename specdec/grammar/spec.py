@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
@@ -16,6 +17,9 @@ GrammarKind = Literal["json_schema", "regex", "lark"]
 GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
 #: Most bytes of a grammar's text. What compiles it takes stack by the length.
 MAX_GRAMMAR_BYTES = 1 << 17
+#: Most patterns that may have to hold together. What finds out whether a text matches
+#: all of them takes a second for ten, and minutes and gigabytes for twenty.
+MAX_JOINED_PATTERNS = 8
 _NAMES = {
     "json_schema": "JSON schema",
     "regex": "regular expression",
@@ -36,9 +40,10 @@ class Grammar:
         text: the schema as JSON, the expression, or the grammar; up to 128 KiB.
 
     Raises:
-        ConfigError: the text is empty, too long or no Unicode; or, of a schema, no
-            JSON object, or nested deeper than 100. What else is wrong with it is
-            found when a request with it is added.
+        ConfigError: the text is empty, too long or no Unicode; of a schema, it is no
+            JSON object, or nested deeper than 100; or it has more than 8 patterns that
+            may have to hold together. What else is wrong with it is found when a
+            request with it is added.
     """
 
     kind: GrammarKind
@@ -61,10 +66,19 @@ class Grammar:
                 f"the {self.name} has {size} bytes: give one of at most "
                 f"{MAX_GRAMMAR_BYTES}"
             )
+        joined = 0
         if self.kind == "json_schema":
-            self._check_schema()
+            joined = _joined_patterns(self._schema())
+        elif self.kind == "lark":
+            joined = _joined_terminals(self.text)
+        if joined > MAX_JOINED_PATTERNS:
+            raise ConfigError(
+                f"the {self.name} has {joined} patterns, of which some have to hold "
+                f"together: give at most {MAX_JOINED_PATTERNS}, or none that join "
+                "others (allOf, & and the like)"
+            )
 
-    def _check_schema(self) -> None:
+    def _schema(self) -> dict[str, Any]:
         try:
             schema = parse_json(self.text)
         except DataError as error:
@@ -73,6 +87,7 @@ class Grammar:
             raise ConfigError(
                 f"the JSON schema is {shorten(self.text)}: it must be an object"
             )
+        return schema
 
     @property
     def name(self) -> str:
@@ -123,3 +138,35 @@ class Grammar:
             ConfigError: see the class.
         """
         return cls("lark", text)
+
+
+# Beside each other, or a pattern, they join what they say.
+_APPLICATORS = ("pattern", "$ref", "$dynamicRef", "anyOf", "oneOf")
+
+
+def _joined_patterns(schema: Any) -> int:
+    """Patterns of a schema, if any may have to hold together; else 0."""
+    patterns, joins, left = 0, False, [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            patterns += isinstance(value.get("pattern"), str)
+            some = sum(isinstance(value.get(key), str | list) for key in _APPLICATORS)
+            joins |= some > 1 or isinstance(value.get("allOf"), list)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return patterns if joins else 0
+
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+
+
+def _joined_terminals(text: str) -> int:
+    """The same of a Lark grammar: terminals that ``&`` joins, patterns of ``%json``."""
+    joined = _LITERAL.sub("", text).count("&")
+    if "%json" in text:
+        plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+        joined += plain.count('"pattern"')
+    return joined

@@ -15,7 +15,7 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from ..errors import ModelError, SpecdecError
+from ..errors import ModelError, SpecdecError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
 from .fingerprint import fingerprint
 from .folder import check_folder
@@ -126,15 +126,15 @@ def lend(model: nn.Module, source: str, target: Described) -> None:
     """Let a model of :func:`open_layers` have the target's embedding and head.
 
     Raises:
-        ModelError: it is of another width.
-        UnsupportedModelError: the target's architecture is not known to have them.
+        UnsupportedModelError: it is of another width, or the target's architecture is
+            not known to have them.
     """
     check_trunk(target.model, target.name, "lending its embedding")
     lender: nn.Module = target.model.get("language_model", target.model)
     width = lender["model"]["norm"]["weight"].shape
     found = model["model"]["norm"]["weight"].shape
     if found != width:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{source} was made for a target of width {found[0]}, and "
             f"{target.name} has {width[0]}: name the target that it was made for"
         )

@@ -20,6 +20,11 @@ _TRUNKS = {
 }
 
 
+def has_trunk(model: nn.Module) -> bool:
+    """Whether the model's layers can be exchanged, see :func:`check_trunk`."""
+    return type(model).__module__ in _TRUNKS
+
+
 def check_trunk(model: nn.Module, name: str, what: str) -> None:
     """Refuse a model whose layers cannot be exchanged.
 
@@ -31,7 +36,7 @@ def check_trunk(model: nn.Module, name: str, what: str) -> None:
         UnsupportedModelError: its architecture is not among those that are known
             to call their layers one after the other.
     """
-    if type(model).__module__ not in _TRUNKS:
+    if not has_trunk(model):
         known = ", ".join(sorted(m.rpartition(".")[2] for m in _TRUNKS))
         architecture = type(model).__module__.rpartition(".")[2]
         raise UnsupportedModelError(

@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..cache import BatchCacheList, make_batch_caches
+from ..cache import BatchCacheList, BatchRecurrentCache, make_batch_caches
 from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.snapshot import members
@@ -55,7 +55,11 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
             f"({type(error).__name__}): write it with mlx_lm.cache_prompt"
         ) from error
     caches = _like_the_model(runner, singles, name)
-    (length,) = caches[0].offset.tolist() if caches else [0]
+    # mlx-lm does not write how many tokens states are of.
+    known = [c for c in members(caches) if not isinstance(c, BatchRecurrentCache)]
+    if caches and not known:
+        raise CacheError(f"{name} holds states alone, and not of how many tokens")
+    length = int(known[0].offset.item()) if known else 0
     if not 0 < length <= len(tokens):
         raise CacheError(
             f"{name} holds {length} tokens and the prompt has {len(tokens)}: "
@@ -152,6 +156,8 @@ def _adopted(single: Any, like: Any) -> Any:
 
 def _form(cache: Any) -> list[tuple[Any, ...]]:
     """Heads, head sizes and types of what a cache stores."""
+    if isinstance(cache, BatchRecurrentCache):
+        return [(a.shape[1:], a.dtype) for a in cache.arrays]
     state = [cache.keys, cache.values]
     arrays = [
         a for part in state for a in (part if isinstance(part, tuple) else [part])
@@ -162,5 +168,6 @@ def _form(cache: Any) -> list[tuple[Any, ...]]:
 def _described(cache: Any) -> str:
     kind = {k: v for k, v in cache.kind.items() if k != "class"}
     options = "".join(f" {k}={v}" for k, v in kind.items())
-    forms = ", ".join(f"{h} x {size} {dtype}" for h, size, dtype in _form(cache))
+    each = [(" x ".join(map(str, sizes)), dtype) for *sizes, dtype in _form(cache)]
+    forms = ", ".join(f"{sizes} {dtype}" for sizes, dtype in each)
     return f"{cache.kind['class']}{options} ({forms})"

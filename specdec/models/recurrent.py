@@ -351,7 +351,8 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
     """The model, or a twin that shares its weights, whose recurrent layers keep rows.
 
     The model itself does not change. Where its recurrent layers cannot be told, it is
-    returned as it is, and its caches refuse it.
+    returned as it is, and its caches refuse it. Weights that are replaced later reach
+    the twin by :func:`share_weights`.
     """
     found: list[_Watched] = []
     caches = [_watched(c, found) for c in mlx_lm_cache.make_prompt_cache(model)]
@@ -368,12 +369,13 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
     return twin
 
 
-def keeps_states(model: nn.Module) -> bool:
-    """Whether the model has recurrent layers."""
-    found: list[_Watched] = []
-    for each in mlx_lm_cache.make_prompt_cache(model):
-        _watched(each, found)
-    return bool(found)
+def share_weights(twin: nn.Module) -> None:
+    """Take on weights that were replaced in the model of which this is a twin."""
+    for _, module in twin.named_modules():
+        source: Any = vars(module).get("_twin_of", {})
+        for name, value in source.items():
+            if isinstance(value, mx.array) and module[name] is not value:
+                dict.__setitem__(module, name, value)
 
 
 def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
@@ -400,6 +402,7 @@ def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:
         return part
     twin = as_kind(part, kind)
     dict.update(twin, items)
+    vars(twin)["_twin_of"] = part
     if own is not None:
         vars(twin)["_recurrent_states"] = own
     return twin

@@ -1,8 +1,9 @@
-"""mlx-lm's models that take columns for positions, with the rows' own positions.
+"""mlx-lm's models that want one position or one mask for all rows, with one each.
 
 Layers that use the keys of another layer do not see its cache, and some work out where
 their queries are from the number of keys that they are handed. In a batch of rows that
-differ in length that is right for the longest row alone.
+differ in length that is right for the longest row alone. Others read the offset as a
+number, or add a mask to scores of another shape.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import afm7
+from mlx_lm.models import afm7, gemma2, gpt_bigcode
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.flattened_matmul import as_kind
@@ -55,7 +56,76 @@ def _afm7(model: Any) -> nn.Module:
     return made
 
 
-_TWINS: dict[type, Callable[[Any], nn.Module]] = {afm7.Model: _afm7}
+class _Gemma2Attention(gemma2.Attention):
+    """Its scores have an axis of groups of heads, which a mask per row has not."""
+
+    def __call__(
+        self, x: mx.array, mask: Any = None, cache: Any | None = None
+    ) -> mx.array:
+        if self.repeats > 1 and isinstance(mask, mx.array) and mask.ndim == 4:
+            mask = mask[:, :, None]
+        usual: Any = super()
+        attended: mx.array = usual.__call__(x, mask, cache)
+        return attended
+
+
+def _gemma2(model: Any) -> nn.Module:
+    twin = as_kind(model, type(model))
+    twin["model"] = trunk = as_kind(model.model, type(model.model))
+    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
+    for layer in layers:
+        layer["self_attn"] = as_kind(layer.self_attn, _Gemma2Attention)
+    made: nn.Module = twin
+    return made
+
+
+class _FromZero:
+    """A cache whose rows seem to begin: positions are added elsewhere."""
+
+    offset = 0
+
+    def __init__(self, cache: Any):
+        self._cache = cache
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._cache, name)
+
+
+class _Shifted(nn.Embedding):
+    """Embeddings of positions, counted from those that rows have already."""
+
+    def __call__(self, positions: mx.array) -> mx.array:
+        usual: Any = super()
+        embedded: mx.array = usual.__call__(vars(self)["rows"][:, None] + positions)
+        return embedded
+
+
+class _GPTBigCode(gpt_bigcode.GPTBigCodeModel):
+    """It makes a range of the offset, on the host."""
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        if cache is None:
+            usual: mx.array = super().__call__(inputs)
+            return usual
+        vars(self.wpe)["rows"] = cache[0].offset
+        hidden: mx.array = super().__call__(inputs, [_FromZero(c) for c in cache])
+        return hidden
+
+
+def _gpt_bigcode(model: Any) -> nn.Module:
+    twin = as_kind(model, type(model))
+    twin["transformer"] = trunk = as_kind(model.transformer, _GPTBigCode)
+    trunk["wpe"] = as_kind(trunk.wpe, _Shifted)
+    vars(trunk.wpe)["rows"] = mx.zeros((1,), mx.int32)
+    made: nn.Module = twin
+    return made
+
+
+_TWINS: dict[type, Callable[[Any], nn.Module]] = {
+    afm7.Model: _afm7,
+    gemma2.Model: _gemma2,
+    gpt_bigcode.Model: _gpt_bigcode,
+}
 
 
 def with_row_positions(model: nn.Module) -> nn.Module:

@@ -28,7 +28,7 @@ from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
 from .idle import without_idle
-from .recurrent import keeps_states, with_recurrent_rows
+from .recurrent import share_weights, with_recurrent_rows
 from .row_positions import with_row_positions
 
 
@@ -86,7 +86,7 @@ class ModelRunner:
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
-        if prefix_store is not None and not keeps_states(self.model):
+        if prefix_store is not None:
             self.prefixes = ModelPrefixes(
                 prefix_store, self.model, name, self._written_caches
             )
@@ -130,6 +130,7 @@ class ModelRunner:
             max_length: most tokens that a row can ever hold, padding of prefill
                 left out.
         """
+        share_weights(self.model)
         if self.compiled is not None:
             self.compiled.look_at_weights()
         longest = max(map(len, prompts), default=0)

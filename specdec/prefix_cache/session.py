@@ -123,7 +123,7 @@ class PrefixSession:
             row.slack = 0 if ring is None else row.reused - (ring.end - ring.slack)
             if row.reused:
                 yield
-        if form.rings:
+        if form.has_ends:
             self._find_branches()
 
     @property
@@ -178,6 +178,8 @@ class PrefixSession:
                     self._max_write - (first + width - end),
                     end - row.reused + row.slack,
                 )
+                if self._prefixes.form.states:
+                    slack = 0
                 for kind in kinds:
                     start = block_start(end, self._store.block_size)
                     self._store.insert(
@@ -191,16 +193,21 @@ class PrefixSession:
     def _ends(
         self, row: _Row, first: int, last: int
     ) -> Iterator[tuple[int, list[Kind]]]:
-        """Ends of entries in ``first + 1 .. last``, ascending, and their kinds."""
+        """Ends of entries in ``first + 1 .. last``, ascending, and their kinds.
+
+        States are those at the end of the chunk.
+        """
         size, whole = self._store.block_size, len(row.tokens)
+        form = self._prefixes.form
         ends = {*range(first - first % size + size, last + 1, size)}
-        ends |= {end for end in (row.branch, whole) if first < end <= last}
+        served = [last] if form.states else [row.branch, whole]
+        ends |= {end for end in (*served, whole) if first < end <= last}
         for end in sorted(ends):
             kinds: list[Kind] = []
             # At the prompt's end a block may be half of one that is there.
             if end % size == 0 or (end == whole and row.covered < whole):
                 kinds.append("block")
-            if self._prefixes.form.rings and end in (row.branch, whole):
+            if form.has_ends and end in served:
                 kinds.append("ring")
             yield end, kinds
 

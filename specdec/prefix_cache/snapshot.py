@@ -2,7 +2,8 @@
 
 A linear cache keeps every column, so a block of them serves any prefix that ends
 within it. A ring holds the last window and some tokens before it, so what is kept
-of it serves one end and a few before. See docs/prefix.md.
+of it serves one end and a few before. The states of a recurrent layer serve the one
+end at which they are; they are kept with the rings. See docs/prefix.md.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..cache import BatchCache, BatchCacheList, RingCache
+from ..cache import BatchCache, BatchCacheList, BatchRecurrentCache, RingCache
 from .entries import Kind, Plan
 from .files import DamagedError, tensors
 
@@ -28,6 +29,7 @@ _TYPES = {
     mx.float16: "F16",
     mx.bfloat16: "BF16",
     mx.uint32: "U32",
+    mx.int64: "I64",
 }
 _OTHER = "its arrays are not those of the model's caches"
 
@@ -36,8 +38,8 @@ _OTHER = "its arrays are not those of the model's caches"
 class Piece:
     """A block or a ring in memory (see :mod:`specdec.prefix_cache.entries`).
 
-    ``arrays`` holds the columns of each linear cache, or of each ring, in the order
-    of the model's layers.
+    ``arrays`` holds the columns of each linear cache, or of each ring and then the
+    states of each recurrent one, in the order of the model's layers.
     """
 
     kind: Kind
@@ -62,12 +64,18 @@ def members(caches: Sequence[Any]) -> list[BatchCache]:
 
 def linear_caches(caches: Sequence[Any]) -> list[BatchCache]:
     """Those that keep every column."""
-    return [c for c in members(caches) if not isinstance(c, RingCache)]
+    others = RingCache | BatchRecurrentCache
+    return [c for c in members(caches) if not isinstance(c, others)]
 
 
 def ring_caches(caches: Sequence[Any]) -> list[RingCache]:
     """Those that keep a window."""
     return [c for c in members(caches) if isinstance(c, RingCache)]
+
+
+def recurrent_caches(caches: Sequence[Any]) -> list[BatchRecurrentCache]:
+    """Those that keep states."""
+    return [c for c in members(caches) if isinstance(c, BatchRecurrentCache)]
 
 
 class Windowed(Protocol):
@@ -99,10 +107,17 @@ class Form:
     Args:
         linear: the arrays of each linear cache.
         rings: those of each ring, and what it sees.
+        states: shapes, without the rows, and types of each recurrent cache.
     """
 
     linear: tuple[tuple[_Array, ...], ...]
     rings: tuple[tuple[_Window, tuple[_Array, ...]], ...]
+    states: tuple[tuple[tuple[tuple[int, ...], mx.Dtype], ...], ...] = ()
+
+    @property
+    def has_ends(self) -> bool:
+        """Whether there are caches that serve a few ends only."""
+        return bool(self.rings or self.states)
 
     @classmethod
     def of(cls, caches: Sequence[Any]) -> Form:
@@ -112,6 +127,10 @@ class Form:
             tuple(
                 (_Window(ring.keep, ring.window), _arrays_of(ring))
                 for ring in ring_caches(caches)
+            ),
+            tuple(
+                tuple((a.shape[1:], a.dtype) for a in cache.arrays)
+                for cache in recurrent_caches(caches)
             ),
         )
 
@@ -126,10 +145,13 @@ class Form:
                 (arrays, len(ring_positions(window, end, slack)))
                 for window, arrays in self.rings
             ]
-        return [
+        shapes: list[list[tuple[mx.Dtype, tuple[int, ...]]]] = [
             [(a.dtype, (1, a.heads, columns, a.features)) for a in arrays]
             for arrays, columns in each
         ]
+        if kind == "ring":
+            shapes += [[(d, (1, *shape)) for shape, d in s] for s in self.states]
+        return shapes
 
 
 def _arrays_of(cache: BatchCache) -> tuple[_Array, ...]:
@@ -160,6 +182,7 @@ def cut(
         arrays = [
             c.columns(row, ring_positions(c, end, slack)) for c in ring_caches(caches)
         ]
+        arrays += [c.states_of(row) for c in recurrent_caches(caches)]
     mx.eval(arrays)
     return Piece(kind, start, end, slack, tuple(arrays))
 
@@ -168,14 +191,14 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
     """Caches like these, with a row for each plan, after the tokens it restores."""
     # The caches of one kind, in the order in which pieces hold them.
     order = {id(c): i for i, c in enumerate(linear_caches(caches))}
-    order |= {id(c): i for i, c in enumerate(ring_caches(caches))}
+    ends = [*ring_caches(caches), *recurrent_caches(caches)]
+    order |= {id(c): i for i, c in enumerate(ends)}
 
     def made(cache: Any) -> Any:
         if isinstance(cache, BatchCacheList):
             return BatchCacheList(*map(made, cache.caches))
         index = order[id(cache)]
-        ring = cache if isinstance(cache, RingCache) else None
-        new = cache.refilled([_row(plan, index, ring) for plan in rows])
+        new = cache.refilled([_row(plan, index, cache) for plan in rows])
         mx.eval(new.state)  # layer by layer: no more than one is held twice
         return new
 
@@ -183,12 +206,12 @@ def refill(caches: Sequence[Any], rows: Sequence[Plan[Piece]]) -> list[Any]:
 
 
 def _row(
-    plan: Plan[Piece], index: int, ring: RingCache | None
+    plan: Plan[Piece], index: int, cache: BatchCache
 ) -> tuple[Arrays, Sequence[int], int] | None:
     """Columns of cache ``index``, their positions, and how many tokens they make."""
     if plan.length == 0:
         return None
-    if ring is None:
+    if not isinstance(cache, RingCache | BatchRecurrentCache):
         columns = [
             tuple(a[:, :, : plan.length - block.start] for a in block.arrays[index])
             for block in plan.blocks
@@ -198,7 +221,9 @@ def _row(
         return joined, range(plan.length), plan.length
     piece = plan.ring
     assert piece is not None
-    positions = ring_positions(ring, piece.end, piece.slack)
+    if isinstance(cache, BatchRecurrentCache):
+        return piece.arrays[index], (), plan.length
+    positions = ring_positions(cache, piece.end, piece.slack)
     held = [p for p in positions if p < plan.length]  # ascending
     arrays = tuple(a[:, :, : len(held)] for a in piece.arrays[index])
     return arrays, held, plan.length

@@ -154,7 +154,7 @@ class PrefixStore:
                 shared = max(shared, on_disk)
                 found += files
             covered, _ = chained(found if self.disk is None else files)
-            best = plan(found, linear=bool(form.linear), rings=bool(form.rings))
+            best = plan(found, linear=bool(form.linear), rings=form.has_ends)
             if best.length < self.min_length:
                 return Found(Plan(0), shared, covered)
             loaded = self._load(best, form)

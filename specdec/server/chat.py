@@ -159,7 +159,7 @@ def variables(
                 param="chat_template_kwargs",
                 code="invalid_value",
             )
-    made = {**service.config.template_variables, **given}
+    made = {**service.config.chat_template_config, **given}
     if effort is None:
         return made
     template = template_of(service.decoder.tokenizer) or ""

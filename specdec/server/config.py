@@ -34,7 +34,7 @@ class ServerConfig:
         request_timeout: seconds after which an answer is cut, waiting included.
         stop_timeout: seconds that running requests have to end when the server stops.
         keep_alive: seconds without an event after which a stream gets a comment.
-        template_variables: what the chat template reads beside messages and tools.
+        chat_template_config: what the chat template reads beside messages and tools.
         show_cached: report how much of a prompt was found in the prefix cache.
 
     Raises:
@@ -53,7 +53,7 @@ class ServerConfig:
     request_timeout: float = 600.0
     stop_timeout: float = 30.0
     keep_alive: float = 10.0
-    template_variables: Mapping[str, Any] = field(default_factory=dict)
+    chat_template_config: Mapping[str, Any] = field(default_factory=dict)
     show_cached: bool = True
 
     def __post_init__(self) -> None:

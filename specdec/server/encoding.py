@@ -90,8 +90,8 @@ def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
         chat.messages,
         limit=decoder.prompt_limit,
         tools=list(tools.functions) or None,
-        continue_final=chat.continue_final,
-        template_variables=chat.variables,
+        continued=chat.continue_final,
+        chat_template_config=chat.variables,
     )
     thinks = _thinks(tokenizer, prompt.token_ids)
     if not tools.forced and not (thinks and chat.formatted):

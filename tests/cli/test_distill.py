@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
-from specdec.tools.distill import checkpoint, estimate
+from specdec.tools.distill import checkpoint, plan
 from specdec.tools.distill.job import Job
 from specdec.tools.distill.train import Trainer
 from tests.tools.distill.harness import QUESTIONS, write_target
@@ -95,8 +95,8 @@ def test_as_much_is_timed_as_takes_long_enough(
         took.append(4 * products * states.shape[0] * matrix.size / rate + 1e-4)
         return took[-1]
 
-    monkeypatch.setattr(estimate, "_timed", timed)
-    found = estimate._operations_per_second(4096, 576, mx.float32)
+    monkeypatch.setattr(plan, "_timed", timed)
+    found = plan._operations_per_second(4096, 576, mx.float32)
     assert found == pytest.approx(rate, rel=0.01)
     assert sum(took) < 1
 
@@ -108,7 +108,7 @@ def test_as_much_is_timed_as_takes_long_enough(
         (
             ["--minutes", "1"],
             10.0,
-            "from 20 M, here 23 days, and nothing more behind 66",
+            "from 20 M, here 23 days, and nothing more after 66",
         ),
         (["--tokens", "3000000"], 1e4, "3 M tokens of training are little: "),
         (["--minutes", "5"], 1e4, "3 M tokens of training are little: "),
@@ -125,7 +125,7 @@ def test_a_budget_too_small_to_be_of_use(
     rate: float,
     message: str,
 ) -> None:
-    monkeypatch.setattr(estimate, "_tokens_per_second", lambda *_: rate)
+    monkeypatch.setattr(plan, "_tokens_per_second", lambda *_: rate)
     result = invoke("--target", str(target), "--layers", "2", "--dry-run", *budget)
     assert message in result.stdout
     assert ("note:" in result.stdout) is ("little" in message or "behind" in message)

@@ -41,6 +41,22 @@ def nested(depth: int) -> dict[str, Any]:
     return schema
 
 
+PATTERNS = [{"pattern": f".*a.{{{i}}}b"} for i in range(9)]
+
+
+def chained(n: int) -> dict[str, Any]:
+    """A pattern in every link: all of them hold for the first."""
+    links: dict[str, Any] = {
+        f"d{i}": {"$ref": f"#/$defs/d{i + 1}", "pattern": f".*a.{{{i}}}b"}
+        for i in range(n)
+    }
+    return {"$defs": links | {f"d{n}": {}}, "$ref": "#/$defs/d0"}
+
+
+def hidden(n: int) -> str:
+    return json.dumps({"allOf": PATTERNS[:n]}).replace("pattern", "p\\u0061ttern")
+
+
 looped: dict[str, Any] = {}
 looped["items"] = looped
 
@@ -57,6 +73,10 @@ looped["items"] = looped
         (lambda: Grammar.json_schema("[1]"), "must be an object"),
         (lambda: Grammar.json_schema(nested(101)), "more than 100 deep"),
         (lambda: Grammar.json_schema("false"), "must be an object"),
+        (lambda: Grammar.json_schema({"allOf": PATTERNS}), "9 patterns"),
+        (lambda: Grammar.json_schema(chained(9)), "9 patterns"),
+        (lambda: Grammar.lark("start: A\nA: /a/" + ' & /"&a/' * 9), "9 patterns"),
+        (lambda: Grammar.lark(f"start: %json {hidden(9)}"), "9 patterns"),
         (lambda: Grammar.json_schema(nested(10**4)), "JSON"),
         (lambda: Grammar.json_schema(looped), "JSON"),
         (lambda: Grammar.json_schema({"enum": [float("nan")]}), "JSON"),
@@ -96,6 +116,13 @@ def test_what_llguidance_refuses_is_one_line(grammar: Grammar) -> None:
             refuse(grammar)
         assert len(str(caught.value)) < 400
         assert str(caught.value).isprintable()
+
+
+def test_patterns_of_separate_places_are_not_counted() -> None:
+    """A schema of many patterns is usual; of many that hold together, it is not."""
+    properties = {f"p{i}": each for i, each in enumerate(PATTERNS)}
+    check_grammar(Grammar.json_schema({"properties": properties}))
+    check_grammar(Grammar.json_schema({"allOf": PATTERNS[:2]}))
 
 
 def test_a_grammar_that_nothing_follows_is_refused() -> None:

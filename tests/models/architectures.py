@@ -1,13 +1,26 @@
-"""Small arguments for mlx-lm's architectures: one table that all take theirs from."""
+"""Every architecture of mlx-lm: small arguments, and what specdec makes of them."""
 
 from __future__ import annotations
 
+import ast
 import importlib
+import importlib.util
+import pkgutil
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm.models
 from mlx.utils import tree_map
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from specdec.models.layers import has_trunk
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+
+from ..plain import AT_ONCE, run_rows
 
 VOCABULARY = 61
 
@@ -76,6 +89,75 @@ COMMON: dict[str, Any] = {
     "n_groups": 1,
     "state_size": 8,
     "ssm_state_size": 8,
+    # other spellings of the same
+    "hidden_dim": 32,
+    "d_model": 32,
+    "n_embd": 32,
+    "model_dim": 32,
+    "num_layers": 4,
+    "n_layers": 4,
+    "n_layer": 4,
+    "num_heads": 4,
+    "n_heads": 4,
+    "n_head": 4,
+    "num_kv_heads": 2,
+    "n_kv_heads": 2,
+    "n_inner": 48,
+    "n_ctx": 512,
+    "n_positions": 512,
+    "block_size": 512,
+    "layer_norm_eps": 1e-5,
+    "layernorm_epsilon": 1e-5,
+    "post_norm_eps": 1e-5,
+    "rotary_dim": 8,
+    "rotary_pct": 1.0,
+    "rotary_emb_base": 10000,
+    "num_local_experts": 4,
+    "moe_num_experts": 4,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_shared_expert": 1,
+    "moe_topk": 2,
+    "moe_top_k": 2,
+    "moe_layer_freq": 1,
+    "topk_method": "noaux_tc",
+    "scoring_func": "sigmoid",
+    "shared_intermediate_size": 16,
+    "dense_intermediate_size": 48,
+    "intermediate_size_mlp": 48,
+    "expert_ffn_hidden_size": 16,
+    "moe_hidden_size": 16,
+    "share_expert_dim": 16,
+    # scales
+    "logits_scaling": 1.0,
+    "attention_multiplier": 0.3,
+    "embedding_multiplier": 1.0,
+    "residual_multiplier": 1.0,
+    "output_multiplier": 1.0,
+    "dim_model_base": 32,
+    "scale_depth": 1.4,
+    "scale_emb": 1.0,
+    "attn_logit_softcapping": 50.0,
+    "final_logit_softcapping": 30.0,
+    "query_pre_attn_scalar": 8,
+    # attention
+    "qk_norm": True,
+    "use_qk_norm": True,
+    "post_norm": False,
+    "use_qkv_bias": True,
+    "hidden_act": "silu",
+    "sliding_window": 8,
+    "window_size": 8,
+    "sliding_window_size": 8,
+    "sliding_window_pattern": 2,
+    "rope_local_base_freq": 1e4,
+    "rope_local_theta": 1e4,
+    "attention_chunk_size": 8,
+    "index_head_dim": 8,
+    "index_n_heads": 2,
+    "index_topk": 4,
+    "kv_channels": 8,
+    "rope_scaling": None,
     "time_step_rank": 4,
     "time_step_limit": (0.001, 100.0),
     "layer_group_size": 2,
@@ -91,34 +173,72 @@ _KDA = {
     "head_dim": 8,
     "short_conv_kernel_size": 4,
 }
-_LFM2 = {"layer_types": ["conv", "full_attention"] * 2}
+_LFM2 = {
+    "layer_types": ["conv", "full_attention"] * 2,
+    "block_dim": 32,
+    "block_ff_dim": 48,
+    "block_multiple_of": 8,
+    "block_ffn_dim_multiplier": 1.0,
+    "block_auto_adjust_ff_dim": False,
+}
+
+_SLIDING = ["sliding_attention", "full_attention"] * 2
+_YARN = {
+    "type": "yarn",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+}
+_BY_LAYER = {
+    "full_attention": {"rope_theta": 1e4, "rope_type": "default"},
+    "sliding_attention": {"rope_theta": 1e4, "rope_type": "default"},
+}
+_LLAMA4_SCALED = {
+    **_YARN,
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "llama_4_scaling_beta": 0.1,
+}
+_GEMMA4 = {
+    "num_kv_shared_layers": 2,
+    "hidden_size_per_layer_input": 8,
+    "vocab_size_per_layer_input": VOCABULARY,
+    "global_head_dim": 16,
+}
+_GEMMA3N = {
+    **_GEMMA4,
+    "layer_types": _SLIDING,
+    "activation_sparsity_pattern": [0.0] * 4,
+    "altup_num_inputs": 2,
+    "altup_coef_clip": 120.0,
+    "altup_correct_scale": True,
+    "altup_active_idx": 0,
+    "laurel_rank": 4,
+}
+_LONGCAT = {
+    "attention_method": "MLA",
+    "zero_expert_type": "identity",
+    "ffn_hidden_size": 48,
+    "zero_expert_num": 1,
+    "num_layers": 2,
+    "mla_scale_q_lora": True,
+    "mla_scale_kv_lora": True,
+}
 
 #: What an architecture wants beside, or otherwise.
 OWN: dict[str, dict[str, Any]] = {
-    "qwen3_5": {"text_config": {**COMMON, "num_experts": 0}},
-    "qwen3_5_moe": {"text_config": COMMON},
-    "lfm2": {
-        **_LFM2,
-        "block_dim": 32,
-        "block_ff_dim": 48,
-        "block_multiple_of": 8,
-        "block_ffn_dim_multiplier": 1.0,
-        "block_auto_adjust_ff_dim": False,
-    },
+    "qwen3_5": {"num_experts": 0},
+    "lfm2": _LFM2,
+    "lfm2-vl": _LFM2,
     "lfm2_moe": _LFM2,
     "granitemoehybrid": {
         "layer_types": _MAMBA,
-        "embedding_multiplier": 1.0,
-        "attention_multiplier": 0.3,
-        "logits_scaling": 1.0,
-        "residual_multiplier": 1.0,
-        "num_local_experts": 4,
-        "shared_intermediate_size": 16,
     },
     "nemotron_h": {
         "hybrid_override_pattern": ["M", "*", "-", "M", "E"],
-        "n_routed_experts": 4,
-        "n_shared_experts": 1,
     },
     "falcon_h1": {"mamba_d_ssm": 32},
     "jamba": {
@@ -127,7 +247,6 @@ OWN: dict[str, dict[str, Any]] = {
         "expert_layer_offset": 1,
         "expert_layer_period": 2,
     },
-    "mamba2": {"num_heads": 4},
     "plamo2": {
         "hidden_size_per_head": 8,
         "attention_window_size": 512,
@@ -135,13 +254,11 @@ OWN: dict[str, dict[str, Any]] = {
     },
     "kimi_linear": {"linear_attn_config": _KDA, "model_max_length": 512},
     "kimi_k3": {
-        "text_config": {
-            **COMMON,
-            "linear_attn_config": _KDA,
-            "activation_situ_beta": 1.0,
-            "attn_res_block_size": 2,
-            "num_experts_per_token": 2,
-        }
+        "linear_attn_config": _KDA,
+        "hidden_act": "situ",
+        "activation_situ_beta": 1.0,
+        "attn_res_block_size": 2,
+        "num_experts_per_token": 2,
     },
     "olmo_hybrid": {
         "layer_types": _ATTENTION_SECOND,
@@ -166,18 +283,122 @@ OWN: dict[str, dict[str, Any]] = {
         "gate_low_rank_dim": 4,
         "decay_low_rank_dim": 4,
     },
+    "longcat_flash": _LONGCAT,
     "longcat_flash_ngram": {
-        "ffn_hidden_size": 48,
-        "moe_topk": 2,
-        "expert_ffn_hidden_size": 16,
-        "n_routed_experts": 4,
-        "zero_expert_num": 1,
-        "num_layers": 2,
-        "mla_scale_q_lora": True,
-        "mla_scale_kv_lora": True,
+        **_LONGCAT,
         "hidden_size": 36,
         "ngram_vocab_size_ratio": 2,
     },
+    "prism_hadamard_qwen35": {"num_experts": 0},
+    "afm7": {"num_kv_reuse_layers": 2, "hidden_dim_scale_factor": 2.0},
+    "afmoe": {"layer_types": _SLIDING},
+    "dbrx": {
+        "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    },
+    "deepseek_v2": {"rope_scaling": _YARN, "topk_method": "greedy"},
+    "exaone4": {"sliding_window_pattern": "LG"},
+    "exaone_moe": {
+        "layer_types": _SLIDING,
+        "is_moe_layer": [False, True, True, True],
+    },
+    "gear": {"layer_types": _SLIDING},
+    "gemma3": {"num_key_value_heads": 2},
+    "gemma3n": _GEMMA3N,
+    "gemma4": _GEMMA4,
+    "gemma4_text": _GEMMA4,
+    "glm_moe_dsa": {"rope_parameters": {"rope_theta": 1e4, "rope_type": "default"}},
+    "gpt_oss": {
+        "layer_types": _SLIDING,
+        "rope_scaling": {**_YARN, "rope_type": "yarn"},
+    },
+    "hunyuan": {
+        "num_shared_expert": 1,
+        "use_mixed_mlp_moe": True,
+        "use_cla": True,
+        "cla_share_factor": 2,
+        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"},
+    },
+    "hunyuan_v1_dense": {
+        "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}
+    },
+    "laguna": {"layer_types": _SLIDING},
+    "llama4": {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    "lille-130m": {"n_embd": 256, "n_head": 4},
+    "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
+    "mellum": {"layer_types": _SLIDING, "rope_parameters": _BY_LAYER},
+    "minicpm3": {
+        "rope_scaling": {
+            "type": "longrope",
+            "short_factor": [1.0] * 4,
+            "long_factor": [1.0] * 4,
+            "original_max_position_embeddings": 64,
+        }
+    },
+    "ministral3": {"layer_types": _SLIDING, "rope_parameters": _LLAMA4_SCALED},
+    "mistral4": {"rope_parameters": _LLAMA4_SCALED},
+    "muse_spark": {
+        "rope_parameters": {"rope_theta": 1e4},
+        "layer_rope_theta": [1e4, 0.0, 1e4, 0.0],
+        "layer_types": _SLIDING,
+        "num_shared_experts": 0,
+    },
+    "nemotron-nas": {
+        "block_configs": [
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"no_op": True}, "ffn": {"ffn_mult": 1.0}},
+            {"attention": {"n_heads_in_group": 2}, "ffn": {"no_op": True}},
+            {"attention": {"replace_with_linear": True}, "ffn": {"ffn_mult": 1.0}},
+        ]
+    },
+    "plamo": {"n_shared_head": 2, "num_key_value_heads": 4},
+    "mimo_v2_flash": {
+        "hybrid_layer_pattern": [0, 1, 0, 1],
+        "moe_layer_freq": [0, 1, 1, 1],
+        "add_swa_attention_sink_bias": True,
+        "add_full_attention_sink_bias": False,
+        "swa_rope_theta": 1e4,
+        "swa_num_attention_heads": 4,
+        "swa_num_key_value_heads": 2,
+        "swa_head_dim": 8,
+        "swa_v_head_dim": 8,
+    },
+    "minimax_m3_vl": {
+        "mlp_layer_types": ["dense", "sparse"] * 2,
+        "layer_types": ["full_attention", "minimax_m3_sparse"] * 2,
+        "index_block_size": 4,
+        "index_topk_blocks": 2,
+        "index_local_blocks": 1,
+    },
+    "nemotron": {"hidden_act": "relu2"},
+    "olmo3": {"layer_types": _SLIDING},
+    "openelm": {
+        "num_transformer_layers": 4,
+        "ffn_dim_divisor": 8,
+        "num_query_heads": [4] * 4,
+        "num_kv_heads": [2] * 4,
+        "ffn_multipliers": [1.0] * 4,
+    },
+    "phi3small": {
+        "dense_attention_every_n_layers": 1,
+        "ff_intermediate_size": 48,
+        "gegelu_limit": 20.0,
+    },
+    "phixtral": {"num_vocab": VOCABULARY, "rotary_dim": 8},
+    "spark2_5": {
+        "rope_parameters": _BY_LAYER,
+        "layer_types": _SLIDING,
+        "hidden_act": "gelu",
+    },
+    "step3p5": {"num_attention_groups": 2, "layer_types": _SLIDING},
+    "muse_glimmer": {"layer_types": _SLIDING},
+}
+
+
+#: What the text part of an architecture wants otherwise.
+TEXT: dict[str, dict[str, Any]] = {
+    "gemma3": {"model_type": "gemma3_text"},
+    "mistral3": {"model_type": "llama"},
 }
 
 
@@ -185,6 +406,7 @@ def build(arch: str, seed: int = 0) -> nn.Module:
     """A small random model in float32."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
     arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {})}
+    arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
 
@@ -200,3 +422,149 @@ def build(arch: str, seed: int = 0) -> nn.Module:
     model.set_dtype(mx.float32)
     mx.eval(model.parameters())
     return model.eval()
+
+
+def names() -> list[str]:
+    """Every architecture of the installed mlx-lm: a module that has a ``Model``."""
+    found = [m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__)]
+    return [n for n in found if _has_model(n)]
+
+
+def _has_model(name: str) -> bool:
+    spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
+    assert spec is not None
+    assert spec.origin is not None
+    code = ast.parse(Path(spec.origin).read_text("utf-8"))
+    classes = {n.name for n in code.body if isinstance(n, ast.ClassDef)}
+    return {"Model", "ModelArgs"} <= classes
+
+
+class Guesses(Drafter):
+    """Knows how every row goes on, and says so two times of three."""
+
+    def __init__(self, texts: Sequence[Sequence[int]]):
+        self.texts = {tuple(t) for t in texts}
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> GuessRows:
+        texts = [
+            next((t for t in self.texts if t[: len(p)] == tuple(p)), (0,))
+            for p in prompts
+        ]
+        return GuessRows(texts)
+
+
+class GuessRows(DraftRows):
+    def __init__(self, texts: list[tuple[int, ...]]):
+        self.texts = texts
+
+    def propose(self, round_: Round) -> Proposals:
+        lengths: Any = round_.lengths.tolist()
+        rows = []
+        for text, n in zip(self.texts, lengths, strict=True):
+            right = [*text[n:], *[0] * round_.num_draft_tokens]
+            rows.append(
+                [
+                    token if (n + j) % 3 else (token + 1) % VOCABULARY
+                    for j, token in enumerate(right[: round_.num_draft_tokens])
+                ]
+            )
+        return Proposals(mx.array(rows, mx.int32))
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self.texts = [self.texts[i] for i in rows]
+
+    def extend(self, other: GuessRows) -> None:
+        self.texts = self.texts + other.texts
+
+
+#: What mlx-lm itself does not run on a CPU, or not from small random weights.
+NOT_RUN = {
+    "bitnet": "mlx-lm runs it on Metal only",
+    "muse_spark": "mlx-lm runs it on Metal only",
+    "olmo": "mlx-lm needs the package ai2-olmo for it",
+    "phi3small": "its sparse attention takes the number of columns for positions",
+    "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
+    "those of qwen3_5",
+}
+#: What is refused, before any work, and why; the reason is in the error.
+REFUSED = {
+    "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
+    "llama4": "it builds chunk masks from one position for all rows",
+    "minimax_m3_vl": "its sparse layers choose blocks by the columns that are read",
+}
+
+PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
+NEW_TOKENS = 6
+
+
+def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> list[int]:
+    """Greedy tokens of one sequence, with mlx-lm's own caches."""
+    caches = make_prompt_cache(model)
+    step = 1 if by_token else len(prompt)
+    inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
+    tokens: list[int] = []
+    for part in inputs:
+        logits = model(mx.array([part]), cache=caches)
+        mx.eval([c.state for c in caches])
+    while len(tokens) < NEW_TOKENS:
+        tokens.append(int(mx.argmax(logits[0, -1])))
+        logits = model(mx.array([tokens[-1:]]), cache=caches)
+    return tokens
+
+
+def differences(arch: str, model: Any) -> list[int]:
+    """Prompts whose tokens are others in a batch than alone; none is exact.
+
+    A batch of two rows for three prompts, of 1 to 12 tokens, prefilled in chunks; a
+    third of what is proposed is wrong.
+
+    Raises:
+        UnsupportedModelError: the architecture is refused.
+    """
+    # Its window depends on the size of a chunk in mlx-lm.
+    wanted = [plain(model, p, by_token=arch == "plamo3") for p in PROMPTS]
+    assert len({tuple(tokens) for tokens in wanted}) > 1
+    got = run_rows(
+        model,
+        None,
+        PROMPTS,
+        [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS),
+        batch_size=2,
+        num_draft_tokens=3,
+        drafter=Guesses([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]),
+        prefill_step_size=5,
+        backend=AT_ONCE,
+    )
+    assert sum(row.accepted for row in got) >= NEW_TOKENS
+    return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+
+
+def line(arch: str, model: Any) -> str:
+    """The architecture's line in docs/models.md."""
+    reason = NOT_RUN.get(arch, REFUSED.get(arch))
+    caches = (
+        "" if model is None else ", ".join(sorted(_kinds(make_prompt_cache(model))))
+    )
+    if reason is not None:
+        return f"| {arch} | no: {reason} | {caches} | |"
+    assert model is not None
+    drafts = "`layers:`, distilled, any other" if has_trunk(model) else "any other"
+    return f"| {arch} | yes | {caches} | {drafts} |"
+
+
+def _kinds(caches: Sequence[Any]) -> set[str]:
+    kinds: set[str] = set()
+    for cache in caches:
+        if isinstance(cache, CacheList):
+            kinds |= _kinds(cache.caches)
+        else:
+            kinds.add(_KINDS.get(type(cache).__name__, type(cache).__name__))
+    return kinds
+
+
+_KINDS = {
+    "KVCache": "full",
+    "RotatingKVCache": "sliding window",
+    "ChunkedKVCache": "chunks",
+    "ArraysCache": "recurrent",
+}

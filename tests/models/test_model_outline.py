@@ -50,7 +50,7 @@ def test_a_folder(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_1", "IQ4_NL"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
 def test_a_gguf_file(arch: str, kind: str, dtype: str | None, tmp_path: Path) -> None:
     model = random_model(arch)

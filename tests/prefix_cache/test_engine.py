@@ -14,6 +14,7 @@ from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from tests.cache.small_models import MODELS, ChunkedModel
+from tests.models import architectures
 from tests.plain import AT_ONCE, BEHIND, greedy
 
 from .harness import (
@@ -261,3 +262,33 @@ def test_layers_without_keys(
         got = decode(target, draft, prompts, store, backend=backend)
         assert got[:2] == (wanted, expected)
     store.close()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba", "baichuan_m1"])
+def test_states_are_reused_at_the_ends_of_chunks(arch: str, tmp_path: Path) -> None:
+    """States of other tokens, or of a chunk's padding, would give other tokens.
+
+    What is shared is reused up to the newest end of a chunk within it.
+    """
+    target = architectures.build(arch)
+    stem = [n % architectures.VOCABULARY for n in STEM]
+    calls = [
+        [stem[:30]],
+        [stem[:30]],  # exactly the same
+        [stem[:19]],  # shorter: up to a chunk's end
+        [stem[:44], [*stem[:26], 5, 6, 7], [1, 2], [9]],
+        [[*stem[:44], 3, 4]],
+    ]
+    wanted = [[greedy(target, p, NEW_TOKENS) for p in prompts] for prompts in calls]
+    reused = [[0], [29], [18], [29, 24, 0, 0], [43]]
+    on_disk = {"memory": 0, "folder": tmp_path, "disk": 1 << 30}
+    cases: list[tuple[BackendDefaults, dict[str, Any]]] = [(AT_ONCE, {})]
+    cases.append((BEHIND, on_disk))
+    for backend, where in cases:
+        store = memory_store(**where)
+        for prompts, tokens, n in zip(calls, wanted, reused, strict=True):
+            got = decode(target, target, prompts, store, backend=backend)
+            assert got[0] == tokens
+            # Chunks are as wide as what attention reads, where shapes repeat.
+            assert got[1] == n or backend is BEHIND
+        store.close()

@@ -67,7 +67,7 @@ def test_serve_and_its_end(model: Path) -> None:
         )
         decoder = SpecDecoder.from_pretrained(model)
         (expected,) = decoder.generate(
-            [body["messages"]],  # type: ignore[list-item]
+            [body["messages"]],  # type: ignore[arg-type]
             SamplingParams(max_tokens=9),
         )
         (choice,) = json.loads(said.stdout)["choices"]

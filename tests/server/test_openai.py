@@ -270,7 +270,7 @@ def test_langchain(tools_server: Running) -> None:
     assert said.usage_metadata["output_tokens"] > 0
 
 
-def test_template_variables_and_thoughts(
+def test_chat_template_config_and_thoughts(
     scripted: Scripted, tools_client: openai.OpenAI
 ) -> None:
     """A prompt that ends in a thought makes the answer begin with one."""

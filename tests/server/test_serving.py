@@ -147,7 +147,7 @@ def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
         assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
         assert 0 < answer["usage"]["completion_tokens"] < 4000
         (whole,) = decoder.generate(
-            [ENDLESS["messages"]],  # type: ignore[list-item]
+            [ENDLESS["messages"]],  # type: ignore[arg-type]
             SamplingParams(max_tokens=answer["usage"]["completion_tokens"]),
         )
         assert choice["message"]["content"] == whole.text

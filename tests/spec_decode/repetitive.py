@@ -9,15 +9,11 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter
-from tests.plain import AT_ONCE, BEHIND, run_rows
-
-VOCAB = 97
-BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+from tests.plain import VOCAB, run_rows
 
 
 def make_prompts(seed: int = 0) -> list[list[int]]:

@@ -13,13 +13,12 @@ from specdec import UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
-from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import ChainDrafter, Drafter, DraftRows, Proposals, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from tests.cache.small_models import MODELS
-from tests.plain import AT_ONCE, greedy, run_rows
+from tests.plain import AT_ONCE, BACKENDS, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
-from tests.spec_decode.repetitive import BACKENDS, make_prompts
+from tests.spec_decode.repetitive import make_prompts
 
 WANTED = (1, -1, 0)
 
@@ -99,26 +98,13 @@ def outputs_of(model: Any) -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): [*p, *greedy(model, p, 14)] for p in make_prompts()}
 
 
-def run(
-    model: Any,
-    backend: BackendDefaults,
-    drafter: Drafter,
-    whole: dict[tuple[int, ...], list[int]],
-) -> None:
+def run(model: Any, backend: BackendDefaults, drafter: Drafter) -> None:
     prompts = make_prompts()
-    rows = run_rows(
-        model,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=14)] * 8,
-        batch_size=3,
-        num_draft_tokens=3,
-        backend=backend,
-        drafter=drafter,
+    rows = exact(
+        model, None, prompts, 14, batch_size=3, backend=backend, drafter=drafter
     )
-    for prompt, row in zip(prompts, rows, strict=True):
-        assert [*prompt, *row.tokens] == whole[tuple(prompt)]
-    assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+    drafted, accepted = drafts_of(rows)
+    assert 0 < accepted < drafted
 
 
 def check(model: Any, drafter: Listening) -> None:
@@ -141,7 +127,7 @@ def test_states_of_prompts_and_rounds_equal_a_plain_forward(
     """For rows that join too."""
     model = build(tiny_model, name)
     drafter = Listening(outputs_of(model))
-    run(model, backend, drafter, drafter.whole)
+    run(model, backend, drafter)
     check(model, drafter)
 
 
@@ -158,8 +144,7 @@ def test_in_a_chain_each_is_shown_its_own_layers(
     model = build(tiny_model, "llama")
     whole = outputs_of(model)
     both = [Listening(whole, each) for each in layers]
-    chain = ChainDrafter(*both)
-    run(model, backend, chain, whole)
+    run(model, backend, ChainDrafter(*both))
     for drafter in both:
         if drafter.hidden_layers:
             check(model, drafter)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,17 @@ from mlx_lm.models import llama
 from ...errors import ConfigError
 from ...models import LoadedModel, load, load_draft
 from ...models.loading import fit
+from ..decoding import token_level
+
+__all__ = [
+    "DTYPES",
+    "SHAPES",
+    "load_model",
+    "random_model",
+    "random_prompts",
+    "random_shape",
+    "token_level",
+]
 
 DTYPES = {
     "float32": mx.float32,
@@ -148,41 +158,6 @@ def random_shape(source: str) -> tuple[str, int | None]:
             f"or random:{shape} for all; shapes are {', '.join(SHAPES)}"
         )
     return shape, int(layers)
-
-
-class TokenIds:
-    """Stands in for a tokenizer where text plays no part and costs nothing."""
-
-    has_chat_template = False
-    last_segment = text = ""
-
-    def __init__(self, eos_token_ids: Iterable[int] = ()):
-        self.eos_token_ids = set(eos_token_ids)
-
-    @property
-    def detokenizer(self) -> TokenIds:
-        return self
-
-    def add_token(self, token: int) -> None:
-        pass
-
-    def finalize(self) -> None:
-        pass
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return ""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-    def __len__(self) -> int:
-        return 2**31
-
-
-def token_level(model: nn.Module, eos_token_ids: Iterable[int] = ()) -> LoadedModel:
-    """A model to be driven with token ids alone."""
-    tokenizer: Any = TokenIds(eos_token_ids)
-    return LoadedModel(model, tokenizer, {}, "model")
 
 
 def random_prompts(number: int, length: int, vocab_size: int) -> list[list[int]]:

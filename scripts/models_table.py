@@ -1,0 +1,49 @@
+#!/usr/bin/env python3
+"""Write docs/models.md: every architecture of the installed mlx-lm.
+
+Usage: scripts/models_table.py
+
+tests/models/test_architectures.py runs each of them, and fails where the page says
+something else.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from tests.models.architectures import NOT_RUN, build, line, names  # noqa: E402
+
+INTRO = """\
+# Models
+
+<!-- Written by scripts/models_table.py: change that, not this page. -->
+
+specdec runs the architectures of [mlx-lm](https://github.com/ml-explore/mlx-lm). For
+each, a test decodes small random models in float32, in batches, with drafts that are
+wrong a third of the time, and compares every token with mlx-lm's plain decoding: "yes"
+means that there is no difference. What is refused is refused by name before any work;
+`mlx_lm.generate` runs it.
+
+- **Caches**: what a layer keeps. Full attention keeps all tokens, a sliding window and
+  chunks the newest ones. A recurrent layer keeps states of one size; a rejected draft
+  takes them back row by row (see [Caches](caches.md#recurrent-layers)).
+- **Drafts**: "any other" are another model, the target quantized (`self:`), and
+  n-grams. `layers:` and distilled drafts need to know how a model calls its layers.
+
+| architecture | runs | caches | drafts |
+|---|---|---|---|
+"""
+
+
+def page() -> str:
+    """The whole page."""
+    found = [line(n, None if n in NOT_RUN else build(n)) for n in names()]
+    return INTRO + "\n".join(found) + "\n"
+
+
+if __name__ == "__main__":
+    (ROOT / "docs" / "models.md").write_text(page(), "utf-8")

@@ -1,0 +1,391 @@
+"""Models with recurrent layers in batches: every row keeps its own states."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import pytest
+from mlx.utils import tree_flatten, tree_map
+from mlx_lm.models.cache import CacheList, make_prompt_cache
+
+from specdec.backend import BackendDefaults
+from specdec.cache import (
+    BatchCacheList,
+    BatchRecurrentCache,
+    CacheOptions,
+    make_batch_caches,
+)
+from specdec.cache import recurrent as recurrent_cache
+from specdec.config import EngineConfig
+from specdec.engine.engine import Engine
+from specdec.errors import CacheError
+from specdec.models.recurrent import with_recurrent_rows
+from specdec.models.runner import ModelRunner
+from specdec.request import Request
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import Drafter
+from specdec.spec_decode.ngram import NgramDrafter
+
+from ..plain import AT_ONCE, BEHIND, greedy, run_rows
+from .architectures import VOCABULARY, Guesses, build
+
+FAMILIES = (
+    "baichuan_m1",
+    "bailing_hybrid",
+    "bailing_moe_linear",
+    "bailing_moe_v3",
+    "falcon_h1",
+    "granitemoehybrid",
+    "jamba",
+    "kimi_k3",
+    "kimi_linear",
+    "lfm2",
+    "lfm2-vl",
+    "lfm2_moe",
+    "longcat_flash_ngram",
+    "mamba",
+    "mamba2",
+    "nemotron_h",
+    "olmo_hybrid",
+    "plamo2",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "qwen3_next",
+    "recurrent_gemma",
+    "rwkv7",
+)
+# Masked windows and states; token by token; states beside keys in one list; a mixer of
+# keys and states.
+KINDS = ("qwen3_5", "mamba", "falcon_h1", "baichuan_m1")
+
+LENGTHS = (3, 17, 1, 8, 1, 9)
+PROMPTS = [
+    [(5 * i + 3 * j + i * j) % VOCABULARY for j in range(n)]
+    for i, n in enumerate(LENGTHS)
+]
+NEW_TOKENS = 12
+PARAMS = [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS)
+
+
+@cache
+def model_of(arch: str) -> Any:
+    return build(arch)
+
+
+@cache
+def slightly_off(arch: str) -> Any:
+    """The same with some noise: right more often than not."""
+    draft = build(arch)
+    mx.random.seed(9)
+
+    def shaken(weight: mx.array) -> mx.array:
+        if weight.ndim < 2 or not mx.issubdtype(weight.dtype, mx.floating):
+            return weight
+        return weight + mx.random.normal(weight.shape) * 0.02 * weight.std()
+
+    draft.update(tree_map(shaken, draft.parameters()))
+    mx.eval(draft.parameters())
+    return draft
+
+
+@cache
+def wanted_of(arch: str) -> list[list[int]]:
+    return [greedy(model_of(arch), prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def drafter_of(arch: str, name: str) -> dict[str, Any]:
+    """Arguments of ``run_rows``."""
+    if name == "model":
+        return {"draft": slightly_off(arch)}
+    if name == "perfect":
+        return {"draft": model_of(arch)}
+    texts = [[*p, *w] for p, w in zip(PROMPTS, wanted_of(arch), strict=True)]
+    own: Drafter = Guesses(texts) if name == "wrong" else NgramDrafter()
+    return {"draft": None, "drafter": own}
+
+
+@pytest.mark.parametrize("arch", FAMILIES)
+def test_families_draft_for_themselves(arch: str) -> None:
+    """A recurrent draft writes token by token, and takes several writes back at once.
+
+    Rows join, and a step of one token computes two.
+    """
+    got = run_rows(
+        model_of(arch),
+        slightly_off(arch),
+        PROMPTS[:4],
+        PARAMS[:4],
+        batch_size=3,
+        num_draft_tokens=3,
+        backend=BEHIND,
+        prefill_step_size=6,
+    )
+    assert [row.tokens for row in got] == wanted_of(arch)[:4]
+    assert sum(row.accepted for row in got) > NEW_TOKENS
+
+
+@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize(
+    ("name", "backend", "rows", "k", "step"),
+    [
+        ("perfect", AT_ONCE, 6, 4, 1),
+        ("wrong", BEHIND, 2, 5, 4),
+        ("wrong", AT_ONCE, 1, 1, 16),
+        ("ngram", AT_ONCE, 4, 3, 5),
+        ("model", AT_ONCE, 6, 2, 7),
+        ("none", BEHIND, 4, 0, 3),
+    ],
+)
+def test_any_draft_batch_and_chunk(
+    arch: str, name: str, backend: BackendDefaults, rows: int, k: int, step: int
+) -> None:
+    """States of padded chunks, of idle slots, and after rounds of any width."""
+    drafts = {"draft": None} if name == "none" else drafter_of(arch, name)
+    got = run_rows(
+        model_of(arch),
+        prompts=PROMPTS,
+        params=PARAMS,
+        batch_size=rows,
+        num_draft_tokens=k,
+        backend=backend,
+        prefill_step_size=step,
+        **drafts,
+    )
+    assert [row.tokens for row in got] == wanted_of(arch)
+
+
+@pytest.mark.parametrize("arch", KINDS)
+def test_rows_that_are_cancelled_leave_no_states(arch: str) -> None:
+    """The next row in a slot would begin with what another has left there."""
+    config = EngineConfig(batch_size=2, num_draft_tokens=3, prefill_step_size=6)
+    runner = ModelRunner(model_of(arch), "target", config, BEHIND)
+    drafter: Drafter = drafter_of(arch, "wrong")["drafter"]
+    engine = Engine(runner, drafter, config, BEHIND, frozenset())
+    for i, prompt in enumerate(PROMPTS):
+        engine.add(Request(i, "", tuple(prompt), PARAMS[0]))
+    done: dict[int, list[int]] = {}
+    cancelled: set[int] = set()
+    while engine.busy:
+        for output in engine.step():
+            index = output.request.index
+            done[index] = output.request.tokens
+            if index % 2 == 0 and len(done[index]) > 3 and engine.cancel(index):
+                cancelled.add(index)
+    assert cancelled
+    for index, want in enumerate(wanted_of(arch)):
+        if index not in cancelled:
+            assert done[index] == want
+
+
+# -- the cache itself ----------------------------------------------------------
+
+
+def states_of(caches: Sequence[Any]) -> list[mx.array]:
+    """Of mlx-lm's caches of one sequence."""
+    found: list[mx.array] = []
+    for each in caches:
+        if isinstance(each, CacheList):
+            found += states_of(each.caches)
+        elif hasattr(each, "lengths"):
+            found += each.cache
+    return found
+
+
+def extracted(caches: Sequence[Any], row: int) -> list[mx.array]:
+    found: list[mx.array] = []
+    for each in caches:
+        members = each.caches if isinstance(each, BatchCacheList) else [each]
+        for member in members:
+            if isinstance(member, BatchRecurrentCache):
+                found += member.extract(row).cache
+    return found
+
+
+@pytest.mark.parametrize("arch", KINDS)
+@pytest.mark.parametrize("seed", [0, 1])
+def test_any_history_ends_in_the_states_of_its_tokens(arch: str, seed: int) -> None:
+    """Writes, trims, rows that come, go and move: each as if it had been alone."""
+    rng = random.Random(seed)
+    model = model_of(arch)
+    twin: Any = with_recurrent_rows(model)
+    options = CacheOptions(max_write=8)
+
+    def fresh(rows: int) -> list[Any]:
+        return make_batch_caches(twin, rows, options)
+
+    def write(caches: list[Any], texts: list[list[int]], width: int) -> None:
+        new = [[rng.randrange(VOCABULARY) for _ in range(width)] for _ in texts]
+        padded = rng.random() < 0.4
+        valid = [rng.randint(0, width) if padded else width for _ in texts]
+        for each in caches:
+            if padded:
+                each.prepare(lengths=valid)
+        twin(mx.array(new), cache=caches)
+        for each in caches:
+            each.finalize()
+        dropped = [0 if padded else rng.randint(0, n) for n in valid]
+        counts: Any = mx.array(dropped) if rng.random() < 0.5 else dropped
+        for each in caches:
+            if not padded:
+                each.trim_per_sequence(counts, width)
+        for text, tokens, n, d in zip(texts, new, valid, dropped, strict=True):
+            text += tokens[: n - d]
+
+    texts: list[list[int]] = [[], [], []]
+    caches = fresh(3)
+    for _ in range(14):
+        act = rng.choice(["write", "write", "write", "filter", "place", "extend"])
+        if act == "write" or len(texts) > 5:
+            write(caches, texts, rng.choice([1, 2, 5]))
+        elif act == "filter":
+            rows = [rng.randrange(len(texts)) for _ in range(rng.randint(2, 4))]
+            for each in caches:
+                each.filter(rows)
+            texts = [list(texts[i]) for i in rows]
+        elif act == "extend":
+            others = fresh(1)
+            other_texts: list[list[int]] = [[]]
+            write(others, other_texts, 3)
+            for each, other in zip(caches, others, strict=True):
+                each.extend(other)
+            texts += other_texts
+        else:
+            others = fresh(1)
+            other_texts = [[]]
+            write(others, other_texts, 4)
+            row = rng.randrange(len(texts))
+            for each, other in zip(caches, others, strict=True):
+                each.reset([row])
+                each.place([row], other)
+            texts[row] = other_texts[0]
+    for row, text in enumerate(texts):
+        alone = make_prompt_cache(model)
+        if not text:
+            continue
+        for token in text:
+            model(mx.array([[token]]), cache=alone)
+        for got, want in zip(extracted(caches, row), states_of(alone), strict=True):
+            # Left of a text that is shorter than a window there are zeros.
+            want = mx.pad(
+                want,
+                [(0, 0), (got.shape[1] - want.shape[1], 0), *[(0, 0)] * (got.ndim - 2)],
+            )
+            assert mx.allclose(got, want, rtol=1e-3, atol=1e-4), (row, text)
+
+
+def test_state_and_merge_are_whole() -> None:
+    """A copy by its state, or of mlx-lm's caches, would go on from other states."""
+    twin: Any = with_recurrent_rows(model_of("mamba"))
+    caches = make_batch_caches(twin, 2, CacheOptions(max_write=4))
+    twin(mx.array([[1, 2, 3], [4, 5, 6]]), cache=caches)
+    for each in caches:
+        each.trim_per_sequence([1, 0])
+    copies = [BatchRecurrentCache.from_state(each.state) for each in caches]
+    merged = [
+        BatchRecurrentCache.merge([each.extract(0), each.extract(1)]) for each in caches
+    ]
+    tokens = mx.array([[7], [8]])
+    want = twin(tokens, cache=caches)
+    for others in (copies, merged):
+        assert mx.array_equal(twin(tokens, cache=others), want)
+    assert all(c.nbytes >= sum(a.nbytes for a in c.arrays) for c in caches)
+
+
+def test_what_cannot_be_taken_back_is_refused() -> None:
+    """States before the last write are gone: the row would go on from wrong ones."""
+    twin: Any = with_recurrent_rows(model_of("mamba"))
+    (first, *_) = caches = make_batch_caches(twin, 2, CacheOptions(max_write=4))
+    twin(mx.array([[1, 2, 3], [4, 5, 6]]), cache=caches)
+    twin(mx.array([[1], [4]]), cache=caches)
+    assert first.is_trimmable()
+    with pytest.raises(CacheError, match="2 tokens cannot be taken back: 1 were"):
+        first.trim_per_sequence([2, 0])
+    first.checkpoint()
+    with pytest.raises(CacheError, match="1 tokens cannot be taken back: 0 were"):
+        first.trim_per_sequence([0, 1])
+
+
+def test_a_model_is_not_changed() -> None:
+    """Others who use it would find their layers asking for batch caches."""
+    model = model_of("qwen3_5")
+    kinds = [type(m) for _, m in model.named_modules()]
+    twin: Any = with_recurrent_rows(model)
+    assert [type(m) for _, m in model.named_modules()] == kinds
+    own, shared = model.parameters(), twin.parameters()
+    same = tree_map(lambda a, b: a is b, own, shared)
+    flat: Any = tree_flatten(same)
+    assert all(value for _, value in flat)
+
+
+# -- planted faults --------------------------------------------------------------
+
+Fault = Callable[[pytest.MonkeyPatch], None]
+
+
+def no_rollback(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(recurrent_cache, "_within", lambda kept, begin, width: [width] * 6)
+
+
+def one_too_many(patch: pytest.MonkeyPatch) -> None:
+    within = recurrent_cache._within
+
+    def more(kept: Any, begin: int, width: int) -> mx.array:
+        counts: Any = within(kept, begin, width)
+        return mx.minimum(mx.array(counts) + 1, width)
+
+    patch.setattr(recurrent_cache, "_within", more)
+
+
+def window_not_moved(patch: pytest.MonkeyPatch) -> None:
+    store = BatchRecurrentCache._store
+
+    def stored(self: Any, slots: Any) -> None:
+        if self._kept is not None:
+            slots = [self._slots[0], *slots[1:]]
+        store(self, slots)
+
+    patch.setattr(BatchRecurrentCache, "_store", stored)
+
+
+def row_of_a_neighbour(patch: pytest.MonkeyPatch) -> None:
+    store = BatchRecurrentCache._store
+
+    def stored(self: Any, slots: Any) -> None:
+        if self._kept is not None:
+            slots = [mx.concatenate([a[-1:], a[:-1]]) for a in slots]
+        store(self, slots)
+
+    patch.setattr(BatchRecurrentCache, "_store", stored)
+
+
+def slot_not_emptied(patch: pytest.MonkeyPatch) -> None:
+    patch.setattr(BatchRecurrentCache, "_zero", lambda self, rows: None)
+    patch.setattr(recurrent_cache.StateStorage, "place", lambda *args: None)
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba"])
+@pytest.mark.parametrize(
+    "fault",
+    [no_rollback, one_too_many, window_not_moved, row_of_a_neighbour, slot_not_emptied],
+)
+def test_faults_change_tokens(
+    arch: str, fault: Fault, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The comparisons above would pass whatever a cache does."""
+    wanted = wanted_of(arch)
+    fault(monkeypatch)
+    got = run_rows(
+        model_of(arch),
+        prompts=PROMPTS,
+        params=PARAMS,
+        batch_size=6 if fault is not slot_not_emptied else 2,
+        num_draft_tokens=3,
+        backend=BEHIND,
+        prefill_step_size=6,
+        **drafter_of(arch, "wrong"),
+    )
+    assert [row.tokens for row in got] != wanted
