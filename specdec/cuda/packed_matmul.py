@@ -1,0 +1,237 @@
+"""Products of few rows with packed weights, by a CUDA kernel of our own.
+
+MLX's kernel for one row reads 4 bits a weight at a fifteenth of the memory's rate (one
+H200), and every row reads all weights again. This one reads each weight once for up to
+64 rows, with tensor cores; see :mod:`.packed_matmul_source`.
+
+Each row is summed in float32 in an order that depends on the matrix alone. So a row's
+product has the same bits whatever is computed beside it: alone, in a batch, or as one of
+the tokens of a verification.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from itertools import pairwise
+from itertools import product as product_of
+from typing import Any
+
+import mlx.core as mx
+
+from . import packed_matmul_source as text
+from .kernels import TYPES, cuda_kernel, tensor_cores
+
+logger = logging.getLogger(__name__)
+
+#: What the kernel knows: bits of a number, and numbers that share a scale.
+BITS, GROUPS = (4, 8), (32, 64, 128)
+# The most rows it is tried with; more are a prompt's, for which MLX has better kernels.
+MOST_ROWS = 256
+#: Arrays that one product can be written to.
+MOST_PARTS = 3
+# A tensor core's product takes so many rows of x; a block so many times as many, or one
+# of them where there are no more: a kernel for each. It has so many warps, each for so
+# many columns of the result, and fetches weights so many turns before they are loaded.
+TILE, WIDEST, COLUMNS = 8, 8, 32
+WARPS = {1: 4, WIDEST: 8}
+AHEAD = {1: 3, WIDEST: 3}
+# Blocks share K until there are so many of 128 columns: two for each of an H200's
+# multiprocessors. A block has two turns at least.
+BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
+
+
+@cache
+def _kernel(dtype: mx.Dtype, bits: int) -> Any:
+    source = text.SOURCE.replace("@WRITE@", text.WRITE)
+    for turn in ("begin", "turn + 1"):
+        source = source.replace(f"@LOAD({turn})@", text.LOAD.replace("@", turn))
+    header = text.unpacking(bits, half=dtype == mx.float16)
+    return cuda_kernel(
+        f"packed_{bits}_{TYPES[dtype]}",
+        source,
+        ("x", "weight", "scales", "biases", "bias", "ends"),
+        ("out0", "out1", "out2", "pieces"),
+        header=tensor_cores(dtype) + header + text.HEADER,
+    )
+
+
+@cache
+def _gathering(dtype: mx.Dtype) -> Any:
+    return cuda_kernel(
+        f"packed_gather_{TYPES[dtype]}",
+        text.GATHER.replace("@WRITE@", text.WRITE),
+        ("pieces", "bias", "ends"),
+        ("out0", "out1", "out2"),
+    )
+
+
+def product(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array,
+    bias: mx.array | None = None,
+    *,
+    bits: int,
+    group_size: int,
+    ends: tuple[int, ...] = (),
+) -> list[mx.array]:
+    """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
+
+    Summed in float32 and rounded once, the bias included. What it can compute
+    :func:`takes` says.
+
+    Args:
+        weight, scales, biases: of :func:`mx.quantize`, shapes (N, K * bits / 32) and
+            (N, K / group_size).
+        ends: the row of ``weight`` after which each of up to three stacked matrices
+            ends; each one's product is an array of its own.
+
+    Returns:
+        One array (..., N), or one for each matrix.
+    """
+    columns, length = weight.shape[0], x.shape[-1]
+    rows = x.size // length
+    wide = 1 if rows <= TILE else WIDEST
+    warps = WARPS[wide]
+    pieces = num_pieces(columns, length, bits)
+    sizes = [b - a for a, b in pairwise((0, *(ends or (columns,))))]
+    shapes: list[tuple[int, ...]] = [(*x.shape[:-1], size) for size in sizes]
+    shapes += [(1,)] * (MOST_PARTS - len(sizes))
+    # An array that is no vector stands for no bias: a kernel less to compile.
+    added = scales if bias is None else bias
+    limits = _two_ends(ends or (columns,))
+    results: list[mx.array] = _kernel(x.dtype, bits)(
+        inputs=[x, weight, scales, biases, added, limits],
+        template=[
+            ("T", x.dtype),
+            ("BITS", bits),
+            ("GROUP", group_size),
+            ("WIDE", wide),
+            ("WARPS", warps),
+            ("AHEAD", AHEAD[wide]),
+        ],
+        grid=(
+            -(-columns // (COLUMNS * warps)) * 32 * warps,
+            pieces,
+            -(-rows // (TILE * wide)),
+        ),
+        threadgroup=(32 * warps, 1, 1),
+        output_shapes=[
+            *([(1,)] * MOST_PARTS if pieces > 1 else shapes),
+            (pieces, rows, columns) if pieces > 1 else (1,),
+        ],
+        output_dtypes=[*[x.dtype] * MOST_PARTS, mx.float32],
+    )
+    if pieces > 1:
+        results = _gathering(x.dtype)(
+            inputs=[results[-1], added, limits],
+            template=[("T", x.dtype)],
+            grid=(-(-columns // THREADS) * THREADS, rows, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=[x.dtype] * MOST_PARTS,
+        )
+    return results[: len(sizes)]
+
+
+def num_pieces(columns: int, length: int, bits: int) -> int:
+    """Blocks that share K: by the matrix alone, since a row's sum follows from it."""
+    turns = -(-length // (512 // bits))
+    blocks = -(-columns // BLOCK_COLUMNS)
+    return max(1, min(BLOCKS // blocks, turns // 2, MOST_PIECES))
+
+
+@cache
+def _two_ends(ends: tuple[int, ...]) -> mx.array:
+    """Where the first matrix ends, and the second, for the kernel."""
+    return mx.array((*ends, ends[-1])[:2], mx.int32)
+
+
+def takes(
+    x: mx.array,
+    weight: mx.array,
+    scales: mx.array,
+    biases: mx.array | None,
+    bias: mx.array | None,
+    *,
+    bits: int,
+    group_size: int,
+) -> bool:
+    """Whether :func:`product` can compute this."""
+    rows, length = x.size // max(1, x.shape[-1]), x.shape[-1]
+    return (
+        0 < rows <= MOST_ROWS
+        and x.dtype in TYPES
+        and bits in BITS
+        and group_size in GROUPS
+        and biases is not None
+        and x.dtype == scales.dtype == biases.dtype
+        and (bias is None or bias.dtype == x.dtype)
+        and weight.ndim == 2
+        and length % group_size == 0
+        and weight.shape[-1] * 32 == length * bits
+    )
+
+
+@cache
+def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
+    """Whether the kernels run on this device, and compute what they should.
+
+    Each that can be launched is tried: with few rows and many, with K shared among
+    blocks and not, with and without a bias, whole and in parts, and for an array that
+    begins where 16 bytes cannot be loaded at once.
+    """
+    if dtype not in TYPES or bits not in BITS or group_size not in GROUPS:
+        return False
+    try:
+        return all(
+            _agrees(columns, length, rows, dtype, bits, group_size)
+            for (columns, length), rows in product_of(_SIZES, (1, 5, 20))
+        )
+    except (RuntimeError, ValueError) as error:
+        logger.debug("no kernel for products with packed weights: %s", error)
+        return False
+
+
+# Of matrices: K shared among blocks, and not, with a turn that K ends within.
+_SIZES = ((72, 1152), (200, 128))
+
+
+def _agrees(
+    columns: int,
+    length: int,
+    rows: int,
+    dtype: mx.Dtype,
+    bits: int,
+    group_size: int,
+) -> bool:
+    """Whether a product is that of the numbers that the packed ones stand for."""
+    x, dense, bias = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+        for i, shape in enumerate([(rows, length), (columns, length), (columns,)])
+    )
+    packed = mx.quantize(dense, group_size, bits)
+    unpacked = mx.dequantize(
+        packed[0], *(p.astype(mx.float32) for p in packed[1:]), group_size, bits
+    )
+    exact = x.astype(mx.float32) @ unpacked.T
+    if rows == 1:  # a view, which begins anywhere
+        x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
+    options = {"bits": bits, "group_size": group_size}
+    whole = product(x, *packed, **options)
+    parts = product(x, *packed, bias, **options, ends=(8, 11, columns))
+    both = (whole[0], exact), (
+        mx.concatenate(parts, axis=-1),
+        exact + bias.astype(mx.float32),
+    )
+    # Not the other way round: NaN is no agreement.
+    return all(
+        (
+            mx.abs(found.astype(mx.float32) - right).max()
+            <= 0.01 * mx.abs(right).max()
+        ).item()
+        for found, right in both
+    )
