@@ -2,30 +2,49 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import click
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from benchmarks.common import Script, header_of, write_report
-from specdec.cuda import decode_attention, skinny_matmul
+from benchmarks.verify_forward import prompts
+from specdec import EngineConfig, SpecDecoder
+from specdec.backend import defaults
+from specdec.cuda import decode_attention, packed_matmul, skinny_matmul
+from specdec.cuda.attention_patch import take_few_queries
+from specdec.cuda.choices import choose_products
 from specdec.cuda.flattened_matmul import flatten_products
+from specdec.cuda.fused_linear import join_products, separated
+from specdec.cuda.skinny_matmul import take_few_rows
 from specdec.errors import ConfigError
+from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
-from specdec.tools.bench.models import DTYPES
+from specdec.tools.bench.models import (
+    DTYPES,
+    SHAPES,
+    random_model,
+    token_level,
+)
 from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
 
 NO_KERNEL = "the kernel needs MLX's CUDA backend and compute 8.0"
@@ -259,19 +278,73 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
 
 # -- products with packed weights --------------------------------------------
 
-PACKED = ((4096, 14336), (4096, 4096), (1536, 8960), (1536, 151936))
-TOKENS = ((1, 1), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
+# (N, K) of what an 8B model multiplies: q, k and v; o; gate and up; down; the output.
+PACKED = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
+PACKED_ROWS = (1, 2, 5, 8, 16, 32, 40, 64, 160)
+# Rows, and tokens of each.
+STEPS = ((1, 1), (1, 2), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
 
 
-def together_us(layer: Operation, x: mx.array, repeat: int) -> float:
-    """Median time of a product, of ``repeat`` that are handed over together."""
-    mx.eval([layer(x) for _ in range(repeat)])
-    times = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        mx.eval([layer(x) for _ in range(repeat)])
-        times.append((time.perf_counter() - begun) / repeat * 1e6)
-    return statistics.median(times)
+class Packed:
+    """A packed matrix, and as many like it as one cache does not hold."""
+
+    def __init__(self, shape: tuple[int, int], bits: int, group_size: int, dtype: str):
+        n, k = shape
+        self.options = {"bits": bits, "group_size": group_size}
+        self.nbytes = n * k * bits // 8 + n * k // group_size * 4
+        self.layers = []
+        for i in range(max(2, min(16, 2**28 // self.nbytes))):
+            x = mx.random.normal((n, k), key=mx.random.key(i)).astype(DTYPES[dtype])
+            self.layers.append(mx.quantize(x * k**-0.5, **self.options))
+            mx.eval(self.layers[-1])
+
+    def us(self, product: Operation, x: mx.array, repeat: int) -> float:
+        """Microseconds of one product: the least of some sweeps over all of them."""
+
+        def sweep() -> list[mx.array]:
+            return [product(x, *layer, **self.options) for layer in self.layers]
+
+        mx.eval(sweep())
+        times = []
+        for _ in range(repeat):
+            begun = time.perf_counter()
+            mx.eval(sweep())
+            times.append((time.perf_counter() - begun) / len(self.layers) * 1e6)
+        return min(times)
+
+    def error(self, x: mx.array) -> float:
+        """The kernel's largest error, over the largest number there is."""
+        weight, *scaled = self.layers[0]
+        wide = [a.astype(mx.float32) for a in scaled]
+        right = x.astype(mx.float32) @ mx.dequantize(weight, *wide, **self.options).T
+        off = mx.abs(kernel_product(x, *self.layers[0], **self.options) - right).max()
+        return float((off / mx.abs(right).max()).item())
+
+
+def kernel_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
+    """The kernel's product; where there is no CUDA, MLX's in its place."""
+    if mx.default_device() == mx.cpu:
+        return mx.quantized_matmul(x, *packed, **options)
+    return packed_matmul.product(x, *packed, **options)[0]
+
+
+def tuned(matrix: Packed, rows: int, dtype: str, repeat: int) -> list[str]:
+    """What other block sizes would take."""
+    x = mx.ones((rows, matrix.layers[0][1].shape[1] * matrix.options["group_size"]))
+    x = x.astype(DTYPES[dtype])
+    wide = 1 if rows <= packed_matmul.TILE else packed_matmul.WIDEST
+    found = []
+    kept = packed_matmul.WARPS[wide], packed_matmul.AHEAD[wide], packed_matmul.BLOCKS
+    for warps, ahead, blocks in (
+        *((w, a, kept[2]) for w in (2, 4, 8) for a in (0, 2, 6)),
+        *((kept[0], kept[1], b) for b in (132, 528, 792)),
+    ):
+        packed_matmul.WARPS[wide], packed_matmul.AHEAD[wide] = warps, ahead
+        packed_matmul.BLOCKS = blocks
+        us = matrix.us(kernel_product, x, repeat)
+        found.append(f"warps {warps} ahead {ahead} blocks {blocks}: {us:.1f}")
+    packed_matmul.WARPS[wide], packed_matmul.AHEAD[wide], packed_matmul.BLOCKS = kept
+    return found
 
 
 @main.command(cls=Script)
@@ -279,42 +352,212 @@ def together_us(layer: Operation, x: mx.array, repeat: int) -> float:
 @click.option("--group-size", default=64)
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
 @click.option("--scale", default=1, help="Divide the sizes of layers by this.")
-@click.option("--repeat", default=8, help="Products handed over together.")
+@click.option("--repeat", default=8, help="Sweeps, of which the fastest counts.")
+@click.option("--tune/--no-tune", default=False, help="Try other block sizes too.")
 @out_option
 def packed(
-    bits: int, group_size: int, dtype: str, scale: int, repeat: int, out: str | None
+    bits: int,
+    group_size: int,
+    dtype: str,
+    scale: int,
+    repeat: int,
+    tune: bool,
+    out: str | None,
 ) -> None:
-    """Products with packed weights: as mlx-lm's layers have them, flattened, dense."""
+    """Products with packed weights: by MLX, by the kernel (CUDA), and its errors."""
+    logging.basicConfig(level=logging.DEBUG)
     raw = header_of("Products with packed weights")
+    kind = DTYPES[dtype]
+    raw["proven"] = packed_matmul.proven(kind, bits, group_size)
+    print(f"proven: {raw['proven']}", file=sys.stderr)
     raw["microseconds"] = records = []
-    rows: list[Sequence[object]] = []
-    for inputs, outputs in PACKED:
-        size = inputs // scale, outputs // scale
-        dense = nn.Linear(*size, bias=False)
-        dense.set_dtype(DTYPES[dtype])
-        as_they_are = nn.QuantizedLinear.from_linear(dense, group_size, bits)
-        holder = nn.Sequential(as_they_are)
-        flatten_products(holder)
-        flat: Any = holder.layers[0]
-        mx.eval(dense.parameters(), as_they_are.parameters())
-        layers = {"as they are": as_they_are, "flattened": flat, "dense": dense}
-        for tokens in TOKENS:
-            x = mx.random.normal((*tokens, size[0])).astype(DTYPES[dtype])
-            found = {n: together_us(f, x, repeat) for n, f in layers.items()}
-            records.append({"layer": size, "tokens": tokens, **found})
-            print(size, tokens, found, file=sys.stderr)
-            gain = found["as they are"] / found["flattened"]
-            cells = [f"{found[n]:.0f}" for n in layers]
-            shape = f"{size[0]} x {size[1]}"
-            rows.append([shape, f"{tokens[0]} x {tokens[1]}", *cells, f"{gain:.1f}"])
-    header = ["layer", "B x S", "as they are", "flattened", "dense", "gain"]
+    table: list[Sequence[object]] = []
+    for n, k in PACKED:
+        matrix = Packed((n // scale, k // scale), bits, group_size, dtype)
+        for m in PACKED_ROWS:
+            x = mx.random.normal((m, k // scale), key=mx.random.key(1)).astype(kind)
+            mx.eval(x)
+            mlx = matrix.us(mx.quantized_matmul, x, repeat)
+            ours, error = matrix.us(kernel_product, x, repeat), matrix.error(x)
+            records.append(
+                {"matrix": [n // scale, k // scale], "rows": m, "mlx": mlx}
+                | {"kernel": ours, "error": error}
+            )
+            print(records[-1], file=sys.stderr, flush=True)
+            rate = f"{matrix.nbytes / ours / 1e6:.2f}"
+            cells = [f"{mlx:.1f}", marked(ours, ours < mlx), rate, f"{error:.1e}"]
+            table.append([f"{k // scale} x {n // scale}", m, *cells])
+        if tune and n <= 28672:
+            for m in (1, 40):
+                for line in tuned(matrix, m, dtype, repeat):
+                    print(n, k, m, line, file=sys.stderr, flush=True)
+        del matrix
+        mx.clear_cache()
+    header = ["K x N", "rows", "MLX", "kernel", "TB/s", "error"]
     intro = (
-        f"Weights in {bits} bits, groups of {group_size}, {dtype}; microseconds a "
-        f"product, the median of 5 times {repeat}. *as they are*: x (B, S, D) as "
-        "mlx-lm's layers pass it; *flattened*: (B * S, D); *dense*: the same layer in "
-        f"{dtype}; *gain*: as they are over flattened.\n\n"
+        f"Weights in {bits} bits, groups of {group_size}, {dtype}, more of them than "
+        "caches hold; microseconds a product of so many rows, the least of "
+        f"{repeat} sweeps; *TB/s*: weights over the kernel's time; *error*: the "
+        "kernel's largest, over the largest number. Bold where it is faster.\n\n"
     )
-    write_report(out, raw, intro + markdown_table(header, rows))
+    write_report(out, raw, intro + markdown_table(header, table))
+
+
+def engine_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], Any]:
+    """Forwards of the engine, each taken back."""
+    runner = ModelRunner(model, "model", EngineConfig(), defaults())
+    length = context + 4 * s + 64
+    rows = runner.rows(prompts(b, context, 200), max_round=s, max_length=length)
+    for _ in rows.prefill():
+        mx.synchronize()
+    tokens = mx.ones((b, s), mx.int32)
+
+    def step() -> Any:
+        chosen = mx.argmax(rows.forward(tokens), axis=-1)
+        rows.trim_per_sequence(mx.full((b,), s, mx.int32), s)
+        return [chosen, rows.offset]
+
+    return step
+
+
+def peer_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], Any]:
+    """mlx-lm's, the same."""
+    caches: Any = make_prompt_cache(model)
+    if b > 1:
+        caches = [BatchKVCache([0] * b) for _ in caches]
+    model(mx.ones((b, context), mx.int32), cache=caches)
+    mx.eval([c.state for c in caches])
+    tokens = mx.ones((b, s), mx.int32)
+
+    def step() -> Any:
+        chosen = mx.argmax(model(tokens, cache=caches), axis=-1)
+        for c in caches:
+            c.trim(s)
+        return chosen
+
+    return step
+
+
+def step_ms(step: Callable[[], Any], repeat: int) -> float:
+    """Median milliseconds of steps, each built while the one before runs."""
+    for _ in range(3):
+        mx.eval(step())
+    waiting = step()
+    mx.async_eval(waiting)
+    ends = []
+    for _ in range(repeat + 1):
+        following = step()
+        mx.async_eval(following)
+        mx.eval(waiting)
+        ends.append(time.perf_counter())
+        waiting = following
+    mx.eval(waiting)
+    return 1e3 * statistics.median(b - a for a, b in pairwise(ends))
+
+
+@main.command(cls=Script)
+@click.option("--shape", default="8b", type=click.Choice(list(SHAPES)))
+@click.option("--bits", default=4, help="16: not packed.")
+@click.option("--group-size", default=64)
+@click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
+@click.option("--context", default=200)
+@click.option("--repeat", default=16)
+@out_option
+def steps(
+    shape: str,
+    bits: int,
+    group_size: int,
+    dtype: str,
+    context: int,
+    repeat: int,
+    out: str | None,
+) -> None:
+    """Steps of a whole model with packed weights, and mlx-lm's."""
+    logging.basicConfig(level=logging.DEBUG)
+    raw = header_of("Steps with packed weights")
+    begun = time.perf_counter()
+    packing = None if bits == 16 else (group_size, bits)
+    model = random_model(shape, dtype, packing=packing)
+    raw["loading_seconds"] = time.perf_counter() - begun
+    raw["chosen"] = {str(kind): used for kind, used in packed_matmul.chosen.items()}
+    print(raw, file=sys.stderr, flush=True)
+    twin = separated(model)
+    weights: Any = tree_flatten(model.parameters())
+    nbytes = sum(a.nbytes for name, a in weights if "embed_tokens" not in name)
+    raw["milliseconds"] = records = []
+    table: list[Sequence[object]] = []
+    for b, s in STEPS:
+        found = {
+            name: step_ms(make(which, b, s, context), repeat)
+            for name, make, which in (
+                ("specdec", engine_step, model),
+                ("mlx_lm", peer_step, twin),
+            )
+        }
+        records.append({"rows": b, "tokens": s, **found})
+        print(records[-1], file=sys.stderr, flush=True)
+        ours, theirs = found["specdec"], found["mlx_lm"]
+        cells = [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}"]
+        table.append([f"{b} x {s}", *cells, f"{nbytes / ours / 1e9:.2f}"])
+    intro = (
+        f"Random weights of the {shape} shape, in {bits} bits, groups of {group_size}, "
+        f"{dtype}; {context} tokens of context; milliseconds of a forward of rows x "
+        f"tokens, built while the one before runs, medians of {repeat}. "
+        f"{nbytes / 1e9:.2f} GB of weights are read.\n\n"
+    )
+    header = ["rows x tokens", "specdec", "mlx-lm", "mlx-lm / specdec", "TB/s"]
+    write_report(out, raw, intro + markdown_table(header, table))
+
+
+@main.command(cls=Script)
+@click.option("--shape", default="1b", type=click.Choice(list(SHAPES)))
+@click.option("--bits", default=16, help="16: not packed.")
+@click.option("--peer", is_flag=True, help="mlx-lm's first waves instead.")
+def cold(shape: str, bits: int, peer: bool) -> None:
+    """What the first waves of a process take, and what MLX compiles for them."""
+    folder = Path(tempfile.mkdtemp())
+    os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    begun, seen = time.perf_counter(), set[Path]()
+
+    def phase(name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        done = work()
+        mx.synchronize()
+        end = time.perf_counter()
+        new = {p for p in folder.rglob("*") if p.is_file() and "cache" not in p.parts}
+        names = {p.name.partition(".")[0][:60] for p in new - seen}
+        seen.update(new)
+        compiled = f"compiled {len(names)}: {', '.join(sorted(names))}"
+        print(f"{end - begun:7.2f} s  {name}: {end - start:.2f} s; {compiled}")
+        return done
+
+    packing = None if bits == 16 else (64, bits)
+    fits = (flatten_products, take_few_rows, take_few_queries, join_products)
+    model = phase("weights", lambda: random_model(shape, packing=packing, fitted=False))
+    if not peer:
+        for fit in (*fits, choose_products):
+            phase(fit.__name__, partial(fit, model))
+    for b, k in ((8, 0), (8, 3), (32, 0), (8, 0)):
+        ids = prompts(b, 120, SHAPES[shape]["vocab_size"])
+        if peer:
+            wave = partial(peer_wave, model, ids)
+        else:
+            config = EngineConfig(batch_size=b, num_draft_tokens=k or 1)
+            draft = "ngram" if k else None
+            decoder = SpecDecoder(token_level(model), drafter=draft, config=config)
+            params = SamplingParams(max_tokens=32)
+            wave = partial(decoder.generate, ids, params)
+        if not peer or not k:
+            phase(f"B={b} k={k}", wave)
+
+
+def peer_wave(model: nn.Module, ids: list[list[int]]) -> None:
+    """What mlx-lm's ``batch_generate`` does."""
+    generator = BatchGenerator(model, max_tokens=32)
+    generator.insert(ids)
+    while any(generator.next_generated()):
+        pass
 
 
 # -- prompt lookup -----------------------------------------------------------

@@ -2,7 +2,8 @@
 
 MLX's CUDA backend computes the product of x (B, S, D) with packed weights as B
 products of (S, D): every row reads all weights again. Flattened to (B * S, D) it is
-one product that reads them once (``benchmarks.kernels packed`` times both).
+one product that reads them once, by MLX or, where that was faster, by the kernel of
+:mod:`.packed_matmul` (``benchmarks.kernels packed`` times all three).
 """
 
 from __future__ import annotations
@@ -13,14 +14,25 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from . import packed_matmul
+
 
 class FlattenedLinear(nn.QuantizedLinear):
     """A quantized layer that takes x of any shape (..., D) as (N, D)."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        if packed_matmul.uses(self, x):
+            return packed_matmul.of_layer(self, x)[0]
         linear: Any = super().__call__
         flat: mx.array = linear(x.reshape(-1, x.shape[-1]))
         return flat.reshape(*x.shape[:-1], -1)
+
+    def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
+        """Its product in parts, for stacked matrices that end at these columns."""
+        if len(ends) <= packed_matmul.MOST_PARTS and packed_matmul.uses(self, x):
+            return packed_matmul.of_layer(self, x, ends)
+        usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
+        return list(usual)
 
 
 class FlattenedEmbedding(nn.QuantizedEmbedding):
@@ -28,6 +40,8 @@ class FlattenedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., V) of x (..., D)."""
+        if packed_matmul.uses(self, x):
+            return packed_matmul.of_layer(self, x)[0]
         linear: Any = super().as_linear
         flat: mx.array = linear(x.reshape(-1, x.shape[-1]))
         return flat.reshape(*x.shape[:-1], -1)

@@ -5,20 +5,20 @@ H200), and every row reads all weights again. This one reads each weight once fo
 64 rows, with tensor cores; see :mod:`.packed_matmul_source`.
 
 Each row is summed in float32 in an order that depends on the matrix alone. So a row's
-product has the same bits whatever is computed beside it: alone, in a batch, or as one of
-the tokens of a verification.
+product has the same bits whatever is computed beside it: alone, in a batch, or as one
+of the tokens of a verification.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
 from itertools import pairwise
 from itertools import product as product_of
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
+import mlx.nn as nn
 
 from . import packed_matmul_source as text
 from .kernels import TYPES, cuda_kernel, tensor_cores
@@ -80,10 +80,10 @@ def product(
 ) -> list[mx.array]:
     """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
 
-    Summed in float32 and rounded once, the bias included. What it can compute
-    :func:`takes` says.
+    Summed in float32 and rounded once, the bias included.
 
     Args:
+        x: bfloat16 or float16, and so are all but ``weight``.
         weight, scales, biases: of :func:`mx.quantize`, shapes (N, K * bits / 32) and
             (N, K / group_size).
         ends: the row of ``weight`` after which each of up to three stacked matrices
@@ -150,29 +150,74 @@ def _two_ends(ends: tuple[int, ...]) -> mx.array:
     return mx.array((*ends, ends[-1])[:2], mx.int32)
 
 
-def takes(
-    x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    biases: mx.array | None,
-    bias: mx.array | None,
-    *,
-    bits: int,
-    group_size: int,
-) -> bool:
-    """Whether :func:`product` can compute this."""
-    rows, length = x.size // max(1, x.shape[-1]), x.shape[-1]
+def of_layer(
+    layer: nn.Module, x: mx.array, ends: tuple[int, ...] = ()
+) -> list[mx.array]:
+    """The product of x (..., K) with a quantized layer, see :func:`product`."""
+    return product(
+        x,
+        layer["weight"],
+        layer["scales"],
+        layer["biases"],
+        layer.get("bias"),
+        bits=layer.bits,
+        group_size=layer.group_size,
+        ends=ends,
+    )
+
+
+class Kind(NamedTuple):
+    """All that says how fast a layer's product is, besides the rows."""
+
+    dtype: mx.Dtype
+    bits: int
+    group_size: int
+    columns: int
+    length: int
+
+    @classmethod
+    def of(cls, layer: Any) -> Kind | None:
+        """That of a quantized layer; ``None``: the kernel does not know it."""
+        scales, biases = layer["scales"], layer.get("biases")
+        bits, group_size = layer.bits, layer.group_size
+        if (
+            layer.mode != "affine"
+            or bits not in BITS
+            or group_size not in GROUPS
+            or biases is None
+            or scales.dtype not in TYPES
+            or any(
+                layer[name].dtype != scales.dtype
+                for name in ("biases", "bias")
+                if name in layer
+            )
+        ):
+            return None
+        columns, groups = scales.shape
+        return cls(scales.dtype, bits, group_size, columns, groups * group_size)
+
+
+# The most rows of the classes for which kernels are chosen.
+CLASSES = (TILE, TILE * WIDEST, MOST_ROWS)
+#: For each kind of layer, whether the kernel computes products of so many rows.
+chosen: dict[Kind, tuple[bool, ...]] = {}
+
+
+def uses(layer: Any, x: mx.array) -> bool:
+    """Whether the kernel computes the layer's product with x (..., K).
+
+    While a layer trains, MLX's product is used, which has a gradient.
+    """
+    rows = x.size // max(1, x.shape[-1])
+    if layer.training or not 0 < rows <= MOST_ROWS:
+        return False
+    kind = Kind.of(layer)
+    if kind is None or x.dtype != kind.dtype or x.shape[-1] != kind.length:
+        return False
+    verdicts = chosen.get(kind)
     return (
-        0 < rows <= MOST_ROWS
-        and x.dtype in TYPES
-        and bits in BITS
-        and group_size in GROUPS
-        and biases is not None
-        and x.dtype == scales.dtype == biases.dtype
-        and (bias is None or bias.dtype == x.dtype)
-        and weight.ndim == 2
-        and length % group_size == 0
-        and weight.shape[-1] * 32 == length * bits
+        verdicts is not None
+        and verdicts[next(i for i, most in enumerate(CLASSES) if rows <= most)]
     )
 
 
@@ -223,15 +268,17 @@ def _agrees(
     options = {"bits": bits, "group_size": group_size}
     whole = product(x, *packed, **options)
     parts = product(x, *packed, bias, **options, ends=(8, 11, columns))
-    both = (whole[0], exact), (
-        mx.concatenate(parts, axis=-1),
-        exact + bias.astype(mx.float32),
+    both = (
+        (whole[0], exact),
+        (
+            mx.concatenate(parts, axis=-1),
+            exact + bias.astype(mx.float32),
+        ),
     )
     # Not the other way round: NaN is no agreement.
     return all(
         (
-            mx.abs(found.astype(mx.float32) - right).max()
-            <= 0.01 * mx.abs(right).max()
+            mx.abs(found.astype(mx.float32) - right).max() <= 0.01 * mx.abs(right).max()
         ).item()
         for found, right in both
     )

@@ -4,11 +4,11 @@ A warp computes 32 columns of the result, for 8 * WIDE rows of x; a block's warp
 columns of their own and share the rows of x. Blocks share K among themselves, gridDim.y
 of them, in turns of TURN columns: what each one found is added up by a second kernel.
 
-Of a tensor core's product (m16n8k16) the 16 are rows of the matrix and the 8 those of x.
-A weight is scale * q + bias: the tensor cores multiply q, which 16 bits hold exactly,
-and every 32 or 64 columns, all of one group, the sum is scaled in float32. What the
-bias, and the number that q was added to, multiply is the sum of x over those columns,
-which is a product with ones.
+Of a tensor core's product (m16n8k16) the 16 are rows of the matrix and the 8 those of
+x. A weight is scale * q + bias: the tensor cores multiply q, which 16 bits hold
+exactly, and every 32 or 64 columns, all of one group, the sum is scaled in float32.
+What the bias, and the number that q was added to, multiply is the sum of x over those
+columns, which is a product with ones.
 
 A thread loads 16 bytes of a row. The four threads of a row then exchange words, so that
 at any time they hold columns of the same 32. Which k is which does not matter as long
@@ -133,19 +133,15 @@ _BYTES_HALF = """
 
 
 def unpacking(bits: int, half: bool) -> str:
-    """The header that unpacks words of 4 or 8 bits a number, into float16 if ``half``."""
+    """The header that unpacks words of ``bits`` a number, to float16 if ``half``."""
     ones = "0x3C003C00" if half else "0x3F803F80"
     if bits == 8:
         body = _BYTES_HALF if half else _BYTES
         return _UNPACK.format(added="1024.0f" if half else "0.0f", ones=ones, body=body)
     if half:
-        body = _NIBBLES.format(
-            6, "<< 2", 2, 6, mask="0x03C003C0", sixteen="0x4C004C00"
-        )
+        body = _NIBBLES.format(6, "<< 2", 2, 6, mask="0x03C003C0", sixteen="0x4C004C00")
     else:
-        body = _NIBBLES.format(
-            3, ">> 1", 5, 9, mask="0x00780078", sixteen="0x41804180"
-        )
+        body = _NIBBLES.format(3, ">> 1", 5, 9, mask="0x00780078", sixteen="0x41804180")
     return _UNPACK.format(added="16.0f", ones=ones, body=body)
 
 
@@ -223,7 +219,7 @@ SOURCE = """
     if (begin + a < end && column < K)
       #pragma unroll
       for (int r = 0; r < 4; ++r)
-        specdec_prefetch(rows[r / 2][r % 2] + column / 32 * BITS + column % 32 * BITS / 32);
+        specdec_prefetch(rows[r / 2][r % 2] + column * BITS / 32);
   }
   uint4 now[2][2], next[2][2];
   unsigned both[GROUPS], both_next[GROUPS];
@@ -275,7 +271,7 @@ SOURCE = """
         if (turn + 1 + AHEAD < end && column < K)
           #pragma unroll
           for (int r = 0; r < 4; ++r)
-            specdec_prefetch(rows[r / 2][r % 2] + column / 32 * BITS + column % 32 * BITS / 32);
+            specdec_prefetch(rows[r / 2][r % 2] + column * BITS / 32);
       }
       #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
@@ -390,9 +386,10 @@ SOURCE = """
 # Asks for a turn's weights and scales.
 LOAD = """
   {
-    const int turn_of = @, column = turn_of * TURN + own, from = column < K ? column : 0;
-    specdec_weights(next, rows, from / 32 * BITS + from % 32 * BITS / 32, aligned);
-    specdec_scales(both_next, its_scales, its_biases, turn_of * TURN / GROUP, groups, pairs);
+    const int asked = @, column = asked * TURN + own;
+    specdec_weights(next, rows, (column < K ? column : 0) * BITS / 32, aligned);
+    specdec_scales(both_next, its_scales, its_biases, asked * TURN / GROUP, groups,
+                   pairs);
   }
 """
 
