@@ -28,7 +28,6 @@ from specdec import EngineConfig, SpecDecoder
 from specdec.backend import defaults
 from specdec.cuda import decode_attention, packed_matmul, skinny_matmul
 from specdec.cuda.attention_patch import take_few_queries
-from specdec.cuda.choices import choose_products
 from specdec.cuda.flattened_matmul import flatten_products
 from specdec.cuda.fused_linear import join_products, separated
 from specdec.cuda.skinny_matmul import take_few_rows
@@ -280,7 +279,7 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
 
 # (N, K) of what an 8B model multiplies: q, k and v; o; gate and up; down; the output.
 PACKED = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-PACKED_ROWS = (1, 2, 5, 8, 16, 32, 40, 64, 160)
+PACKED_ROWS = (1, 5, 8, 16, 32, 40, 64, 160, 256, 512)
 # Rows, and tokens of each.
 STEPS = ((1, 1), (1, 2), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
 
@@ -304,7 +303,8 @@ class Packed:
         def sweep() -> list[mx.array]:
             return [product(x, *layer, **self.options) for layer in self.layers]
 
-        mx.eval(sweep())
+        for _ in range(2):
+            mx.eval(sweep())
         times = []
         for _ in range(repeat):
             begun = time.perf_counter()
@@ -326,6 +326,11 @@ def kernel_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
     if mx.default_device() == mx.cpu:
         return mx.quantized_matmul(x, *packed, **options)
     return packed_matmul.product(x, *packed, **options)[0]
+
+
+def dense_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
+    """The product with the matrix unpacked first."""
+    return x @ mx.dequantize(*packed, **options).T
 
 
 def tuned(matrix: Packed, rows: int, dtype: str, repeat: int) -> list[str]:
@@ -354,6 +359,13 @@ def tuned(matrix: Packed, rows: int, dtype: str, repeat: int) -> list[str]:
 @click.option("--scale", default=1, help="Divide the sizes of layers by this.")
 @click.option("--repeat", default=8, help="Sweeps, of which the fastest counts.")
 @click.option("--tune/--no-tune", default=False, help="Try other block sizes too.")
+@click.option(
+    "--mlx-rows",
+    multiple=True,
+    type=int,
+    default=(1,),
+    help="Time MLX's own too; for more than a row it compiles half a minute.",
+)
 @out_option
 def packed(
     bits: int,
@@ -362,6 +374,7 @@ def packed(
     scale: int,
     repeat: int,
     tune: bool,
+    mlx_rows: tuple[int, ...],
     out: str | None,
 ) -> None:
     """Products with packed weights: by MLX, by the kernel (CUDA), and its errors."""
@@ -377,15 +390,20 @@ def packed(
         for m in PACKED_ROWS:
             x = mx.random.normal((m, k // scale), key=mx.random.key(1)).astype(kind)
             mx.eval(x)
-            mlx = matrix.us(mx.quantized_matmul, x, repeat)
-            ours, error = matrix.us(kernel_product, x, repeat), matrix.error(x)
+            ours = matrix.us(kernel_product, x, repeat)
+            dense = matrix.us(dense_product, x, repeat)
+            mlx = None
+            if m in mlx_rows:
+                mlx = matrix.us(mx.quantized_matmul, x, repeat)
+            error = matrix.error(x)
             records.append(
                 {"matrix": [n // scale, k // scale], "rows": m, "mlx": mlx}
-                | {"kernel": ours, "error": error}
+                | {"unpacked": dense, "kernel": ours, "error": error}
             )
             print(records[-1], file=sys.stderr, flush=True)
             rate = f"{matrix.nbytes / ours / 1e6:.2f}"
-            cells = [f"{mlx:.1f}", marked(ours, ours < mlx), rate, f"{error:.1e}"]
+            cells = ["" if mlx is None else f"{mlx:.1f}", f"{dense:.1f}"]
+            cells += [marked(ours, ours < dense), rate, f"{error:.1e}"]
             table.append([f"{k // scale} x {n // scale}", m, *cells])
         if tune and n <= 28672:
             for m in (1, 40):
@@ -393,12 +411,13 @@ def packed(
                     print(n, k, m, line, file=sys.stderr, flush=True)
         del matrix
         mx.clear_cache()
-    header = ["K x N", "rows", "MLX", "kernel", "TB/s", "error"]
+    header = ["K x N", "rows", "MLX", "unpacked", "kernel", "TB/s", "error"]
     intro = (
         f"Weights in {bits} bits, groups of {group_size}, {dtype}, more of them than "
         "caches hold; microseconds a product of so many rows, the least of "
-        f"{repeat} sweeps; *TB/s*: weights over the kernel's time; *error*: the "
-        "kernel's largest, over the largest number. Bold where it is faster.\n\n"
+        f"{repeat} sweeps; *unpacked*: `mx.dequantize` and a dense product; *TB/s*: "
+        "weights over the kernel's time; *error*: the kernel's largest, over the "
+        "largest number. Bold where it is faster.\n\n"
     )
     write_report(out, raw, intro + markdown_table(header, table))
 
@@ -420,12 +439,14 @@ def engine_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], 
     return step
 
 
-def peer_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], Any]:
-    """mlx-lm's, the same."""
+def peer_step(
+    filler: nn.Module, model: nn.Module, b: int, s: int, context: int
+) -> Callable[[], Any]:
+    """mlx-lm's, the same; ``filler``, which compiles less, fills the cache."""
     caches: Any = make_prompt_cache(model)
     if b > 1:
         caches = [BatchKVCache([0] * b) for _ in caches]
-    model(mx.ones((b, context), mx.int32), cache=caches)
+    filler(mx.ones((b, context), mx.int32), cache=caches)
     mx.eval([c.state for c in caches])
     tokens = mx.ones((b, s), mx.int32)
 
@@ -462,6 +483,7 @@ def step_ms(step: Callable[[], Any], repeat: int) -> float:
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
 @click.option("--context", default=200)
 @click.option("--repeat", default=16)
+@click.option("--all-peers", is_flag=True, help="mlx-lm with several tokens too.")
 @out_option
 def steps(
     shape: str,
@@ -470,6 +492,7 @@ def steps(
     dtype: str,
     context: int,
     repeat: int,
+    all_peers: bool,
     out: str | None,
 ) -> None:
     """Steps of a whole model with packed weights, and mlx-lm's."""
@@ -479,7 +502,6 @@ def steps(
     packing = None if bits == 16 else (group_size, bits)
     model = random_model(shape, dtype, packing=packing)
     raw["loading_seconds"] = time.perf_counter() - begun
-    raw["chosen"] = {str(kind): used for kind, used in packed_matmul.chosen.items()}
     print(raw, file=sys.stderr, flush=True)
     twin = separated(model)
     weights: Any = tree_flatten(model.parameters())
@@ -491,13 +513,15 @@ def steps(
             name: step_ms(make(which, b, s, context), repeat)
             for name, make, which in (
                 ("specdec", engine_step, model),
-                ("mlx_lm", peer_step, twin),
+                ("mlx_lm", partial(peer_step, model), twin),
             )
+            if s == 1 or name == "specdec" or all_peers
         }
         records.append({"rows": b, "tokens": s, **found})
         print(records[-1], file=sys.stderr, flush=True)
-        ours, theirs = found["specdec"], found["mlx_lm"]
-        cells = [f"{ours:.2f}", f"{theirs:.2f}", f"{theirs / ours:.2f}"]
+        ours, theirs = found["specdec"], found.get("mlx_lm")
+        cells = [f"{ours:.2f}"]
+        cells += [f"{theirs:.2f}", f"{theirs / ours:.2f}"] if theirs else ["", ""]
         table.append([f"{b} x {s}", *cells, f"{nbytes / ours / 1e9:.2f}"])
     intro = (
         f"Random weights of the {shape} shape, in {bits} bits, groups of {group_size}, "
@@ -533,10 +557,10 @@ def cold(shape: str, bits: int, peer: bool) -> None:
         return done
 
     packing = None if bits == 16 else (64, bits)
-    fits = (flatten_products, take_few_rows, take_few_queries, join_products)
+    fits = flatten_products, take_few_rows, take_few_queries, join_products
     model = phase("weights", lambda: random_model(shape, packing=packing, fitted=False))
     if not peer:
-        for fit in (*fits, choose_products):
+        for fit in fits:
             phase(fit.__name__, partial(fit, model))
     for b, k in ((8, 0), (8, 3), (32, 0), (8, 0)):
         ids = prompts(b, 120, SHAPES[shape]["vocab_size"])

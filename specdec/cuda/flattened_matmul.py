@@ -2,8 +2,8 @@
 
 MLX's CUDA backend computes the product of x (B, S, D) with packed weights as B
 products of (S, D): every row reads all weights again. Flattened to (B * S, D) it is
-one product that reads them once, by MLX or, where that was faster, by the kernel of
-:mod:`.packed_matmul` (``benchmarks.kernels packed`` times all three).
+one product that reads them once: by :mod:`.packed_matmul` where that is proven, by MLX
+otherwise (``benchmarks.kernels packed`` times both).
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class FlattenedLinear(nn.QuantizedLinear):
     """A quantized layer that takes x of any shape (..., D) as (N, D)."""
 
     def __call__(self, x: mx.array) -> mx.array:
-        if packed_matmul.uses(self, x):
+        if packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x)[0]
         linear: Any = super().__call__
         flat: mx.array = linear(x.reshape(-1, x.shape[-1]))
@@ -29,7 +29,7 @@ class FlattenedLinear(nn.QuantizedLinear):
 
     def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
         """Its product in parts, for stacked matrices that end at these columns."""
-        if len(ends) <= packed_matmul.MOST_PARTS and packed_matmul.uses(self, x):
+        if len(ends) <= packed_matmul.MOST_PARTS and packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x, ends)
         usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
         return list(usual)
@@ -40,7 +40,7 @@ class FlattenedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., V) of x (..., D)."""
-        if packed_matmul.uses(self, x):
+        if packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x)[0]
         linear: Any = super().as_linear
         flat: mx.array = linear(x.reshape(-1, x.shape[-1]))
@@ -54,12 +54,26 @@ _FLATTENED: dict[type, Any] = {
 
 
 def flatten_products(model: nn.Module) -> None:
-    """Let the model's packed layers compute flattened, in place; weights stay."""
+    """Let the model's packed layers compute flattened, in place; weights stay.
+
+    The kernel for them is tried here, for the layers that the model has.
+    """
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     for path, layer in leaves:
         kind = _FLATTENED.get(type(layer))
         if kind is not None:
+            packed_matmul.tried(layer)
             model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+def slow_pairs(model: nn.Module) -> bool:
+    """Whether two tokens take longer than one: packed products by MLX's kernels."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    return any(
+        isinstance(layer, FlattenedLinear | FlattenedEmbedding)
+        and not packed_matmul.tried(layer)
+        for _, layer in modules
+    )
 
 
 def as_kind(layer: nn.Module, kind: Any) -> Any:

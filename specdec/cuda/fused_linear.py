@@ -75,7 +75,7 @@ class _Product:
             mx.eval(views)
             dict.update(layer, views)
             self._views.append(views)
-        self.whole, self._slot = stacked, slot
+        self._whole, self._slot = stacked, slot
         self._wasted = 0  # in a row
 
     @property
@@ -84,7 +84,7 @@ class _Product:
         return self._wasted >= _PATIENCE
 
     def _compute(self, x: mx.array) -> list[mx.array]:
-        whole, ends = self.whole, self._ends
+        whole, ends = self._whole, self._ends
         if isinstance(whole, SkinnyLinear | FlattenedLinear):
             return whole.split(x, ends)
         if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
@@ -128,11 +128,6 @@ class _Joined:
 
     _product: _Product
     _index: int
-
-    @property
-    def whole(self) -> Any:
-        """The layer with the stacked matrices, whose product it takes a part of."""
-        return self._product.whole
 
     def __call__(self, x: mx.array) -> mx.array:
         part = self._product.part(self._index, self, x)  # type: ignore[arg-type]

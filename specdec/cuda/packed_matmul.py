@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 
 #: What the kernel knows: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
-# The most rows it is tried with; more are a prompt's, for which MLX has better kernels.
-MOST_ROWS = 256
+# The most rows of a product that the kernel computes; for more the matrix is unpacked,
+# if it has no more than so many numbers.
+MOST_ROWS, MOST_UNPACKED = 256, 2**27
 #: Arrays that one product can be written to.
 MOST_PARTS = 3
 # A tensor core's product takes so many rows of x; a block so many times as many, or one
@@ -153,17 +154,20 @@ def _two_ends(ends: tuple[int, ...]) -> mx.array:
 def of_layer(
     layer: nn.Module, x: mx.array, ends: tuple[int, ...] = ()
 ) -> list[mx.array]:
-    """The product of x (..., K) with a quantized layer, see :func:`product`."""
-    return product(
-        x,
-        layer["weight"],
-        layer["scales"],
-        layer["biases"],
-        layer.get("bias"),
-        bits=layer.bits,
-        group_size=layer.group_size,
-        ends=ends,
-    )
+    """The product of x (..., K) with a quantized layer, see :func:`product`.
+
+    For many rows the matrix is unpacked first. MLX compiles a kernel for such products
+    when it first meets a layer's bits, groups and type, which takes half a minute; its
+    dense products are there.
+    """
+    packed = layer["weight"], layer["scales"], layer["biases"]
+    bias, rows = layer.get("bias"), x.size // x.shape[-1]
+    options = {"bits": layer.bits, "group_size": layer.group_size}
+    if rows <= MOST_ROWS or layer["scales"].size * layer.group_size > MOST_UNPACKED:
+        return product(x, *packed, bias, **options, ends=ends)
+    dense = mx.dequantize(*packed, **options).T
+    whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
+    return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
 
 
 class Kind(NamedTuple):
@@ -197,40 +201,52 @@ class Kind(NamedTuple):
         return cls(scales.dtype, bits, group_size, columns, groups * group_size)
 
 
-# The most rows of the classes for which kernels are chosen.
-CLASSES = (TILE, TILE * WIDEST, MOST_ROWS)
-#: For each kind of layer, whether the kernel computes products of so many rows.
-chosen: dict[Kind, tuple[bool, ...]] = {}
+# For whose layers the kernel was tried, and is right. Functions that are traced ask for
+# it, and nothing can be tried in them.
+_proven: dict[tuple[mx.Dtype, int, int], bool] = {}
 
 
-def uses(layer: Any, x: mx.array) -> bool:
-    """Whether the kernel computes the layer's product with x (..., K).
+def computes(layer: Any, x: mx.array) -> bool:
+    """Whether :func:`of_layer` computes the layer's product with x (..., K).
 
     While a layer trains, MLX's product is used, which has a gradient.
     """
-    rows = x.size // max(1, x.shape[-1])
-    if layer.training or not 0 < rows <= MOST_ROWS:
+    if layer.training or not x.size:
         return False
     kind = Kind.of(layer)
-    if kind is None or x.dtype != kind.dtype or x.shape[-1] != kind.length:
-        return False
-    verdicts = chosen.get(kind)
     return (
-        verdicts is not None
-        and verdicts[next(i for i, most in enumerate(CLASSES) if rows <= most)]
+        kind is not None
+        and x.dtype == kind.dtype
+        and x.shape[-1] == kind.length
+        and _proven.get(kind[:3], False)
     )
 
 
-@cache
 def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     """Whether the kernels run on this device, and compute what they should.
+
+    They are tried when that is first asked, not within a function that is traced.
+    """
+    kind = dtype, bits, group_size
+    if kind not in _proven:
+        known = dtype in TYPES and bits in BITS and group_size in GROUPS
+        _proven[kind] = known and _agree(*kind)
+    return _proven[kind]
+
+
+def tried(layer: Any) -> bool:
+    """Whether the kernel computes a quantized layer's products; it is tried here."""
+    kind = Kind.of(layer)
+    return kind is not None and proven(*kind[:3])
+
+
+def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
+    """Whether the kernels compute what they should.
 
     Each that can be launched is tried: with few rows and many, with K shared among
     blocks and not, with and without a bias, whole and in parts, and for an array that
     begins where 16 bytes cannot be loaded at once.
     """
-    if dtype not in TYPES or bits not in BITS or group_size not in GROUPS:
-        return False
     try:
         return all(
             _agrees(columns, length, rows, dtype, bits, group_size)

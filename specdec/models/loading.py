@@ -14,7 +14,6 @@ import mlx_lm.utils as mlx_lm_utils
 
 from ..backend import defaults
 from ..cuda.attention_patch import take_few_queries
-from ..cuda.choices import choose_products
 from ..cuda.flattened_matmul import flatten_products
 from ..cuda.fused_linear import join_products
 from ..cuda.skinny_matmul import take_few_rows
@@ -98,7 +97,6 @@ def fit(model: Any) -> None:
         take_few_rows(model)
         take_few_queries(model)
         join_products(model)
-        choose_products(model)
 
 
 def load_draft(

@@ -24,7 +24,7 @@ from ..cache import (
 from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
 from ..cuda.attention_patch import takes_single
-from ..cuda.choices import slow_pairs
+from ..cuda.flattened_matmul import slow_pairs
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards

@@ -9,9 +9,8 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 
-from specdec.cuda import choices, kernels, packed_matmul, packed_matmul_source
-from specdec.cuda.choices import choose_products, slow_pairs
-from specdec.cuda.flattened_matmul import flatten_products
+from specdec.cuda import kernels, packed_matmul, packed_matmul_source
+from specdec.cuda.flattened_matmul import flatten_products, slow_pairs
 from specdec.cuda.fused_linear import join_products, separated
 from specdec.cuda.kernels import TYPES
 from specdec.cuda.packed_matmul import BITS, GROUPS, Kind
@@ -24,7 +23,7 @@ Packed = tuple[mx.array, ...]
 @pytest.fixture(autouse=True)
 def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     kept = packed_matmul._kernel, packed_matmul._gathering, kernels.cuda_kernel
-    monkeypatch.setattr(packed_matmul, "chosen", {})
+    monkeypatch.setattr(packed_matmul, "_proven", {})
     yield from emulated(monkeypatch, *kept)
 
 
@@ -140,7 +139,7 @@ def test_a_view_begins_anywhere(bits: int) -> None:
 @pytest.mark.parametrize("bits", BITS)
 @pytest.mark.parametrize("dtype", TYPES)
 def test_proven(dtype: mx.Dtype, bits: int) -> None:
-    assert packed_matmul.proven.__wrapped__(dtype, bits, 64)
+    assert packed_matmul.proven(dtype, bits, 64)
 
 
 FAULTS = {
@@ -205,8 +204,6 @@ def test_a_model_s_products_are_the_kernel_s(
     twin = separated(model)
     twin.set_dtype(mx.float32)
     expected = twin(tokens)
-    monkeypatch.setattr(choices, "_faster", lambda *_: (True, True, True))
-    choose_products(model)
     asked = []
     usual = packed_matmul.product
 
@@ -224,30 +221,44 @@ def test_a_model_s_products_are_the_kernel_s(
     assert not slow_pairs(model)
 
 
-def test_mlx_is_used_where_it_is_faster(
-    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+@needs_compiler
+def test_products_that_the_kernel_does_not_know_are_mlx_s(
+    tiny_model: TinyModel,
 ) -> None:
-    """The choice of one class of rows is taken for another's."""
+    """A layer that trains loses its gradient, or numbers of another type are read."""
     model = model_of(tiny_model)
-    times = {id(choices._mlx): 2.0}
-    monkeypatch.setattr(choices, "proven", lambda *_: True)
-    monkeypatch.setattr(
-        choices,
-        "_seconds",
-        lambda f, layers, x: times.get(id(f), 1.0 if 8 < len(x) < 100 else 3.0),
-    )
-    choose_products(model)
     layer = model.layers[0].self_attn.o_proj
-    kind = Kind.of(layer)
-    assert packed_matmul.chosen[kind] == (False, True, False)
-    x = mx.zeros((200, kind.length), mx.float16)
-    used = {n: packed_matmul.uses(layer, x[:n]) for n in (1, 8, 9, 64, 65, 200)}
-    assert used == {1: False, 8: False, 9: True, 64: True, 65: False, 200: False}
-    assert slow_pairs(model)
-    # Others, which the kernel does not know, are MLX's whatever was timed.
-    assert not packed_matmul.uses(layer, x[:9].astype(mx.float32))
+    x = drawn(3, Kind.of(layer).length, dtype=mx.float16)
+    assert packed_matmul.computes(layer, x)
+    assert not packed_matmul.computes(layer, x.astype(mx.float32))
+    assert not packed_matmul.computes(layer, x[:, :32])
+    assert not packed_matmul.computes(layer, x[:0])
     layer.train()
-    assert not packed_matmul.uses(layer, x[:9])
+    assert not packed_matmul.computes(layer, x)
+    for changed in ({"bits": 3}, {"bits": 6}, {"mode": "mxfp4"}):
+        other = nn.QuantizedLinear(64, 32, group_size=32, **changed)
+        assert not packed_matmul.tried(other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("ends", [(), (8, 11, 40)])
+def test_many_rows(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacked for many rows: the bias, the parts or the order are lost."""
+    monkeypatch.setattr(packed_matmul, "MOST_ROWS", 2)
+    layer = nn.QuantizedLinear(64, 40, group_size=32, bits=4)
+    layer.set_dtype(mx.float16)
+    layer.bias = drawn(40, dtype=mx.float16)
+    x = drawn(3, 5, 64, dtype=mx.float16)
+    found = packed_matmul.of_layer(layer, x, ends)
+    few = packed_matmul.product(
+        x, layer.weight, layer.scales, layer.biases, layer.bias,
+        bits=4, group_size=32, ends=ends,
+    )  # fmt: skip
+    assert len(found) == max(1, len(ends))
+    for one, other in zip(found, few, strict=True):
+        np.testing.assert_allclose(
+            one.astype(mx.float32), other.astype(mx.float32), atol=0.01, rtol=0.01
+        )
 
 
 def test_without_packed_layers_nothing_is_slow(tiny_model: TinyModel) -> None:
