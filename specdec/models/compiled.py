@@ -20,6 +20,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import BatchCache, BatchCacheList, Memo
+from ..cache.positions import unfused
 from ..prefix_cache.signature import Weights
 from ..utils.printable import shorten
 from .hidden_states import HiddenStates
@@ -196,7 +197,8 @@ class CompiledForwards:
                 if twin.offset is offsets[group] or twin.offset is not after[group]:
                     raise _CannotCompileError
             if padding:
-                after = [offset - padding for offset in after]
+                back = mx.array([padding], mx.int32)
+                after = [unfused(mx.subtract, offset, back) for offset in after]
                 logits = logits[:, :num_tokens]
                 hidden = None if hidden is None else hidden[:, :num_tokens]
             return logits, hidden, after, [twin.arrays for twin in twins]
