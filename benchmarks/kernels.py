@@ -333,32 +333,12 @@ def dense_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
     return x @ mx.dequantize(*packed, **options).T
 
 
-def tuned(matrix: Packed, rows: int, dtype: str, repeat: int) -> list[str]:
-    """What other block sizes would take."""
-    x = mx.ones((rows, matrix.layers[0][1].shape[1] * matrix.options["group_size"]))
-    x = x.astype(DTYPES[dtype])
-    wide = 1 if rows <= packed_matmul.TILE else packed_matmul.WIDEST
-    found = []
-    kept = packed_matmul.WARPS[wide], packed_matmul.AHEAD[wide], packed_matmul.BLOCKS
-    for warps, ahead, blocks in (
-        *((w, a, kept[2]) for w in (2, 4, 8) for a in (0, 2, 6)),
-        *((kept[0], kept[1], b) for b in (132, 528, 792)),
-    ):
-        packed_matmul.WARPS[wide], packed_matmul.AHEAD[wide] = warps, ahead
-        packed_matmul.BLOCKS = blocks
-        us = matrix.us(kernel_product, x, repeat)
-        found.append(f"warps {warps} ahead {ahead} blocks {blocks}: {us:.1f}")
-    packed_matmul.WARPS[wide], packed_matmul.AHEAD[wide], packed_matmul.BLOCKS = kept
-    return found
-
-
 @main.command(cls=Script)
 @click.option("--bits", default=4)
 @click.option("--group-size", default=64)
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
 @click.option("--scale", default=1, help="Divide the sizes of layers by this.")
 @click.option("--repeat", default=8, help="Sweeps, of which the fastest counts.")
-@click.option("--tune/--no-tune", default=False, help="Try other block sizes too.")
 @click.option(
     "--mlx-rows",
     multiple=True,
@@ -373,7 +353,6 @@ def packed(
     dtype: str,
     scale: int,
     repeat: int,
-    tune: bool,
     mlx_rows: tuple[int, ...],
     out: str | None,
 ) -> None:
@@ -405,10 +384,6 @@ def packed(
             cells = ["" if mlx is None else f"{mlx:.1f}", f"{dense:.1f}"]
             cells += [marked(ours, ours < dense), rate, f"{error:.1e}"]
             table.append([f"{k // scale} x {n // scale}", m, *cells])
-        if tune and n <= 28672:
-            for m in (1, 40):
-                for line in tuned(matrix, m, dtype, repeat):
-                    print(n, k, m, line, file=sys.stderr, flush=True)
         del matrix
         mx.clear_cache()
     header = ["K x N", "rows", "MLX", "unpacked", "kernel", "TB/s", "error"]
@@ -433,7 +408,7 @@ def engine_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], 
 
     def step() -> Any:
         chosen = mx.argmax(rows.forward(tokens), axis=-1)
-        rows.trim_per_sequence(mx.full((b,), s, mx.int32), s)
+        rows.trim_per_sequence(mx.full((b,), s, mx.int32), s, s)
         return [chosen, rows.offset]
 
     return step

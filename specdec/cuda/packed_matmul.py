@@ -34,10 +34,9 @@ MOST_ROWS, MOST_UNPACKED = 256, 2**27
 MOST_PARTS = 3
 # A tensor core's product takes so many rows of x; a block so many times as many, or one
 # of them where there are no more: a kernel for each. It has so many warps, each for so
-# many columns of the result, and fetches weights so many turns before they are loaded.
+# many columns of the result.
 TILE, WIDEST, COLUMNS = 8, 8, 32
 WARPS = {1: 4, WIDEST: 8}
-AHEAD = {1: 3, WIDEST: 3}
 # Blocks share K until there are so many of 128 columns: two for each of an H200's
 # multiprocessors. A block has two turns at least.
 BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
@@ -46,7 +45,7 @@ BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
 @cache
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
     source = text.SOURCE.replace("@WRITE@", text.WRITE)
-    for turn in ("begin", "turn + 1"):
+    for turn in ("begin", "min(turn + 1, end - 1)"):
         source = source.replace(f"@LOAD({turn})@", text.LOAD.replace("@", turn))
     header = text.unpacking(bits, half=dtype == mx.float16)
     return cuda_kernel(
@@ -112,7 +111,7 @@ def product(
             ("GROUP", group_size),
             ("WIDE", wide),
             ("WARPS", warps),
-            ("AHEAD", AHEAD[wide]),
+            ("EIGHTS", scales.shape[1] % 8 == 0),
         ],
         grid=(
             -(-columns // (COLUMNS * warps)) * 32 * warps,

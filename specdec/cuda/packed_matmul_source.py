@@ -22,56 +22,22 @@ __device__ __forceinline__ float specdec_float(unsigned bits) {
   return static_cast<float>(*reinterpret_cast<const T*>(&half));
 }
 
-__device__ __forceinline__ unsigned specdec_two(const unsigned short* at) {
-  return __ldg(at) | static_cast<unsigned>(__ldg(at + 1)) << 16;
-}
-__device__ __forceinline__ uint2 specdec_four(const unsigned short* at, bool aligned) {
-  if (aligned) return __ldg(reinterpret_cast<const uint2*>(at));
-  return make_uint2(specdec_two(at), specdec_two(at + 2));
-}
-__device__ __forceinline__ uint4 specdec_eight(const unsigned short* at, bool aligned) {
-  if (aligned) return __ldg(reinterpret_cast<const uint4*>(at));
-  return make_uint4(specdec_two(at), specdec_two(at + 2), specdec_two(at + 4),
-                    specdec_two(at + 6));
-}
-
-// Of weights, which are read once.
+// Of weights, which are read once. No branch may lie between loads, here or elsewhere:
+// what comes after it would wait for what was asked for before.
 __device__ __forceinline__ void specdec_weights(uint4 (&words)[2][2],
                                                 const unsigned* const (&rows)[2][2],
-                                                int at, bool aligned) {
+                                                int at) {
   #pragma unroll
   for (int t = 0; t < 2; ++t)
     #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const unsigned* const from = rows[t][i] + at;
-      words[t][i] = aligned ? __ldcs(reinterpret_cast<const uint4*>(from))
-                            : make_uint4(__ldcs(from), __ldcs(from + 1),
-                                         __ldcs(from + 2), __ldcs(from + 3));
-    }
+    for (int i = 0; i < 2; ++i)
+      words[t][i] = __ldcs(reinterpret_cast<const uint4*>(rows[t][i] + at));
 }
 
-// Scales and biases of a turn's groups, a pair in a word; beyond the last, the last.
-template <int GROUPS>
-__device__ __forceinline__ void specdec_scales(unsigned (&both)[GROUPS],
-                                               const unsigned short* scales,
-                                               const unsigned short* biases, int g,
-                                               int groups, bool pairs) {
-  if (GROUPS > 1 && pairs) {
-    #pragma unroll
-    for (int i = 0; i + 1 < GROUPS; i += 2) {
-      const int at = min(g + i, groups - 2);
-      const unsigned s = __ldg(reinterpret_cast<const unsigned*>(scales + at));
-      const unsigned b = __ldg(reinterpret_cast<const unsigned*>(biases + at));
-      both[i] = __byte_perm(s, b, 0x5410);
-      both[i + 1] = __byte_perm(s, b, 0x7632);
-    }
-  } else {
-    #pragma unroll
-    for (int i = 0; i < GROUPS; ++i) {
-      const int at = min(g + i, groups - 1);
-      both[i] = __ldg(scales + at) | static_cast<unsigned>(__ldg(biases + at)) << 16;
-    }
-  }
+// The i-th of eight numbers of 16 bits.
+__device__ __forceinline__ unsigned specdec_of_eight(const uint4& v, int i) {
+  const unsigned a = i & 2 ? v.y : v.x, b = i & 2 ? v.w : v.z, c = i & 4 ? b : a;
+  return i & 1 ? c >> 16 : c & 0xffffu;
 }
 
 // Of four threads with four words each: word j of the i-th becomes word i of the j-th.
@@ -87,13 +53,6 @@ __device__ __forceinline__ uint4 specdec_exchange(uint4 v, int part) {
   b = __shfl_xor_sync(~0u, b, 1);
   if (odd) { v.x = a; v.z = b; } else { v.y = a; v.w = b; }
   return v;
-}
-
-// Has a line fetched from memory before it is loaded; of no consequence otherwise.
-__device__ __forceinline__ void specdec_prefetch(const void* at) {
-#ifdef __CUDA_ARCH__
-  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-#endif
 }
 """
 
@@ -178,8 +137,30 @@ SOURCE = """
   const int first = (blockIdx.x * WARPS + warp) * 32, top = blockIdx.z * 8 * WIDE;
   const int used = min(WIDE, (M - top + 7) / 8);
   const unsigned short* const numbers = reinterpret_cast<const unsigned short*>(x);
-  const bool x_aligned = reinterpret_cast<size_t>(x) % 16 == 0;
-  const bool aligned = reinterpret_cast<size_t>(weight) % 16 == 0;
+  // Where 16 bytes cannot be loaded at once, each thread computes some of the result.
+  if ((reinterpret_cast<size_t>(x) | reinterpret_cast<size_t>(weight) |
+       reinterpret_cast<size_t>(scales) | reinterpret_cast<size_t>(biases)) % 16) {
+    const int columns = min(WARPS * 32, N - static_cast<int>(blockIdx.x) * WARPS * 32);
+    for (int one = threadIdx.x; one < columns * used * 8; one += WARPS * 32) {
+      const int at = blockIdx.x * WARPS * 32 + one % columns, m = top + one / columns;
+      if (m >= M) break;
+      float sum = 0.0f;
+      for (int k = begin * TURN; k < min(end * TURN, K); ++k) {
+        const size_t word = static_cast<size_t>(at) * (K / 32 * BITS) + k * BITS / 32;
+        const unsigned q = weight[word] >> k % (32 / BITS) * BITS & ((1 << BITS) - 1);
+        const size_t g = static_cast<size_t>(at) * groups + k / GROUP;
+        const float w = fmaf(static_cast<float>(scales[g]), static_cast<float>(q),
+                             static_cast<float>(biases[g]));
+        sum = fmaf(static_cast<float>(x[static_cast<size_t>(m) * K + k]), w, sum);
+      }
+      if (gridDim.y > 1) {
+        pieces[(static_cast<size_t>(blockIdx.y) * M + m) * N + at] = sum;
+        continue;
+      }
+      @WRITE@
+    }
+    return;
+  }
 
   // Rows beyond the last are read as the last, and not written.
   const unsigned* rows[2][2];
@@ -197,8 +178,6 @@ SOURCE = """
       reinterpret_cast<const unsigned short*>(scales) + scaled;
   const unsigned short* const its_biases =
       reinterpret_cast<const unsigned short*>(biases) + scaled;
-  const bool pairs = groups % 2 == 0 &&
-      (reinterpret_cast<size_t>(scales) | reinterpret_cast<size_t>(biases)) % 4 == 0;
 
   __shared__ uint4 laid[2][UNITS][FOLD][32];
   __shared__ float2 totals[2][UNITS][4];
@@ -211,17 +190,8 @@ SOURCE = """
       #pragma unroll
       for (int c = 0; c < 4; ++c) sums[t][j][c] = 0.0f;
 
-  // A thread's columns of the turn, if they are in K; else it reads others.
-  const int own = part * TURN / 4;
-  #pragma unroll
-  for (int a = 1; a <= AHEAD; ++a) {
-    const int column = (begin + a) * TURN + own;
-    if (begin + a < end && column < K)
-      #pragma unroll
-      for (int r = 0; r < 4; ++r)
-        specdec_prefetch(rows[r / 2][r % 2] + column * BITS / 32);
-  }
-  uint4 now[2][2], next[2][2];
+  const int own = part * TURN / 4;  // a thread's columns of a turn
+  uint4 now[2][2], next[2][2], scales8[2], scales8_next[2];
   unsigned both[GROUPS], both_next[GROUPS];
   @LOAD(begin)@
 
@@ -233,24 +203,22 @@ SOURCE = """
     for (int o = 0; o < OWN; ++o) {
       const int unit = o * WARPS + warp, j = unit / STEPS % WIDE;
       const int turn = chunk + TURNS + unit / STEPS / WIDE;
-      if (unit < UNITS && j < used && turn < end) {
-        const int m = top + j * 8 + of_eight;
-        const unsigned short* const row =
-            numbers + static_cast<size_t>(min(m, M - 1)) * K;
-        #pragma unroll
-        for (int f = 0; f < FOLD; ++f) {
-          const int from = turn * TURN + (unit % STEPS * FOLD + f) * 32;
-          const bool inside = from < K && m < M;
-          const unsigned short* const at = row + (inside ? from : 0);
-          uint4 v;
+      const int m = top + j * 8 + of_eight;
+      const unsigned short* const row =
+          numbers + static_cast<size_t>(min(m, M - 1)) * K;
+      #pragma unroll
+      for (int f = 0; f < FOLD; ++f) {
+        const int from = turn * TURN + (unit % STEPS * FOLD + f) * 32;
+        const unsigned short* const at = row + (from < K ? from : 0);
+        taken[o][f] = make_uint4(0u, 0u, 0u, 0u);
+        if (unit < UNITS && turn < end && from < K && m < M) {
           if (BITS == 4) {
-            v = specdec_eight(at + part * 8, x_aligned);
+            taken[o][f] = __ldg(reinterpret_cast<const uint4*>(at + part * 8));
           } else {
-            const uint2 a = specdec_four(at + part * 4, x_aligned);
-            const uint2 b = specdec_four(at + 16 + part * 4, x_aligned);
-            v = make_uint4(a.x, a.y, b.x, b.y);
+            const uint2 a = __ldg(reinterpret_cast<const uint2*>(at + part * 4));
+            const uint2 b = __ldg(reinterpret_cast<const uint2*>(at + 16 + part * 4));
+            taken[o][f] = make_uint4(a.x, a.y, b.x, b.y);
           }
-          taken[o][f] = inside ? v : make_uint4(0u, 0u, 0u, 0u);
         }
       }
     }
@@ -261,18 +229,17 @@ SOURCE = """
       for (int t = 0; t < 2; ++t)
         #pragma unroll
         for (int i = 0; i < 2; ++i) now[t][i] = specdec_exchange(next[t][i], part);
+      const int g = turn * TURN / GROUP;
+      if (EIGHTS && (g % 8 == 0 || turn == begin)) {
+        scales8[0] = scales8_next[0];
+        scales8[1] = scales8_next[1];
+      }
       #pragma unroll
-      for (int i = 0; i < GROUPS; ++i) both[i] = both_next[i];
-      if (turn + 1 < end) {
-        @LOAD(turn + 1)@
-      }
-      if (AHEAD > 0) {
-        const int column = (turn + 1 + AHEAD) * TURN + own;
-        if (turn + 1 + AHEAD < end && column < K)
-          #pragma unroll
-          for (int r = 0; r < 4; ++r)
-            specdec_prefetch(rows[r / 2][r % 2] + column * BITS / 32);
-      }
+      for (int i = 0; i < GROUPS; ++i)
+        both[i] = !EIGHTS ? both_next[i]
+                          : specdec_of_eight(scales8[0], (g + i) % 8) |
+                                specdec_of_eight(scales8[1], (g + i) % 8) << 16;
+      @LOAD(min(turn + 1, end - 1))@
       #pragma unroll
       for (int step = 0; step < STEPS; ++step) {
         // The matrix: two products of 16 columns for every 32.
@@ -383,14 +350,28 @@ SOURCE = """
         @WRITE@
       }
 """
-# Asks for a turn's weights and scales.
+# Asks for a turn's weights and scales: the latter for eight groups at a time, where the
+# next eight begin, if they can be loaded so in all rows (EIGHTS).
 LOAD = """
-  {
-    const int asked = @, column = asked * TURN + own;
-    specdec_weights(next, rows, (column < K ? column : 0) * BITS / 32, aligned);
-    specdec_scales(both_next, its_scales, its_biases, asked * TURN / GROUP, groups,
-                   pairs);
-  }
+      {
+        const int asked = @, column = asked * TURN + own;
+        const int first_group = asked * TURN / GROUP;
+        specdec_weights(next, rows, (column < K ? column : 0) * BITS / 32);
+        if (EIGHTS) {
+          const int at = first_group / 8 * 8;
+          if (first_group % 8 == 0 || asked == begin) {
+            scales8_next[0] = __ldg(reinterpret_cast<const uint4*>(its_scales + at));
+            scales8_next[1] = __ldg(reinterpret_cast<const uint4*>(its_biases + at));
+          }
+        } else {
+          #pragma unroll
+          for (int i = 0; i < GROUPS; ++i) {
+            const int at = min(first_group + i, groups - 1);
+            both_next[i] = __ldg(its_scales + at) |
+                static_cast<unsigned>(__ldg(its_biases + at)) << 16;
+          }
+        }
+      }
 """
 
 # What the blocks of a product found, added up in their order.

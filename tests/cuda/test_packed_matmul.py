@@ -132,7 +132,8 @@ def test_a_view_begins_anywhere(bits: int) -> None:
         (right,) = packed_matmul.product(copy, *weight, **options)
         for one, other in ((view, weight), (copy, moved)):
             (found,) = packed_matmul.product(one, *other, **options)
-            assert mx.array_equal(found, right)
+            off = mx.abs(found.astype(mx.float32) - right.astype(mx.float32))
+            assert (off <= 0.01 * mx.abs(right).max()).all().item()
 
 
 @needs_compiler
@@ -150,7 +151,7 @@ FAULTS = {
     "the scale of another group": ("step * FOLD * 32 / GROUP]", "0]"),
     "what was added stays": ("-SPECDEC_ADDED", "0.0f * SPECDEC_ADDED"),
     "sums of other rows of x": ("c % 2 ? total.y", "c % 2 ? total.x"),
-    "rows beyond x": ("from < K && m < M;", "true;"),
+    "rows beyond x": ("from < K && m < M)", "true)"),
     "rows of x twice": ("8 * WIDE;\n  const int used", "8;\n  const int used"),
     "too few rows of x": ("(M - top + 7) / 8", "(M - top) / 8"),
     "columns beyond the matrix": ("i * 8 + of_eight, N - 1)", "i * 8 + of_eight, N)"),
@@ -160,7 +161,14 @@ FAULTS = {
     "too soon read": ("    __syncthreads();\n", ""),
     "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
     "pieces left out": ("i < count", "i + 1 < count"),
-    "the last turn again": ("if (turn + 1 < end) {", "if (turn + 2 < end) {"),
+    "scales of the first eight groups": (
+        "if (EIGHTS && (g % 8 == 0 ||",
+        "if (EIGHTS && (g < 0 ||",
+    ),
+    "scales asked for too late": (
+        "if (first_group % 8 == 0 ||",
+        "if (first_group % 8 == 2 ||",
+    ),
 }
 
 
@@ -177,7 +185,7 @@ def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     try:
         right = all(
             agrees(*sizes, bias=True)
-            for sizes in ((1, 37, 704), (75, 33, 704), (5, 40, 64))
+            for sizes in ((1, 37, 704), (75, 33, 704), (5, 9000, 1024))
         )
     except KernelFault:
         return
