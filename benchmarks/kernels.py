@@ -277,48 +277,27 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
 
 # -- products with packed weights --------------------------------------------
 
-# (N, K) of what an 8B model multiplies: q, k and v; o; gate and up; down; the output.
-PACKED = ((6144, 4096), (4096, 4096), (28672, 4096), (4096, 14336), (128256, 4096))
-PACKED_ROWS = (1, 5, 8, 16, 32, 40, 64, 160, 256, 512)
+# (K, N): one product with (N, K), one with (K, N), in turn.
+PACKED = ((4096, 4096), (4096, 14336), (4096, 28672))
+PACKED_ROWS = (1, 8, 16, 40, 64, 160, 256, 512)
 # Rows, and tokens of each.
 STEPS = ((1, 1), (1, 2), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
 
 
-class Packed:
-    """A packed matrix, and as many like it as one cache does not hold."""
+def drawn(n: int, k: int, dtype: str, options: dict[str, int]) -> tuple[mx.array, ...]:
+    """A packed matrix (N, K)."""
+    dense = mx.random.normal((n, k)) * k**-0.5
+    packed = tuple(mx.quantize(dense.astype(DTYPES[dtype]), **options))
+    mx.eval(packed)
+    return packed
 
-    def __init__(self, shape: tuple[int, int], bits: int, group_size: int, dtype: str):
-        n, k = shape
-        self.options = {"bits": bits, "group_size": group_size}
-        self.nbytes = n * k * bits // 8 + n * k // group_size * 4
-        self.layers = []
-        for i in range(max(2, min(16, 2**28 // self.nbytes))):
-            x = mx.random.normal((n, k), key=mx.random.key(i)).astype(DTYPES[dtype])
-            self.layers.append(mx.quantize(x * k**-0.5, **self.options))
-            mx.eval(self.layers[-1])
 
-    def us(self, product: Operation, x: mx.array, repeat: int) -> float:
-        """Microseconds of one product: the least of some sweeps over all of them."""
-
-        def sweep() -> list[mx.array]:
-            return [product(x, *layer, **self.options) for layer in self.layers]
-
-        for _ in range(2):
-            mx.eval(sweep())
-        times = []
-        for _ in range(repeat):
-            begun = time.perf_counter()
-            mx.eval(sweep())
-            times.append((time.perf_counter() - begun) / len(self.layers) * 1e6)
-        return min(times)
-
-    def error(self, x: mx.array) -> float:
-        """The kernel's largest error, over the largest number there is."""
-        weight, *scaled = self.layers[0]
-        wide = [a.astype(mx.float32) for a in scaled]
-        right = x.astype(mx.float32) @ mx.dequantize(weight, *wide, **self.options).T
-        off = mx.abs(kernel_product(x, *self.layers[0], **self.options) - right).max()
-        return float((off / mx.abs(right).max()).item())
+def error_of(x: mx.array, packed: Sequence[mx.array], options: dict[str, int]) -> float:
+    """The kernel's largest error, over the largest number there is."""
+    wide = [a.astype(mx.float32) for a in packed[1:]]
+    right = x.astype(mx.float32) @ mx.dequantize(packed[0], *wide, **options).T
+    off = mx.abs(kernel_product(x, *packed, **options) - right).max()
+    return float((off / mx.abs(right).max()).item())
 
 
 def kernel_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
@@ -338,7 +317,8 @@ def dense_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
 @click.option("--group-size", default=64)
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
 @click.option("--scale", default=1, help="Divide the sizes of layers by this.")
-@click.option("--repeat", default=8, help="Sweeps, of which the fastest counts.")
+@click.option("--repeat", default=9)
+@click.option("--rows", multiple=True, type=int, default=PACKED_ROWS)
 @click.option(
     "--mlx-rows",
     multiple=True,
@@ -353,6 +333,7 @@ def packed(
     dtype: str,
     scale: int,
     repeat: int,
+    rows: tuple[int, ...],
     mlx_rows: tuple[int, ...],
     out: str | None,
 ) -> None:
@@ -363,36 +344,44 @@ def packed(
     raw["proven"] = packed_matmul.proven(kind, bits, group_size)
     print(f"proven: {raw['proven']}", file=sys.stderr)
     raw["microseconds"] = records = []
+    options = {"bits": bits, "group_size": group_size}
+    products = {
+        "mlx": mx.quantized_matmul,
+        "unpacked": dense_product,
+        "kernel": kernel_product,
+    }
     table: list[Sequence[object]] = []
-    for n, k in PACKED:
-        matrix = Packed((n // scale, k // scale), bits, group_size, dtype)
-        for m in PACKED_ROWS:
-            x = mx.random.normal((m, k // scale), key=mx.random.key(1)).astype(kind)
-            mx.eval(x)
-            ours = matrix.us(kernel_product, x, repeat)
-            dense = matrix.us(dense_product, x, repeat)
-            mlx = None
-            if m in mlx_rows:
-                mlx = matrix.us(mx.quantized_matmul, x, repeat)
-            error = matrix.error(x)
-            records.append(
-                {"matrix": [n // scale, k // scale], "rows": m, "mlx": mlx}
-                | {"unpacked": dense, "kernel": ours, "error": error}
-            )
+    for k, n in ((k // scale, n // scale) for k, n in PACKED):
+        nbytes = n * k * bits // 8 + n * k // group_size * 4
+        pairs = [
+            (drawn(n, k, dtype, options), drawn(k, n, dtype, options))
+            for _ in range(max(2, min(16, 2**27 // nbytes)))
+        ]
+        for m in rows:
+            x = mx.random.normal((m, k), key=mx.random.key(1)).astype(kind)
+            found = {
+                name: product_us(
+                    lambda x, w, f=product: f(x, *w, **options), x, pairs, repeat
+                )
+                for name, product in products.items()
+                if name != "mlx" or m in mlx_rows
+            }
+            error = error_of(x, pairs[0][0], options)
+            records.append({"matrix": [k, n], "rows": m, "error": error, **found})
             print(records[-1], file=sys.stderr, flush=True)
-            rate = f"{matrix.nbytes / ours / 1e6:.2f}"
-            cells = ["" if mlx is None else f"{mlx:.1f}", f"{dense:.1f}"]
-            cells += [marked(ours, ours < dense), rate, f"{error:.1e}"]
-            table.append([f"{k // scale} x {n // scale}", m, *cells])
-        del matrix
+            ours, dense = found["kernel"], found["unpacked"]
+            cells = [f"{found['mlx']:.1f}" if "mlx" in found else "", f"{dense:.1f}"]
+            cells += [marked(ours, ours < dense), f"{nbytes / ours / 1e6:.2f}"]
+            table.append([f"{k} x {n}", m, *cells, f"{error:.1e}"])
+        del pairs
         mx.clear_cache()
     header = ["K x N", "rows", "MLX", "unpacked", "kernel", "TB/s", "error"]
     intro = (
         f"Weights in {bits} bits, groups of {group_size}, {dtype}, more of them than "
-        "caches hold; microseconds a product of so many rows, the least of "
-        f"{repeat} sweeps; *unpacked*: `mx.dequantize` and a dense product; *TB/s*: "
-        "weights over the kernel's time; *error*: the kernel's largest, over the "
-        "largest number. Bold where it is faster.\n\n"
+        "caches hold. Microseconds of a product of so many rows, in compiled chains of "
+        f"K x N and N x K in turn; medians of {repeat}. *unpacked*: `mx.dequantize` "
+        "and a dense product; *TB/s*: weights over the kernel's time; *error*: the "
+        "kernel's largest, over the largest number. Bold where it is faster.\n\n"
     )
     write_report(out, raw, intro + markdown_table(header, table))
 
