@@ -304,7 +304,8 @@ def kernel_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
     """The kernel's product; where there is no CUDA, MLX's in its place."""
     if mx.default_device() == mx.cpu:
         return mx.quantized_matmul(x, *packed, **options)
-    return packed_matmul.product(x, *packed, **options)[0]
+    bits, group_size = options["bits"], options["group_size"]
+    return packed_matmul.product(x, packed, bits=bits, group_size=group_size)[0]
 
 
 def dense_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:

@@ -15,6 +15,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from . import packed_matmul
+from .kernels import MOST_PARTS
 
 
 class FlattenedLinear(nn.QuantizedLinear):
@@ -29,7 +30,7 @@ class FlattenedLinear(nn.QuantizedLinear):
 
     def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
         """Its product in parts, for stacked matrices that end at these columns."""
-        if len(ends) <= packed_matmul.MOST_PARTS and packed_matmul.computes(self, x):
+        if len(ends) <= MOST_PARTS and packed_matmul.computes(self, x):
             return packed_matmul.of_layer(self, x, ends)
         usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
         return list(usual)

@@ -12,8 +12,8 @@ of the tokens of a verification.
 from __future__ import annotations
 
 import logging
+from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from itertools import product as product_of
 from typing import Any, NamedTuple
 
@@ -21,7 +21,16 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from . import packed_matmul_source as text
-from .kernels import TYPES, cuda_kernel, tensor_cores
+from .kernels import (
+    MOST_PARTS,
+    PARTS,
+    TYPES,
+    WRITE,
+    cuda_kernel,
+    first_ends,
+    shapes_of_parts,
+    tensor_cores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +39,6 @@ BITS, GROUPS = (4, 8), (32, 64, 128)
 # The most rows of a product that the kernel computes; for more the matrix is unpacked,
 # if it has no more than so many numbers.
 MOST_ROWS, MOST_UNPACKED = 256, 2**27
-#: Arrays that one product can be written to.
-MOST_PARTS = 3
 # A tensor core's product takes so many rows of x; a block so many times as many, or one
 # of them where there are no more: a kernel for each. It has so many warps, each for so
 # many columns of the result.
@@ -44,7 +51,7 @@ BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
 
 @cache
 def _kernel(dtype: mx.Dtype, bits: int) -> Any:
-    source = text.SOURCE.replace("@WRITE@", text.WRITE)
+    source = text.SOURCE.replace("@WRITE@", WRITE)
     for turn in ("begin", "min(turn + 1, end - 1)"):
         source = source.replace(f"@LOAD({turn})@", text.LOAD.replace("@", turn))
     header = text.unpacking(bits, half=dtype == mx.float16)
@@ -52,7 +59,7 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
         f"packed_{bits}_{TYPES[dtype]}",
         source,
         ("x", "weight", "scales", "biases", "bias", "ends"),
-        ("out0", "out1", "out2", "pieces"),
+        (*PARTS, "pieces"),
         header=tensor_cores(dtype) + header + text.HEADER,
     )
 
@@ -61,17 +68,15 @@ def _kernel(dtype: mx.Dtype, bits: int) -> Any:
 def _gathering(dtype: mx.Dtype) -> Any:
     return cuda_kernel(
         f"packed_gather_{TYPES[dtype]}",
-        text.GATHER.replace("@WRITE@", text.WRITE),
+        text.GATHER.replace("@WRITE@", WRITE),
         ("pieces", "bias", "ends"),
-        ("out0", "out1", "out2"),
+        PARTS,
     )
 
 
 def product(
     x: mx.array,
-    weight: mx.array,
-    scales: mx.array,
-    biases: mx.array,
+    packed: Sequence[mx.array],
     bias: mx.array | None = None,
     *,
     bits: int,
@@ -83,26 +88,26 @@ def product(
     Summed in float32 and rounded once, the bias included.
 
     Args:
-        x: bfloat16 or float16, and so are all but ``weight``.
-        weight, scales, biases: of :func:`mx.quantize`, shapes (N, K * bits / 32) and
-            (N, K / group_size).
+        x: bfloat16 or float16, and so are all others but the packed numbers.
+        packed: numbers, scales and biases of :func:`mx.quantize`, shapes
+            (N, K * bits / 32) and (N, K / group_size).
         ends: the row of ``weight`` after which each of up to three stacked matrices
             ends; each one's product is an array of its own.
 
     Returns:
         One array (..., N), or one for each matrix.
     """
+    weight, scales, biases = packed
     columns, length = weight.shape[0], x.shape[-1]
     rows = x.size // length
     wide = 1 if rows <= TILE else WIDEST
     warps = WARPS[wide]
     pieces = num_pieces(columns, length, bits)
-    sizes = [b - a for a, b in pairwise((0, *(ends or (columns,))))]
-    shapes: list[tuple[int, ...]] = [(*x.shape[:-1], size) for size in sizes]
-    shapes += [(1,)] * (MOST_PARTS - len(sizes))
+    ends = ends or (columns,)
+    shapes = shapes_of_parts(x.shape, ends)
     # An array that is no vector stands for no bias: a kernel less to compile.
     added = scales if bias is None else bias
-    limits = _two_ends(ends or (columns,))
+    limits = first_ends(ends)
     results: list[mx.array] = _kernel(x.dtype, bits)(
         inputs=[x, weight, scales, biases, added, limits],
         template=[
@@ -134,7 +139,7 @@ def product(
             output_shapes=shapes,
             output_dtypes=[x.dtype] * MOST_PARTS,
         )
-    return results[: len(sizes)]
+    return results[: len(ends)]
 
 
 def num_pieces(columns: int, length: int, bits: int) -> int:
@@ -142,12 +147,6 @@ def num_pieces(columns: int, length: int, bits: int) -> int:
     turns = -(-length // (512 // bits))
     blocks = -(-columns // BLOCK_COLUMNS)
     return max(1, min(BLOCKS // blocks, turns // 2, MOST_PIECES))
-
-
-@cache
-def _two_ends(ends: tuple[int, ...]) -> mx.array:
-    """Where the first matrix ends, and the second, for the kernel."""
-    return mx.array((*ends, ends[-1])[:2], mx.int32)
 
 
 def of_layer(
@@ -161,10 +160,10 @@ def of_layer(
     """
     packed = layer["weight"], layer["scales"], layer["biases"]
     bias, rows = layer.get("bias"), x.size // x.shape[-1]
-    options = {"bits": layer.bits, "group_size": layer.group_size}
+    bits, group_size = layer.bits, layer.group_size
     if rows <= MOST_ROWS or layer["scales"].size * layer.group_size > MOST_UNPACKED:
-        return product(x, *packed, bias, **options, ends=ends)
-    dense = mx.dequantize(*packed, **options).T
+        return product(x, packed, bias, bits=bits, group_size=group_size, ends=ends)
+    dense = mx.dequantize(*packed, group_size, bits).T
     whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
     return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
 
@@ -280,9 +279,10 @@ def _agrees(
     exact = x.astype(mx.float32) @ unpacked.T
     if rows == 1:  # a view, which begins anywhere
         x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
-    options = {"bits": bits, "group_size": group_size}
-    whole = product(x, *packed, **options)
-    parts = product(x, *packed, bias, **options, ends=(8, 11, columns))
+    whole = product(x, packed, bits=bits, group_size=group_size)
+    parts = product(
+        x, packed, bias, bits=bits, group_size=group_size, ends=(8, 11, columns)
+    )
     both = (
         (whole[0], exact),
         (

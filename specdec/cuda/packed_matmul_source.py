@@ -104,17 +104,6 @@ def unpacking(bits: int, half: bool) -> str:
     return _UNPACK.format(added="16.0f", ones=ones, body=body)
 
 
-# Where a result goes: to that of up to three arrays that has its column; the i-th ends
-# before ends[i].
-WRITE = """
-        if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
-        const size_t row = m;
-        *(at < ends[0] ? out0 + row * ends[0] + at
-          : at < ends[1] ? out1 + row * (ends[1] - ends[0]) + (at - ends[0])
-                         : out2 + row * (N - ends[1]) + (at - ends[1])) =
-            static_cast<T>(sum);
-"""
-
 SOURCE = """
   constexpr int TURN = 512 / BITS;  // columns of 16 bytes, of four threads
   // Blocks of 32 columns that are scaled together, and such steps in a turn.
