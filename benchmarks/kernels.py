@@ -74,19 +74,24 @@ def chain_us(
     Each chain, compiled, is built while the one before runs, as a forward's layers are.
     """
     compiled = mx.compile(chain)
-    for _ in range(2):
-        mx.eval(compiled(x))
-    waiting = compiled(x)
+    return pipelined(lambda: compiled(x), repeat) / length * 1e6
+
+
+def pipelined(run: Callable[[], Any], repeat: int) -> float:
+    """Median seconds of runs, each built while the one before runs."""
+    for _ in range(3):
+        mx.eval(run())
+    waiting = run()
     mx.async_eval(waiting)
     ends = []
-    for _ in range(repeat):
-        following = compiled(x)
+    for _ in range(repeat + 1):
+        following = run()
         mx.async_eval(following)
         mx.eval(waiting)
         ends.append(time.perf_counter())
         waiting = following
     mx.eval(waiting)
-    return statistics.median(b - a for a, b in pairwise(ends)) / length * 1e6
+    return statistics.median(b - a for a, b in pairwise(ends))
 
 
 def marked(microseconds: float, used: bool) -> str:
@@ -148,7 +153,9 @@ def attention(
     out: str | None,
 ) -> None:
     """Attention of few queries with a mask (CUDA)."""
-    require_runs(all(decode_attention.proven(size) for *_, size in HEADS), repeat)
+    require_runs(
+        all(decode_attention.proven(size, DTYPES[dtype]) for *_, size in HEADS), repeat
+    )
     raw = header_of("Attention of few queries")
     raw["microseconds"] = records = []
     table: list[Sequence[object]] = []
@@ -213,7 +220,7 @@ CHAIN_BYTES = 2**30
 def product_us(
     product: Operation,
     x: mx.array,
-    pairs: Sequence[tuple[mx.array, mx.array]],
+    pairs: Sequence[tuple[Any, Any]],
     repeat: int,
 ) -> float:
     """Median time of one product among others that follow each other."""
@@ -280,37 +287,29 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
 # (K, N): one product with (N, K), one with (K, N), in turn.
 PACKED = ((4096, 4096), (4096, 14336), (4096, 28672))
 PACKED_ROWS = (1, 8, 16, 40, 64, 160, 256, 512)
-# Rows, and tokens of each.
+# Rows, and tokens of each; tokens before them.
+CONTEXT = 200
 STEPS = ((1, 1), (1, 2), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
 
 
-def drawn(n: int, k: int, dtype: str, options: dict[str, int]) -> tuple[mx.array, ...]:
-    """A packed matrix (N, K)."""
-    dense = mx.random.normal((n, k)) * k**-0.5
-    packed = tuple(mx.quantize(dense.astype(DTYPES[dtype]), **options))
-    mx.eval(packed)
-    return packed
+Matrix = tuple[mx.array, mx.array, mx.array]
 
 
-def error_of(x: mx.array, packed: Sequence[mx.array], options: dict[str, int]) -> float:
-    """The kernel's largest error, over the largest number there is."""
-    wide = [a.astype(mx.float32) for a in packed[1:]]
-    right = x.astype(mx.float32) @ mx.dequantize(packed[0], *wide, **options).T
-    off = mx.abs(kernel_product(x, *packed, **options) - right).max()
-    return float((off / mx.abs(right).max()).item())
-
-
-def kernel_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
+def by_kernel(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
     """The kernel's product; where there is no CUDA, MLX's in its place."""
     if mx.default_device() == mx.cpu:
-        return mx.quantized_matmul(x, *packed, **options)
-    bits, group_size = options["bits"], options["group_size"]
-    return packed_matmul.product(x, packed, bits=bits, group_size=group_size)[0]
+        return by_mlx(x, w, group_size, bits)
+    return packed_matmul.product(x, w, bits=bits, group_size=group_size)[0]
 
 
-def dense_product(x: mx.array, *packed: mx.array, **options: int) -> mx.array:
-    """The product with the matrix unpacked first."""
-    return x @ mx.dequantize(*packed, **options).T
+def by_mlx(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
+    """MLX's, which compiles for half a minute where there is more than a row."""
+    return mx.quantized_matmul(x, *w, True, group_size, bits)
+
+
+def unpacked(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
+    """The dense product with the matrix, unpacked first."""
+    return x @ mx.dequantize(*w, group_size, bits).T
 
 
 @main.command(cls=Script)
@@ -345,36 +344,41 @@ def packed(
     raw["proven"] = packed_matmul.proven(kind, bits, group_size)
     print(f"proven: {raw['proven']}", file=sys.stderr)
     raw["microseconds"] = records = []
-    options = {"bits": bits, "group_size": group_size}
-    products = {
-        "mlx": mx.quantized_matmul,
-        "unpacked": dense_product,
-        "kernel": kernel_product,
-    }
+    products = {"mlx": by_mlx, "unpacked": unpacked, "kernel": by_kernel}
     table: list[Sequence[object]] = []
     for k, n in ((k // scale, n // scale) for k, n in PACKED):
         nbytes = n * k * bits // 8 + n * k // group_size * 4
-        pairs = [
-            (drawn(n, k, dtype, options), drawn(k, n, dtype, options))
-            for _ in range(max(2, min(16, 2**27 // nbytes)))
+        shapes = [(n, k), (k, n)] * max(2, min(16, 2**27 // nbytes))
+        drawn = [
+            mx.quantize(
+                (mx.random.normal(shape) * shape[1] ** -0.5).astype(kind),
+                group_size,
+                bits,
+            )
+            for shape in shapes
         ]
+        mx.eval(drawn)
+        pairs: Any = list(zip(drawn[::2], drawn[1::2], strict=True))
         for m in rows:
             x = mx.random.normal((m, k), key=mx.random.key(1)).astype(kind)
             found = {
                 name: product_us(
-                    lambda x, w, f=product: f(x, *w, **options), x, pairs, repeat
+                    partial(product, group_size=group_size, bits=bits), x, pairs, repeat
                 )
                 for name, product in products.items()
                 if name != "mlx" or m in mlx_rows
             }
-            error = error_of(x, pairs[0][0], options)
+            wide: Any = (drawn[0][0], *(a.astype(mx.float32) for a in drawn[0][1:]))
+            right = unpacked(x.astype(mx.float32), wide, group_size, bits)
+            off = mx.abs(by_kernel(x, drawn[0], group_size, bits) - right).max()
+            error: Any = (off / mx.abs(right).max()).item()
             records.append({"matrix": [k, n], "rows": m, "error": error, **found})
             print(records[-1], file=sys.stderr, flush=True)
             ours, dense = found["kernel"], found["unpacked"]
             cells = [f"{found['mlx']:.1f}" if "mlx" in found else "", f"{dense:.1f}"]
             cells += [marked(ours, ours < dense), f"{nbytes / ours / 1e6:.2f}"]
             table.append([f"{k} x {n}", m, *cells, f"{error:.1e}"])
-        del pairs
+        del pairs, drawn
         mx.clear_cache()
     header = ["K x N", "rows", "MLX", "unpacked", "kernel", "TB/s", "error"]
     intro = (
@@ -387,11 +391,11 @@ def packed(
     write_report(out, raw, intro + markdown_table(header, table))
 
 
-def engine_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], Any]:
+def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
     """Forwards of the engine, each taken back."""
     runner = ModelRunner(model, "model", EngineConfig(), defaults())
-    length = context + 4 * s + 64
-    rows = runner.rows(prompts(b, context, 200), max_round=s, max_length=length)
+    length = CONTEXT + 4 * s + 64
+    rows = runner.rows(prompts(b, CONTEXT, 200), max_round=s, max_length=length)
     for _ in rows.prefill():
         mx.synchronize()
     tokens = mx.ones((b, s), mx.int32)
@@ -404,14 +408,12 @@ def engine_step(model: nn.Module, b: int, s: int, context: int) -> Callable[[], 
     return step
 
 
-def peer_step(
-    filler: nn.Module, model: nn.Module, b: int, s: int, context: int
-) -> Callable[[], Any]:
+def peer_step(filler: nn.Module, model: nn.Module, b: int, s: int) -> Callable[[], Any]:
     """mlx-lm's, the same; ``filler``, which compiles less, fills the cache."""
     caches: Any = make_prompt_cache(model)
     if b > 1:
         caches = [BatchKVCache([0] * b) for _ in caches]
-    filler(mx.ones((b, context), mx.int32), cache=caches)
+    filler(mx.ones((b, CONTEXT), mx.int32), cache=caches)
     mx.eval([c.state for c in caches])
     tokens = mx.ones((b, s), mx.int32)
 
@@ -424,50 +426,22 @@ def peer_step(
     return step
 
 
-def step_ms(step: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds of steps, each built while the one before runs."""
-    for _ in range(3):
-        mx.eval(step())
-    waiting = step()
-    mx.async_eval(waiting)
-    ends = []
-    for _ in range(repeat + 1):
-        following = step()
-        mx.async_eval(following)
-        mx.eval(waiting)
-        ends.append(time.perf_counter())
-        waiting = following
-    mx.eval(waiting)
-    return 1e3 * statistics.median(b - a for a, b in pairwise(ends))
-
-
 @main.command(cls=Script)
 @click.option("--shape", default="8b", type=click.Choice(list(SHAPES)))
 @click.option("--bits", default=4, help="16: not packed.")
 @click.option("--group-size", default=64)
-@click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
-@click.option("--context", default=200)
 @click.option("--repeat", default=16)
-@click.option("--all-peers", is_flag=True, help="mlx-lm with several tokens too.")
 @out_option
 def steps(
     shape: str,
     bits: int,
     group_size: int,
-    dtype: str,
-    context: int,
     repeat: int,
-    all_peers: bool,
     out: str | None,
 ) -> None:
     """Steps of a whole model with packed weights, and mlx-lm's."""
-    logging.basicConfig(level=logging.DEBUG)
     raw = header_of("Steps with packed weights")
-    begun = time.perf_counter()
-    packing = None if bits == 16 else (group_size, bits)
-    model = random_model(shape, dtype, packing=packing)
-    raw["loading_seconds"] = time.perf_counter() - begun
-    print(raw, file=sys.stderr, flush=True)
+    model = random_model(shape, packing=None if bits == 16 else (group_size, bits))
     twin = separated(model)
     weights: Any = tree_flatten(model.parameters())
     nbytes = sum(a.nbytes for name, a in weights if "embed_tokens" not in name)
@@ -475,22 +449,22 @@ def steps(
     table: list[Sequence[object]] = []
     for b, s in STEPS:
         found = {
-            name: step_ms(make(which, b, s, context), repeat)
+            name: 1e3 * pipelined(make(which, b, s), repeat)
             for name, make, which in (
                 ("specdec", engine_step, model),
                 ("mlx_lm", partial(peer_step, model), twin),
             )
-            if s == 1 or name == "specdec" or all_peers
+            if s == 1 or name == "specdec"  # MLX would compile for long
         }
         records.append({"rows": b, "tokens": s, **found})
         print(records[-1], file=sys.stderr, flush=True)
         ours, theirs = found["specdec"], found.get("mlx_lm")
-        cells = [f"{ours:.2f}"]
-        cells += [f"{theirs:.2f}", f"{theirs / ours:.2f}"] if theirs else ["", ""]
-        table.append([f"{b} x {s}", *cells, f"{nbytes / ours / 1e9:.2f}"])
+        cells = [f"{theirs:.2f}", f"{theirs / ours:.2f}"] if theirs else ["", ""]
+        rate = f"{nbytes / ours / 1e9:.2f}"
+        table.append([f"{b} x {s}", f"{ours:.2f}", *cells, rate])
     intro = (
         f"Random weights of the {shape} shape, in {bits} bits, groups of {group_size}, "
-        f"{dtype}; {context} tokens of context; milliseconds of a forward of rows x "
+        f"bfloat16; {CONTEXT} tokens of context; milliseconds of a forward of rows x "
         f"tokens, built while the one before runs, medians of {repeat}. "
         f"{nbytes / 1e9:.2f} GB of weights are read.\n\n"
     )
@@ -506,31 +480,27 @@ def cold(shape: str, bits: int, peer: bool) -> None:
     """What the first waves of a process take, and what MLX compiles for them."""
     folder = Path(tempfile.mkdtemp())
     os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    begun, seen = time.perf_counter(), set[Path]()
+    begun, seen = time.perf_counter(), set[str]()
 
     def phase(name: str, work: Callable[[], Any]) -> Any:
         start = time.perf_counter()
         done = work()
         mx.synchronize()
         end = time.perf_counter()
-        new = {p for p in folder.rglob("*") if p.is_file() and "cache" not in p.parts}
-        names = {p.name.partition(".")[0][:60] for p in new - seen}
+        new = {p.stem[:60] for p in folder.rglob("*.ptx")} - seen
         seen.update(new)
-        compiled = f"compiled {len(names)}: {', '.join(sorted(names))}"
-        print(f"{end - begun:7.2f} s  {name}: {end - start:.2f} s; {compiled}")
+        print(f"{end - begun:7.2f} s  {name}: {end - start:.2f} s, compiled", *new)
         return done
 
     packing = None if bits == 16 else (64, bits)
-    fits = flatten_products, take_few_rows, take_few_queries, join_products
     model = phase("weights", lambda: random_model(shape, packing=packing, fitted=False))
-    if not peer:
-        for fit in fits:
+    for fit in (flatten_products, take_few_rows, take_few_queries, join_products):
+        if not peer:
             phase(fit.__name__, partial(fit, model))
     for b, k in ((8, 0), (8, 3), (32, 0), (8, 0)):
         ids = prompts(b, 120, SHAPES[shape]["vocab_size"])
         if peer:
-            wave = partial(peer_wave, model, ids)
+            wave: Callable[[], Any] = partial(peer_wave, model, ids)
         else:
             config = EngineConfig(batch_size=b, num_draft_tokens=k or 1)
             draft = "ngram" if k else None

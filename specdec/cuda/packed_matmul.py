@@ -273,9 +273,8 @@ def _agrees(
         for i, shape in enumerate([(rows, length), (columns, length), (columns,)])
     )
     packed = mx.quantize(dense, group_size, bits)
-    unpacked = mx.dequantize(
-        packed[0], *(p.astype(mx.float32) for p in packed[1:]), group_size, bits
-    )
+    scales, biases = (p.astype(mx.float32) for p in packed[1:])
+    unpacked = mx.dequantize(packed[0], scales, biases, group_size, bits)
     exact = x.astype(mx.float32) @ unpacked.T
     if rows == 1:  # a view, which begins anywhere
         x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]

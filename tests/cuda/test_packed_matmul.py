@@ -66,8 +66,9 @@ def agrees(
     )
     added = drawn(columns, dtype=dtype, seed=2) if bias else None
     (found,) = product(x, weight, added, bits, group)
-    wide = [a.astype(mx.float32) for a in weight[1:]]
-    dense = np.array(mx.dequantize(weight[0], *wide, group, bits)).astype(np.float64)
+    scales, biases = (a.astype(mx.float32) for a in weight[1:])
+    wide = mx.dequantize(weight[0], scales, biases, group, bits)
+    dense = np.array(wide).astype(np.float64)
     exact, most = (
         f(x.astype(mx.float32)).astype(np.float64) @ g(dense).T
         for f, g in ((np.array, np.array), (lambda a: np.abs(np.array(a)), np.abs))
