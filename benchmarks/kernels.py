@@ -463,10 +463,9 @@ def steps(
         rate = f"{nbytes / ours / 1e9:.2f}"
         table.append([f"{b} x {s}", f"{ours:.2f}", *cells, rate])
     intro = (
-        f"Random weights of the {shape} shape, in {bits} bits, groups of {group_size}, "
-        f"bfloat16; {CONTEXT} tokens of context; milliseconds of a forward of rows x "
-        f"tokens, built while the one before runs, medians of {repeat}. "
-        f"{nbytes / 1e9:.2f} GB of weights are read.\n\n"
+        f"Random weights of the {shape} shape, {bits} bits, groups of {group_size}, "
+        f"{nbytes / 1e9:.2f} GB; {CONTEXT} tokens of context; milliseconds of "
+        f"forwards of rows x tokens, built while the one before runs, medians of {repeat}.\n\n"
     )
     header = ["rows x tokens", "specdec", "mlx-lm", "mlx-lm / specdec", "TB/s"]
     write_report(out, raw, intro + markdown_table(header, table))
@@ -505,16 +504,13 @@ def cold(shape: str, bits: int, peer: bool) -> None:
             config = EngineConfig(batch_size=b, num_draft_tokens=k or 1)
             draft = "ngram" if k else None
             decoder = SpecDecoder(token_level(model), drafter=draft, config=config)
-            params = SamplingParams(max_tokens=32)
-            wave = partial(decoder.generate, ids, params)
-        if not peer or not k:
-            phase(f"B={b} k={k}", wave)
+            wave = partial(decoder.generate, ids, SamplingParams(max_tokens=32))
+        phase(f"B={b} k={k}", wave)
 
 
 def peer_wave(model: nn.Module, ids: list[list[int]]) -> None:
     """What mlx-lm's ``batch_generate`` does."""
-    generator = BatchGenerator(model, max_tokens=32)
-    generator.insert(ids)
+    (generator := BatchGenerator(model, max_tokens=32)).insert(ids)
     while any(generator.next_generated()):
         pass
 

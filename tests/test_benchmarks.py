@@ -97,8 +97,12 @@ def test_what_is_allowed_is_not_exceeded() -> None:
 
 
 def test_packed(tmp_path: Path) -> None:
-    raw = run("kernels packed", tmp_path / "packed", "--scale", "64", "--repeat", "1",
-              "--dtype", "float32", "--group-size", "32", "--rows", "1", "--rows", "2")  # fmt: skip
+    raw = run(
+        "kernels packed",
+        tmp_path / "packed",
+        *("--scale", "64", "--group-size", "32", "--dtype", "float32"),
+        *("--repeat", "1", "--rows", "1", "--rows", "2"),
+    )
     assert [r["rows"] for r in raw["microseconds"]] == 3 * [1, 2]
     assert all(r["error"] < 0.01 for r in raw["microseconds"])
 
