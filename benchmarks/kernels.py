@@ -465,7 +465,7 @@ def steps(
     intro = (
         f"Random weights of the {shape} shape, {bits} bits, groups of {group_size}, "
         f"{nbytes / 1e9:.2f} GB; {CONTEXT} tokens of context; milliseconds of "
-        f"forwards of rows x tokens, built while the one before runs, medians of {repeat}.\n\n"
+        f"rows x tokens, built while the one before runs, medians of {repeat}.\n\n"
     )
     header = ["rows x tokens", "specdec", "mlx-lm", "mlx-lm / specdec", "TB/s"]
     write_report(out, raw, intro + markdown_table(header, table))
