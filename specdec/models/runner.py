@@ -23,6 +23,8 @@ from ..cache import (
 )
 from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
+from ..cuda.attention_patch import takes_single
+from ..cuda.flattened_matmul import slow_pairs
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
@@ -74,6 +76,8 @@ class ModelRunner:
             cache_options(config, backend), additive_mask=not reads_boolean_masks(model)
         )
         check_caches(model, name, self.options)
+        if takes_single(model) or slow_pairs(model):
+            backend = replace(backend, pad_single_token=False)
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)
