@@ -94,7 +94,7 @@ def chat(
 
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
-    loading = options.origin_of(
+    origin = options.origin_of(
         drafts=drafts,
         adapter_path=adapter_path,
         draft_adapter_path=draft_adapter_path,
@@ -121,7 +121,7 @@ def chat(
         dtype=dtype,
         config=config,
         trust_remote_code=trust_remote_code,
-        **loading,
+        **origin,
     )
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():

@@ -188,14 +188,14 @@ def serve(
     """  # noqa: D301 - click's mark for lines to keep
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
-    loading = options.origin_of(
+    options.check_kv_options(kv_bits)
+    check_extra("starlette", "uvicorn", "prometheus_client")
+    origin = options.origin_of(
         drafts=drafts,
         adapter_path=adapter_path,
         draft_adapter_path=draft_adapter_path,
         revision=revision,
     )
-    options.check_kv_options(kv_bits)
-    check_extra("starlette", "uvicorn", "prometheus_client")
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
@@ -242,7 +242,7 @@ def serve(
             dtype=dtype,
             config=engine,
             trust_remote_code=trust_remote_code,
-            **loading,
+            **origin,
         )
 
         def started() -> None:

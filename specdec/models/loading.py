@@ -32,7 +32,14 @@ from ..model_names import locate_target
 from ..utils.printable import quoted, shorten
 from .adapters import adapt
 from .detokenizer import ExactTokenizerWrapper
-from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
+from .draft_folder import (
+    check_target,
+    has_layers_only,
+    lend,
+    open_layers,
+    read_card,
+    take_type,
+)
 from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
@@ -230,6 +237,8 @@ def _load_made(
         wanted = parse_dtype(dtype)
         if wanted is not None:
             cast(model, wanted)
+        else:
+            take_type(model, target)
         fit(model)
         lend(model, source, target)
         loaded = LoadedModel(model, target.tokenizer, config, draft.name)
