@@ -59,8 +59,8 @@ def requests_of(
         except ConfigError as error:
             raise PromptFileError(f"{record.where}: {error}") from error
     # One number for all lines that draw and have none.
-    drawing = (p for p in found if p.draws)
-    first = next(drawing, params).seeded().seed
+    unseeded = (p for p, s in zip(found, each, strict=True) if _needs_seed(p, s))
+    first = next(unseeded, params).seeded().seed
     return [
         replace(p, seed=first + i) if _needs_seed(p, s) and first is not None else p
         for i, (p, s) in enumerate(zip(found, each, strict=True))
