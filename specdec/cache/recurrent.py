@@ -343,9 +343,10 @@ class BatchRecurrentCache(BatchCache):
         kept = self._kept
         if kept is None:
             kept = [self._num_written] * self.batch_size
-        left = [self._left - at_most]
+        left: list[Any] = [self._left - at_most]
         if exact:
-            left = [k - c for k, c in zip(kept, n, strict=False)]
+            counts: Any = zip(kept, n, strict=False)
+            left = [k - c for k, c in counts]
         if min(left, default=0) < 0:
             raise CacheError(
                 f"{at_most} tokens cannot be taken back: {self._num_written} were "
