@@ -60,7 +60,7 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     if caches and not known:
         raise CacheError(f"{name} holds states alone, and not of how many tokens")
     lengths: Any = known[0].offset.tolist() if known else [0]
-    length = int(lengths[0])
+    (length,) = lengths
     if not 0 < length <= len(tokens):
         raise CacheError(
             f"{name} holds {length} tokens and the prompt has {len(tokens)}: "
