@@ -5,8 +5,8 @@ for half a minute. This one reads each weight once for up to 64 rows, with tenso
 see :mod:`.packed_matmul_source`. A single row is MLX's where that is faster.
 
 Each row is summed in float32 in an order that depends on the matrix alone. So what the
-kernel makes of a row has the same bits whatever is computed beside it: in a batch, or as
-one of the tokens of a verification.
+kernel makes of a row has the same bits whatever is computed beside it: in a batch, or
+as one of the tokens of a verification.
 """
 
 from __future__ import annotations
