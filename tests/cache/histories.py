@@ -160,6 +160,7 @@ class History:
             "read_bucket": choices.integer(1, 3),
             "additive_mask": choices.integer(0, 1) == 1,
             "unpacks": choices.integer(0, 1) == 1,
+            "exact_alone": choices.integer(0, 1) == 1,
         }
         if kind.window is not None:
             settings["max_write"] = max_write
