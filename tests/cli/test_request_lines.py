@@ -108,6 +108,8 @@ def test_a_grammar_of_each_line() -> None:
     ("fields", "message"),
     [
         ({"regex": 5}, "f.jsonl:3: regex: "),
+        ({"regex": "[a-z"}, "f.jsonl:3: regex: the regular expression cannot be used"),
+        ({"temp": 1, "temperature": 0.5}, "f.jsonl:3: temp is temperature, which is"),
         ({"regex": "a", "json_schema": {}}, "f.jsonl:3: regex is one grammar too many"),
         ({"response_format": {"type": "x"}}, "f.jsonl:3: response_format: its type is"),
         ({"response_format": 5}, "f.jsonl:3: response_format: it is incomplete"),
