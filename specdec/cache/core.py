@@ -106,7 +106,6 @@ class CacheCore:
         if unpacks is None:
             unpacks = defaults().unpacks
         self.unpacks = unpacks
-        self.exact_alone = exact_alone
         # The constructor's arguments, to make another cache like this one.
         self._options: dict[str, int | None] = {
             **(options or {}),
@@ -207,7 +206,7 @@ class CacheCore:
         attention without one has fast kernels for any length.
         """
         alone = num_tokens == 1 and self.batch_size == 1 and self._uniform
-        return self.read_bucket == 1 or (alone and self.exact_alone)
+        return self.read_bucket == 1 or bool(alone and self._options["exact_alone"])
 
     def _extent(self, longest: int, capacity: int, num_tokens: int) -> int:
         """Columns that attention reads when rows are up to ``longest`` long."""

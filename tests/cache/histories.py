@@ -160,8 +160,8 @@ class History:
             "read_bucket": choices.integer(1, 3),
             "additive_mask": choices.integer(0, 1) == 1,
             "unpacks": choices.integer(0, 1) == 1,
-            "exact_alone": choices.integer(0, 1) == 1,
         }
+        settings["exact_alone"] = not settings["unpacks"]
         if kind.window is not None:
             settings["max_write"] = max_write
         cache = kind.make(batch_size, **settings)
