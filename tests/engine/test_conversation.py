@@ -61,7 +61,7 @@ def test_an_answer_without_text_does_not_end_a_conversation(tmp_path: Path) -> N
     """Its last turns would be lost to a model that once has nothing to say."""
     decoder = tiny_decoder(tmp_path)
     (first,) = decoder.generate(["Hello"], max_tokens=1)
-    params = SamplingParams(max_tokens=3, stop_token_ids=first.token_ids)
+    params = SamplingParams(max_tokens=3, stop_token_ids=tuple(first.token_ids))
     events = decoder.stream(["Hello"], params, turns=[["And then?"]])
     silent, answer = [e.result for e in events if e.result is not None]
     assert (silent.text, silent.finish_reason) == ("", "stop")
