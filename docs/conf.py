@@ -40,6 +40,7 @@ NAVIGATION = {
         "What it is </README>",
         "/docs/getting-started",
         "/docs/python",
+        "/docs/models",
         "/docs/gguf",
         "/docs/lora",
         "/docs/tuning",

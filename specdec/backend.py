@@ -36,8 +36,8 @@ class BackendDefaults:
             times; ``None``: never. It takes shapes that repeat, and pays where
             launching and Python take longer than computing.
         pad_single_token: steps of one token per row compute a second one in vain:
-            CUDA's fused attention takes a mask only for several queries (where it is
-            not ours). A single row would need none, but its shapes would never repeat.
+            CUDA's fused attention takes a mask only for several queries. Left out for
+            models whose attention is ours, or whose packed weights MLX multiplies.
         unpacks: packed keys and values are unpacked for attention; CUDA's products
             with packed ones take no views, and few of the shapes that attention has.
         kernels: models, prompt lookup and commits run by what :mod:`specdec.cuda`

@@ -122,6 +122,22 @@ def drafts(target: nn.Module) -> dict[str, Any]:
     return {"perfect": target, "near": near, "unrelated": unrelated, "none": None}
 
 
+#: Arguments of small models, by mlx-lm's names.
+SMALLEST: dict[str, Any] = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "num_hidden_layers": 2,
+    "intermediate_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "tie_word_embeddings": True,
+}
+
+
 def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Module:
     import importlib
 
@@ -131,17 +147,7 @@ def _tiny_model(arch: str = "llama", seed: int = 0, **overrides: Any) -> nn.Modu
     module = importlib.import_module(f"mlx_lm.models.{arch}")
     arguments: dict[str, Any] = {
         "model_type": arch,
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
+        **SMALLEST,
         **overrides,
     }
     mx.random.seed(seed)

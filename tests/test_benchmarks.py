@@ -53,9 +53,23 @@ def test_raw_results_stay_small() -> None:
 
 
 def test_packed(tmp_path: Path) -> None:
-    raw = run("kernels packed", tmp_path / "packed", "--scale", "16", "--repeat", "1",
-              "--dtype", "float32", "--group-size", "32")  # fmt: skip
-    assert len(raw["microseconds"]) == 24
+    raw = run(
+        "kernels packed",
+        tmp_path / "packed",
+        *("--scale", "64", "--group-size", "32", "--dtype", "float32"),
+        *("--repeat", "1", "--rows", "1", "--rows", "2"),
+    )
+    assert [r["rows"] for r in raw["microseconds"]] == 3 * [1, 2]
+    assert all(r["error"] < 0.01 for r in raw["microseconds"])
+
+
+def test_steps(tmp_path: Path) -> None:
+    """And what MLX would compile kernels for is left out."""
+    raw = run("kernels steps", tmp_path / "steps", "--shape", "tiny", "--repeat", "1",
+              "--group-size", "32")  # fmt: skip
+    found = {(r["rows"], r["tokens"]): r for r in raw["milliseconds"]}
+    assert len(found) == 7
+    assert {at for at, r in found.items() if "mlx_lm" in r} == {(1, 1), (8, 1), (32, 1)}
 
 
 @pytest.mark.parametrize("draft_tokens", [1, 4])

@@ -22,6 +22,8 @@ from .positions import (
     SlidingRule,
     additive_mask,
     at_least,
+    positions_after,
+    unfused,
     visible_slots,
     whole,
 )
@@ -244,7 +246,7 @@ class CacheCore:
             ("slots", layout),
             (offset,),
             num_tokens,
-            lambda: layout.slots(offset[:, None] + mx.arange(num_tokens)),
+            lambda: layout.slots(positions_after(offset, num_tokens)),
         )
 
     def _advance(self, num_tokens: int, longest: int) -> None:
@@ -257,7 +259,7 @@ class CacheCore:
                 "advance",
                 (offset,),
                 num_tokens,
-                lambda: offset + mx.arange(num_tokens, num_tokens + 1),
+                lambda: unfused(mx.add, offset, mx.arange(num_tokens, num_tokens + 1)),
             )
             return
         # A row whose announced length is reached takes no more: what was

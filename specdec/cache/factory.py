@@ -209,26 +209,26 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
+        otherwise = "" if stored else "; mlx_lm.generate runs it"
         raise UnsupportedModelError(
             f"{name}: its code ({type(model).__module__}) does not work with batch "
-            f"caches{stored}: {reason}"
+            f"caches{stored}: {reason}{otherwise}"
         ) from error
     dense = make_batch_caches(model, 3, replace(options, kv_bits=None), name)
     if counts_columns(model, dense):
         raise UnsupportedModelError(
             f"{name}: its code ({type(model).__module__}) works out positions from the "
             "number of columns that attention reads, and the rows of a batch each have "
-            "their own"
+            "their own; mlx_lm.generate runs it"
         )
 
 
 def _check_classes(caches: list[Any], name: str) -> None:
     for layer, cache in enumerate(caches):
         if unsupported := _unsupported(cache):
-            supported = ", ".join(t.__name__ for t in SUPPORTED)
             raise UnsupportedModelError(
-                f"{name}: layer {layer} asks for a {unsupported}, which has no batch "
-                f"counterpart yet (supported: {supported})"
+                f"{name}: layer {layer} asks for a {unsupported}, which specdec does "
+                "not support; mlx_lm.generate runs it"
             )
 
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Hashable
-from typing import Self
+from typing import Any, Self
 
 import mlx.core as mx
 
@@ -75,6 +75,14 @@ class FunctionalCache(CacheCore):
         assert self._storage.arrays is not None
         return self._storage.arrays
 
+    def given(self) -> tuple[Hashable, Arrays]:
+        """What a graph of the next write takes in: its form, and the arrays."""
+        return None, self.arrays
+
+    def left(self) -> tuple[Any, Arrays]:
+        """What that write has left, for :meth:`take`."""
+        return None, self.arrays
+
     def without_arrays(self) -> Self:
         """What the host knows of this cache, holding nothing."""
         bare = copy.copy(self)
@@ -92,11 +100,17 @@ class FunctionalCache(CacheCore):
         return twin
 
     def take(
-        self, arrays: Arrays, offset: mx.array, num_tokens: int, taken_back: int = 0
+        self,
+        form: Any,
+        arrays: Arrays,
+        offset: mx.array,
+        num_tokens: int,
+        taken_back: int = 0,
     ) -> None:
         """Hold what a write of ``num_tokens`` tokens made, room for which was reserved.
 
         Args:
+            form, arrays: what :meth:`left` gave of the cache that was written.
             offset: tokens kept by every row now, shape (B,).
             taken_back: of those tokens, how many every row has lost again.
 

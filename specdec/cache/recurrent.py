@@ -15,7 +15,7 @@ needs for that is held until the next write; no state is kept for any position.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, ClassVar, Protocol, Self, Unpack
 
 import mlx.core as mx
@@ -24,6 +24,7 @@ from mlx_lm.models import cache as mlx_lm_cache
 from ..errors import CacheError
 from .batch import BatchCache
 from .core import RowCounts, Settings
+from .memo import Memo
 from .positions import LinearLayout, whole
 from .storage import Arrays, DenseCodec, Storage
 
@@ -53,6 +54,17 @@ class Write(Protocol):
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         """The states after ``kept[i]`` of the tokens of row ``i``."""
+
+    @property
+    def form(self) -> Hashable:
+        """All that doing it again depends on, beside :attr:`arrays`."""
+
+    @property
+    def arrays(self) -> Arrays:
+        """What it holds to be done again."""
+
+    def holding(self, arrays: Arrays) -> Write:
+        """One like this, with other arrays."""
 
 
 class StateStorage(Storage):
@@ -228,8 +240,70 @@ class BatchRecurrentCache(BatchCache):
     def _capacity_for(self, longest: int) -> int:
         return 1
 
-    def reserve(self, num_tokens: int) -> None:
-        """Forwards with states run as usual: what they leave has to be kept."""
+    # -- compiled forwards -----------------------------------------------------
+
+    def reserve(self, num_tokens: int) -> Hashable:
+        """As in the base class."""
+        if self.empty() or self._lengths is not None or self._spans:
+            return None
+        return type(self), self.num_states
+
+    def given(self) -> tuple[Hashable, Arrays]:
+        """As in the base class: with what the last trim has left to be done."""
+        if self._kept is None:
+            return None, super().arrays
+        form = self._num_written, *((begin, w.form) for begin, w in self._written)
+        parts = [w.arrays for _, w in self._written]
+        before, now = _arrays(self._before), super().arrays
+        kept = _array(self._kept), self._offset_before
+        return form, sum(parts, (*before, *now, *kept))
+
+    def holding(self, arrays: Arrays, offset: mx.array, memo: Memo) -> Self:
+        """As in the base class."""
+        n = self.num_states
+        twin = super().holding(arrays[-n:], offset, memo)
+        twin._storage = StateStorage(arrays[-n:])
+        if self._kept is None:
+            twin._begin()
+            return twin
+        twin._before, twin._storage = list(arrays[:n]), StateStorage(arrays[n : 2 * n])
+        twin._kept, twin._offset_before = arrays[2 * n : 2 * n + 2]
+        twin._written = _written(self._written, arrays[2 * n + 2 :])
+        return twin
+
+    def without_arrays(self) -> Self:
+        """As in the base class."""
+        bare = super().without_arrays()
+        bare._before, bare._now, bare._layers = [], [], []
+        bare._kept = None if self._kept is None else []
+        bare._written = _without_arrays(self._written)
+        del bare._offset_before, bare._offset_now
+        return bare
+
+    def left(self) -> tuple[Any, Arrays]:
+        """As in the base class: with what undoing the write needs."""
+        # One token is undone without.
+        written = self._written if self._num_written > 1 else []
+        parts = [write.arrays for _, write in written]
+        form = self._num_written, _without_arrays(written)
+        return form, sum(parts, (*super().arrays, *_arrays(self._before)))
+
+    def take(
+        self,
+        form: Any,
+        arrays: Arrays,
+        offset: mx.array,
+        num_tokens: int,
+        taken_back: int = 0,
+    ) -> None:
+        """As in the base class."""
+        n = self.num_states
+        before = self.offset
+        super().take(form, arrays[:n], offset, num_tokens, taken_back)
+        self._begin()
+        self._before, self._offset_before = list(arrays[n : 2 * n]), before
+        self._num_written, written = form
+        self._written = _written(written, arrays[2 * n :])
 
     def make_mask(
         self,
@@ -393,6 +467,28 @@ class BatchRecurrentCache(BatchCache):
         lengths: list[int] = offset.tolist()
         self._longest = max(lengths, default=0)
         self._uniform = len(set(lengths)) <= 1
+
+
+def _arrays(slots: Slots) -> Arrays:
+    return tuple(a for a in slots if a is not None)
+
+
+def _written(
+    written: Sequence[tuple[int, Write]], arrays: Arrays
+) -> list[tuple[int, Write]]:
+    """The same writes, with other arrays, in their order."""
+    made, first = [], 0
+    for begin, write in written:
+        last = first + len(write.arrays)
+        made.append((begin, write.holding(arrays[first:last])))
+        first = last
+    return made
+
+
+def _without_arrays(written: Sequence[tuple[int, Write]]) -> list[tuple[int, Write]]:
+    nothing = mx.array(0)
+    each = [(begin, write, len(write.arrays)) for begin, write in written]
+    return [(begin, write.holding((nothing,) * n)) for begin, write, n in each]
 
 
 def _array(counts: Kept) -> mx.array:

@@ -56,6 +56,7 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
 )
 @options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.dtype()
+@options.origin
 @options.trust_remote_code()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
@@ -73,6 +74,9 @@ def chat(
     num_draft_tokens: NumDraftTokens,
     kv_bits: int | None,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     memory_limit: str | None,
     quiet: bool,
@@ -90,6 +94,12 @@ def chat(
 
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
+    origin = options.origin_of(
+        drafts=drafts,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
     config = EngineConfig(
         batch_size=1,
         num_draft_tokens=num_draft_tokens,
@@ -106,7 +116,12 @@ def chat(
     from ..decoder import SpecDecoder
 
     decoder = SpecDecoder.from_pretrained(
-        target, draft, dtype=dtype, config=config, trust_remote_code=trust_remote_code
+        target,
+        draft,
+        dtype=dtype,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        **origin,
     )
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():

@@ -690,7 +690,7 @@ def params_of(
     ).seeded()
 
 
-# -- of ``specdec run`` alone: the prefix cache -------------------------------------
+# -- the prefix cache -------------------------------------
 
 _PREFIX = (
     click.option(
@@ -708,8 +708,8 @@ _PREFIX = (
     click.option(
         "--prefix-cache-memory",
         metavar="SIZE",
-        help="Most to keep in memory, with a folder or without. [default: 1GB with "
-        "--prefix-cache, else none]",
+        help="Most to keep in memory, with a folder or without; 0 keeps none. "
+        "[default: 1GB with --prefix-cache, for turns and in specdec serve, else none]",
     ),
 )
 

@@ -224,6 +224,9 @@ def _stray(error: click.UsageError) -> str:
         # The shell has cut a list at its blanks.
         return ": put the value of --set in quotes, as in --set 'batch=[1, 8]'"
     options = {name for each in error.ctx.command.params for name in each.opts}
+    words = error.message.partition("(")[2].rstrip(")").split()
+    if "--prompts" in options and words and all(map(os.path.isfile, words)):
+        return ": name one file after --prompts; cat joins several"
     return ": write a prompt after --prompt, in quotes" * ("--prompt" in options)
 
 
@@ -263,6 +266,7 @@ _ELSEWHERE = {
     "gpu-memory-utilization": "memory-limit",
     "input": "prompts",
     "input-file": "prompts",
+    "json": None,
     "lora": "adapter-path",
     "lora-path": "adapter-path",
     "max-batch-size": "batch",

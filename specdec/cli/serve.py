@@ -141,6 +141,7 @@ def _seconds(
 @options.kv_group_size()
 @options.prefix_cache
 @options.dtype()
+@options.origin
 @options.trust_remote_code()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
@@ -166,6 +167,9 @@ def serve(
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     memory_limit: str | None,
     quiet: bool,
@@ -186,6 +190,12 @@ def serve(
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
     check_extra("starlette", "uvicorn", "prometheus_client")
+    origin = options.origin_of(
+        drafts=drafts,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
@@ -232,6 +242,7 @@ def serve(
             dtype=dtype,
             config=engine,
             trust_remote_code=trust_remote_code,
+            **origin,
         )
 
         def started() -> None:

@@ -13,6 +13,7 @@ import logging
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import Any
 
@@ -32,10 +33,21 @@ MAX_GRAPHS = 256
 MAX_COUNTED = 4096
 
 Held = list[tuple[mx.array, ...]]
-Function = Callable[
-    [mx.array, list[mx.array], Held],
-    tuple[mx.array, mx.array | None, list[mx.array], Held],
-]
+
+
+@dataclass
+class Function:
+    """A compiled forward.
+
+    Args:
+        forms: of what it leaves in every cache, known when it is traced.
+    """
+
+    call: Callable[
+        [mx.array, list[mx.array], Held],
+        tuple[mx.array, mx.array | None, list[mx.array], Held],
+    ]
+    forms: list[Any]
 
 
 class _CannotCompileError(Exception):
@@ -90,6 +102,8 @@ class CompiledForwards:
         keys = [cache.reserve(width) for cache in members]
         if None in keys:
             return None
+        given = [cache.given() for cache in members]
+        keys += [form for form, _ in given]
         offsets: list[mx.array] = []
         groups = [_place(offsets, cache.offset) for cache in members]
         # Operations belong to the stream that was current when they were made.
@@ -105,9 +119,9 @@ class CompiledForwards:
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
             function = self._make(caches, members, groups, padding)
-        held = [cache.arrays for cache in members]
+        held = [arrays for _, arrays in given]
         try:
-            logits, hidden, offsets, held = function(tokens, offsets, held)
+            logits, hidden, offsets, held = function.call(tokens, offsets, held)
         except _CannotCompileError:
             self._refused = True
             log.debug("%s leaves a cache out: it is not compiled", self._called)
@@ -124,8 +138,10 @@ class CompiledForwards:
                 shorten(error),
             )
             return None
-        for cache, group, arrays in zip(members, groups, held, strict=True):
-            cache.take(arrays, offsets[group], width, padding)
+        for cache, group, form, arrays in zip(
+            members, groups, function.forms, held, strict=True
+        ):
+            cache.take(form, arrays, offsets[group], width, padding)
         self._functions[key] = function
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
@@ -165,6 +181,7 @@ class CompiledForwards:
     ) -> Function:
         model, recorder = self._model, self._recorder
         bare = [cache.without_arrays() for cache in members]
+        forms: list[Any] = []
         sizes = [
             len(c.caches) if isinstance(c, BatchCacheList) else None for c in caches
         ]
@@ -180,7 +197,10 @@ class CompiledForwards:
             rest = iter(twins)
             num_tokens = tokens.shape[1]
             if padding:
-                tokens = mx.broadcast_to(tokens, (tokens.shape[0], 1 + padding))
+                rows = tokens.shape[0]
+                tokens = mx.broadcast_to(tokens, (rows, 1 + padding))
+                for twin in twins:
+                    twin.prepare(lengths=[1] * rows)
             logits = model(
                 tokens,
                 cache=[
@@ -196,12 +216,13 @@ class CompiledForwards:
                 if twin.offset is offsets[group] or twin.offset is not after[group]:
                     raise _CannotCompileError
             if padding:
-                after = [offset - padding for offset in after]
                 logits = logits[:, :num_tokens]
                 hidden = None if hidden is None else hidden[:, :num_tokens]
-            return logits, hidden, after, [twin.arrays for twin in twins]
+            left = [twin.left() for twin in twins]
+            forms[:] = [form for form, _ in left]
+            return logits, hidden, after, [arrays for _, arrays in left]
 
-        return mx.compile(forward)
+        return Function(mx.compile(forward), forms)
 
 
 def _members(caches: Sequence[Any]) -> list[BatchCache]:

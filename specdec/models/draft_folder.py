@@ -12,6 +12,7 @@ import os
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
@@ -122,6 +123,27 @@ def open_layers(
     return model, config
 
 
+def take_type(model: nn.Module, target: Described) -> None:
+    """Let a draft that the target lends its embedding compute in its 16-bit type.
+
+    Of two such types MLX makes float32.
+
+    Raises:
+        UnsupportedModelError: the target's architecture is not known to have one.
+    """
+    embedding: Any = _lender(target)["model"]["embed_tokens"]
+    dtype = embedding.get("scales", embedding["weight"]).dtype
+    if dtype in (mx.bfloat16, mx.float16):
+        model.set_dtype(dtype)
+
+
+def _lender(target: Described) -> nn.Module:
+    """The part of a target that has an embedding and a head."""
+    check_trunk(target.model, target.name, "lending its embedding")
+    lender: nn.Module = target.model.get("language_model", target.model)
+    return lender
+
+
 def lend(model: nn.Module, source: str, target: Described) -> None:
     """Let a model of :func:`open_layers` have the target's embedding and head.
 
@@ -129,8 +151,7 @@ def lend(model: nn.Module, source: str, target: Described) -> None:
         UnsupportedModelError: it is of another width, or the target's architecture is
             not known to have them.
     """
-    check_trunk(target.model, target.name, "lending its embedding")
-    lender: nn.Module = target.model.get("language_model", target.model)
+    lender = _lender(target)
     width = lender["model"]["norm"]["weight"].shape
     found = model["model"]["norm"]["weight"].shape
     if found != width:

@@ -29,10 +29,17 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
-from ..utils.printable import shorten
+from ..utils.printable import quoted, shorten
 from .adapters import adapt
 from .detokenizer import ExactTokenizerWrapper
-from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
+from .draft_folder import (
+    check_target,
+    has_layers_only,
+    lend,
+    open_layers,
+    read_card,
+    take_type,
+)
 from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
@@ -117,12 +124,13 @@ def check_origin(
     """
     if adapter_path is not None and is_gguf(located):
         raise ConfigError(
-            f"adapter_path does not go with {shorten(name)}: adapters are trained on "
-            "MLX folders; give the folder"
+            f"adapter_path is {quoted(os.fspath(adapter_path))}, and "
+            f"{shorten(name)} is a GGUF file: adapters go with the MLX folder that "
+            "they were trained on"
         )
     if revision is not None and os.path.exists(os.path.expanduser(located)):
         raise ConfigError(
-            f"revision does not go with {shorten(name)}, which is on this machine: "
+            f"revision is {quoted(revision)}, and {shorten(name)} is on this machine: "
             "give a hub id"
         )
 
@@ -229,6 +237,8 @@ def _load_made(
         wanted = parse_dtype(dtype)
         if wanted is not None:
             cast(model, wanted)
+        else:
+            take_type(model, target)
         fit(model)
         lend(model, source, target)
         loaded = LoadedModel(model, target.tokenizer, config, draft.name)

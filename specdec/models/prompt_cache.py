@@ -59,7 +59,8 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     known = [c for c in members(caches) if not isinstance(c, BatchRecurrentCache)]
     if caches and not known:
         raise CacheError(f"{name} holds states alone, and not of how many tokens")
-    length = int(known[0].offset.item()) if known else 0
+    lengths: Any = known[0].offset.tolist() if known else [0]
+    (length,) = lengths
     if not 0 < length <= len(tokens):
         raise CacheError(
             f"{name} holds {length} tokens and the prompt has {len(tokens)}: "

@@ -13,10 +13,11 @@ taped, so that doing a call again computes the recurrence alone.
 
 from __future__ import annotations
 
+import copy
 import inspect
 import sys
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -88,6 +89,24 @@ class _Tape:
         self._part: tuple[int, int] | None = None
         self._asked: dict[int, int] = {}
 
+    @property
+    def form(self) -> Hashable:
+        """Who was recorded, and how often."""
+        return tuple((name, len(each)) for name, each in self._outputs.items())
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What was recorded."""
+        return tuple(a for each in self._outputs.values() for a in each)
+
+    def holding(self, arrays: tuple[mx.array, ...]) -> _Tape:
+        """A record like this one, with other arrays."""
+        made, rest = _Tape(self._width), iter(arrays)
+        made._outputs = {
+            name: [next(rest) for _ in each] for name, each in self._outputs.items()
+        }
+        return made
+
     def play(self, start: int, stop: int) -> _Tape:
         """Give what was recorded of tokens ``start`` to ``stop``."""
         self._part, self._asked = (start, stop), {}
@@ -156,14 +175,29 @@ class _Call:
     def __init__(self, layer: Any, arguments: dict[str, Any], states: _States):
         self.layer = layer
         self._states = states
+        # In their place there are the states; keys beside them are not looked at again.
+        self._cache = arguments.pop("cache")
+        self._members: tuple[bool, ...] | None = None
+        if isinstance(self._cache, BatchCacheList):
+            members = self._cache.caches
+            self._members = tuple(isinstance(c, BatchRecurrentCache) for c in members)
         self._arguments = arguments
         first = next(a for a in arguments.values() if isinstance(a, mx.array))
         self._rows, self.width = first.shape[:2]
         self._tape = _Tape(self.width)
-        self._writes_keys = isinstance(arguments["cache"], BatchCacheList)
         self._code = _code(type(layer).__mro__[1])
 
     def run(
+        self, slots: Slots, offset: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots]:
+        done = self._run(slots, offset, lengths)
+        # To do it again takes neither keys, nor the mask that was given.
+        self._cache = None
+        if "mask" in self._arguments:
+            self._arguments["mask"] = None
+        return done
+
+    def _run(
         self, slots: Slots, offset: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots]:
         fewest, most = min(lengths, default=0), max(lengths, default=0)
@@ -171,7 +205,7 @@ class _Call:
             kept = mx.array(list(lengths))
             slots = self._states.begun(slots, self._rows)
             return self._layer(slots, offset, self._masked(kept), None, lengths=kept)
-        if 0 < fewest == most < self.width and not self._writes_keys:
+        if 0 < fewest == most < self.width and self._members is None:
             # Nobody looks at what padding would put out.
             width, self.width = self.width, most
             self._arguments, self._tape = self._part(0, most, width), _Tape(most)
@@ -181,6 +215,26 @@ class _Call:
         if fewest < self.width:
             after = self.again(slots, offset, lengths)
         return output, after
+
+    @property
+    def form(self) -> Hashable:
+        shapes = [(name, _shape(a)) for name, a in self._arguments.items()]
+        return id(self.layer), self.width, tuple(shapes), self._tape.form
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        given = [a for a in self._arguments.values() if isinstance(a, mx.array)]
+        return (*given, *self._tape.arrays)
+
+    def holding(self, arrays: tuple[mx.array, ...]) -> _Call:
+        made, rest = copy.copy(self), iter(arrays)
+        made._cache = None
+        made._arguments = {
+            name: next(rest) if isinstance(a, mx.array) else a
+            for name, a in self._arguments.items()
+        }
+        made._tape = self._tape.holding(tuple(rest))
+        return made
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         slots = self._states.begun(slots, self._rows)
@@ -254,16 +308,14 @@ class _Call:
         if lengths is not None:
             # An array of its own: layers count it down.
             held.lengths = mx.maximum(lengths, 0)  # type: ignore[assignment]
-        given: Any = arguments["cache"]
-        if isinstance(given, BatchCacheList):
-            members: list[Any] = [
-                held if isinstance(c, BatchRecurrentCache)
-                else _KeysAsGiven(offset) if again or lengths is not None else c
-                for c in given.caches
-            ]  # fmt: skip
+        given: Any = held
+        if self._members is not None:
+            others: list[Any] = [_KeysAsGiven(offset) for _ in self._members]
+            if self._cache is not None and not again:
+                others = self._cache.caches
+            pairs = zip(self._members, others, strict=True)
+            members: list[Any] = [held if ours else c for ours, c in pairs]
             given = BatchCacheList(*members)
-        else:
-            given = held
         _current.tape = tape
         try:
             usual: Any = super(type(self.layer), self.layer)

@@ -23,6 +23,8 @@ from ..cache import (
 )
 from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
+from ..cuda.attention_patch import takes_single
+from ..cuda.flattened_matmul import slow_pairs
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
@@ -74,6 +76,8 @@ class ModelRunner:
             cache_options(config, backend), additive_mask=not reads_boolean_masks(model)
         )
         check_caches(model, name, self.options)
+        if takes_single(model) or slow_pairs(model):
+            backend = replace(backend, pad_single_token=False)
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)
@@ -222,26 +226,24 @@ class ModelRows:
         """
         for _ in self._restore():
             yield True
-        prompts = [p[n:] for p, n in zip(self._prompts, self.reused, strict=True)]
-        lengths = [len(p) for p in prompts]
-        longest = max(lengths)
-        done = 0
-        while done < longest:
-            width = self.runner.chunk(longest - done)
-            valid = [min(max(n - done, 0), width) for n in lengths]
+        lengths = [len(p) for p in self._prompts]
+        done = list(self.reused)
+        while done != lengths:
+            rest = [n - d for n, d in zip(lengths, done, strict=True)]
+            width = self.runner.chunk(max(rest))
+            valid = [min(n, width) for n in self._before_stops(rest, done)]
             chunk = [
-                [*prompt[done : done + n], *([0] * (width - n))]
-                for prompt, n in zip(prompts, valid, strict=True)
+                [*prompt[first : first + n], *([0] * (width - n))]
+                for prompt, first, n in zip(self._prompts, done, valid, strict=True)
             ]
             self._padded_forward(mx.array(chunk), valid)
-            longest_now = min(done + width, longest)
-            maybe_quantize(self._caches, self.runner.options, longest_now)
+            before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
+            maybe_quantize(self._caches, self.runner.options, max(done))
             self.evaluate()
             self.written = valid
-            self._record(done, valid, width)
-            done += width
-            yield done < longest
-        lengths = [len(p) for p in self._prompts]
+            if self._session is not None:
+                self._session.record(self._caches, before, done, width)
+            yield done != lengths
         self.note_lengths(max(lengths), min(lengths))
         # Rings, and masks as wide as a chunk, give back what only prefill needed.
         self.resize(self._max_round)
@@ -265,14 +267,13 @@ class ModelRows:
             self._caches = self._session.refill(self._caches)
             self.reused = self._session.reused
 
-    def _record(self, done: int, valid: Sequence[int], width: int) -> None:
-        """Store what a chunk of ``width`` columns added to rows, ``valid[i]`` each."""
+    def _before_stops(self, rest: list[int], done: Sequence[int]) -> list[int]:
+        """Of ``rest`` tokens of each row, those up to where a chunk has to end."""
         if self._session is None:
-            return
-        lengths = [len(p) for p in self._prompts]
-        before = [min(r + done, n) for r, n in zip(self.reused, lengths, strict=True)]
-        after = [b + v for b, v in zip(before, valid, strict=True)]
-        self._session.record(self._caches, before, after, width)
+            return rest
+        stops = self._session.stops
+        each = zip(rest, done, stops, strict=True)
+        return [min(n, stop - d) if d < stop else n for n, d, stop in each]
 
     def forward(self, tokens: mx.array) -> mx.array:
         """Write ``tokens`` of shape (B, S) after every row; logits (B, S, V)."""

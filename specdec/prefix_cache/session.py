@@ -108,6 +108,15 @@ class PrefixSession:
         """Tokens of every row that need no prefill."""
         return [row.reused for row in self._rows]
 
+    @property
+    def stops(self) -> list[int]:
+        """Where a chunk of each row has to end; 0 for nowhere.
+
+        States can only be kept where a chunk ends.
+        """
+        states = bool(self._prefixes.form.states)
+        return [row.branch if states else 0 for row in self._rows]
+
     def find(self) -> Iterator[None]:
         """Look the prompts up, yielding after each that had something to load."""
         if self._is_outdated:

@@ -49,7 +49,7 @@ TABLE: Table = {
     "service_tier": Parameter(
         str, only=("auto", "standard_only"), refused="there is one tier: leave it out"
     ),
-    "diagnostics": Parameter(dict, refused="there are none: leave it out"),
+    "diagnostics": Parameter({"previous_message_id?": (str, None)}),
     "betas": Parameter([str]),
     "billing_policy": Parameter(object, refused="nothing is billed here"),
     "compaction": Parameter(object, refused="nothing is compacted here"),
@@ -88,7 +88,9 @@ def parse(body: Any, service: Service) -> MessageRendering:
     check_format(params, chat.tools, NAMES["grammar"])
     chat = replace(chat, formatted=params.grammar is not None)
     job = Job([chat], params, 1, NAMES)
-    return MessageRendering(job, model, streamed=values["stream"])
+    made = MessageRendering(job, model, streamed=values["stream"])
+    made.diagnoses = bool((values["diagnostics"] or {}).get("previous_message_id"))
+    return made
 
 
 def _format(values: dict[str, Any]) -> dict[str, Any]:
@@ -290,7 +292,13 @@ _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
 class MessageRendering(Rendering):
-    """A message, whole or as Anthropic's sequence of events."""
+    """A message, whole or as Anthropic's sequence of events.
+
+    Attributes:
+        diagnoses: an earlier message is to be compared with, which is not kept.
+    """
+
+    diagnoses = False
 
     def __init__(self, job: Job, model: str, *, streamed: bool):
         super().__init__(job, model, streamed=streamed)
@@ -329,6 +337,8 @@ class MessageRendering(Rendering):
             "stop_sequence": None,
             "usage": self._usage(),
         }
+        if self.diagnoses:
+            made["diagnostics"] = {"cache_miss_reason": {"type": "unavailable"}}
         return made if end is None else {**made, **_ending(end)}
 
     def whole(self) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import signal
 import socket
 import threading
@@ -69,6 +70,8 @@ def serve(
         ServerError: the engine failed.
     """
     app = make_app(decoder, config)
+    # asyncio warns of every write to a client that has gone, which is no news here.
+    logging.getLogger("asyncio").setLevel(logging.ERROR)
     web = _Web(
         uvicorn.Config(
             app,

@@ -12,11 +12,12 @@ import pytest
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.decode_batch import DecodeBatch
+from specdec.engine.pacing import IDLE, Pacing
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import ChainDrafter, Drafter, DraftModel, NgramDrafter
-from specdec.spec_decode.draft_length import BatchState
+from specdec.spec_decode.draft_length import BatchState, FixedLength
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, drafts_of, engine_of, exact, run_rows
 from tests.scripted import Script
 
@@ -185,6 +186,17 @@ def test_rows_join_those_that_draft_unasked(target: Any) -> None:
     )  # fmt: skip
     assert [r.drafted > 0 for r in rows] == [True, True, True, False]
     assert [list(s.room) for s in length.asked] == [[4, 4], [4, 4]]
+
+
+def test_rows_that_bring_a_draft_are_joined_as_those_that_draft() -> None:
+    """Catches a count of rounds without a draft that goes on from before they came."""
+    pacing = Pacing(FixedLength(2), None)
+    assert pacing.drafts
+    for _ in range(IDLE):
+        pacing.begin(0, (0,), (1,), 0)
+    assert not pacing.drafts
+    pacing.restart()
+    assert pacing.drafts
 
 
 def test_a_draft_is_dropped_with_the_last_row_that_has_one(

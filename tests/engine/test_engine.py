@@ -7,7 +7,7 @@ import itertools
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -21,8 +21,8 @@ from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling import gumbel_noise
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import DraftRows, Proposals, Round, commit
-from specdec.spec_decode.rejection_sampler import Accepted, count_kept
+from specdec.spec_decode import commit
+from specdec.spec_decode.rejection_sampler import count_kept
 from tests.plain import (
     AT_ONCE,
     BACKENDS,
@@ -35,46 +35,11 @@ from tests.plain import (
     run_rows,
 )
 from tests.scripted import Script
+from tests.spec_decode.repetitive import Knowing
 
 LENGTHS = (1, 7, 30, 2, 70, 3, 16, 33)
 _rng = random.Random(0)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
-
-
-class AlwaysWrong:
-    """Proposes what the target will not choose: its own choice plus one."""
-
-    context_length: int | None = None
-    hidden_layers: tuple[int, ...] = ()
-
-    def __init__(self, continuations: dict[tuple[int, ...], list[int]]):
-        self._all = continuations
-
-    def rows(
-        self, prompts: Sequence[Sequence[int]], *, max_length: int
-    ) -> AlwaysWrongRows:
-        return AlwaysWrongRows([self._all[tuple(p)] for p in prompts])
-
-
-class AlwaysWrongRows(DraftRows):
-    def __init__(self, continuations: list[list[int]]):
-        # The first token of each came from prefill.
-        self._left = [c[1:] for c in continuations]
-
-    def propose(self, round_: Round) -> Proposals:
-        k = round_.num_draft_tokens
-        padded = [[*row, *([0] * k)][:k] for row in self._left]
-        return Proposals((mx.array(padded, mx.int32) + 1) % VOCAB)
-
-    def commit(self, round_: Round, accepted: Accepted) -> None:
-        counts: list[int] = accepted.kept.tolist()  # type: ignore[assignment]
-        self._left = [row[n:] for row, n in zip(self._left, counts, strict=True)]
-
-    def filter(self, rows: Sequence[int]) -> None:
-        self._left = [self._left[i] for i in rows]
-
-    def extend(self, other: AlwaysWrongRows) -> None:
-        self._left += other._left
 
 
 def grid() -> Iterator[Any]:
@@ -112,7 +77,8 @@ def test_greedy_equals_mlx_lm(
 
 @BACKENDS
 def test_a_draft_that_is_always_wrong(target: Any, backend: BackendDefaults) -> None:
-    drafter = AlwaysWrong({tuple(p): greedy(target, p, 15) for p in PROMPTS})
+    whole = {tuple(p): [*p, *greedy(target, p, 15)] for p in PROMPTS}
+    drafter = Knowing(whole, lambda position, token: (token + 1) % VOCAB)
     rows = exact(
         target, None, PROMPTS, 15, batch_size=4, backend=backend, drafter=drafter
     )

@@ -112,7 +112,7 @@ def test_adapters_that_cannot_be(tmp_path: Path) -> None:
 
     refused(adapter, "does not fit the model .*give the model that it was trained on")
     refused(tmp_path, "no adapter in .*: there is no adapter_config.json")
-    refused(adapter, "adapters are trained on MLX folders", model=gguf)
+    refused(adapter, "is a GGUF file: adapters go with the MLX folder", model=gguf)
     (adapter / "adapter_config.json").write_text("{")
     refused(adapter, r"adapter_config.json cannot be read \(not JSON")
     lora = {"rank": 10**9, "scale": 1, "dropout": 0}
@@ -130,4 +130,6 @@ def test_adapters_that_cannot_be(tmp_path: Path) -> None:
     decoder("draft_adapter_path needs a draft", draft_adapter_path="x")
     decoder("has no weights of its own", draft="self:4bit", draft_adapter_path="x")
     decoder("has no weights of its own", draft="ngram", draft_adapter_path="x")
-    decoder("revision does not go with .*: give a hub id", revision="main")
+    decoder(
+        "revision is 'main', and .* is on this machine: give a hub id", revision="main"
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -23,6 +24,7 @@ from specdec.cache import recurrent as recurrent_cache
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
+from specdec.models.compiled import CompiledForwards
 from specdec.models.recurrent import with_recurrent_rows
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
@@ -61,6 +63,9 @@ FAMILIES = (
 # Masked windows and states; token by token; states beside keys in one list; a mixer of
 # keys and states.
 KINDS = ("qwen3_5", "mamba", "falcon_h1", "baichuan_m1")
+
+# Padded steps, read late; building graphs of every family takes minutes on a CPU.
+PADDED = replace(BEHIND, compile_after=None)
 
 LENGTHS = (3, 17, 1, 8, 1, 9)
 PROMPTS = [
@@ -121,7 +126,7 @@ def test_families_draft_for_themselves(arch: str) -> None:
         PARAMS[:4],
         batch_size=3,
         num_draft_tokens=3,
-        backend=BEHIND,
+        backend=PADDED,
         prefill_step_size=6,
     )
     assert [row.tokens for row in got] == wanted_of(arch)[:4]
@@ -133,11 +138,11 @@ def test_families_draft_for_themselves(arch: str) -> None:
     ("name", "backend", "rows", "k", "step"),
     [
         ("perfect", AT_ONCE, 6, 4, 1),
-        ("wrong", BEHIND, 2, 5, 4),
+        ("wrong", PADDED, 2, 5, 4),
         ("wrong", AT_ONCE, 1, 1, 16),
         ("ngram", AT_ONCE, 4, 3, 5),
         ("model", AT_ONCE, 6, 2, 7),
-        ("none", BEHIND, 4, 0, 3),
+        ("none", PADDED, 4, 0, 3),
     ],
 )
 def test_any_draft_batch_and_chunk(
@@ -162,9 +167,9 @@ def test_any_draft_batch_and_chunk(
 def test_rows_that_are_cancelled_leave_no_states(arch: str) -> None:
     """The next row in a slot would begin with what another has left there."""
     config = EngineConfig(batch_size=2, num_draft_tokens=3, prefill_step_size=6)
-    runner = ModelRunner(model_of(arch), "target", config, BEHIND)
+    runner = ModelRunner(model_of(arch), "target", config, PADDED)
     drafter: Drafter = drafter_of(arch, "wrong")["drafter"]
-    engine = Engine(runner, drafter, config, BEHIND, frozenset())
+    engine = Engine(runner, drafter, config, PADDED, frozenset())
     for i, prompt in enumerate(PROMPTS):
         engine.add(Request(i, "", tuple(prompt), PARAMS[0]))
     done: dict[int, list[int]] = {}
@@ -179,6 +184,36 @@ def test_rows_that_are_cancelled_leave_no_states(arch: str) -> None:
     for index, want in enumerate(wanted_of(arch)):
         if index not in cancelled:
             assert done[index] == want
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "baichuan_m1"])
+def test_compiled_forwards_undo_the_round_before(
+    arch: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph that holds the first round's inputs would undo that one ever after."""
+    used: list[bool] = []
+    call = CompiledForwards.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        done = call(self, *args, **kwargs)
+        used.append(done is not None)
+        return done
+
+    monkeypatch.setattr(CompiledForwards, "__call__", counted)
+    for k in (0, 3):
+        got = run_rows(
+            model_of(arch),
+            prompts=PROMPTS,
+            params=PARAMS,
+            batch_size=4,
+            num_draft_tokens=k,
+            backend=BEHIND,
+            prefill_step_size=6,
+            **(drafter_of(arch, "wrong") if k else {"draft": None}),
+        )
+        assert [row.tokens for row in got] == wanted_of(arch)
+        assert used.count(True) > 5
+        used.clear()
 
 
 # -- the cache itself ----------------------------------------------------------
@@ -418,7 +453,7 @@ def test_faults_change_tokens(
         params=PARAMS,
         batch_size=6 if fault is not slot_not_emptied else 2,
         num_draft_tokens=3,
-        backend=BEHIND,
+        backend=PADDED,
         prefill_step_size=6,
         **drafter_of(arch, "wrong"),
     )

@@ -43,8 +43,8 @@ TEMPLATE = (
 )
 
 
-def tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
-    """Byte-level, with marks for thoughts, tools and gaps; reads tools as JSON."""
+def tokenizer(folder: Path, template: str = TEMPLATE, *, marked: bool = True) -> Any:
+    """Byte-level; with marks for thoughts, tools and gaps it reads tools as JSON."""
     from mlx_lm.tool_parsers import json_tools
 
     made = byte_level(**{"tokenizer.chat_template": template})
@@ -52,6 +52,8 @@ def tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
     for i, mark in enumerate(MARKS):
         if mark not in made.tokens:
             made.tokens[at + i], made.types[at + i] = mark, 4
+    if not marked:
+        return tokenizer_of(folder, byte_level(**{"tokenizer.chat_template": template}))
     wrapper = tokenizer_of(folder, made)
     return ExactTokenizerWrapper(
         wrapper._tokenizer,
@@ -63,7 +65,7 @@ def tokenizer(folder: Path, template: str = TEMPLATE) -> Any:
 
 
 def tiny_decoder(
-    folder: Path, *, template: str = TEMPLATE, **config: Any
+    folder: Path, *, template: str = TEMPLATE, marked: bool = True, **config: Any
 ) -> SpecDecoder:
     """A random target with a smaller draft."""
     options: dict[str, Any] = {
@@ -73,7 +75,7 @@ def tiny_decoder(
         "prefix_cache_memory": 10**8,
         **config,
     }
-    words = tokenizer(folder, template)
+    words = tokenizer(folder, template, marked=marked)
     model_config = {"max_position_embeddings": 4096}
     target = _tiny_model("llama", vocab_size=VOCAB)
     draft = _tiny_model("llama", seed=5, num_hidden_layers=1, vocab_size=VOCAB)

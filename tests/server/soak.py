@@ -195,7 +195,7 @@ def soak(seed: int, seconds: float) -> Counts:
     """Epochs until it is time, two or more."""
     counts, rng = Counts(), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
-        decoder = tiny_decoder(Path(folder), prefix_cache_memory=1 << 20)
+        decoder = tiny_decoder(Path(folder), marked=False, prefix_cache_memory=1 << 20)
         known = cases(decoder, rng)
         with running(decoder) as server:
             end = time.monotonic() + seconds

@@ -70,6 +70,10 @@ def test_messages_are_what_generate_gives(decoder: SpecDecoder, client: Any) -> 
         system=system[1]["text"],
     )
     assert count.input_tokens == expected.prompt_tokens
+    compared = client.messages.create(
+        **given, diagnostics={"previous_message_id": made.id}
+    )
+    assert compared.diagnostics.cache_miss_reason.type == "unavailable"
     begun = [*MESSAGES, {"role": "assistant", "content": "It is"}]
     (whole,) = decoder.generate([plain[1:]], SamplingParams(max_tokens=1))
     made = client.messages.create(model="tiny", max_tokens=2, messages=begun)

@@ -95,7 +95,7 @@ def test_serve_and_its_end(model: Path) -> None:
     [
         (["--port", "70000"], "70000"),
         (["--max-tokens", "9", "--max-output-tokens", "5"], "--max-tokens is 9"),
-        (["--chat-template-kwargs", "[]"], "no JSON object"),
+        (["--chat-template-config", "[]"], "--chat-template-config"),
         (["--host", "999.1.1.1"], "999.1.1.1"),
         (["--api-key", " "], "empty"),
         (["--max-body", "much"], "much"),

@@ -123,6 +123,29 @@ def test_a_full_queue_and_one_who_leaves(decoder: SpecDecoder) -> None:
         until(lambda: server.service.engine.pending == 0)
 
 
+def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:
+    """In the headers, in the body, while it waits, and after the answer has begun."""
+    with running(decoder, max_waiting=9) as server:
+        for _ in range(3):
+            port = int(server.url.rpartition(":")[2])
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            kind = b"Content-Type: application/json\r\nContent-Length: 90\r\n\r\n"
+            for part in (head, head + kind, head + kind + b'{"prompt": "a"'):
+                with socket.create_connection(("127.0.0.1", port)) as made:
+                    made.sendall(part)
+            clients = [endless(server) for _ in range(6)]
+            until(lambda: server.service.waiting == 2)
+            assert clients[0].recv(1)
+            for each in reversed(clients):
+                each.close()
+            until(lambda: server.service._rows == 0)
+        until(lambda: server.service.engine.load.running == 0)
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        text = httpx.get(f"{server.url}/metrics").text
+        assert 'endpoint="/v1/completions",outcome="left"} 6.0' in text
+        assert 'endpoint="/v1/chat/completions",outcome="left"} 18.0' in text
+
+
 def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
     """An answer that nobody takes ends by itself, and others go on meanwhile."""
     before = server.service.engine.stats.prompts

@@ -13,17 +13,17 @@ from specdec import UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
-from specdec.spec_decode import ChainDrafter, Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode import ChainDrafter, Drafter, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from tests.cache.small_models import MODELS
 from tests.plain import AT_ONCE, BACKENDS, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
-from tests.spec_decode.repetitive import make_prompts
+from tests.spec_decode.repetitive import Knowing, KnowingRows, make_prompts
 
 WANTED = (1, -1, 0)
 
 
-class Listening(Drafter):
+class Listening(Knowing):
     """Proposes what the target will choose, but for every third token, and listens.
 
     ``heard[prompt]`` maps positions to the hidden state of the token there.
@@ -34,8 +34,8 @@ class Listening(Drafter):
         whole: dict[tuple[int, ...], list[int]],
         layers: tuple[int, ...] = WANTED,
     ):
+        super().__init__(whole, lambda at, t: t if at % 3 else (t + 1) % 97)
         self.hidden_layers = layers
-        self.whole = whole
         self.heard: dict[tuple[int, ...], dict[int, Any]] = {}
 
     def rows(
@@ -44,10 +44,10 @@ class Listening(Drafter):
         return ListeningRows(self, [tuple(p) for p in prompts])
 
 
-class ListeningRows(DraftRows):
+class ListeningRows(KnowingRows):
     def __init__(self, drafter: Listening, prompts: list[tuple[int, ...]]):
+        super().__init__(drafter, prompts)
         self.drafter = drafter
-        self.prompts = prompts
         self.seen = [0] * len(prompts)
         for prompt in prompts:
             drafter.heard[prompt] = {}
@@ -62,18 +62,6 @@ class ListeningRows(DraftRows):
             )
             self.seen[i] += n
 
-    def propose(self, round_: Round) -> Proposals:
-        k = round_.num_draft_tokens
-        lengths: Any = round_.lengths.tolist()
-        tokens = []
-        for prompt, n in zip(self.prompts, lengths, strict=True):
-            row = self.drafter.whole[prompt]
-            right = [*row, *([0] * k)][n : n + k] if n < len(row) else [0] * k
-            tokens.append(
-                [t if (n + j) % 3 else (t + 1) % 97 for j, t in enumerate(right)]
-            )
-        return Proposals(mx.array(tokens))
-
     def commit(self, round_: Round, accepted: Accepted) -> None:
         if not self.drafter.hidden_layers:
             assert accepted.hidden is None
@@ -86,12 +74,6 @@ class ListeningRows(DraftRows):
             self.drafter.heard[self.prompts[i]].update(
                 zip(range(n - 1, n - 1 + kept), states, strict=True)
             )
-
-    def filter(self, rows: Sequence[int]) -> None:
-        self.prompts = [self.prompts[i] for i in rows]
-
-    def extend(self, other: ListeningRows) -> None:
-        self.prompts = self.prompts + other.prompts
 
 
 def outputs_of(model: Any) -> dict[tuple[int, ...], list[int]]:

@@ -69,6 +69,9 @@ def _earlier_plots(file: Path) -> list[tuple[str, str]]:
 def html_page(title: str, text: str, folder: Path) -> str | None:
     """A report in Markdown as one HTML file, its plots inside.
 
+    Names of others stay texts: of HTML it has what :func:`_folded` writes, and the page
+    loads nothing from anywhere.
+
     Returns:
         ``None`` where markdown-it-py is not installed.
     """
@@ -76,15 +79,19 @@ def html_page(title: str, text: str, folder: Path) -> str | None:
         from markdown_it import MarkdownIt
     except ImportError:
         return None
-    body = MarkdownIt("commonmark", {"html": True}).enable("table").render(text)
-
-    def inside(found: re.Match[str]) -> str:
-        data = base64.b64encode((folder / found[1]).read_bytes()).decode()
-        return f'src="data:image/png;base64,{data}"'
-
-    body = re.sub(r'src="([\w-]+\.png)"', inside, body)
+    body = MarkdownIt("commonmark", {"html": False}).enable("table").render(text)
+    begin = r"<p>&lt;details&gt;\n&lt;summary&gt;(.*?)&lt;/summary&gt;</p>"
+    body = re.sub(begin, r"<details>\n<summary>\1</summary>", body)
+    body = body.replace("<p>&lt;/details&gt;</p>", "</details>")
+    for plot in (folder / f"{name}.png" for name in NAMES):
+        if plot.is_file():
+            data = base64.b64encode(plot.read_bytes()).decode()
+            inside = f'src="data:image/png;base64,{data}"'
+            body = body.replace(f'src="{plot.name}"', inside)
+    policy = "default-src 'none'; img-src data:; style-src 'unsafe-inline'"
     return (
         '<!DOCTYPE html>\n<html lang="en">\n<meta charset="utf-8">\n'
+        f'<meta http-equiv="Content-Security-Policy" content="{policy}">\n'
         f"<title>{html.escape(title)}</title>\n<style>{_STYLE}</style>\n{body}</html>\n"
     )
 
@@ -111,7 +118,7 @@ def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
 
 def block(figures: Figures) -> str:
     """What a user can paste into an issue: tables, and what they belong to."""
-    shown = [s for s in sections(figures) if s.title not in _LONG]
+    shown = [s for s in sections(figures) if s.in_issues]
     parts = [
         f"**{_plain(figures.recipe.title)}**\n",
         _origin(figures),
@@ -120,19 +127,6 @@ def block(figures: Figures) -> str:
         *(f"**{s.title}**\n\n{s.table}" for s in shown),
     ]
     return "\n".join(parts)
-
-
-# What nobody wants in an issue.
-_LONG = frozenset(
-    {
-        "Acceptance by position",
-        "Accepted tokens in a round",
-        "Costs of a round",
-        "Predicted and measured speed-up",
-        "The same rounds, used otherwise",
-        "By category",
-    }
-)
 
 
 def _plain(text: str) -> str:

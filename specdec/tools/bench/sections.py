@@ -21,21 +21,26 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Section:
-    """A table, and how to read it."""
+    """A table, and how to read it.
+
+    Args:
+        in_issues: whether an issue has it, too.
+    """
 
     title: str
     table: str
     note: str
+    in_issues: bool = False
 
 
 def sections(figures: Figures) -> list[Section]:
     """All sections that have something to say; the first is the one to look at."""
     made = (
-        Section("Speed", _speed(figures), _SPEED),
-        Section("Requests that arrive one by one", _loads(figures), _LOADS),
-        Section("Latency and memory", _latency(figures), _LATENCY),
-        Section("Times of rounds", _rounds(figures), _ROUNDS),
-        Section("Acceptance", _acceptance(figures), _ACCEPTANCE),
+        Section("Speed", _speed(figures), _SPEED, True),
+        Section("Requests that arrive one by one", _loads(figures), _LOADS, True),
+        Section("Latency and memory", _latency(figures), _LATENCY, True),
+        Section("Times of rounds", _rounds(figures), _ROUNDS, True),
+        Section("Acceptance", _acceptance(figures), _ACCEPTANCE, True),
         Section("Acceptance by position", _positions(figures), _POSITIONS),
         Section("Accepted tokens in a round", _histogram(figures), _HISTOGRAM),
         Section("Costs of a round", _costs(figures), _COSTS),

@@ -15,7 +15,7 @@ from specdec.tools.bench.figures import CellFigures, Figures
 from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
 from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
-from specdec.tools.bench.report import ON_A_GPU, findings, report
+from specdec.tools.bench.report import ON_A_GPU, findings, html_page, report
 from specdec.tools.bench.tables import percentile
 from specdec.utils.records import read_record
 
@@ -151,6 +151,22 @@ def test_the_report_says_what_was_found(figures: Figures) -> None:
     assert f"| a | {name} | 1 | 0.750 | 2.50 |" in text
     assert f"| b | {name} | 1 | 0.000 | 1.00 |" in text
     assert f"| {name} | 3 (60%) | 1 (20%) | 1 (20%) |" in text
+
+
+def test_names_of_others_stay_texts_in_the_page(
+    figures: Figures, tmp_path: Path
+) -> None:
+    """A category or a title that runs in the browser of who opens the report."""
+    figures.results.prompts.categories[0] = "<script>alert(1)</script>"
+    text = report(figures)
+    assert "<script>" in text
+    page = html_page("</title><script>", text + "\n<img src=x onerror=a()>\n", tmp_path)
+    assert page is not None
+    assert "<script" not in page
+    assert "<img" not in page
+    assert (
+        page.count("<details>") == page.count("</details>") == text.count("<details>")
+    )
 
 
 def test_where_nothing_was_drafted(tiny: Tiny) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from random import Random
 from types import SimpleNamespace
 from typing import Any
@@ -11,15 +12,17 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
+from specdec.models import load
 from specdec.tools.distill import seed_prompts
 from specdec.tools.distill.chat_template import begin_of_turn, user_turn
+from specdec.tools.distill.corpus import GREEDY, Document
 from specdec.tools.distill.options import Budget, Options
 from specdec.tools.distill.seed_prompts import Opening, draw
 from specdec.tools.distill.wave import Author, text_documents, without_loops
 from tests.models.folders import tokenizer_of
 from tests.plain import greedy
 
-from .harness import make_author
+from .harness import make_author, write_target
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [3]]
 
@@ -156,3 +159,28 @@ def test_texts_are_cut_to_pieces(tmp_path: Any) -> None:
     tokens = [t for d in documents for t in d.tokens]
     assert tokens == list(tokenizer.encode("abcdefgh" * 4))
     assert all(1 < len(d.tokens) <= 10 for d in documents)
+
+
+def test_a_wave_is_a_function_of_its_number(tmp_path: Any) -> None:
+    """Data that another run cannot make again; a wave that repeats the one before."""
+    target = load(str(write_target(tmp_path / "target")), dtype="float32")
+    wanted = Options(
+        target=None, budget=Budget(tokens=1), turn_tokens=24, answer_tokens=6
+    )
+
+    def wave(number: int) -> list[Document]:
+        # A model of random weights ends few turns by itself.
+        author = Author(target.model, target.tokenizer, wanted, 8)
+        assert author._turn is not None
+        ends = frozenset(range(0, 320, 4))
+        author._turn = replace(author._turn, ends=ends)
+        return author.wave(number)
+
+    first = wave(0)
+    assert first == wave(0) != wave(1)
+    greedily = [d for d in first if d.kind == GREEDY]
+    assert len(greedily) > 2
+    for document in greedily:
+        prompt = list(document.tokens[: document.prompt_length])
+        text = greedy(target.model, prompt, 6)
+        assert list(document.tokens[document.prompt_length :]) == text
