@@ -335,7 +335,6 @@ class BatchRecurrentCache(BatchCache):
         Raises:
             CacheError: as there, or those are more tokens than were last written.
         """
-        exact = not isinstance(n, mx.array) and not isinstance(self._kept, mx.array)
         if not isinstance(n, mx.array):
             at_most = max((whole("a count", v) for v in n), default=0)
         elif at_most is None:
@@ -343,10 +342,17 @@ class BatchRecurrentCache(BatchCache):
         kept = self._kept
         if kept is None:
             kept = [self._num_written] * self.batch_size
+<<<<<<< HEAD
         left: list[Any] = [self._left - at_most]
         if exact:
             counts: Any = zip(kept, n, strict=False)
             left = [k - c for k, c in counts]
+=======
+        left = [self._left - at_most]
+        bounded = isinstance(n, mx.array) or isinstance(kept, mx.array)
+        if not (isinstance(n, mx.array) or isinstance(kept, mx.array)):
+            left = [k - c for k, c in zip(kept, n, strict=False)]
+>>>>>>> review
         if min(left, default=0) < 0:
             raise CacheError(
                 f"{at_most} tokens cannot be taken back: {self._num_written} were "
@@ -356,7 +362,7 @@ class BatchRecurrentCache(BatchCache):
         if at_most > 0:
             self._left = min(left, default=0)
             self._kept = left
-            if not exact:
+            if bounded:
                 self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
 
     # -- rows ----------------------------------------------------------------

@@ -209,7 +209,7 @@ def test_a_place_is_not_kept_by_one_who_never_reads(
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     """An answer that takes too long says so, and is what it had come to."""
-    decoder.generate([ENDLESS["messages"]], max_tokens=2)  # type: ignore[list-item]
+    decoder.generate([ENDLESS["messages"]], max_tokens=2)  # type: ignore[arg-type]
     with running(decoder, request_timeout=1.0) as server:
         url = f"{server.url}/v1/chat/completions"
         answer = httpx.post(
