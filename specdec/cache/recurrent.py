@@ -342,17 +342,10 @@ class BatchRecurrentCache(BatchCache):
         kept = self._kept
         if kept is None:
             kept = [self._num_written] * self.batch_size
-<<<<<<< HEAD
-        left: list[Any] = [self._left - at_most]
-        if exact:
-            counts: Any = zip(kept, n, strict=False)
-            left = [k - c for k, c in counts]
-=======
         left = [self._left - at_most]
         bounded = isinstance(n, mx.array) or isinstance(kept, mx.array)
         if not (isinstance(n, mx.array) or isinstance(kept, mx.array)):
             left = [k - c for k, c in zip(kept, n, strict=False)]
->>>>>>> review
         if min(left, default=0) < 0:
             raise CacheError(
                 f"{at_most} tokens cannot be taken back: {self._num_written} were "
