@@ -440,7 +440,7 @@ def share_weights(twin: nn.Module) -> None:
 
 
 def scan_bytes(twin: nn.Module) -> int:
-    """Bytes that a recurrent layer holds for each token while it scans them, at most."""
+    """Bytes that a recurrent layer holds for each token that it scans, at most."""
     most = 0
     for _, module in twin.named_modules():
         states: _States | None = vars(module).get("_recurrent_states")
