@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -32,7 +33,7 @@ from specdec.cache import (
 )
 from specdec.errors import ConfigError
 from specdec.tools.bench.models import DTYPES
-from specdec.tools.bench.tables import interleaved, markdown_table, show_spread, spread
+from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
 
 PREFILL = 512  # tokens per write while a cache is filled
 ROOM = 128  # columns left for the steps measured, so that nothing grows
@@ -344,7 +345,7 @@ def tables(raw: Record) -> Iterator[str]:
         cells: dict[str, list[str]] = {}
         for record in raw["layer"]:
             if (record["rows"], record["tokens"]) == (rows, tokens):
-                ms, peak = (spread(record[k])["median"] for k in ("ms", "peak_mib"))
+                ms, peak = (statistics.median(record[k]) for k in ("ms", "peak_mib"))
                 cells.setdefault(record["system"], []).append(f"{ms:.2f} ({peak:.1f})")
         head = ["system", *(f"{n} columns" for n in columns)]
         yield markdown_table(head, [[name, *line] for name, line in cells.items()])
@@ -353,7 +354,7 @@ def tables(raw: Record) -> Iterator[str]:
         ["system", "B", "columns", "cache MiB", "ms", "peak MiB above",
          "growths to 32768"],
         [[r["system"], r["rows"], r["columns"], r["cache_mib"], show_spread(r["ms"], 2),
-          f"{spread(r['peak_mib'])['median']:.1f}", r["growths_to_32768"]]
+          f"{statistics.median(r['peak_mib']):.1f}", r["growths_to_32768"]]
          for r in raw["growth"]],
     )  # fmt: skip
     yield "## 50 local layers of a 31B-like model, one row\n"

@@ -12,9 +12,10 @@ import click
 
 from specdec.errors import ConfigError, SpecdecError
 from specdec.model_names import short
-from specdec.tools.bench.machine import origin, place
-from specdec.tools.bench.raw import write_line
+from specdec.tools.bench.machine import origin
+from specdec.tools.bench.raw import Start, write_line
 from specdec.utils.files import replace_file
+from specdec.utils.records import read_record
 
 MIB = 2**20
 
@@ -44,10 +45,10 @@ def header_of(title: str) -> dict[str, Any]:
 
 def report_of(raw: Mapping[str, Any], body: str) -> str:
     """A report in Markdown: what was run, where, when, and what it came to."""
+    start = read_record(Start, raw)
     return (
-        f"# {raw['title']}\n\n"
-        f"    {raw['command']}\n\n"
-        f"{place(raw['machine'], raw['commit'])}, {raw['date']}.\n\n{body}"
+        f"# {raw['title']}\n\n    {start.command}\n\n"
+        f"{start.place}, {start.date}.\n\n{body}"
     )
 
 

@@ -2,30 +2,47 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import statistics
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import pairwise
+from pathlib import Path
 from typing import Any
 
 import click
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
+from mlx.utils import tree_flatten
+from mlx_lm.generate import BatchGenerator
+from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from benchmarks.common import Script, header_of, write_report
-from specdec.cuda import decode_attention, skinny_matmul
+from specdec import EngineConfig, SpecDecoder
+from specdec.backend import defaults
+from specdec.cuda import decode_attention, packed_matmul, skinny_matmul
+from specdec.cuda.attention_patch import take_few_queries
 from specdec.cuda.flattened_matmul import flatten_products
+from specdec.cuda.fused_linear import join_products, separated
+from specdec.cuda.skinny_matmul import take_few_rows
 from specdec.errors import ConfigError
+from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
-from specdec.tools.bench.models import DTYPES
+from specdec.tools.bench.models import (
+    DTYPES,
+    SHAPES,
+    random_model,
+    token_level,
+)
 from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
 
 NO_KERNEL = "the kernel needs MLX's CUDA backend and compute 8.0"
@@ -56,19 +73,24 @@ def chain_us(
     Each chain, compiled, is built while the one before runs, as a forward's layers are.
     """
     compiled = mx.compile(chain)
-    for _ in range(2):
-        mx.eval(compiled(x))
-    waiting = compiled(x)
+    return pipelined(lambda: compiled(x), repeat) / length * 1e6
+
+
+def pipelined(run: Callable[[], Any], repeat: int) -> float:
+    """Median seconds of runs, each built while the one before runs."""
+    for _ in range(3):
+        mx.eval(run())
+    waiting = run()
     mx.async_eval(waiting)
     ends = []
-    for _ in range(repeat):
-        following = compiled(x)
+    for _ in range(repeat + 1):
+        following = run()
         mx.async_eval(following)
         mx.eval(waiting)
         ends.append(time.perf_counter())
         waiting = following
     mx.eval(waiting)
-    return statistics.median(b - a for a, b in pairwise(ends)) / length * 1e6
+    return statistics.median(b - a for a, b in pairwise(ends))
 
 
 def marked(microseconds: float, used: bool) -> str:
@@ -130,7 +152,9 @@ def attention(
     out: str | None,
 ) -> None:
     """Attention of few queries with a mask (CUDA)."""
-    require_runs(all(decode_attention.proven(size) for *_, size in HEADS), repeat)
+    require_runs(
+        all(decode_attention.proven(size, DTYPES[dtype]) for *_, size in HEADS), repeat
+    )
     raw = header_of("Attention of few queries")
     raw["microseconds"] = records = []
     table: list[Sequence[object]] = []
@@ -195,7 +219,7 @@ CHAIN_BYTES = 2**30
 def product_us(
     product: Operation,
     x: mx.array,
-    pairs: Sequence[tuple[mx.array, mx.array]],
+    pairs: Sequence[tuple[Any, Any]],
     repeat: int,
 ) -> float:
     """Median time of one product among others that follow each other."""
@@ -259,19 +283,32 @@ def skinny(dtype: str, rows: tuple[int, ...], repeat: int, out: str | None) -> N
 
 # -- products with packed weights --------------------------------------------
 
-PACKED = ((4096, 14336), (4096, 4096), (1536, 8960), (1536, 151936))
-TOKENS = ((1, 1), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
+# (K, N): one product with (N, K), one with (K, N), in turn.
+PACKED = ((4096, 4096), (4096, 14336), (4096, 28672))
+PACKED_ROWS = (1, 8, 16, 40, 64, 160, 256, 512)
+# Rows, and tokens of each; tokens before them.
+CONTEXT = 200
+STEPS = ((1, 1), (1, 2), (1, 5), (8, 1), (8, 5), (32, 1), (32, 5))
 
 
-def together_us(layer: Operation, x: mx.array, repeat: int) -> float:
-    """Median time of a product, of ``repeat`` that are handed over together."""
-    mx.eval([layer(x) for _ in range(repeat)])
-    times = []
-    for _ in range(5):
-        begun = time.perf_counter()
-        mx.eval([layer(x) for _ in range(repeat)])
-        times.append((time.perf_counter() - begun) / repeat * 1e6)
-    return statistics.median(times)
+Matrix = tuple[mx.array, mx.array, mx.array]
+
+
+def by_kernel(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
+    """The kernel's product; where there is no CUDA, MLX's in its place."""
+    if mx.default_device() == mx.cpu:
+        return by_mlx(x, w, group_size, bits)
+    return packed_matmul.product(x, w, bits=bits, group_size=group_size)[0]
+
+
+def by_mlx(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
+    """MLX's, which compiles for half a minute where there is more than a row."""
+    return mx.quantized_matmul(x, *w, True, group_size, bits)
+
+
+def unpacked(x: mx.array, w: Matrix, group_size: int, bits: int) -> mx.array:
+    """The dense product with the matrix, unpacked first."""
+    return x @ mx.dequantize(*w, group_size, bits).T
 
 
 @main.command(cls=Script)
@@ -279,42 +316,209 @@ def together_us(layer: Operation, x: mx.array, repeat: int) -> float:
 @click.option("--group-size", default=64)
 @click.option("--dtype", default="bfloat16", type=click.Choice(list(DTYPES)))
 @click.option("--scale", default=1, help="Divide the sizes of layers by this.")
-@click.option("--repeat", default=8, help="Products handed over together.")
+@click.option("--repeat", default=9)
+@click.option("--rows", multiple=True, type=int, default=PACKED_ROWS)
+@click.option(
+    "--mlx-rows",
+    multiple=True,
+    type=int,
+    default=(1,),
+    help="Time MLX's own too; for more than a row it compiles half a minute.",
+)
 @out_option
 def packed(
-    bits: int, group_size: int, dtype: str, scale: int, repeat: int, out: str | None
+    bits: int,
+    group_size: int,
+    dtype: str,
+    scale: int,
+    repeat: int,
+    rows: tuple[int, ...],
+    mlx_rows: tuple[int, ...],
+    out: str | None,
 ) -> None:
-    """Products with packed weights: as mlx-lm's layers have them, flattened, dense."""
+    """Products with packed weights: by MLX, by the kernel (CUDA), and its errors."""
+    logging.basicConfig(level=logging.DEBUG)
     raw = header_of("Products with packed weights")
+    kind = DTYPES[dtype]
+    raw["proven"] = packed_matmul.proven(kind, bits, group_size)
+    print(f"proven: {raw['proven']}", file=sys.stderr)
     raw["microseconds"] = records = []
-    rows: list[Sequence[object]] = []
-    for inputs, outputs in PACKED:
-        size = inputs // scale, outputs // scale
-        dense = nn.Linear(*size, bias=False)
-        dense.set_dtype(DTYPES[dtype])
-        as_they_are = nn.QuantizedLinear.from_linear(dense, group_size, bits)
-        holder = nn.Sequential(as_they_are)
-        flatten_products(holder)
-        flat: Any = holder.layers[0]
-        mx.eval(dense.parameters(), as_they_are.parameters())
-        layers = {"as they are": as_they_are, "flattened": flat, "dense": dense}
-        for tokens in TOKENS:
-            x = mx.random.normal((*tokens, size[0])).astype(DTYPES[dtype])
-            found = {n: together_us(f, x, repeat) for n, f in layers.items()}
-            records.append({"layer": size, "tokens": tokens, **found})
-            print(size, tokens, found, file=sys.stderr)
-            gain = found["as they are"] / found["flattened"]
-            cells = [f"{found[n]:.0f}" for n in layers]
-            shape = f"{size[0]} x {size[1]}"
-            rows.append([shape, f"{tokens[0]} x {tokens[1]}", *cells, f"{gain:.1f}"])
-    header = ["layer", "B x S", "as they are", "flattened", "dense", "gain"]
+    products = {"mlx": by_mlx, "unpacked": unpacked, "kernel": by_kernel}
+    table: list[Sequence[object]] = []
+    for k, n in ((k // scale, n // scale) for k, n in PACKED):
+        nbytes = n * k * bits // 8 + n * k // group_size * 4
+        shapes = [(n, k), (k, n)] * max(2, min(16, 2**27 // nbytes))
+        drawn = [
+            mx.quantize(
+                (mx.random.normal(shape) * shape[1] ** -0.5).astype(kind),
+                group_size,
+                bits,
+            )
+            for shape in shapes
+        ]
+        mx.eval(drawn)
+        pairs: Any = list(zip(drawn[::2], drawn[1::2], strict=True))
+        for m in rows:
+            x = mx.random.normal((m, k), key=mx.random.key(1)).astype(kind)
+            found = {
+                name: product_us(
+                    partial(product, group_size=group_size, bits=bits), x, pairs, repeat
+                )
+                for name, product in products.items()
+                if name != "mlx" or m in mlx_rows
+            }
+            wide: Any = (drawn[0][0], *(a.astype(mx.float32) for a in drawn[0][1:]))
+            right = unpacked(x.astype(mx.float32), wide, group_size, bits)
+            off = mx.abs(by_kernel(x, drawn[0], group_size, bits) - right).max()
+            error: Any = (off / mx.abs(right).max()).item()
+            records.append({"matrix": [k, n], "rows": m, "error": error, **found})
+            print(records[-1], file=sys.stderr, flush=True)
+            ours, dense = found["kernel"], found["unpacked"]
+            cells = [f"{found['mlx']:.1f}" if "mlx" in found else "", f"{dense:.1f}"]
+            cells += [marked(ours, ours < dense), f"{nbytes / ours / 1e6:.2f}"]
+            table.append([f"{k} x {n}", m, *cells, f"{error:.1e}"])
+        del pairs, drawn
+        mx.clear_cache()
+    header = ["K x N", "rows", "MLX", "unpacked", "kernel", "TB/s", "error"]
     intro = (
-        f"Weights in {bits} bits, groups of {group_size}, {dtype}; microseconds a "
-        f"product, the median of 5 times {repeat}. *as they are*: x (B, S, D) as "
-        "mlx-lm's layers pass it; *flattened*: (B * S, D); *dense*: the same layer in "
-        f"{dtype}; *gain*: as they are over flattened.\n\n"
+        f"Weights in {bits} bits, groups of {group_size}, {dtype}, more of them than "
+        "caches hold. Microseconds of a product of so many rows, in compiled chains of "
+        f"K x N and N x K in turn; medians of {repeat}. *unpacked*: `mx.dequantize` "
+        "and a dense product; *TB/s*: weights over the kernel's time; *error*: the "
+        "kernel's largest, over the largest number. Bold where it is faster.\n\n"
     )
-    write_report(out, raw, intro + markdown_table(header, rows))
+    write_report(out, raw, intro + markdown_table(header, table))
+
+
+def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
+    """Rows of different lengths, as prompts have; the longest has ``context``."""
+    draw = np.random.default_rng(0)
+    lengths = [max(1, context - i) for i in range(batch)]
+    return [draw.integers(0, vocab_size, n).tolist() for n in lengths]
+
+
+def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
+    """Forwards of the engine, each taken back."""
+    runner = ModelRunner(model, "model", EngineConfig(), defaults())
+    length = CONTEXT + 4 * s + 64
+    rows = runner.rows(prompts(b, CONTEXT, 200), max_round=s, max_length=length)
+    for _ in rows.prefill():
+        mx.synchronize()
+    tokens = mx.ones((b, s), mx.int32)
+
+    def step() -> Any:
+        chosen = mx.argmax(rows.forward(tokens), axis=-1)
+        rows.trim_per_sequence(mx.full((b,), s, mx.int32), s, s)
+        return [chosen, rows.offset]
+
+    return step
+
+
+def peer_step(filler: nn.Module, model: nn.Module, b: int, s: int) -> Callable[[], Any]:
+    """mlx-lm's, the same; ``filler``, which compiles less, fills the cache."""
+    caches: Any = make_prompt_cache(model)
+    if b > 1:
+        caches = [BatchKVCache([0] * b) for _ in caches]
+    filler(mx.ones((b, CONTEXT), mx.int32), cache=caches)
+    mx.eval([c.state for c in caches])
+    tokens = mx.ones((b, s), mx.int32)
+
+    def step() -> Any:
+        chosen = mx.argmax(model(tokens, cache=caches), axis=-1)
+        for c in caches:
+            c.trim(s)
+        return chosen
+
+    return step
+
+
+@main.command(cls=Script)
+@click.option("--shape", default="8b", type=click.Choice(list(SHAPES)))
+@click.option("--bits", default=4, help="16: not packed.")
+@click.option("--group-size", default=64)
+@click.option("--repeat", default=16)
+@out_option
+def steps(
+    shape: str,
+    bits: int,
+    group_size: int,
+    repeat: int,
+    out: str | None,
+) -> None:
+    """Steps of a whole model with packed weights, and mlx-lm's."""
+    raw = header_of("Steps with packed weights")
+    model = random_model(shape, packing=None if bits == 16 else (group_size, bits))
+    twin = separated(model)
+    weights: Any = tree_flatten(model.parameters())
+    nbytes = sum(a.nbytes for name, a in weights if "embed_tokens" not in name)
+    raw["milliseconds"] = records = []
+    table: list[Sequence[object]] = []
+    for b, s in STEPS:
+        found = {
+            name: 1e3 * pipelined(make(which, b, s), repeat)
+            for name, make, which in (
+                ("specdec", engine_step, model),
+                ("mlx_lm", partial(peer_step, model), twin),
+            )
+            if s == 1 or name == "specdec"  # MLX would compile for long
+        }
+        records.append({"rows": b, "tokens": s, **found})
+        print(records[-1], file=sys.stderr, flush=True)
+        ours, theirs = found["specdec"], found.get("mlx_lm")
+        cells = [f"{theirs:.2f}", f"{theirs / ours:.2f}"] if theirs else ["", ""]
+        rate = f"{nbytes / ours / 1e9:.2f}"
+        table.append([f"{b} x {s}", f"{ours:.2f}", *cells, rate])
+    intro = (
+        f"Random weights of the {shape} shape, {bits} bits, groups of {group_size}, "
+        f"{nbytes / 1e9:.2f} GB; {CONTEXT} tokens of context; milliseconds of "
+        f"rows x tokens, built while the one before runs, medians of {repeat}.\n\n"
+    )
+    header = ["rows x tokens", "specdec", "mlx-lm", "mlx-lm / specdec", "TB/s"]
+    write_report(out, raw, intro + markdown_table(header, table))
+
+
+@main.command(cls=Script)
+@click.option("--shape", default="1b", type=click.Choice(list(SHAPES)))
+@click.option("--bits", default=16, help="16: not packed.")
+@click.option("--peer", is_flag=True, help="mlx-lm's first waves instead.")
+def cold(shape: str, bits: int, peer: bool) -> None:
+    """What the first waves of a process take, and what MLX compiles for them."""
+    folder = Path(tempfile.mkdtemp())
+    os.environ["MLX_PTX_CACHE_DIR"] = str(folder)
+    begun, seen = time.perf_counter(), set[str]()
+
+    def phase(name: str, work: Callable[[], Any]) -> Any:
+        start = time.perf_counter()
+        done = work()
+        mx.synchronize()
+        end = time.perf_counter()
+        new = {p.stem[:60] for p in folder.rglob("*.ptx")} - seen
+        seen.update(new)
+        print(f"{end - begun:7.2f} s  {name}: {end - start:.2f} s, compiled", *new)
+        return done
+
+    packing = None if bits == 16 else (64, bits)
+    model = phase("weights", lambda: random_model(shape, packing=packing, fitted=False))
+    for fit in (flatten_products, take_few_rows, take_few_queries, join_products):
+        if not peer:
+            phase(fit.__name__, partial(fit, model))
+    for b, k in ((8, 0), (8, 3), (32, 0), (8, 0)):
+        ids = prompts(b, 120, SHAPES[shape]["vocab_size"])
+        if peer:
+            wave: Callable[[], Any] = partial(peer_wave, model, ids)
+        else:
+            config = EngineConfig(batch_size=b, num_draft_tokens=k or 1)
+            draft = "ngram" if k else None
+            decoder = SpecDecoder(token_level(model), drafter=draft, config=config)
+            wave = partial(decoder.generate, ids, SamplingParams(max_tokens=32))
+        phase(f"B={b} k={k}", wave)
+
+
+def peer_wave(model: nn.Module, ids: list[list[int]]) -> None:
+    """What mlx-lm's ``batch_generate`` does."""
+    (generator := BatchGenerator(model, max_tokens=32)).insert(ids)
+    while any(generator.next_generated()):
+        pass
 
 
 # -- prompt lookup -----------------------------------------------------------

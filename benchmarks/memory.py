@@ -1,7 +1,7 @@
 """What a run was told to hold beside what it held at its fullest, loading included.
 
 The plan is made from the files alone, before anything is loaded; MLX's peak is read
-behind the run. Both count what MLX allocates.
+after the run. Both count what MLX allocates.
 """
 
 from __future__ import annotations

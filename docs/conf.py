@@ -41,8 +41,12 @@ NAVIGATION = {
         "/docs/getting-started",
         "/docs/python",
         "/docs/models",
+        "/docs/gguf",
+        "/docs/lora",
         "/docs/tuning",
         "/docs/sampling",
+        "/docs/server",
+        "/docs/structured",
         "/docs/serving",
         "/docs/memory",
         "/docs/prefix",
@@ -54,6 +58,7 @@ NAVIGATION = {
         "/docs/exactness",
         "/docs/architecture",
         "/docs/caches",
+        "/docs/batch-generator",
         "/docs/draft-length",
         "/docs/drafters",
     ],
@@ -61,7 +66,7 @@ NAVIGATION = {
     "Measure": ["/docs/benchmarks", "/benchmarks/README"],
     "Take part": ["/CONTRIBUTING", "/SECURITY"],
 }
-API = ["specdec", "cache", "certificate", "drafters", "memory", "models"]
+API = ["specdec", "cache", "drafters", "memory", "models", "parity"]
 
 
 def result_pages() -> list[str]:

@@ -60,7 +60,7 @@ use_venv() {
   local python extras installed
   backend="$(find_backend)"
   check_compiler
-  extras="${backend:+$backend,}gguf,dev${1:+,$1}"
+  extras="${backend:+$backend,}gguf,server,dev${1:+,$1}"
   installed="$venv/.installed${1:+-$1}"
 
   if ! is_new_enough "$venv/bin/python"; then

@@ -16,7 +16,9 @@ import statistics
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from pathlib import Path
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -24,17 +26,10 @@ sys.path.insert(0, str(ROOT))
 from specdec.errors import SpecdecError  # noqa: E402
 from specdec.model_names import short  # noqa: E402
 from specdec.tools.bench.figures import Figures  # noqa: E402
-from specdec.tools.bench.job_figures import Jobs, job_rate  # noqa: E402
-from specdec.tools.bench.machine import place  # noqa: E402
-from specdec.tools.bench.raw import Results  # noqa: E402
+from specdec.tools.bench.job import JobRecord  # noqa: E402
+from specdec.tools.bench.raw import Results, Start  # noqa: E402
 from specdec.tools.bench.tables import markdown_table, show_spread  # noqa: E402
-from specdec.tools.bench.waves import (  # noqa: E402
-    Record,
-    full_rate,
-    rate,
-    step_ms,
-    total,
-)
+from specdec.utils.records import read_record  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -67,10 +62,10 @@ JOBS = [
     f"batch {batch}: {system}"
     for batch in (1, 8, 32)
     for system in (
-        "mlx-lm step" if batch == 1 else "mlx-lm batch",
+        "mlx-lm, generate_step" if batch == 1 else "mlx-lm, batch_generate",
         "specdec, no draft",
         "specdec, smollm2-135m-instruct, k = 3",
-        "specdec, smollm2-135m-instruct, k = auto",
+        "specdec, smollm2-135m-instruct, auto",
     )
 ]
 
@@ -79,7 +74,7 @@ JOBS = [
 # fmt: off
 TABLES = {
     "cpu-batch": Table("decode-cpu-plain", "no draft", ("batch", "tokens/s", "/ batch_generate", "ms", "peak")),
-    "cpu-self-draft": Table("acceptance-quick", "SmolLM2, two CPU cores", ("rate", "tokens per round", "/ no draft"), ("batch 1: specdec, self", "batch 4: specdec, self")),
+    "cpu-draft": Table("acceptance-quick", "SmolLM2 with its draft, two CPU cores", ("batch", "rate", "tokens per round", "/ no draft"), ("batch 1: specdec, smollm2-135m-instruct, k = 3", "batch 4: specdec, smollm2-135m-instruct, k = 3")),
     "h200-plain": Table("decode-qwen-batches-h200", "one H200, no draft", ("batch", "tokens/s", "/ batch_generate", "peak")),
     "h200-jobs": Table("jobs-smollm2-h200", "one H200, whole jobs", ("batch", "job tokens/s", "/ mlx-lm"), JOBS),
     "h200-auto": Table(
@@ -106,6 +101,98 @@ TABLES = {
 # fmt: on
 
 
+# -- passes of version 0.1's scripts -------------------------------------------
+
+#: A pass: waves of rows that begin together, each with its steps and rounds.
+Waves = dict[str, Any]
+
+
+def total(record: Waves, name: str) -> float:
+    """The sum of one number over the waves of a pass."""
+    return float(sum(wave[name] for wave in record["waves"]))
+
+
+def decode_rate(record: Waves) -> float:
+    """Tokens per second from each wave's last first token on."""
+    seconds = total(record, "decode_seconds")
+    return total(record, "decode_tokens") / seconds if seconds else 0.0
+
+
+def full_rate(record: Waves) -> float:
+    """Tokens per second while every row was running, without a wave's first round."""
+    seconds = tokens = 0.0
+    for wave in record["waves"]:
+        steps = zip(
+            wave["step_ms"], wave["step_rows"], wave.get("rounds", ()), strict=False
+        )
+        for ms, running, (_, rows) in islice(steps, 1, None):
+            if running == wave["rows"]:
+                seconds += ms / 1e3
+                tokens += running + sum(accepted for _, accepted in rows)
+    return tokens / seconds if seconds else 0.0
+
+
+def step_ms(record: Waves) -> float:
+    """Median milliseconds of a step with all rows running; 0 without any."""
+    found = [
+        ms
+        for wave in record["waves"]
+        for ms, rows in zip(wave["step_ms"], wave["step_rows"], strict=True)
+        if rows == wave["rows"]
+    ]
+    return statistics.median(found or [0.0])
+
+
+# -- rows ------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Pass:
+    """What tables need of a pass.
+
+    Args:
+        rate: tokens per second: of decoding in 0.1's scripts, else of the whole job.
+        full: the same while every row was running, in 0.1's scripts.
+        rounds, drafted, accepted: of all rows.
+        ms: of a round with all rows running, in 0.1's scripts.
+        peak: bytes above what was allocated before it.
+    """
+
+    rate: float
+    full: float
+    rounds: float
+    drafted: float
+    accepted: float
+    ms: float
+    peak: int
+
+    @classmethod
+    def of_waves(cls, record: Waves) -> Pass:
+        """Of 0.1's scripts."""
+        return cls(
+            rate=decode_rate(record),
+            full=full_rate(record),
+            rounds=sum(w.get("row_rounds", 0) for w in record["waves"]),
+            drafted=total(record, "drafted"),
+            accepted=total(record, "accepted"),
+            ms=step_ms(record),
+            peak=record["peak_memory_bytes"] - record["memory_before_bytes"],
+        )
+
+    @classmethod
+    def of_job(cls, record: JobRecord) -> Pass:
+        """Of ``specdec bench``."""
+        return cls(
+            rate=record.rate,
+            full=0.0,
+            rounds=sum(r.rounds for r in record.requests),
+            drafted=sum(r.drafted for r in record.requests),
+            accepted=sum(r.accepted for r in record.requests),
+            ms=0.0,
+            peak=record.peak_memory_bytes - record.memory_before_bytes,
+        )
+
+
 @dataclass(frozen=True)
 class Row:
     """One system of a file, at one batch and draft length.
@@ -117,47 +204,40 @@ class Row:
         k: the draft length; empty without a draft.
         first: the first pass, which does not count for speed.
         passes: those that do.
-        ms: of a round with all rows running, as the file's own report has it.
         plain: those of this engine without a draft, where there are any to compare.
-        mlx_lm: those of mlx-lm's batched decoding, likewise.
+        mlx_lm: those of mlx-lm without a draft, likewise.
         fixed: those of every fixed draft length of the same draft, likewise.
-        rate: tokens per second of a pass: decoding's, or a whole job's.
     """
 
     key: str
     label: str
     batch: int
     k: str
-    first: Record
-    passes: Sequence[Record]
-    ms: float
-    plain: Sequence[Record] = ()
-    mlx_lm: Sequence[Record] = ()
-    fixed: Mapping[str, Sequence[Record]] = field(default_factory=dict)
-    rate: Callable[[Record], float] = rate
+    first: Pass
+    passes: Sequence[Pass]
+    plain: Sequence[Pass] = ()
+    mlx_lm: Sequence[Pass] = ()
+    fixed: Mapping[str, Sequence[Pass]] = field(default_factory=dict)
 
     @property
     def rates(self) -> list[float]:
         """Tokens per second, pass by pass."""
-        return [self.rate(each) for each in self.passes]
+        return [each.rate for each in self.passes]
 
-    def over(
-        self,
-        others: Sequence[Record],
-        of: Callable[[Record], float] | None = None,
-    ) -> str:
+    def over(self, others: Sequence[Pass], of: str = "rate") -> str:
         """The median of its rates over those of others, pass by pass."""
         if not others:
             return ""
-        of = of or self.rate
-        pairs = zip(map(of, self.passes), map(of, others), strict=True)
-        return f"{statistics.median(ours / theirs for ours, theirs in pairs):.2f}"
+        # A run that its time limit ended has more passes of some rows.
+        pairs = zip(self.passes, others, strict=False)
+        ratios = (getattr(a, of) / getattr(b, of) for a, b in pairs)
+        return f"{statistics.median(ratios):.2f}"
 
     @property
     def best_fixed(self) -> str:
         """The largest rate over plain decoding's, all rows running, of a fixed k."""
         ratios = {
-            k: replace(self, passes=passes).over(self.plain, full_rate)
+            k: replace(self, passes=passes).over(self.plain, "full")
             for k, passes in self.fixed.items()
         }
         best = max(ratios, key=lambda k: float(ratios[k]), default="")
@@ -165,16 +245,10 @@ class Row:
 
     def accepted_over(self, name: str) -> float | None:
         """Accepted draft tokens over another count, of all passes that count."""
-        if not sum(total(each, "drafted") for each in self.passes):
+        if not sum(each.drafted for each in self.passes):
             return None
-        accepted = sum(total(each, "accepted") for each in self.passes)
-        return accepted / sum(total(each, name) for each in self.passes)
-
-    @property
-    def peak(self) -> float:
-        """The largest peak of a pass in MiB, less what was allocated before it."""
-        peaks = (p["peak_memory_bytes"] - p["memory_before_bytes"] for p in self.passes)
-        return float(max(peaks)) / MIB
+        accepted = sum(each.accepted for each in self.passes)
+        return accepted / sum(getattr(each, name) for each in self.passes)
 
 
 def number(value: float | None, more: float = 0) -> str:
@@ -190,27 +264,33 @@ COLUMNS: dict[str, tuple[str, Callable[[Row], str]]] = {
     "job tokens/s": ("tokens/s", lambda r: f"{statistics.median(r.rates):.1f}"),
     "range": ("decode tokens/s", lambda r: show_spread(r.rates)),
     "passes": ("passes", lambda r: str(len(r.passes))),
-    "first pass": ("first pass tokens/s", lambda r: f"{r.rate(r.first):.1f}"),
-    "ms": ("ms per round", lambda r: f"{r.ms:.1f}"),
+    "first pass": ("first pass tokens/s", lambda r: f"{r.first.rate:.1f}"),
+    "ms": (
+        "ms per round",
+        lambda r: f"{statistics.median(p.ms for p in r.passes):.1f}",
+    ),
     "/ batch_generate": ("/ `batch_generate`", lambda r: r.over(r.mlx_lm)),
     "/ mlx-lm": ("/ mlx-lm", lambda r: r.over(r.mlx_lm)),
     "/ no draft": ("/ no draft", lambda r: r.over(r.plain)),
     "best fixed": ("best fixed k / no draft", lambda r: r.best_fixed),
-    "auto": ("`auto` / no draft", lambda r: r.over(r.plain, full_rate)),
+    "auto": ("`auto` / no draft", lambda r: r.over(r.plain, "full")),
     "rate": ("acceptance rate", lambda r: number(r.accepted_over("drafted"))),
     "tokens per round": (
         "tokens per round",
-        lambda r: number(r.accepted_over("row_rounds"), 1),
+        lambda r: number(r.accepted_over("rounds"), 1),
     ),
-    "peak": ("peak memory above weights", lambda r: f"{r.peak:.1f} MiB"),
+    "peak": (
+        "peak memory above weights",
+        lambda r: f"{max(p.peak for p in r.passes) / MIB:.1f} MiB",
+    ),
 }
 
 LABELS = {
     "mlx-lm plain": "mlx-lm `generate_step`",
     "mlx-lm batch_generate": "mlx-lm `batch_generate`",
     "mlx-lm speculative": "mlx-lm's speculative decoding",
-    "mlx-lm step": "mlx-lm `generate_step`",
-    "mlx-lm batch": "mlx-lm `batch_generate`",
+    "mlx-lm, generate_step": "mlx-lm `generate_step`",
+    "mlx-lm, batch_generate": "mlx-lm `batch_generate`",
     "plain": "no draft",
 }
 
@@ -222,10 +302,11 @@ class TableError(Exception):
 # -- raw results as rows ---------------------------------------------------
 
 
-def of_passes(passes: dict[str, list[Record]]) -> Iterator[Row]:
+def of_passes(recorded: dict[str, list[Waves]]) -> Iterator[Row]:
     """Of decode (``SYSTEM B=8 k=2``) and draft_length (``DRAFT B=8 k=auto``)."""
+    passes = {key: list(map(Pass.of_waves, each)) for key, each in recorded.items()}
 
-    def warm(key: str) -> list[Record]:
+    def warm(key: str) -> list[Pass]:
         return passes.get(key, [])[1:]
 
     for key, (first, *counted) in passes.items():
@@ -246,7 +327,6 @@ def of_passes(passes: dict[str, list[Record]]) -> Iterator[Row]:
             k="" if system == "plain" else k or "",
             first=first,
             passes=counted,
-            ms=statistics.median(map(step_ms, counted)),
             plain=plain if drafts else [],
             mlx_lm=[] if key == peer else warm(peer),
             fixed=lengths if k == "auto" else {},
@@ -262,49 +342,20 @@ def label_of(system: str) -> str:
 
 def of_recipe(figures: Figures) -> Iterator[Row]:
     """Of ``specdec bench``: one row for each cell of its recipe."""
-    passes = figures.results.passes
-
-    def warm(cell: object) -> list[Record]:
-        found = sorted(passes.get(cell, {}).items())  # type: ignore[call-overload]
-        return [record for n, record in found if n]
-
-    for cell in figures.cells:
+    for f in figures.at_once:
+        cell, plain, theirs = f.cell, figures.plain(f), figures.mlx_lm(f)
+        short_label = f"specdec, {cell.length}" if cell.drafts else cell.label
         yield Row(
             key=figures.name(cell),
-            label=figures.name(cell),
-            batch=cell.conditions.batch,
+            label=LABELS.get(cell.label, short_label.replace("auto", "`auto`")),
+            batch=cell.batch,
             k=str(cell.num_draft_tokens or ""),
-            first=passes[cell][min(passes[cell])],
-            passes=warm(cell),
-            ms=statistics.median(figures.cells[cell].step_ms or [0.0]),
-            plain=[] if cell == cell.plain else warm(cell.plain),
-            mlx_lm=[] if cell == cell.mlx_lm else warm(cell.mlx_lm),
-        )
-
-
-def of_jobs(figures: Figures) -> Iterator[Row]:
-    """Of ``specdec bench`` with ``run.jobs``: one row for each system and batch."""
-    jobs = Jobs(figures)
-    for f in jobs.at_once:
-        cell, plain, theirs = f.cell, jobs.plain(f), jobs.mlx_lm(f)
-        k = str(cell.num_draft_tokens) if cell.draft else ""
-        ours = "specdec, " + (
-            f"`{k}`" if k == "auto" else f"k = {k}" if k else "no draft"
-        )
-        system = f"specdec, {cell.draft_name}, k = {k}" if k else "specdec, no draft"
-        if cell.system != "specdec":
-            system, ours = cell.system, LABELS[cell.system]
-        yield Row(
-            key=f"batch {cell.conditions.batch}: {system}",
-            label=ours,
-            batch=cell.conditions.batch,
-            k=k,
-            first=f.passes[min(f.passes)],
-            passes=f.counted,
-            ms=0.0,
-            plain=[] if plain is None or plain is f else plain.counted,
-            mlx_lm=[] if theirs is None or theirs is f else theirs.counted,
-            rate=job_rate,
+            first=Pass.of_job(f.first),
+            passes=list(map(Pass.of_job, f.counted)),
+            plain=[] if plain in (None, f) else list(map(Pass.of_job, plain.counted)),
+            mlx_lm=[]
+            if theirs in (None, f)
+            else list(map(Pass.of_job, theirs.counted)),
         )
 
 
@@ -348,8 +399,7 @@ def read(name: str, root: str, wanted: Sequence[str]) -> tuple[list[Row], str]:
     """
     if (RESULTS / name).is_dir():
         figures = Figures(Results.read(RESULTS / name))
-        found = of_jobs if figures.recipe.run.jobs else of_recipe
-        rows = choose(list(found(figures)), wanted)
+        rows = choose(list(of_recipe(figures)), wanted)
         repeat = min(len(row.passes) for row in rows)
         start, report = figures.results.starts[0], f"{name}/report.md"
     else:
@@ -358,14 +408,14 @@ def read(name: str, root: str, wanted: Sequence[str]) -> tuple[list[Row], str]:
             raise TableError(
                 f"there is no {file.relative_to(ROOT)}, and no such folder"
             )
-        start, report = json.loads(file.read_text("utf-8")), f"{name}.md"
-        if "passes" not in start:
+        raw, report = json.loads(file.read_text("utf-8")), f"{name}.md"
+        if "passes" not in raw:
             raise TableError(f"{file.name} has no passes: it is of another benchmark")
-        rows = choose(list(of_passes(start["passes"])), wanted)
-        repeat = start["options"]["repeat"]
+        rows = choose(list(of_passes(raw["passes"])), wanted)
+        start, repeat = read_record(Start, raw), raw["options"]["repeat"]
     times = f"median of {repeat} passes" if repeat > 1 else "one pass"
     # The result itself names the commit.
-    where = place(start["machine"], start["commit"]).partition("; commit ")[0]
+    where = start.place.partition("; commit ")[0]
     link = f"[{name}]({root}benchmarks/results/{report})"
     return rows, f"{link}: {where}; {times} after the first"
 

@@ -21,6 +21,7 @@ from .errors import (
     UnsupportedModelError,
     VocabularyMismatchError,
 )
+from .grammar import Grammar
 from .outputs import GenerationResult, RunStats, StreamEvent
 from .request import TokenLogprobs
 from .sampling_params import SamplingParams
@@ -40,6 +41,7 @@ __all__ = [
     "DrafterError",
     "EngineConfig",
     "GenerationResult",
+    "Grammar",
     "MemoryLimitError",
     "ModelError",
     "ModelNameError",

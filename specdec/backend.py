@@ -29,15 +29,15 @@ class BackendDefaults:
             (about 40 ms each); a CPU pays for every extra column instead.
         static_shapes: keep shapes the same from round to round, even when that
             computes a little more, because each new one costs.
-        lookahead: rounds that the host reads behind the device, which builds
+        lookahead: rounds that the host may lag behind the device, which builds
             one while the one before runs.
         new_shape_seconds: what a shape that was not met before costs.
         compile_after: a decode forward is compiled once its shapes were met so many
             times; ``None``: never. It takes shapes that repeat, and pays where
             launching and Python take longer than computing.
         pad_single_token: steps of one token per row compute a second one in vain:
-            CUDA's fused attention takes a mask only for several queries (where it is
-            not ours). A single row would need none, but its shapes would never repeat.
+            CUDA's fused attention takes a mask only for several queries. Left out for
+            models whose attention is ours, or whose packed weights MLX multiplies.
         unpacks: packed keys and values are unpacked for attention; CUDA's products
             with packed ones take no views, and few of the shapes that attention has.
         kernels: models, prompt lookup and commits run by what :mod:`specdec.cuda`

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 
 from . import backend
 from .backend import BackendDefaults
@@ -122,6 +123,8 @@ def check_before_loading(
     config: EngineConfig,
     *,
     trust_remote_code: bool = False,
+    adapter_path: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
 ) -> None:
     """Refuse models that cannot fit, as far as their files show.
 
@@ -133,7 +136,11 @@ def check_before_loading(
     model = None
     try:
         target_outline = outline(
-            target, dtype=dtype, trust_remote_code=trust_remote_code
+            target,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            adapter_path=adapter_path,
+            revision=revision,
         )
         if spec is not None and spec.model is not None:
             model = outline_draft(

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from types import MappingProxyType
+from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
@@ -16,20 +18,27 @@ from .build import check_before_loading, load_drafter, models_of, preflight_of
 from .config import EngineConfig
 from .draft_names import draft_for
 from .engine.async_server import Server
+from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.session import Bounds, Session
-from .errors import ConfigError
+from .errors import ConfigError, MemoryLimitError, PromptError
+from .grammar import GrammarCompiler
 from .model_names import target_name
-from .models import LoadedModel, context_length, load
+from .models import LoadedModel, adopt, context_length, load
+from .models.chat_template import set_chat_template
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .outputs import GenerationResult, RunStats, StreamEvent
 from .prefix_cache.store import PrefixStore, open_store
-from .prompts import EncodedPrompt, Prompt, PromptLimit, encode, encode_all
+from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encode_all
 from .sampling_params import SamplingParams, require_params
 from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
 from .spec_decode.draft_length import Forwards
+from .utils.printable import quoted
+
+# What mlx_lm.load returns: model, tokenizer, and the configuration if asked for.
+LoadedPair: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, Any]]
 
 
 class SpecDecoder:
@@ -38,17 +47,26 @@ class SpecDecoder:
     Output is the target's own: for every draft, batch and draft length the same
     tokens that the target would produce alone (see docs/exactness.md).
 
+    ``SpecDecoder(*mlx_lm.load(...))`` takes a model that is loaded already,
+    :meth:`from_pretrained` the name of one.
+
     Args:
-        target: the model whose output is wanted.
-        draft: a model of the same vocabulary that proposes tokens.
+        target: the model whose output is wanted: a
+            :class:`~specdec.models.LoadedModel`, or a model, its tokenizer and, if
+            you have it, its configuration, as ``mlx_lm.load`` returns them.
+        draft: a model of the same vocabulary that proposes tokens; the same, what
+            ``mlx_lm.load`` returns as one tuple.
         drafter: makes what proposes, in place of ``draft``, or the name of a draft as
             for :meth:`from_pretrained` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
+        name: what reports call a target that ``mlx_lm.load`` returned; ``None`` takes
+            its type.
 
     Attributes:
         target: the model whose output is wanted.
         bounds: what a request must fit in.
         prefix_store: what is kept of prompts, where the config asks for it.
+        prompt_limit: the largest prompt.
 
     Raises:
         VocabularyMismatchError: target and draft do not share a vocabulary.
@@ -59,19 +77,53 @@ class SpecDecoder:
             target or the config is something else.
     """
 
+    @overload
     def __init__(
         self,
         target: LoadedModel,
-        draft: LoadedModel | None = None,
+        draft: LoadedModel | LoadedPair | None = None,
         *,
         drafter: DrafterFactory | str | None = None,
         config: EngineConfig | None = None,
+    ): ...
+
+    @overload
+    def __init__(
+        self,
+        target: nn.Module,
+        tokenizer: Any,
+        model_config: dict[str, Any] = ...,
+        /,
+        *,
+        draft: LoadedModel | LoadedPair | None = None,
+        drafter: DrafterFactory | str | None = None,
+        config: EngineConfig | None = None,
+        name: str | None = None,
+    ): ...
+
+    def __init__(
+        self,
+        target: LoadedModel | nn.Module,
+        *more: Any,
+        draft: LoadedModel | LoadedPair | None = None,
+        drafter: DrafterFactory | str | None = None,
+        config: EngineConfig | None = None,
+        name: str | None = None,
     ):
+        if isinstance(target, nn.Module):
+            target = _adopted("target", (target, *more), name)
+        elif len(more) == 1 and draft is None:
+            (draft,) = more
+        elif more:
+            raise ConfigError("too many models: give a target and a draft")
         if not isinstance(target, LoadedModel):
             raise ConfigError(
-                f"target is of type {type(target).__name__}: give a LoadedModel, or "
-                "the name of a model to SpecDecoder.from_pretrained"
+                f"target is of type {type(target).__name__}: give a LoadedModel, "
+                "SpecDecoder(*mlx_lm.load(...)), or the name of a model to "
+                "SpecDecoder.from_pretrained"
             )
+        if isinstance(draft, tuple):
+            draft = _adopted("draft", draft)
         self.config = _checked_config(config)
         self.target = target
         self.tokenizer: Any = target.tokenizer
@@ -97,9 +149,12 @@ class SpecDecoder:
             store=self.prefix_store,
         )
         self.bounds = Bounds(
-            self._target.vocab_size, context_length(target.config), self._preflight
+            self._target.vocab_size,
+            context_length(target.config),
+            self._preflight,
+            GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
-        self._limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config, self._target, self._drafter, self._backend
@@ -128,6 +183,10 @@ class SpecDecoder:
         dtype: str | None = None,
         config: EngineConfig | None = None,
         trust_remote_code: bool = False,
+        adapter_path: str | os.PathLike[str] | None = None,
+        draft_adapter_path: str | os.PathLike[str] | None = None,
+        revision: str | None = None,
+        chat_template: str | None = None,
     ) -> SpecDecoder:
         """Load models by name.
 
@@ -146,13 +205,17 @@ class SpecDecoder:
             config: batch size, draft length, prefill chunk.
             trust_remote_code: run Python code that lies in a model's folder, where
                 the model asks for that; such a model is refused otherwise.
+            adapter_path, draft_adapter_path: folders of adapters that ``mlx_lm.lora``
+                wrote, for the target and for the draft.
+            revision: branch, tag or commit of a target of the hub.
+            chat_template: a template in Jinja, in place of the target's own.
 
         Raises:
             ModelNameError: there can be no model of that name.
             ModelNotFoundError: there is no such model.
             VocabularyMismatchError, UnsupportedModelError: they do not fit.
-            ConfigError: a model is no name, ``draft`` cannot be taken apart, or there
-                is no such ``dtype``.
+            ConfigError: a model is no name, ``draft`` cannot be taken apart, there is
+                no such ``dtype``, or a model can have no adapter or revision.
             MemoryLimitError: the models do not fit in memory; none is loaded.
         """
         config = _checked_config(config)
@@ -160,82 +223,143 @@ class SpecDecoder:
         spec = draft_for(wanted, None if draft is None else _name("draft", draft))
         if spec is not None and spec.implied and not config.max_draft_tokens:
             spec = None
+        if draft_adapter_path is not None:
+            if spec is None:
+                raise ConfigError(
+                    "draft_adapter_path needs a draft: name one, or leave it out"
+                )
+            spec = spec.with_adapter(draft_adapter_path)
         name = target_name(wanted)
         trust = trust_remote_code
-        check_before_loading(name, spec, dtype, config, trust_remote_code=trust)
-        loaded = load(name, dtype=dtype, trust_remote_code=trust)
+        origin: dict[str, Any] = {"adapter_path": adapter_path, "revision": revision}
+        check_before_loading(
+            name, spec, dtype, config, trust_remote_code=trust, **origin
+        )
+        loaded = load(name, dtype=dtype, trust_remote_code=trust, **origin)
+        if chat_template is not None:
+            set_chat_template(loaded.tokenizer, chat_template)
         drafter = load_drafter(spec, loaded, dtype=dtype, trust_remote_code=trust)
         return cls(loaded, drafter=drafter, config=config)
 
     def generate(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
+        progress: bool = False,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,
+        chat_template_config: Mapping[str, Any] | None = None,
+        prefill_response: str | None = None,
+        **settings: Any,
     ) -> list[GenerationResult]:
         """Generate for all prompts; results in the order of the prompts.
 
         Args:
-            prompts: strings, lists of chat messages, or lists of token ids. A
-                string is a user turn where the model has a chat template.
+            prompts: strings, lists of chat messages, or lists of token ids; or one
+                of these. A string is a user turn where the model has a chat template.
             params: for all prompts, or one for each. When one is given for all,
                 prompt ``i`` draws with seed ``params.seed + i``; without a seed the
                 first prompt's is random. Results report the seeds.
+            progress: show a bar of tqdm's, in a notebook too.
             system_prompt: put before string prompts by the chat template.
             ignore_chat_template: encode strings as they are.
+            chat_template_config: variables for the chat template, such as
+                ``{"enable_thinking": False}``.
+            prefill_response: how each answer begins. The model continues it; results
+                have what comes after it.
+            settings: fields of :class:`SamplingParams`, such as ``max_tokens=64``,
+                in place of ``params``, or in place of single fields of these.
 
         Raises:
             PromptError: a prompt is empty, cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: ``params`` are not as many as the prompts, or name a token
-                that is none of the target's.
+            ConfigError: ``params`` are not as many as the prompts, name a token
+                that is none of the target's, or have a grammar that cannot be used;
+                or there is no such setting.
         """
+        given = _several(prompts)
         events = self.stream(
-            prompts,
+            given,
             params,
             system_prompt=system_prompt,
             ignore_chat_template=ignore_chat_template,
+            chat_template_config=chat_template_config,
+            prefill_response=prefill_response,
+            **settings,
         )
+        if progress:
+            events = _shown(events, len(given), self)
         results = [event.result for event in events if event.result is not None]
         return sorted(results, key=lambda result: result.index)
 
     def stream(
         self,
-        prompts: Iterable[Prompt],
+        prompts: Prompt | Iterable[Prompt],
         params: SamplingParams | Iterable[SamplingParams] | None = None,
         *,
         system_prompt: str | None = None,
         ignore_chat_template: bool = False,
+        chat_template_config: Mapping[str, Any] | None = None,
+        prefill_response: str | None = None,
+        keep_going: bool = False,
+        turns: Iterable[Sequence[str]] | None = None,
+        **settings: Any,
     ) -> Iterator[StreamEvent]:
         """As :meth:`generate`, yielding what every round adds to each row.
 
         Prompts and options are checked at the call, before the first event is
         asked for.
+
+        Args:
+            keep_going: a prompt that cannot be served raises nothing: its result has
+                the error, and the others run.
+            turns: for each prompt, what its user says after the answer, and after the
+                next ones; the prompt is a string or chat messages then. A turn is
+                decoded beside other conversations' as soon as the answer before it has
+                ended. With a prefix cache its prompt begins with what is kept of the
+                one before.
         """
-        encoded = encode_all(
-            self.tokenizer,
-            prompts,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-            limit=self._limit,
-        )
+        encoding: Encoding = {
+            "system_prompt": system_prompt,
+            "ignore_chat_template": ignore_chat_template,
+            "chat_template_config": chat_template_config,
+            "prefill_response": prefill_response,
+        }
+        given = list(_several(prompts))
+        later = _later_turns(turns, given)
+        asked = [
+            user(p) if t and isinstance(p, str) else p
+            for p, t in zip(given, later, strict=True)
+        ]
         session = self.session()
-        session.add_all(encoded, _per_prompt(params, len(encoded)))
+        refused: list[GenerationResult] = []
+        if keep_going:
+            each = _per_prompt(params, len(given), settings)
+            served = _add_those_that_can(session, asked, each, encoding, refused)
+        else:
+            encoded = encode_all(
+                self.tokenizer, asked, limit=self.prompt_limit, **encoding
+            )
+            each = _per_prompt(params, len(given), settings)
+            session.add_all(encoded, each)
+            served = list(range(len(given)))
         self.stats = session.stats
-        return _events(session)
+        talks = [Conversation(i, asked[i], list(later[i]), each[i]) for i in served]
+        return _events(session, talks, encoding, refused)
 
     def import_prompt_cache(
-        self, file: str | os.PathLike[str], prompt: Prompt, **encoding: Any
+        self,
+        file: str | os.PathLike[str],
+        prompt: Prompt,
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Take a prompt-cache file of mlx-lm into the prefix store, for the target.
 
         Args:
             file: written by mlx-lm for this very model.
             prompt: what it was made of, and possibly more.
-            encoding: ``system_prompt`` and ``ignore_chat_template``, as for
-                :meth:`generate`.
+            encoding: ``system_prompt`` and its like, as for :meth:`generate`.
 
         Returns:
             Tokens in the file.
@@ -247,7 +371,10 @@ class SpecDecoder:
         return read_prompt_cache(self._target, file, token_ids)
 
     def export_prompt_cache(
-        self, prompt: Prompt, file: str | os.PathLike[str], **encoding: Any
+        self,
+        prompt: Prompt,
+        file: str | os.PathLike[str],
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Write what the prefix store has of ``prompt`` as mlx-lm's prompt-cache file.
 
@@ -261,8 +388,8 @@ class SpecDecoder:
         token_ids = self._encode(prompt, **encoding).token_ids
         return write_prompt_cache(self._target, token_ids, file)
 
-    def _encode(self, prompt: Prompt, **encoding: Any) -> EncodedPrompt:
-        return encode(self.tokenizer, prompt, limit=self._limit, **encoding)
+    def _encode(self, prompt: Prompt, **encoding: Unpack[Encoding]) -> EncodedPrompt:
+        return encode(self.tokenizer, prompt, limit=self.prompt_limit, **encoding)
 
     def session(self, *, observer: RoundObserver | None = None) -> Session:
         """A new session, to which requests can be added while others run.
@@ -281,14 +408,14 @@ class SpecDecoder:
             self._preflight,
             self._length,
         )
-        return Session(engine, self.tokenizer, self.bounds, self._limit)
+        return Session(engine, self.tokenizer, self.bounds, self.prompt_limit)
 
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.
 
         Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
-        return Server(self._session_at_work, self._encode)
+        return Server(self._session_at_work, self._encode, self.bounds.grammar)
 
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:
@@ -315,18 +442,117 @@ def _checked_config(config: object) -> EngineConfig:
     return config or EngineConfig()
 
 
-def _events(session: Session) -> Iterator[StreamEvent]:
+def _adopted(
+    what: str, loaded: tuple[Any, ...], name: str | None = None
+) -> LoadedModel:
+    """A model from what ``mlx_lm.load`` returned."""
+    if len(loaded) not in (2, 3):
+        raise ConfigError(
+            f"{what} has no tokenizer: give what mlx_lm.load returns, model and "
+            "tokenizer"
+        )
+    return adopt(*loaded, name=name)
+
+
+def _several(prompts: Any) -> Any:
+    """Prompts as a list; one prompt alone is a list of one."""
+    if isinstance(prompts, str):
+        return [prompts]
+    if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
+        return prompts  # encoding refuses it
+    found = list(prompts)
+    # Messages and token ids are parts of a prompt, no prompts themselves.
+    parts = bool(found) and all(isinstance(p, Mapping | int) for p in found)
+    return [found] if parts else found
+
+
+def _shown(
+    events: Iterator[StreamEvent], total: int, decoder: SpecDecoder
+) -> Iterator[StreamEvent]:
+    """The events, with a bar that shows how many prompts have finished."""
+    from tqdm.auto import tqdm  # a widget in a notebook
+
+    with tqdm(total=total, unit="prompt") as bar:
+        for event in events:
+            stats = decoder.stats
+            note = f"{stats.generated_tokens} tokens"
+            if stats.rounds:
+                note += f", {stats.tokens_per_second:.1f} tokens/s"
+            bar.set_postfix_str(note, refresh=False)
+            if event.result is not None:
+                bar.update()
+            yield event
+
+
+def _events(
+    session: Session,
+    talks: list[Conversation],
+    encoding: Encoding,
+    refused: list[GenerationResult],
+) -> Iterator[StreamEvent]:
+    """What is emitted for all prompts, to the end."""
+    for result in refused:
+        yield StreamEvent(index=result.index, text="", token_ids=[], result=result)
     with wired_memory():
-        while session.busy:
-            yield from session.step()
+        yield from converse(session, talks, encoding)
+
+
+def _later_turns(
+    turns: Iterable[Sequence[str]] | None, prompts: Sequence[Prompt]
+) -> list[tuple[str, ...]]:
+    """What the users say after each prompt's answer."""
+    if turns is None:
+        return [()] * len(prompts)
+    found = []
+    for each in turns:
+        # A text alone would be a turn for each of its characters.
+        if not isinstance(each, list | tuple) or not all(
+            isinstance(turn, str) for turn in each
+        ):
+            raise ConfigError(
+                f"turns has {quoted(each)}: give a list of texts for each prompt"
+            )
+        found.append(tuple(each))
+    if len(found) != len(prompts):
+        raise ConfigError(f"{len(found)} lists of turns for {len(prompts)} prompts")
+    for i, (prompt, later) in enumerate(zip(prompts, found, strict=True)):
+        if later and not isinstance(prompt, str) and not _are_messages(prompt):
+            raise PromptError(f"prompt {i}: turns follow a string or chat messages")
+    return found
+
+
+def _are_messages(prompt: Prompt) -> bool:
+    return bool(prompt) and isinstance(prompt[0], Mapping)
+
+
+def _add_those_that_can(
+    session: Session,
+    prompts: Sequence[Prompt],
+    params: Sequence[SamplingParams],
+    encoding: Encoding,
+    refused: list[GenerationResult],
+) -> list[int]:
+    """Add the prompts that can be served; the others' results are ``refused``."""
+    served = []
+    for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
+        try:
+            session.add(prompt, each, **encoding)
+        except (PromptError, ConfigError, MemoryLimitError) as error:
+            text = prompt if isinstance(prompt, str) else ""
+            refused.append(GenerationResult.refused(index, text, str(error)))
+        else:
+            served.append(index)
+    return served
 
 
 def _per_prompt(
-    params: SamplingParams | Iterable[SamplingParams] | None, n: int
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    n: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[SamplingParams]:
     """One set of options per prompt; shared ones differ in their seed."""
     if params is None or isinstance(params, SamplingParams):
-        shared = (params or SamplingParams()).seeded()
+        shared = (params or SamplingParams()).updated(settings).seeded()
         if shared.seed is None:
             return [shared] * n
         return [replace(shared, seed=shared.seed + i) for i in range(n)]
@@ -338,7 +564,7 @@ def _per_prompt(
         raise ConfigError(
             f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
         )
-    return each
+    return [p.updated(settings) for p in each]
 
 
 @contextmanager

@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import os
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import ConfigError
 from .model_names import (
@@ -41,12 +41,14 @@ class ModelDraft:
         bits: the target itself, quantized to this many.
         layers: these layers of the target itself, in ascending order.
         folder: where it is, when it comes with specdec.
+        adapter_path: folder of a LoRA adapter for it.
     """
 
     name: str
     bits: int | None = None
     layers: tuple[int, ...] | None = None
     folder: str | None = None
+    adapter_path: str | None = None
 
     @property
     def source(self) -> str:
@@ -122,6 +124,20 @@ class DraftSpec:
                 f"a folder, a .gguf file, a hub id, self:4bit or {LAYERS_EXAMPLE}"
             )
         return cls(name, True, model)
+
+    def with_adapter(self, path: str | os.PathLike[str]) -> DraftSpec:
+        """The same, with a LoRA adapter on its model.
+
+        Raises:
+            ConfigError: it has no model of its own.
+        """
+        model = self.model
+        if model is None or model.bits is not None or model.layers is not None:
+            raise ConfigError(
+                f"draft {quoted(self.name)} has no weights of its own for an adapter: "
+                "name a folder or a hub id as the draft"
+            )
+        return replace(self, model=replace(model, adapter_path=os.fspath(path)))
 
     def check_model(self) -> None:
         """Refuse a model that is not here and cannot be on the hub, before any loads.

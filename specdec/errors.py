@@ -22,7 +22,7 @@ Each message is one line that names the way out; the command line prints it as i
 
 from __future__ import annotations
 
-from .utils.printable import one_line
+from .utils.printable import one_line, shorten
 
 
 class SpecdecError(Exception):
@@ -97,10 +97,10 @@ class CompilerMissingError(SpecdecError):
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of others on one line: its type, and what it says."""
+    """An error of others, fit to be shown: its type, and what it says, cut."""
     kind = type(error).__name__
     try:
-        text = " ".join(str(error).split())
+        text = shorten(error)
     except Exception:  # code of others too
         text = ""
     return f"{kind}: {text}" if text else kind

@@ -120,10 +120,10 @@ def is_hub_id(name: str) -> bool:
     return owner_and_name is not None and not is_file
 
 
-def nearest(name: str, known: Iterable[str]) -> str | None:
+def nearest(name: str, known: Iterable[str], *, cutoff: float = 0.6) -> str | None:
     """The known name that is spelt most like ``name``, whatever its case."""
     by_spelling = {each.lower(): each for each in known}
-    found = difflib.get_close_matches(name.lower(), by_spelling, 1)
+    found = difflib.get_close_matches(name.lower(), by_spelling, 1, cutoff)
     return by_spelling[found[0]] if found else None
 
 

@@ -6,7 +6,7 @@ from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import Protocol
+from typing import Any, Protocol
 
 
 class Detokenizer(Protocol):
@@ -21,6 +21,18 @@ class Detokenizer(Protocol):
 
     def finalize(self) -> None:
         """Complete the text, also when it ends inside a character."""
+
+
+def token_text(tokenizer: Any, token: int) -> str:
+    """Text of one token, also of one that only begins a character.
+
+    Decoders drop the space at the start of a text; here it stays.
+    """
+    text = str(tokenizer.decode([token]))
+    piece_of = getattr(tokenizer, "convert_ids_to_tokens", None)
+    piece = None if piece_of is None else piece_of(token)
+    spaced = isinstance(piece, str) and piece.startswith("\u2581")
+    return f" {text}" if spaced and not text.startswith(" ") else text
 
 
 class StopTexts:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
-from dataclasses import dataclass, field
+from collections.abc import Callable, Collection
+from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Self
 
@@ -30,7 +30,8 @@ class GenerationResult:
         finish_reason: ``stop`` (a token or a text that ends it), ``length``
             (``max_tokens``, or the model's context is full), ``cancelled`` or
             ``error``. Whatever it is, what was generated until then is there.
-        stop_reason: the text or the token id that ended it, else ``None``.
+        stop_reason: the stop text that ended it, else ``None``.
+        stop_token: the token id that ended it, else ``None``.
         error: one line, where ``finish_reason`` is ``error``.
         seed: of its random draws, given or drawn; ``None``: it draws nothing.
         kv_bits: bits in which keys and values were kept; ``None``: as they are.
@@ -46,6 +47,7 @@ class GenerationResult:
         tokens_per_second: tokens after the first over the time since it; 0 when
             there are none.
         logprobs: one entry per token, where it was asked for.
+        turn: which answer of a conversation it is, from 0.
     """
 
     index: int
@@ -59,7 +61,8 @@ class GenerationResult:
     accepted: int
     kv_bits: int | None = None
     prefix_tokens: int = 0
-    stop_reason: str | int | None = None
+    stop_reason: str | None = None
+    stop_token: int | None = None
     error: str | None = None
     seed: int | None = None
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
@@ -67,14 +70,24 @@ class GenerationResult:
     time_to_first_token: float | None = field(default=None, compare=False)
     tokens_per_second: float = field(default=0.0, compare=False)
     logprobs: list[TokenLogprobs] | None = None
+    turn: int = 0
 
     @classmethod
-    def of(cls, request: Request) -> Self:
-        """The result of a request that has ended."""
+    def of(cls, request: Request, text_of: Callable[[int], str] | None = None) -> Self:
+        """The result of a request that has ended.
+
+        Args:
+            text_of: decodes a token, for log-probabilities.
+        """
         reason = request.finish_reason
         assert reason is not None
         params, began = request.params, request.began
-        asked = params.logprobs or params.top_logprobs > 0
+        logprobs = request.logprobs if request.reports_logprobs else None
+        if logprobs is not None and text_of is not None:
+            logprobs = [
+                entry.with_texts(token, text_of)
+                for token, entry in zip(request.tokens, logprobs, strict=False)
+            ]
         rate = 0.0
         if began is not None and request.ended is not None:
             seconds = request.ended - began
@@ -93,13 +106,30 @@ class GenerationResult:
             drafted=request.drafted,
             accepted=request.accepted,
             stop_reason=request.stop_reason,
+            stop_token=request.stop_token,
             error=request.error,
             seed=params.seed if params.draws else None,
             num_draft_tokens_per_pos=request.num_draft_tokens_per_pos,
             num_accepted_tokens_per_pos=request.num_accepted_tokens_per_pos,
             time_to_first_token=None if began is None else began - request.queued,
             tokens_per_second=rate,
-            logprobs=request.logprobs if asked else None,
+            logprobs=logprobs,
+        )
+
+    @classmethod
+    def refused(cls, index: int, prompt: str, error: str) -> Self:
+        """The result of a request that could not be served."""
+        return cls(
+            index=index,
+            prompt=prompt,
+            text="",
+            token_ids=[],
+            finish_reason="error",
+            prompt_tokens=0,
+            rounds=0,
+            drafted=0,
+            accepted=0,
+            error=error,
         )
 
     @property
@@ -133,6 +163,7 @@ class GenerationResult:
             "token_ids": self.token_ids,
             "finish_reason": self.finish_reason,
             "stop_reason": self.stop_reason,
+            "stop_token": self.stop_token,
             "error": self.error,
             "seed": self.seed,
             "prompt_tokens": self.prompt_tokens,
@@ -150,8 +181,8 @@ class GenerationResult:
         }
         if self.logprobs is not None:
             line["logprobs"] = [
-                {"logprob": t.logprob, "top": [list(pair) for pair in t.top]}
-                for t in self.logprobs
+                entry.to_dict(token)
+                for token, entry in zip(self.token_ids, self.logprobs, strict=False)
             ]
         return line
 
@@ -161,14 +192,37 @@ class StreamEvent:
     """New output of one request: what a round added to it.
 
     ``text`` never splits a character or a stop text; it may be empty while one is
-    incomplete, as may ``token_ids``. ``result`` is set on the last event of a
-    request.
+    incomplete, as may ``token_ids``. ``logprobs`` has one entry for each of these,
+    where it was asked for. ``result`` is set on the last event of a request. ``turn``
+    counts the answers of a conversation.
     """
 
     index: int
     text: str
     token_ids: list[int]
     result: GenerationResult | None = None
+    logprobs: list[TokenLogprobs] | None = None
+    turn: int = 0
+
+    def renumbered(self, index: int, turn: int = 0) -> Self:
+        """The same, of a request that is called otherwise."""
+        result = self.result and replace(self.result, index=index, turn=turn)
+        return replace(self, index=index, turn=turn, result=result)
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineLoad:
+    """What an engine is busy with.
+
+    Args:
+        running: rows that decode, or whose prompts are being taken in.
+        waiting: requests that have no row yet.
+        cache_bytes: of the target's keys and values, of rows that decode.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    cache_bytes: int = 0
 
 
 @dataclass(kw_only=True)

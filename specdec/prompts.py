@@ -7,10 +7,10 @@ import os
 import re
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypedDict, Unpack
 
 from .errors import PromptError, PromptFileError
 from .templates import render_chat
@@ -24,10 +24,24 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 MAX_PROMPT_BYTES = 64 * 2**20
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
-_ID_KEYS = ("id", "task_id", "question_id")
+# What a chat template is given by us.
+_OWN_VARIABLES = frozenset(
+    {"add_generation_prompt", "chat_template", "continue_final_message",
+     "conversations", "messages", "tokenize"}
+)  # fmt: skip
+_ID_KEYS = ("id", "custom_id", "task_id", "question_id")
 _EXPECTED = "one object per line (JSON Lines) with one of " + ", ".join(
     f'"{key}"' for key in _PROMPT_KEYS
 )
+
+
+class Encoding(TypedDict, total=False):
+    """How a prompt becomes token ids; see :func:`encode`."""
+
+    system_prompt: str | None
+    ignore_chat_template: bool
+    chat_template_config: Mapping[str, Any] | None
+    prefill_response: str | None
 
 
 @dataclass(frozen=True)
@@ -49,13 +63,17 @@ class PromptRecord:
     Args:
         prompt: the prompt.
         where: file and line, as messages name it; ``None``: it came from elsewhere.
-        id: what a JSON line calls it, by ``id``, ``task_id`` or ``question_id``;
-            ``None``: it has no such field.
+        id: what a JSON line calls it, by ``id``, ``custom_id``, ``task_id`` or
+            ``question_id``; ``None``: it has no such field.
+        fields: what else the line says.
+        turns: of the user, after the answer to the prompt and to each other.
     """
 
     prompt: Prompt
     where: str | None = None
     id: Any = None
+    fields: Mapping[str, Any] = field(default_factory=dict, compare=False)
+    turns: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -122,9 +140,8 @@ def encode_all(
     tokenizer: Any,
     prompts: Iterable[Prompt],
     *,
-    system_prompt: str | None = None,
-    ignore_chat_template: bool = False,
     limit: PromptLimit = NO_CONTEXT,
+    **encoding: Unpack[Encoding],
 ) -> list[EncodedPrompt]:
     """Encode several prompts; an error names the index of the prompt that has it."""
     single = isinstance(prompts, str | bytes | Mapping)
@@ -137,15 +154,7 @@ def encode_all(
     encoded = []
     for index, prompt in enumerate(prompts):
         try:
-            encoded.append(
-                encode(
-                    tokenizer,
-                    prompt,
-                    system_prompt=system_prompt,
-                    ignore_chat_template=ignore_chat_template,
-                    limit=limit,
-                )
-            )
+            encoded.append(encode(tokenizer, prompt, limit=limit, **encoding))
         except PromptError as error:
             raise PromptError(f"prompt {index}: {error}") from error
     return encoded
@@ -157,7 +166,11 @@ def encode(
     *,
     system_prompt: str | None = None,
     ignore_chat_template: bool = False,
+    chat_template_config: Mapping[str, Any] | None = None,
+    prefill_response: str | None = None,
     limit: PromptLimit = NO_CONTEXT,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continued: bool = False,
 ) -> EncodedPrompt:
     """Encode one prompt.
 
@@ -171,31 +184,59 @@ def encode(
         prompt: a string, chat messages, or token ids.
         system_prompt: system turn of prompts that bring none of their own.
         ignore_chat_template: encode strings raw.
+        chat_template_config: variables for the chat template, such as
+            ``{"enable_thinking": False}``.
+        prefill_response: how the answer begins: the model continues it.
         limit: the largest prompt.
+        tools: what chat messages may call, as the chat template shows them.
+        continued: the last of the messages is the beginning of the answer.
 
     Raises:
         PromptError: the prompt is empty, too large, or cannot be encoded as asked.
     """
     has_template = not ignore_chat_template and _has_chat_template(tokenizer)
-    if system_prompt is not None and not has_template:
-        raise PromptError(
-            "a system prompt needs a chat template: leave it out"
-            + (", or do not ignore the template" if ignore_chat_template else "")
-        )
-    if system_prompt is not None:
+    of_template = {
+        "a system prompt": system_prompt,
+        "a configuration of the chat template": chat_template_config,
+        "a prefilled response": prefill_response,
+    }
+    for what, value in of_template.items():
+        if value is not None and not has_template:
+            raise PromptError(
+                f"{what} needs a chat template: leave it out"
+                + (", or do not ignore the template" if ignore_chat_template else "")
+            )
+    for what, text in (
+        ("system prompt", system_prompt),
+        ("prefilled response", prefill_response),
+    ):
         try:
-            _check_unicode(system_prompt)
+            _check_unicode(text or "")
         except PromptError as error:
-            raise PromptError(f"the system prompt: {error}") from error
+            raise PromptError(f"the {what}: {error}") from error
+    _check_template_config(chat_template_config)
+
+    def render(messages: list[Mapping[str, Any]]) -> EncodedPrompt:
+        if system_prompt is not None and messages[0]["role"] != "system":
+            messages = [{"role": "system", "content": system_prompt}, *messages]
+        if prefill_response is not None:
+            messages = [*messages, {"role": "assistant", "content": prefill_response}]
+        text = _render(
+            tokenizer,
+            messages,
+            chat_template_config or {},
+            tools=tools,
+            continued=continued or prefill_response is not None,
+        )
+        return EncodedPrompt(text, _encode_rendered(tokenizer, text, limit))
+
     if isinstance(prompt, str):
         limit.check(prompt)
         _check_text(prompt)
         if not has_template:
             return EncodedPrompt(prompt, _encode_raw(tokenizer, prompt))
-        rendered = _render(
-            tokenizer, [{"role": "user", "content": prompt}], system_prompt
-        )
-        return EncodedPrompt(prompt, _encode_rendered(tokenizer, rendered, limit))
+        rendered = render([{"role": "user", "content": prompt}])
+        return replace(rendered, text=prompt)
     if isinstance(prompt, Mapping | bytes) or not isinstance(prompt, Sequence):
         raise PromptError(
             "expected a string, a list of chat messages or a list of token ids, "
@@ -205,10 +246,9 @@ def encode(
     if not prompt:
         raise PromptError("it is empty")
     if not isinstance(prompt[0], Mapping):
-        if system_prompt is not None:
-            raise PromptError(
-                "a system prompt cannot be added to token ids: leave it out"
-            )
+        for what, value in of_template.items():
+            if value is not None:
+                raise PromptError(f"{what} cannot be added to token ids: leave it out")
         limit.check_count(len(prompt))
         token_ids = _check_token_ids(prompt, len(tokenizer))
         return EncodedPrompt(tokenizer.decode(list(token_ids)), token_ids)
@@ -221,9 +261,7 @@ def encode(
                 else "this tokenizer has none: give the prompt as a string"
             )
         )
-    messages = _check_messages(prompt, limit)
-    rendered = _render(tokenizer, messages, system_prompt)
-    return EncodedPrompt(rendered, _encode_rendered(tokenizer, rendered, limit))
+    return render(_check_messages(prompt, limit))
 
 
 def read_prompts(path: str | Path) -> list[Prompt]:
@@ -237,22 +275,28 @@ def read_records(path: str | Path) -> list[PromptRecord]:
     Plain text holds one prompt a line. JSON lines (known by their suffix, or by
     a first line that is a JSON object) hold ``prompt``, ``question``,
     ``messages`` or ``turns``, the first of these that is there. Of ``turns``
-    (Spec-Bench, MT-Bench) only the first turn is used. Blank lines are skipped.
-    A line like that after a first line of plain text is refused.
+    (Spec-Bench, MT-Bench) the first is the prompt. Lines of OpenAI's batch files
+    are read, which hold these in ``body``. Blank lines are skipped.
+    A line like that after a first line of plain text is refused. An array of such
+    objects, or in a ``.json`` file of texts, is read like lines.
 
     Raises:
         PromptFileError: there is no such file, it cannot be read, holds no prompt,
             or has a line that is not what was expected (named).
     """
     name = _name(path)
+    text = read_text(path)
+    array = _array_of(text, Path(path).suffix.lower(), name)
+    if array is not None:
+        return [_record_of(row, f"{name}[{i}]") for i, row in enumerate(array)]
     # Not splitlines(): U+2028 and the like may stand in a JSON string, unescaped.
-    lines = re.split(r"\r\n?|\n", read_text(path))
+    lines = re.split(r"\r\n?|\n", text)
     numbered = [(n, line) for n, line in enumerate(lines, 1) if line.strip()]
     if not numbered:
         raise PromptFileError(f"{name}: no prompts in it: give one on each line")
     json_lines = Path(path).suffix.lower() in {".jsonl", ".ndjson", ".json"}
     if json_lines or _is_json_object(numbered[0][1]):
-        return [_record_of(line, f"{name}:{n}") for n, line in numbered]
+        return [_record_of_line(line, f"{name}:{n}") for n, line in numbered]
     for n, line in numbered:
         if _is_json_object(line, _PROMPT_KEYS):
             raise PromptFileError(
@@ -328,13 +372,25 @@ def _encode_rendered(tokenizer: Any, text: str, limit: PromptLimit) -> tuple[int
     return _tokens(tokenizer, text, add_special_tokens=False)
 
 
+def _check_template_config(config: object) -> None:
+    if config is None:
+        return
+    keys = list(config) if isinstance(config, Mapping) else [None]
+    if any(not isinstance(key, str) or key in _OWN_VARIABLES for key in keys):
+        raise PromptError(
+            "chat_template_config holds variables of the chat template, such as "
+            f'{{"enable_thinking": false}}, not {quoted(config)}'
+        )
+
+
 def _render(
-    tokenizer: Any, messages: list[Mapping[str, Any]], system_prompt: str | None
+    tokenizer: Any,
+    messages: list[Mapping[str, Any]],
+    variables: Mapping[str, Any],
+    **options: Any,
 ) -> str:
-    if system_prompt is not None and messages[0]["role"] != "system":
-        messages = [{"role": "system", "content": system_prompt}, *messages]
     try:
-        rendered = render_chat(tokenizer, messages)
+        rendered = render_chat(tokenizer, messages, variables, **options)
     except Exception as error:  # a template raises what its author chose
         raise PromptError(
             f"the chat template refuses these messages: {shorten(error)}"
@@ -347,20 +403,48 @@ def _check_messages(
     messages: Sequence[Any], limit: PromptLimit = NO_CONTEXT
 ) -> list[Mapping[str, Any]]:
     limit.check_count(len(messages), "messages")  # a token or more each
+    messages = [_with_text(message) for message in messages]
     for message in messages:
         if (
             not isinstance(message, Mapping)
             or not isinstance(message.get("role"), str)
-            or not isinstance(message.get("content"), str)
+            or not isinstance(_content(message), str)
         ):
             raise PromptError(
                 'a chat message is {"role": "user", "content": "..."}, '
                 f"not {quoted(message)}"
             )
         _check_unicode(message["role"])
-        _check_text(message["content"])
-    limit.check(*(message["content"] for message in messages))
+        # A tool may return nothing, and a model may say nothing.
+        if message["role"] in ("assistant", "tool"):
+            _check_unicode(_content(message))
+        else:
+            _check_text(_content(message))
+    limit.check(*map(_content, messages))
     return list(messages)
+
+
+def _with_text(message: Any) -> Any:
+    """The message; content in parts, as OpenAI has it, becomes one text."""
+    parts = message.get("content") if isinstance(message, Mapping) else None
+    if not isinstance(parts, list) or not parts:
+        return message
+    texts = []
+    for part in parts:
+        known = isinstance(part, Mapping) and part.get("type") == "text"
+        if not known or not isinstance(part.get("text"), str):
+            raise PromptError(
+                'a part of a message is {"type": "text", "text": "..."}, '
+                f"not {quoted(part)}: images and sound are not supported"
+            )
+        texts.append(part["text"])
+    return {**message, "content": "".join(texts)}
+
+
+def _content(message: Mapping[str, Any]) -> Any:
+    """The text of a message; one that calls tools may have none."""
+    content = message.get("content")
+    return "" if content is None and message.get("tool_calls") else content
 
 
 def _check_token_ids(token_ids: Sequence[Any], vocabulary: int) -> tuple[int, ...]:
@@ -411,20 +495,56 @@ def _is_json_object(line: str, with_any_of: Sequence[str] = ()) -> bool:
     return not with_any_of or any(key in row for key in with_any_of)
 
 
-def _record_of(line: str, where: str) -> PromptRecord:
+def _array_of(text: str, suffix: str, name: str) -> list[Any] | None:
+    """The elements of a file that is one JSON array of prompts."""
+    if not text.lstrip().startswith("[") or suffix in (".jsonl", ".ndjson"):
+        return None
+    try:
+        rows = parse_json(text, surrogates=True)
+    except DataError as error:
+        if suffix != ".json":
+            return None
+        raise PromptFileError(
+            f"{name}: {error}: expected a JSON array, or {_EXPECTED}"
+        ) from error
+    if suffix == ".json":
+        if not rows:
+            raise PromptFileError(f"{name}: no prompts in it: the array is empty")
+        return list(rows)
+    # Other text may begin with a bracket.
+    objects = rows and all(isinstance(row, dict) for row in rows)
+    return rows if objects and any(key in rows[0] for key in _PROMPT_KEYS) else None
+
+
+def _record_of_line(line: str, where: str) -> PromptRecord:
     try:
         row = parse_json(line, surrogates=True)
     except DataError as error:
         raise PromptFileError(f"{where}: {error}: expected {_EXPECTED}") from error
-    key = next((k for k in _PROMPT_KEYS if isinstance(row, dict) and k in row), None)
+    if not isinstance(row, dict):
+        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
+    return _record_of(row, where)
+
+
+def _record_of(row: Any, where: str) -> PromptRecord:
+    if isinstance(row, str):
+        row = {"prompt": row}
+    if not isinstance(row, dict):
+        raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
+    body = row
+    if isinstance(row.get("body"), dict) and not any(k in row for k in _PROMPT_KEYS):
+        body = row["body"]  # a line of OpenAI's batch files
+    key = next((k for k in _PROMPT_KEYS if k in body), None)
     if key is None:
         raise PromptFileError(f"{where}: expected {_EXPECTED}, not {quoted(row)}")
     try:
-        prompt = _prompt_of(key, row[key])
+        prompt = _prompt_of(key, body[key])
     except PromptError as error:
         raise PromptFileError(f'{where}: "{key}": {error}') from error
     named = next((row[k] for k in _ID_KEYS if row.get(k) is not None), None)
-    return PromptRecord(prompt, where, named)
+    fields = {k: v for k, v in body.items() if k not in (key, *_ID_KEYS)}
+    turns = tuple(body[key][1:]) if key == "turns" else ()
+    return PromptRecord(prompt, where, named, fields, turns)
 
 
 def _prompt_of(key: str, prompt: Any) -> Prompt:
@@ -433,10 +553,11 @@ def _prompt_of(key: str, prompt: Any) -> Prompt:
         if not isinstance(prompt, list) or not prompt:
             raise PromptError("expected a list of chat messages")
         return _check_messages(prompt)
-    if key == "turns":
-        prompt = prompt[0] if isinstance(prompt, list) and prompt else None
-    if not isinstance(prompt, str):
+    turns = prompt if key == "turns" else [prompt]
+    valid = isinstance(turns, list) and turns
+    if not valid or not all(isinstance(turn, str) for turn in turns):
         kind = "a list of strings" if key == "turns" else "a string"
         raise PromptError(f"expected {kind}")
-    _check_text(prompt)
-    return str(prompt)
+    for turn in turns:
+        _check_text(turn)
+    return str(turns[0])

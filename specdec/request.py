@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from collections.abc import Set as AbstractSet
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count
 from typing import Literal
 
+from .grammar import GrammarState
 from .output_text import OutputText
 from .sampling_params import SamplingParams
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
-_Ending = tuple[FinishReason, str | int | None]
+_Ending = tuple[FinishReason, int | None]
 
 
 @dataclass(frozen=True)
@@ -23,10 +24,33 @@ class TokenLogprobs:
     Args:
         logprob: of the token itself.
         top: (token id, log-probability), the likeliest first.
+        text: of the token itself, decoded alone: where it is a part of a character,
+            the replacement character.
+        top_texts: of each token in ``top``.
     """
 
     logprob: float
     top: list[tuple[int, float]] = field(default_factory=list)
+    text: str = ""
+    top_texts: list[str] = field(default_factory=list)
+
+    def with_texts(self, token: int, text_of: Callable[[int], str]) -> TokenLogprobs:
+        """The same, of ``token``, with texts."""
+        texts = [text_of(other) for other, _ in self.top]
+        return replace(self, text=text_of(token), top_texts=texts)
+
+    def to_dict(self, token: int) -> dict[str, object]:
+        """As JSON, of ``token``."""
+        texts = self.top_texts or [""] * len(self.top)
+        return {
+            "token_id": token,
+            "text": self.text,
+            "logprob": self.logprob,
+            "top": [
+                {"token_id": other, "text": text, "logprob": logprob}
+                for (other, logprob), text in zip(self.top, texts, strict=True)
+            ],
+        }
 
 
 _numbers = count()
@@ -43,6 +67,7 @@ class Request:
         params: how to decode it.
         eos_token_ids: tokens that end it, beside its own ``stop_token_ids``.
         output: its text as it grows; ``None`` where nobody reads any.
+        grammar: where it is in the grammar of ``params``, if they have one.
     """
 
     index: int
@@ -51,11 +76,14 @@ class Request:
     params: SamplingParams
     eos_token_ids: AbstractSet[int] = frozenset()
     output: OutputText | None = None
+    grammar: GrammarState | None = None
     tokens: list[int] = field(default_factory=list)
     logprobs: list[TokenLogprobs] = field(default_factory=list)
     finish_reason: FinishReason | None = None
-    #: The stop text or token that ended it, or why it failed.
-    stop_reason: str | int | None = None
+    #: The stop text that ended it.
+    stop_reason: str | None = None
+    #: The token that ended it.
+    stop_token: int | None = None
     error: str | None = None
     #: Bits in which its keys and values are kept; None: as they are.
     kv_bits: int | None = None
@@ -79,6 +107,11 @@ class Request:
     def end_tokens(self) -> AbstractSet[int]:
         """Tokens that end it."""
         return self.eos_token_ids | frozenset(self.params.stop_token_ids)
+
+    @property
+    def reports_logprobs(self) -> bool:
+        """Whether log-probabilities of its tokens were asked for."""
+        return self.params.logprobs or self.params.top_logprobs > 0
 
     @property
     def max_length(self) -> int:
@@ -150,15 +183,16 @@ class Request:
         self.logprobs += logprobs[:used]
         return used, ending
 
-    def _end(self, reason: FinishReason, stop_reason: str | int | None = None) -> None:
+    def _end(self, reason: FinishReason, token: int | None = None) -> None:
         if self.output is not None:
             self.output.finish(look=reason in ("stop", "length"))
             if self.output.matched is not None:
-                reason, stop_reason = "stop", self.output.matched
+                reason, token = "stop", None
+                self.stop_reason = self.output.matched
                 del self.tokens[self.output.num_tokens :]
         del self.logprobs[len(self.tokens) :]
+        self.stop_token = token
         # Last: what has ended is whole, whenever an interrupt comes.
-        self.stop_reason = stop_reason
         self.finish_reason = reason
 
     def cancel(self) -> None:
@@ -193,15 +227,19 @@ class Request:
         if ending is not None:
             self._end(*ending)
 
-    def take(self) -> tuple[list[int], str]:
-        """Tokens and text that may be shown, and have not been taken yet."""
+    def take(self) -> tuple[list[int], str, list[TokenLogprobs] | None]:
+        """Tokens, text and log-probabilities that may be shown, and were not yet.
+
+        The last is ``None`` where none were asked for.
+        """
         text, shown = "", len(self.tokens)
         if self.output is not None:
             ended = self.finish_reason is not None
             text, shown = self.output.take(shown, ended=ended)
-        new = self.tokens[self._shown : shown]
+        span = slice(self._shown, shown)
         self._shown = max(self._shown, shown)
-        return new, text
+        logprobs = self.logprobs[span] if self.reports_logprobs else None
+        return self.tokens[span], text, logprobs
 
 
 def _count(at: list[int], n: int) -> None:

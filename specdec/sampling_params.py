@@ -5,9 +5,11 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
+from .grammar import Grammar
 from .utils.checks import (
     MIN_FLOAT32,
     is_float32,
@@ -16,6 +18,7 @@ from .utils.checks import (
     require_int,
     require_range,
 )
+from .utils.printable import shorten
 
 DEFAULT_MAX_TOKENS = 256
 DEFAULT_CONTEXT_SIZE = 20
@@ -81,6 +84,9 @@ class SamplingParams:
         logprobs: report the log-probability of every token: of the logits that
             bias, penalties and processors leave, at temperature 1, unfiltered.
         top_logprobs: report that many likeliest tokens of every position, too.
+        grammar: what the output has to be: see :class:`Grammar`. Tokens that it does
+            not allow are impossible at their position, whatever the logits say, and
+            the row ends where it allows an end. ``None``: any text.
         num_draft_tokens: most tokens to draft for this row in a round: 0 does
             not speculate; ``None`` leaves it to the engine.
         verification: how draft tokens of a sampling row are accepted. All keep
@@ -121,6 +127,7 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     logprobs: bool = False
     top_logprobs: int = 0
+    grammar: Grammar | None = None
     num_draft_tokens: int | None = None
     verification: Verification = "coupled"
 
@@ -140,6 +147,22 @@ class SamplingParams:
     def draws(self) -> bool:
         """Whether random numbers have a part in its tokens."""
         return self.temperature > 0 or self.sampler is not None
+
+    def updated(self, settings: Mapping[str, Any]) -> SamplingParams:
+        """These, with other values for some fields.
+
+        Raises:
+            ConfigError: there is no such field, or it cannot have that value.
+        """
+        known = type(self).__dataclass_fields__
+        for name in settings:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"valid settings: {', '.join(known)}"
+                if near:
+                    hint = f"did you mean {near[0]}?"
+                raise ConfigError(f"unknown setting `{shorten(name)}`; {hint}")
+        return replace(self, **settings) if settings else self
 
     def seeded(self) -> SamplingParams:
         """These, with a random seed where they draw and have none."""
@@ -267,12 +290,28 @@ class SamplingParams:
                 raise ConfigError(
                     f"{name} needs a temperature above 0: at 0 nothing is drawn"
                 )
+        if self.grammar is not None:
+            self._check_grammar()
         if self._is_set("xtc_threshold") and not self.xtc_probability:
             raise ConfigError("xtc_threshold needs xtc_probability: add it")
         if self.stepwise and self.verification != "coupled":
             raise ConfigError(
                 f"verification {self.verification!r} needs the whole distribution, "
                 "which a sampler or a logits processor does not tell: use 'coupled'"
+            )
+
+    def _check_grammar(self) -> None:
+        rule = "a Grammar, such as Grammar.json_schema({...})"
+        require(isinstance(self.grammar, Grammar), "grammar", self.grammar, rule)
+        if self.stepwise:
+            raise ConfigError(
+                "grammar goes with no sampler and no logits processors, which could "
+                "choose what it refuses: leave one of them out"
+            )
+        if self.min_tokens:
+            raise ConfigError(
+                "grammar goes with no min_tokens: it says itself where an output may "
+                "end (minLength, minItems)"
             )
 
 

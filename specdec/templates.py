@@ -4,7 +4,8 @@ A template comes with a model and is a program: ``{{ 'a' * 10**10 }}`` takes all
 there is, two nested loops all the time. transformers keeps it from files and from
 Python's insides, and does not bound what it takes. So it renders in a child process
 that ends where a template takes too long. The child serves all renderings of its
-parent, and ends with it. No mlx here.
+parent, and ends with it. One that ends for another reason is replaced once. No mlx
+here.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
+from types import MappingProxyType
 from typing import IO, Any
 
 from .errors import PromptError
@@ -33,8 +35,20 @@ _MEMORY = 1 << 30
 _CHARACTERS = 1 << 26
 
 
-def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
+def render_chat(
+    tokenizer: Any,
+    messages: Sequence[Mapping[str, Any]],
+    config: Mapping[str, Any] = MappingProxyType({}),
+    *,
+    tools: Sequence[Mapping[str, Any]] | None = None,
+    continued: bool = False,
+) -> str:
     """Chat messages as the text that the model continues.
+
+    Args:
+        config: more variables for the template.
+        tools: what the model may call.
+        continued: the last message is the beginning of the answer.
 
     What renders in Python, a function of mlx-lm's or the user's own, is called as it
     is.
@@ -43,30 +57,36 @@ def render_chat(tokenizer: Any, messages: Sequence[Mapping[str, Any]]) -> str:
         PromptError: the template refuses the messages, or takes too long or too much.
         Exception: what such a function raises.
     """
-    template = _template_of(tokenizer)
+    options: dict[str, Any] = {
+        **config,
+        "add_generation_prompt": not continued,
+    }
+    if continued:
+        options["continue_final_message"] = True
+    if tools is not None:
+        options["tools"] = list(tools)
+    template = template_of(tokenizer, tools=tools)
     if template is None:
-        return str(
-            tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        )
+        return str(tokenizer.apply_chat_template(messages, tokenize=False, **options))
     # As mlx-lm and transformers call it.
-    variables = dict(tokenizer.special_tokens_map)
+    known = dict(tokenizer.special_tokens_map)
     if hasattr(tokenizer, "has_thinking"):
-        variables["enable_thinking"] = tokenizer.has_thinking
+        known["enable_thinking"] = tokenizer.has_thinking
     return _CHILD.render(
         {
+            **known,
+            **options,
             "conversations": [
                 [{k: v for k, v in m.items() if v is not None} for m in messages]
             ],
             "chat_template": template,
-            "add_generation_prompt": True,
-            **variables,
         }
     )
 
 
-def _template_of(tokenizer: Any) -> str | None:
+def template_of(
+    tokenizer: Any, *, tools: Sequence[Mapping[str, Any]] | None = None
+) -> str | None:
     """The template that transformers would render; ``None``: something else renders."""
     # mlx-lm's wrapper hands this on to the tokenizer of transformers.
     get = getattr(tokenizer, "get_chat_template", None)
@@ -80,7 +100,7 @@ def _template_of(tokenizer: Any) -> str | None:
         return None
     if inner.init_kwargs.get("chat_template_type"):  # a function of mlx-lm's
         return None
-    return str(get())
+    return str(get() if tools is None else get(tools=list(tools)))
 
 
 class _Child:
@@ -119,21 +139,24 @@ class _Child:
             self._stop()
 
     def _ask(self, line: bytes) -> dict[str, Any]:
-        process = self._started()
-        assert process.stdin is not None
-        assert process.stdout is not None
-        answer = b""
-        with suppress(BrokenPipeError):
-            process.stdin.write(line)
-            process.stdin.flush()
-            answer = process.stdout.readline()
-        if answer.endswith(b"\n"):
-            return dict(json.loads(answer))
-        code = process.wait()
-        self._stop()
-        why = f"the process that renders it ended with {code}"
-        if code == -signal.SIGALRM:
-            why = f"it takes longer than {SECONDS} seconds"
+        for _ in range(2):  # what ended the first one may not be this template
+            process = self._started()
+            assert process.stdin is not None
+            assert process.stdout is not None
+            answer = b""
+            with suppress(BrokenPipeError):
+                process.stdin.write(line)
+                process.stdin.flush()
+                answer = process.stdout.readline()
+            if answer.endswith(b"\n"):
+                return dict(json.loads(answer))
+            code = process.wait()
+            self._stop()
+            if code == -signal.SIGALRM:
+                why = f"it takes longer than {SECONDS} seconds"
+                break
+        else:
+            why = f"the process that renders it ended twice, with {code}"
         return {"error": f"{why}: use another model, or --ignore-chat-template"}
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -152,6 +175,7 @@ class _Child:
                 stdout=subprocess.PIPE,
                 stderr=subprocess.DEVNULL,
                 env=environment,
+                cwd=os.sep,  # a folder that somebody removes would end its imports
                 start_new_session=True,  # Ctrl-C is the parent's
             )
         except OSError as error:

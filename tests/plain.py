@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
@@ -22,6 +23,8 @@ from mlx_lm.sample_utils import (
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
+from specdec.engine.observer import RoundObserver
+from specdec.grammar import GrammarCompiler
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -45,6 +48,8 @@ BEHIND = BackendDefaults(
 METAL = BackendDefaults(
     "metal", read_bucket=64, static_shapes=True, lookahead=1, peek_rows=0
 )
+VOCAB = 97
+BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
 
 
 @dataclass
@@ -187,11 +192,9 @@ def sampled(model: Any, prompt: Sequence[int], params: SamplingParams) -> list[i
     return plainly(model, prompt, params).tokens
 
 
-def run_rows(
+def engine_of(
     target: Any,
-    draft: Any | None,
-    prompts: Sequence[Sequence[int]],
-    params: Sequence[SamplingParams],
+    draft: Any | None = None,
     *,
     batch_size: int = 8,
     num_draft_tokens: int = 3,
@@ -201,9 +204,10 @@ def run_rows(
     drafter: Drafter | None = None,
     draft_context: int | None = None,
     length: DraftLength | None = None,
+    observer: RoundObserver | None = None,
     **options: Any,
-) -> list[Request]:
-    """Decode through the engine; the finished rows, in the order of the prompts."""
+) -> Engine:
+    """An engine of a target and a draft model, or another drafter, or none."""
     config = EngineConfig(
         batch_size=batch_size,
         num_draft_tokens=num_draft_tokens,
@@ -218,23 +222,70 @@ def run_rows(
             max_draft_tokens=num_draft_tokens,
             context_length=draft_context,
         )
-    requests = [
-        Request(i, "", tuple(prompt), p)
-        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
-    ]
     if drafter is not None:
         runner = runner.recording(drafter.hidden_layers)
-    engine = Engine(runner, drafter, config, backend, eos, length=length)
+    return Engine(
+        runner, drafter, config, backend, eos, length=length, observer=observer
+    )
+
+
+def run_rows(
+    target: Any,
+    draft: Any | None,
+    prompts: Sequence[Sequence[int]],
+    params: Sequence[SamplingParams],
+    *,
+    grammars: GrammarCompiler | None = None,
+    **options: Any,
+) -> list[Request]:
+    """Decode through an :func:`engine_of`; the rows, in the order of the prompts."""
+    engine = engine_of(target, draft, **options)
+    requests = [
+        Request(
+            i,
+            "",
+            tuple(prompt),
+            p,
+            grammar=grammars.compile(p.grammar) if grammars and p.grammar else None,
+        )
+        for i, (prompt, p) in enumerate(zip(prompts, params, strict=True))
+    ]
     for request in requests:
         engine.add(request)
-    rows: dict[int, Request] = {}
     emitted: dict[int, list[int]] = {}
     while engine.busy:
         for output in engine.step():
-            index = output.request.index
-            rows[index] = output.request
-            emitted.setdefault(index, []).extend(output.token_ids)
-    assert [emitted[i] for i in range(len(requests))] == [
-        rows[i].tokens for i in range(len(requests))
-    ]
-    return [rows[i] for i in range(len(requests))]
+            emitted.setdefault(output.request.index, []).extend(output.token_ids)
+    assert [emitted[r.index] for r in requests] == [r.tokens for r in requests]
+    return requests
+
+
+def exact(
+    target: Any,
+    draft: Any | None,
+    prompts: Sequence[Sequence[int]],
+    params: SamplingParams | int | Sequence[SamplingParams | int],
+    **options: Any,
+) -> list[Request]:
+    """Decode as :func:`run_rows`; each row must be plain decoding of it alone.
+
+    Args:
+        params: of each prompt, or of all. A number is the tokens of a greedy row.
+    """
+    if not isinstance(params, Sequence):
+        params = [params] * len(prompts)
+    each = [SamplingParams(max_tokens=p) if isinstance(p, int) else p for p in params]
+    rows = run_rows(target, draft, prompts, each, **options)
+    for row, prompt, p in zip(rows, prompts, each, strict=True):
+        if "eos" not in options and p == SamplingParams(max_tokens=p.max_tokens):
+            wanted = Plain(greedy(target, prompt, p.max_tokens))
+        else:
+            wanted = plainly(target, prompt, p, options.get("eos", frozenset()))
+        assert (row.tokens, row.error) == (wanted.tokens, None), p
+        assert row.finish_reason == wanted.finish_reason
+    return rows
+
+
+def drafts_of(rows: Sequence[Request]) -> tuple[int, int]:
+    """Draft tokens of all rows: those proposed, and those accepted."""
+    return sum(row.drafted for row in rows), sum(row.accepted for row in rows)

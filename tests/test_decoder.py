@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx_lm
 import pytest
 from mlx.utils import tree_flatten
 
@@ -29,12 +30,15 @@ from specdec.spec_decode import (
     NgramDrafter,
     NgramOptions,
 )
+from tests.models.folders import write_folder
 from tests.plain import greedy
 
 # Counts depend on k: what is asserted of them needs a fixed one.
 FIXED = EngineConfig(num_draft_tokens=3)
 FIXED_4 = EngineConfig(num_draft_tokens=4)
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15]]
+
+ANY_DECODER: Any = SpecDecoder
 
 
 class Detokenizer:
@@ -442,3 +446,95 @@ def test_a_class_with_such_properties_says_nothing(target: Any) -> None:
 def test_layers_that_are_not_there(target: Any) -> None:
     with pytest.raises(ConfigError, match=r"2 layers, 0 to 1: .* layer 7"):
         NamedDrafter.load(DraftSpec.parse("ngram+layers:0,7"), loaded(target))
+
+
+@pytest.mark.parametrize("with_config", [False, True])
+def test_models_that_mlx_lm_loaded(
+    target: Any, tmp_path: Path, with_config: bool
+) -> None:
+    """The tokenizer is taken for a draft; the context length is lost without config."""
+    write_folder(tmp_path / "model")
+    found: Any = mlx_lm.load(str(tmp_path / "model"), return_config=with_config)
+    decoder = SpecDecoder(*found, draft=found, config=FIXED, name="mine")
+    assert decoder.target_name == "mine"
+    results = decoder.generate(PROMPTS, max_tokens=9)
+    expected = [greedy(found[0], p, 9) for p in PROMPTS]
+    assert [r.token_ids for r in results] == expected
+    assert decoder.stats.accepted == decoder.stats.drafted > 0
+    assert decoder.bounds.context_length == 512
+    assert SpecDecoder(*found).target_name == "llama"
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda m: SpecDecoder(m), "target has no tokenizer: give what mlx_lm.load"),
+        (
+            lambda m: SpecDecoder(m, 4),
+            "a model and its tokenizer are needed, not Model",
+        ),
+        (lambda m: ANY_DECODER(loaded(m), draft=(m,)), "draft has no tokenizer"),
+        (lambda m: ANY_DECODER(loaded(m), loaded(m), loaded(m)), "too many models"),
+    ],
+)
+def test_models_without_what_belongs_to_them(
+    target: Any, make: Callable[[Any], object], message: str
+) -> None:
+    """A line instead of an AttributeError from within."""
+    with pytest.raises(ConfigError, match=message):
+        make(target)
+
+
+def test_one_prompt_and_settings_by_keyword(
+    target: Any, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A text is a list of letters; settings are dropped; a bar is there unasked."""
+    decoder = SpecDecoder(loaded(target), config=FIXED)
+    text = "".join(chr(161 + token) for token in PROMPTS[0])
+    (one,) = decoder.generate(text, max_tokens=5)
+    assert one.token_ids == greedy(target, PROMPTS[0], 5)
+    assert decoder.generate(PROMPTS[0], max_tokens=5)[0].token_ids == one.token_ids
+    # Fields of shared parameters, and of each prompt's own.
+    shared = SamplingParams(max_tokens=3, temperature=1.0, seed=4)
+    drawn = decoder.generate(PROMPTS, shared, max_tokens=6)
+    assert drawn == decoder.generate(
+        PROMPTS, SamplingParams(max_tokens=6, temperature=1.0, seed=4)
+    )
+    assert [len(r.token_ids) for r in drawn] == [6] * 4
+    each = [SamplingParams(max_tokens=n) for n in (1, 2, 3, 4)]
+    results = decoder.generate(iter(PROMPTS), each, logprobs=True)
+    assert [len(r.logprobs or ()) for r in results] == [1, 2, 3, 4]
+    assert capsys.readouterr().err == ""
+    shown = decoder.generate(PROMPTS, max_tokens=6, progress=True)
+    assert [r.index for r in shown] == [0, 1, 2, 3]
+    assert "4/4" in capsys.readouterr().err
+    wrong: list[tuple[dict[str, Any], str]] = [
+        ({"max_token": 5}, "unknown setting `max_token`; did you mean max_tokens?"),
+        ({"zzz": 5}, "unknown setting `zzz`; valid settings: max_tokens, min_tokens"),
+        ({"max_tokens": 0}, "max_tokens is 0"),
+    ]
+    for settings, message in wrong:
+        with pytest.raises(ConfigError) as caught:
+            decoder.stream(PROMPTS, None, **settings)
+        assert str(caught.value).startswith(message)
+
+
+def test_a_prompt_that_cannot_be_served_harms_none(target: Any) -> None:
+    """One that is too long, or empty, ended a file of ten thousand."""
+    model = loaded(target)
+    model.config["max_position_embeddings"] = 12
+    decoder = SpecDecoder(model, model, config=FIXED)
+    prompts: list[Any] = [[5] * 20, [5, 6, 7], "", [8], [5, 6]]
+    params = [SamplingParams(max_tokens=4, stop_token_ids=(n,)) for n in [9] * 4]
+    params.append(SamplingParams(stop_token_ids=(100_000,)))
+    events = decoder.stream(prompts, params, keep_going=True)
+    found = {e.index: e.result for e in events if e.result is not None}
+    errors = {i: r.error for i, r in found.items() if r.finish_reason == "error"}
+    assert errors.keys() == {0, 2, 4}
+    assert all(r.index == i for i, r in found.items())
+    for index, message in ((0, "it has 20 tokens"), (2, "it is empty"), (4, "names")):
+        assert message in str(errors[index])
+    for index in (1, 3):
+        assert found[index].token_ids == greedy(target, prompts[index], 4)
+    with pytest.raises(PromptError, match="prompt 0"):
+        decoder.stream(prompts, params)

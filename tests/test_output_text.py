@@ -108,7 +108,7 @@ def test_whatever_the_rounds_the_text_ends_before_the_first_stop(
         if not block or sequence.finish_reason is not None:
             break
         sequence.commit(block)
-        new, text = sequence.take()
+        new, text, _ = sequence.take()
         shown_tokens += new
         shown_text += text
         if sequence.finish_reason is None:

@@ -15,7 +15,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from specdec.errors import PromptError, PromptFileError
+from specdec.errors import ConfigError, PromptError, PromptFileError
 from specdec.prompts import (
     PromptRecord,
     encode,
@@ -27,6 +27,7 @@ from specdec.prompts import (
 
 if TYPE_CHECKING:
     from specdec.models import LoadedModel
+from specdec.models.chat_template import set_chat_template
 
 
 class FakeTokenizer:
@@ -224,6 +225,46 @@ def test_smollm2_gets_the_tokens_that_mlx_lm_gives_it(smollm2: LoadedModel) -> N
     assert raw.token_ids == tuple(tokenizer.encode("What is 6 x 7?"))
 
 
+def test_templates_get_their_configuration_and_the_beginning_of_the_answer(
+    smollm2: LoadedModel,
+) -> None:
+    """Against mlx-lm's own steps: one is dropped, or the answer's turn is closed."""
+    tokenizer = smollm2.tokenizer
+    own = tokenizer.chat_template
+    turns = [
+        {"role": "user", "content": "Name a river."},
+        {"role": "assistant", "content": "The river"},
+    ]
+    begun = tokenizer.apply_chat_template(
+        turns, tokenize=False, continue_final_message=True
+    )
+    assert begun.endswith("The river")
+    expected = tuple(tokenizer.encode(begun, add_special_tokens=False))
+    for prompt in ("Name a river.", turns[:1]):
+        found = encode(tokenizer, prompt, prefill_response="The river")
+        assert found.token_ids == expected
+    try:
+        set_chat_template(tokenizer, "{{ think }}|{{ messages[0].content }}")
+        found = encode(tokenizer, "Hi", chat_template_config={"think": "no"})
+        assert found.token_ids == tuple(
+            tokenizer.encode("no|Hi", add_special_tokens=False)
+        )
+    finally:
+        tokenizer.chat_template = own
+    config: Any
+    for config in ({"messages": []}, [], {5: 1}):
+        with pytest.raises(PromptError, match="holds variables of the chat template"):
+            encode(tokenizer, "Hi", chat_template_config=config)
+    with pytest.raises(
+        PromptError, match="a prefilled response cannot be added to tok"
+    ):
+        encode(tokenizer, [5, 6], prefill_response="x")
+    with pytest.raises(PromptError, match="a prefilled response needs a chat template"):
+        encode(FakeTokenizer(template=False), "Hi", prefill_response="x")
+    with pytest.raises(ConfigError, match="chat_template is empty"):
+        set_chat_template(tokenizer, " ")
+
+
 Write = Callable[..., Path]
 
 
@@ -291,6 +332,40 @@ def test_json_lines_are_known_by_suffix_and_by_content(write: Write, name: str) 
     ]
 
 
+def test_an_array_of_prompts(write: Write) -> None:
+    """The commonest file that is not JSON Lines; text may begin with a bracket."""
+    path = write('\n[\n "a",\n {"id": 7, "question": "b"}]\n', "prompts.json")
+    assert read_records(path) == [
+        PromptRecord("a", f"{path}[0]"),
+        PromptRecord("b", f"{path}[1]", 7),
+    ]
+    assert read_prompts(write('[{"prompt": "a"},\n{"prompt": "b"}]')) == ["a", "b"]
+    for text in ("[INST] Hi", '["a"]', "[5]"):
+        assert read_prompts(write(text)) == [text]
+
+
+def test_lines_of_a_batch_of_openai(write: Write) -> None:
+    """Their request stands in ``body``; content may come in parts."""
+    parts = [{"type": "text", "text": "one "}, {"type": "text", "text": "two"}]
+    message = {"role": "user", "content": parts}
+    body = {"model": "m", "messages": [message], "max_tokens": 5, "seed": 1}
+    row: dict[str, Any] = {
+        "custom_id": "r-1",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+    }
+    path = write(json.dumps({**row, "body": body}), "batch.jsonl")
+    (record,) = read_records(path)
+    assert record == PromptRecord(
+        [{"role": "user", "content": "one two"}], f"{path}:1", "r-1"
+    )
+    assert record.fields == {"model": "m", "max_tokens": 5, "seed": 1}
+    image = [{"type": "image_url", "image_url": {"url": "x"}}]
+    row = {"messages": [{"role": "user", "content": image}]}
+    with pytest.raises(PromptFileError, match="images and sound are not supported"):
+        read_records(write(json.dumps(row), "images.jsonl"))
+
+
 def test_where_prompts_stand_and_what_they_are_called(write: Write) -> None:
     text = write("\none\n\ntwo\n", "prompts.txt")
     assert read_records(text) == [
@@ -324,9 +399,11 @@ def test_any_text_survives_json_lines(write: Write, texts: list[str]) -> None:
         (" \n\n", "blank.jsonl", "blank.jsonl: no prompts in it"),
         ("Hi\n", "text.jsonl", "text.jsonl:1: not JSON (Expecting value"),
         ('{"prompt": "a"}\nHi\n', "mixed.txt", "mixed.txt:2: not JSON"),
-        ('[\n {"prompt": "a"}\n]\n', "array.json", "array.json:1: not JSON"),
-        ('[\n {"prompt": "a"}\n]\n', "array.json", "one object per line (JSON Lines)"),
-        ('[{"prompt": "a"}]', "array.json", "one object per line (JSON Lines)"),
+        ('[\n {"prompt": "a"},\n', "array.json", "array.json: not JSON (Expecting"),
+        ('[{"prompt": "a"}', "array.json", "one object per line (JSON Lines)"),
+        ('["a", {"text": "b"}]', "array.json", "array.json[1]: expected one object"),
+        ('["a", 5]', "array.json", "array.json[1]: expected one object per line"),
+        ("[]", "array.json", "array.json: no prompts in it: the array is empty"),
         ('{\n "prompt": "a"\n}\n', "pretty.json", "pretty.json:1: not JSON"),
         ("[" * 200_000, "deep.jsonl", "deep.jsonl:1: it is nested too deep"),
         ('{\n "prompt": "a"\n}\n', "p.json", "one object per line (JSON Lines)"),

@@ -128,6 +128,7 @@ def test_the_line_of_a_result() -> None:
         "acceptance_length": 2.5,
         "acceptance_by_position": [],
         "stop_reason": None,
+        "stop_token": None,
         "error": None,
         "seed": None,
         "time_to_first_token": None,

@@ -22,7 +22,7 @@ TREES = {
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("tools",),
+    ("server", "tools"),
     ("decoder",),
     ("build",),
     ("engine",),
@@ -34,7 +34,7 @@ LAYERS = (
     ("request",),
     ("output_text", "prompts"),
     ("config", "cuda", "draft_names", "sampling_params", "templates"),
-    ("backend", "model_names"),
+    ("backend", "grammar", "model_names"),
     ("errors", "utils"),
 )
 LEVEL = {name: -line for line, names in enumerate(LAYERS) for name in names}
@@ -46,6 +46,7 @@ WITHOUT_MLX = (
     "engine/admission",
     "engine/scheduler",
     "errors",
+    "grammar",
     "model_names",
     "output_text",
     "outputs",
@@ -60,7 +61,6 @@ MOST_ATTRIBUTES = 15
 # Classes that have more: the list shrinks.
 LARGE = {
     "cli/progress.Progress",
-    "engine/decode_batch.DecodeBatch",
     "engine/engine.Engine",
 }
 

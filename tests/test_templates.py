@@ -6,6 +6,8 @@ import os
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -97,7 +99,18 @@ BOMBS = {
 }
 
 
+@pytest.fixture(scope="module")
+def _unhurried() -> Iterator[None]:
+    """A busy machine takes its time until the memory is full."""
+    templates._CHILD.close()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(templates, "SECONDS", 100)
+        yield
+    templates._CHILD.close()
+
+
 @pytest.mark.timeout(120)
+@pytest.mark.usefixtures("_unhurried")
 @pytest.mark.parametrize("template", BOMBS.values(), ids=list(BOMBS))
 @pytest.mark.skipif(sys.platform == "darwin", reason="macOS bounds no address space")
 def test_memory_is_bounded(template: str) -> None:
@@ -139,7 +152,7 @@ def test_a_template_that_refuses() -> None:
 
 
 def test_a_child_that_was_ended() -> None:
-    """By the system, for want of memory: that prompt fails, and no other."""
+    """By the system, for want of memory, between two prompts: neither fails."""
     assert render_chat(wrapped("text"), MESSAGES) == "text"
     process = templates._CHILD._process
     assert process is not None
@@ -147,6 +160,38 @@ def test_a_child_that_was_ended() -> None:
     os.kill(process.pid, signal.SIGKILL)
     process.wait()
     assert render_chat(wrapped("text"), MESSAGES) == "text"
+
+
+def test_a_child_that_ends_while_it_is_asked() -> None:
+    """The prompt of that moment failed, with advice to use another model."""
+    tokenizer = wrapped("text")
+    assert render_chat(tokenizer, MESSAGES) == "text"
+    process = templates._CHILD._process
+    assert process is not None
+    os.kill(process.pid, signal.SIGSTOP)
+    late = threading.Timer(0.3, os.kill, (process.pid, signal.SIGKILL))
+    late.start()
+    assert render_chat(tokenizer, MESSAGES) == "text"
+    late.join()
+
+
+def test_the_folder_in_which_a_child_was_started_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Imports ask for the current folder: the child ended, and the next prompt with it.
+
+    A new child would answer for it: this one has to.
+    """
+    templates._CHILD.close()
+    folder = tmp_path / "soon gone"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    templates.start()
+    first = templates._CHILD._process
+    folder.rmdir()
+    monkeypatch.chdir(tmp_path)
+    assert render_chat(wrapped("text"), MESSAGES) == "text"
+    assert templates._CHILD._process is first
 
 
 def test_nothing_of_the_current_folder_runs(

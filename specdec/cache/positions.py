@@ -12,7 +12,7 @@ bookkeeping of their own, because their positions lie after the query.
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -144,9 +144,9 @@ def visible_slots(
         Boolean, shape (B, 1, num_tokens, num_slots). Every query sees at least
         its own key, so no row of a softmax is empty.
     """
-    queries = (offset[:, None] + mx.arange(num_tokens))[:, :, None]
+    queries = positions_after(offset, num_tokens)[:, :, None]
     keys = layout.held(num_slots, offset + (num_tokens - 1))[:, None, :]
-    visible = keys <= queries
+    visible = unfused(mx.less_equal, keys, queries)
     if layout.num_slots is not None:
         visible = visible & (keys >= 0)
     for rule in rules:
@@ -156,7 +156,23 @@ def visible_slots(
 
 def additive_mask(visible: mx.array, dtype: mx.Dtype) -> mx.array:
     """0 where visible, minus infinity elsewhere, in the model's ``dtype``."""
-    return mx.where(visible, mx.array(0, dtype), mx.array(-float("inf"), dtype))
+    shown, hidden = mx.array(0, dtype), mx.array(-float("inf"), dtype)
+    return unfused(mx.where, visible, shown, hidden)
+
+
+def positions_after(offset: mx.array, num_tokens: int) -> mx.array:
+    """Positions of the next tokens of every row, shape (B, num_tokens)."""
+    return unfused(mx.add, offset[:, None], mx.arange(num_tokens)[None])
+
+
+def unfused(operation: Callable[..., mx.array], *arrays: mx.array) -> mx.array:
+    """``operation`` of arrays that are broadcast, by a kernel that MLX has.
+
+    In a compiled function MLX makes a kernel of an operation and its broadcasts, which
+    on CUDA takes 3.5 seconds to compile, unless something else lies between them.
+    """
+    wide = (mx.expand_dims(array, 0) for array in mx.broadcast_arrays(*arrays))
+    return mx.squeeze(operation(*wide), 0)
 
 
 def whole(name: str, value: Any) -> int:

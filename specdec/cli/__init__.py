@@ -13,6 +13,7 @@ from .advise import advise
 from .bench import bench
 from .bench import report as report_command
 from .cache import cache
+from .chat import chat
 from .convert import convert
 from .distill import distill
 from .estimate import estimate
@@ -20,6 +21,7 @@ from .interrupts import Interrupts
 from .options import with_options
 from .output import flush_output, open_streams, report
 from .run import run
+from .serve import serve
 from .verify import verify
 
 __all__ = ["main"]
@@ -97,6 +99,8 @@ def main() -> None:
 
 for _command in (
     run,
+    chat,
+    serve,
     advise,
     verify,
     estimate,

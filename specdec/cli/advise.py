@@ -50,6 +50,7 @@ _SURE = 0.9
 @options.batches("Batch size to predict for; repeat it for more.", default=(1, 8))
 @options.temp()
 @options.dtype()
+@options.origin
 @options.trust_remote_code()
 @options.ignore_chat_template()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
@@ -65,6 +66,9 @@ def advise(
     batch_sizes: tuple[int, ...],
     temp: float,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     ignore_chat_template: bool,
     as_json: bool,
@@ -78,6 +82,12 @@ def advise(
     """  # noqa: D301 - click's mark for lines to keep
     if options.check_pair(target, draft) is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
+    loading = options.origin_of(
+        drafts=True,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
     records = read_records(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe
@@ -93,6 +103,7 @@ def advise(
         dtype=dtype,
         config=config,
         trust_remote_code=trust_remote_code,
+        **loading,
     )
     with places_named(records):
         events = decoder.stream(

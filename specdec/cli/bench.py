@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import sys
 import time
 from collections.abc import Iterator
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING
 import click
 
 from . import options
+from .command_line import command_line
 from .interrupts import last_words
 from .output import INTERRUPTED, show, silence_third_parties
 from .progress import Progress
@@ -56,7 +56,8 @@ def bench(
     """Run RECIPE, a .toml file or the name of one that comes with specdec.
 
     Finished parts are kept: the same command continues where it was stopped. DIR
-    gets raw.jsonl, report.md and its plots.
+    gets raw.jsonl, report.html (open it in a browser), report.md and its plots. The
+    command ends with a block to paste into an issue.
 
     \b
       specdec bench acceptance-quick
@@ -83,7 +84,7 @@ def bench(
 
     silence_third_parties()
     from ..tools.bench.figures import Figures
-    from ..tools.bench.report import block, findings
+    from ..tools.bench.report import block
     from ..tools.bench.run import run_recipe
 
     progress = _Parts(quiet=quiet)
@@ -100,7 +101,7 @@ def bench(
             results = run_recipe(
                 wanted,
                 folder,
-                command=_command(),
+                command=command_line(),
                 progress=progress.expect,
                 trust_remote_code=trust_remote_code,
             )
@@ -109,19 +110,15 @@ def bench(
         sys.exit(INTERRUPTED)
     finally:
         progress.close()
-    figures = Figures(results)
-    if wanted.run.jobs:
-        show("Paste from here into an issue:\n", err=True)
-        show(block(figures))
-    else:
-        show("\n".join(findings(figures)))
+    show("Paste from here into an issue:\n", err=True)
+    show(block(Figures(results)))
     _write(folder)
 
 
 @click.command(short_help="Rebuild a report from raw results.")
 @click.argument("folder", metavar="DIR")
 def report(folder: str) -> None:
-    """Rebuild report.md and its plots from DIR/raw.jsonl.
+    """Rebuild the report and its plots from DIR/raw.jsonl.
 
     \b
       specdec report specdec-bench/acceptance-quick
@@ -134,17 +131,11 @@ def _write(folder: Path) -> None:
     from ..tools.bench.plots import MISSING
     from ..tools.bench.report import write_report
 
-    file, has_plots = write_report(folder)
-    show(f"wrote {file}", err=True)
+    files, has_plots = write_report(folder)
+    for file in files:
+        show(f"wrote {file}", err=True)
     if not has_plots:
         show(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
-
-
-def _command() -> str:
-    """The command, with absolute paths cut to their last part."""
-    from ..model_names import short
-
-    return shlex.join(["specdec", *map(short, sys.argv[1:])])
 
 
 class _Parts:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from pathlib import Path
 
 import click
 
 from . import options
+from .command_line import command_line
 from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
 from .output import INTERRUPTED, show, show_warnings, silence_third_parties
@@ -191,17 +191,13 @@ def distill(
         raise click.UsageError(f"--out {folder} is a file: name a folder")
     silence_third_parties()
     show_warnings()
-    from ..tools.distill.estimate import check_target, describe
     from ..tools.distill.job import Job
-    from ..tools.distill.options import Options
+    from ..tools.distill.options import Budget, Options
+    from ..tools.distill.plan import check_target, describe
     from ..tools.distill.plots import draw_all
-    from ..tools.distill.schedule import Budget
-    from ..tools.distill.train import Recipe
-    from ..tools.distill.wave import Wave
 
     if minutes is None and tokens is None:
         minutes = 5.0
-    recipe = Recipe(seed=seed, optimizer=optimizer, learning_rate=learning_rate)
     wanted = Options(
         target=target,
         out=folder,
@@ -221,11 +217,12 @@ def distill(
         trust_remote_code=trust_remote_code,
         writers=writers,
         block_tokens=block_tokens,
-        recipe=recipe,
-        wave=Wave(seed=seed),
+        optimizer=optimizer,
+        learning_rate=learning_rate,
+        seed=seed,
         rounds=rounds,
         num_draft_tokens=num_draft_tokens,
-        command=_command(),
+        command=command_line(),
     )
 
     def say(line: str) -> None:
@@ -255,9 +252,3 @@ def distill(
         except KeyboardInterrupt:
             conclude()
             sys.exit(INTERRUPTED)
-
-
-def _command() -> str:
-    """The command, with paths cut to their last part."""
-    words = [Path(word).name if "/" in word else word for word in sys.argv[1:]]
-    return shlex.join(["specdec", *words])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+
 import click
 
 from ..config import DEFAULT_PREFILL_STEP_SIZE, EngineConfig, NumDraftTokens
@@ -9,7 +11,7 @@ from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
-from .output import show, silence_third_parties
+from .output import FAILURE, show, silence_third_parties
 
 
 @click.command(
@@ -33,6 +35,7 @@ from .output import show, silence_third_parties
 @options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.kv_group_size()
 @options.dtype("As the run would load the weights. [default: as they are stored]")
+@options.origin
 @options.trust_remote_code()
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
@@ -51,6 +54,9 @@ def estimate(
     kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     temp: float,
     memory_limit: str | None,
@@ -58,7 +64,8 @@ def estimate(
 ) -> None:
     """Report how much memory a run would hold at most, and what fits.
 
-    Reads headers and configurations; loads no weights.
+    Reads headers and configurations; loads no weights. The exit code is 1 where it
+    does not fit, and 0 where it does.
 
     \b
       specdec estimate --target MODEL --context 8k --batch 8
@@ -67,6 +74,12 @@ def estimate(
     spec = options.check_pair(target, draft)
     options.check_num_draft_tokens(draft, drafts=spec is not None)
     options.check_kv_options(kv_bits)
+    loading = options.origin_of(
+        drafts=spec is not None,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
@@ -81,9 +94,15 @@ def estimate(
     from ..spec_decode.factory import ngram_of
 
     target_outline = outline(
-        target_name(target), dtype=dtype, trust_remote_code=trust_remote_code
+        target_name(target),
+        dtype=dtype,
+        trust_remote_code=trust_remote_code,
+        adapter_path=loading.get("adapter_path"),
+        revision=loading.get("revision"),
     )
     own_context = context_length(target_outline.config)
+    if spec is not None and "draft_adapter_path" in loading:
+        spec = spec.with_adapter(loading["draft_adapter_path"])
     draft_outline = None
     if spec is not None and spec.model is not None:
         draft_outline = outline_draft(
@@ -138,3 +157,5 @@ def estimate(
             f"refuses longer prompts and ends rows there, so {context} are never held",
             err=True,
         )
+    if found.fits is False:
+        sys.exit(FAILURE)

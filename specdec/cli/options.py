@@ -17,8 +17,11 @@ from ..config import (
 )
 from ..draft_names import DraftSpec, draft_for
 from ..errors import ConfigError
+from ..grammar import Grammar
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
+from ..prompts import Encoding
 from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
+from ..utils.data_files import DataError, check_shape, parse_json
 from ..utils.sizes import parse_count, parse_size
 
 F = TypeVar("F", bound=Callable[..., Any])
@@ -32,10 +35,16 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
         "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
-        "dry_run", "quiet",
+        "host", "port", "api_key", "dry_run", "quiet",
+    ),
+    "Requests": (
+        "names", "cors", "max_waiting", "max_output_tokens", "max_prompt_tokens",
+        "max_body", "request_timeout", "stop_timeout",
     ),
     "Models": (
-        "dtype", "trust_remote_code", "system_prompt", "ignore_chat_template",
+        "dtype", "adapter_path", "draft_adapter_path", "revision",
+        "trust_remote_code", "system_prompt", "prefill_response", "chat_template",
+        "chat_template_config", "ignore_chat_template",
         "layers", "widen", "bits", "layers_only",
     ),
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
@@ -46,7 +55,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Sampling": (
         "min_tokens", "stop", "stop_token_ids", "top_p", "min_p", "top_k",
         "xtc_probability", "xtc_threshold", "repetition_penalty", "presence_penalty",
-        "frequency_penalty", "logit_bias", "seed",
+        "frequency_penalty", "logit_bias", "seed", "json_schema", "regex",
+        "grammar_file",
     ),
     "Drafting": ("verification", "draws", "max_restarts", "rounds"),
     "Memory": (
@@ -54,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
         "prefix_cache_memory",
     ),
-    "Output": ("top_logprobs", "json_file", "as_json", "help"),
+    "Output": ("output_format", "top_logprobs", "json_file", "as_json", "help"),
 }  # fmt: skip
 # A page of fewer options is read at a glance.
 _FEW = 10
@@ -317,6 +327,119 @@ def trust_remote_code() -> Option[Any]:
     )
 
 
+_ORIGIN = (
+    click.option(
+        "--adapter-path",
+        metavar="DIR",
+        help="LoRA adapter for the target, as mlx_lm.lora writes it.",
+    ),
+    click.option(
+        "--draft-adapter-path", metavar="DIR", help="LoRA adapter for the draft."
+    ),
+    click.option(
+        "--revision",
+        metavar="NAME",
+        help="Branch, tag or commit of a target of the hub. [default: the newest]",
+    ),
+)
+
+
+def origin(command: F) -> F:
+    """Give ``command`` the options; it hands their values to :func:`origin_of`."""
+    return added(command, _ORIGIN)
+
+
+def origin_of(*, drafts: bool, **given: str | None) -> dict[str, Any]:
+    """Those that are given, as arguments of ``SpecDecoder.from_pretrained``.
+
+    Raises:
+        click.UsageError: one is empty, or needs a draft.
+    """
+    found = {name: value for name, value in given.items() if value is not None}
+    for name, value in found.items():
+        if not value.strip():
+            what = "branch, tag or commit" if name == "revision" else "folder"
+            raise click.UsageError(f"{dashed(name)} is empty: name a {what}")
+    if "draft_adapter_path" in found and not drafts:
+        raise click.UsageError("--draft-adapter-path needs --draft: name a draft")
+    return found
+
+
+def chat_template_config() -> Option[Any]:
+    """``--chat-template-config``, whose value :func:`template_variables` reads."""
+    return click.option(
+        "--chat-template-config",
+        metavar="JSON",
+        help="Variables for the chat template, such as '{\"enable_thinking\": false}'.",
+    )
+
+
+_TEMPLATE = (
+    click.option(
+        "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
+    ),
+    click.option(
+        "--prefill-response",
+        metavar="TEXT",
+        help="Begin each answer with this text; the model continues it.",
+    ),
+    click.option(
+        "--chat-template",
+        metavar="FILE",
+        help="Chat template in Jinja, in place of the model's own.",
+    ),
+    chat_template_config(),
+)
+
+
+def encoding(command: F) -> F:
+    """Give ``command`` the options; it hands their values to :func:`encoding_of`."""
+    return added(command, (*_TEMPLATE, ignore_chat_template()))
+
+
+def template_variables(text: str | None) -> dict[str, Any]:
+    """The value of ``--chat-template-config``; nothing where it was not given.
+
+    Raises:
+        click.UsageError: it is no JSON object.
+    """
+    if text is None:
+        return {}
+    try:
+        found: dict[str, Any] = check_shape(parse_json(text), {})
+    except DataError as error:
+        raise click.UsageError(
+            f"--chat-template-config: {error}: write an object, such as "
+            "'{\"enable_thinking\": false}'"
+        ) from error
+    return found
+
+
+def encoding_of(
+    *,
+    ignore_chat_template: bool,
+    chat_template_config: str | None,
+    **given: str | None,
+) -> Encoding:
+    """How prompts are encoded.
+
+    Raises:
+        click.UsageError: an option needs the chat template, which is ignored, or is no
+            JSON.
+    """
+    found: dict[str, Any] = {k: v for k, v in given.items() if v is not None}
+    if chat_template_config is not None:
+        found["chat_template_config"] = template_variables(chat_template_config)
+    if ignore_chat_template and found:
+        raise click.UsageError(
+            f"{dashed(next(iter(found)))} needs the chat template: leave out "
+            "--ignore-chat-template"
+        )
+    encoding: Encoding = {"ignore_chat_template": ignore_chat_template}
+    encoding.update(found)  # type: ignore[typeddict-item]
+    return encoding
+
+
 def memory_limit(text: str) -> Option[Any]:
     """``--memory-limit``."""
     return click.option("--memory-limit", metavar="SIZE", help=text)
@@ -533,7 +656,7 @@ _SAMPLING = (
 
 def sampling(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`params_of`."""
-    return _added(command, _SAMPLING)
+    return added(command, _SAMPLING)
 
 
 def params_of(
@@ -542,12 +665,14 @@ def params_of(
     output_file: str | None,
     temp: float,
     top_logprobs: int | None,
+    grammar: Grammar | None = None,
     **same_names: Any,
 ) -> SamplingParams:
     """What the options ask for.
 
     Args:
         drafts: whether anything proposes tokens.
+        grammar: what the output has to follow.
 
     Raises:
         click.UsageError: an option is left without effect by another.
@@ -560,11 +685,12 @@ def params_of(
         temperature=temp,
         logprobs=top_logprobs is not None,
         top_logprobs=top_logprobs or 0,
+        grammar=grammar,
         **same_names,
     ).seeded()
 
 
-# -- of ``specdec run`` alone: the prefix cache -------------------------------------
+# -- the prefix cache -------------------------------------
 
 _PREFIX = (
     click.option(
@@ -582,15 +708,15 @@ _PREFIX = (
     click.option(
         "--prefix-cache-memory",
         metavar="SIZE",
-        help="Most to keep in memory, with a folder or without. [default: 1GB with "
-        "--prefix-cache, else none]",
+        help="Most to keep in memory, with a folder or without; 0 keeps none. "
+        "[default: 1GB with --prefix-cache, for turns and in specdec serve, else none]",
     ),
 )
 
 
 def prefix_cache(command: F) -> F:
     """Give ``command`` the options; it hands their values to :func:`prefix_config`."""
-    return _added(command, _PREFIX)
+    return added(command, _PREFIX)
 
 
 def prefix_config(
@@ -619,7 +745,8 @@ def prefix_config(
     return config
 
 
-def _added(command: F, added: tuple[Option[Any], ...]) -> F:
-    for option in reversed(added):
+def added(command: F, some: tuple[Option[Any], ...]) -> F:
+    """Give ``command`` some options."""
+    for option in reversed(some):
         command = option(command)
     return command

@@ -169,14 +169,16 @@ def show_interrupted() -> None:
 
 class _Lines(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
-        show(f"specdec: warning: {one_line(record.getMessage())}", err=True)
+        kind = "warning" if record.levelno >= logging.WARNING else "note"
+        show(f"specdec: {kind}: {one_line(record.getMessage())}", err=True)
 
 
-def show_warnings() -> None:
-    """Let warnings of the library appear as lines like the errors."""
+def show_warnings(*, notes: bool = True) -> None:
+    """Let warnings of the library, and its notes, appear as lines like the errors."""
     logger = logging.getLogger("specdec")
     if not logger.handlers:
-        logger.addHandler(_Lines(logging.WARNING))
+        logger.addHandler(_Lines())
+    logger.setLevel(logging.INFO if notes else logging.WARNING)
 
 
 def debugging() -> bool:
@@ -222,6 +224,9 @@ def _stray(error: click.UsageError) -> str:
         # The shell has cut a list at its blanks.
         return ": put the value of --set in quotes, as in --set 'batch=[1, 8]'"
     options = {name for each in error.ctx.command.params for name in each.opts}
+    words = error.message.partition("(")[2].rstrip(")").split()
+    if "--prompts" in options and words and all(map(os.path.isfile, words)):
+        return ": name one file after --prompts; cat joins several"
     return ": write a prompt after --prompt, in quotes" * ("--prompt" in options)
 
 
@@ -242,9 +247,47 @@ def _unknown(error: click.NoSuchOption) -> str:
         if opt.startswith("--")
     }
     name = name.lstrip("-")
-    begun = [each for each in known if each.startswith(name) or name.startswith(each)]
-    found = begun[0] if len(begun) == 1 and len(name) > 2 else nearest(name, known)
+    if name in _ELSEWHERE:
+        found = _ELSEWHERE[name] if _ELSEWHERE[name] in known else None
+    else:
+        begun = [o for o in known if o.startswith(name) or name.startswith(o)]
+        sure = len(begun) == 1 and len(name) > 2
+        found = begun[0] if sure else nearest(name, known, cutoff=_NEAR)
     return message if found is None else f"{message} Did you mean {known[found]!r}?"
+
+
+# How alike two names are that one typing error makes.
+_NEAR = 0.74
+# Options of mlx-lm, vLLM and llama.cpp that have another name here, or no counterpart
+# beside one that is spelt alike.
+_ELSEWHERE = {
+    "ctx-size": None,
+    "file": "prompts",
+    "gpu-memory-utilization": "memory-limit",
+    "input": "prompts",
+    "input-file": "prompts",
+    "json": None,
+    "lora": "adapter-path",
+    "lora-path": "adapter-path",
+    "max-batch-size": "batch",
+    "max-model-len": "max-kv-size",
+    "max-new-tokens": "max-tokens",
+    "max-num-seqs": "batch",
+    "max-seq-len": None,
+    "model-draft": "draft",
+    "n-predict": "max-tokens",
+    "num-speculative-tokens": "num-draft-tokens",
+    "out": "output",
+    "outfile": "output",
+    "output-file": "output",
+    "prompt-file": "prompts",
+    "prompts-file": "prompts",
+    "quantize": None,
+    "spec-draft-model": "draft",
+    "speculative-model": "draft",
+    "stream": None,
+    "system": "system-prompt",
+}
 
 
 def _is_mlx(error: ImportError) -> bool:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import re
 import select
 import sys
 from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import replace
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,13 +17,15 @@ from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
+    DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
     NumDraftTokens,
 )
 from ..errors import PromptFileError
 from ..prompts import PromptRecord, read_records, read_text
+from ..utils.printable import one_line
 from ..utils.sizes import parse_size
-from . import options
+from . import grammar, options
 from .interrupts import last_words
 from .output import (
     FAILURE,
@@ -34,6 +39,7 @@ from .output import (
     silence_third_parties,
 )
 from .progress import Progress, Share
+from .request_lines import ignored_keys, openai_line, requests_of
 from .sink import Sink
 
 if TYPE_CHECKING:
@@ -51,9 +57,9 @@ _PATIENCE = 2.0
 @options.target()
 @options.draft(
     "Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
-    "quantized. layers:0-7,22-29: those layers of it. ngram: no model; what followed "
-    "the newest tokens before. ngram+MODEL: MODEL where no n-gram matches. none: no "
-    "draft."
+    "quantized. layers:0-7,22-29: those layers of it, counted from 0. ngram: no model; "
+    "what followed the newest tokens before. ngram+MODEL: MODEL where no n-gram "
+    "matches. none: no draft."
 )
 @click.option(
     "--prompt",
@@ -66,15 +72,15 @@ _PATIENCE = 2.0
 )
 @options.prompts(
     "File of prompts, one a line: text, or JSON with prompt, question, messages "
-    "or turns (the first turn). [default: standard input, unless --prompt is given]",
+    "or turns (each after the answer to the one before), and with settings such as "
+    "max_tokens; OpenAI's batch files too. [default: standard input, unless --prompt "
+    "is given]",
     required=False,
 )
 @options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
 @options.sampling
-@click.option(
-    "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
-)
-@options.ignore_chat_template()
+@grammar.chosen
+@options.encoding
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
     "none, from measured costs and acceptance.",
@@ -102,6 +108,7 @@ _PATIENCE = 2.0
 )
 @options.prefix_cache
 @options.dtype()
+@options.origin
 @options.trust_remote_code()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
@@ -114,6 +121,13 @@ _PATIENCE = 2.0
     text="Write one JSON object per prompt, as each finishes. An existing file is "
     "replaced.",
 )
+@click.option(
+    "--output-format",
+    type=click.Choice(["specdec", "openai"]),
+    default="specdec",
+    show_default=True,
+    help="Form of the lines of --output; openai: as OpenAI's batch files have them.",
+)
 @options.quiet("No progress and no summary.")
 def run(
     *,
@@ -123,6 +137,9 @@ def run(
     file: str | None,
     batch_size: int,
     system_prompt: str | None,
+    prefill_response: str | None,
+    chat_template: str | None,
+    chat_template_config: str | None,
     ignore_chat_template: bool,
     num_draft_tokens: NumDraftTokens,
     prefill_step_size: int,
@@ -134,10 +151,17 @@ def run(
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     memory_limit: str | None,
     output_file: str | None,
+    output_format: str,
     quiet: bool,
+    json_schema: str | None,
+    regex: str | None,
+    grammar_file: str | None,
     **sampling: Any,
 ) -> None:
     """Decode prompts with a target model and, if one is named, a draft.
@@ -173,19 +197,60 @@ def run(
             prefix_cache_memory=prefix_cache_memory,
         ),
     )
-    params = options.params_of(drafts=drafts, output_file=output_file, **sampling)
-    if ignore_chat_template and system_prompt is not None:
-        raise click.UsageError(
-            "--system-prompt needs the chat template: leave out --ignore-chat-template"
-        )
+    params = options.params_of(
+        drafts=drafts,
+        output_file=output_file,
+        grammar=grammar.grammar_of(json_schema, regex, grammar_file),
+        **sampling,
+    )
+    encoding = options.encoding_of(
+        system_prompt=system_prompt,
+        prefill_response=prefill_response,
+        chat_template_config=chat_template_config,
+        ignore_chat_template=ignore_chat_template,
+    )
+    loading: dict[str, Any] = options.origin_of(
+        drafts=drafts,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
+    if chat_template is not None:
+        if ignore_chat_template:
+            raise click.UsageError(
+                "--chat-template has no effect with --ignore-chat-template: leave one "
+                "out"
+            )
+        loading["chat_template"] = read_text(chat_template)
     records = _collect(texts, file, quiet=quiet)
+    requests = requests_of(records, params)
+    _note_what_does_nothing(draft, requests, quiet=quiet)
+    if (ignored := ignored_keys(records)) and not quiet:
+        keys = one_line(", ".join(ignored), 200)
+        where = file or "standard input"
+        show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
+    if output_format != "specdec" and output_file is None:
+        raise click.UsageError("--output-format needs --output: name a file")
+    turns = sum(len(record.turns) for record in records)
+    if turns and ignore_chat_template:
+        raise click.UsageError(
+            "turns need the chat template: leave out --ignore-chat-template"
+        )
+    if turns and output_format == "openai":
+        raise click.UsageError(
+            "OpenAI's batch files have no turns: leave out --output-format"
+        )
+    if turns and config.prefix_cache_memory is None:
+        # What a turn says again of the one before is not computed again.
+        memory = DEFAULT_PREFIX_CACHE_MEMORY
+        config = replace(config, prefix_cache_memory=memory)
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
-    show_warnings()
+    show_warnings(notes=not quiet)
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
 
@@ -200,18 +265,25 @@ def run(
         dtype=dtype,
         config=config,
         trust_remote_code=trust_remote_code,
+        **loading,
     )
 
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],
-            params,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
+            requests,
+            turns=[record.turns for record in records],
+            keep_going=len(records) > 1,
+            **encoding,
         )
-    streaming = len(records) == 1 and sys.stdout.isatty()
-    progress = Progress("prompt", len(records), quiet=quiet or streaming)
-    sink = Sink(records, output, progress.aside)
+    total = len(records) + turns
+    streaming = total == 1 and sys.stdout.isatty()
+    what = "turn" if turns else "prompt"
+    progress = Progress(what, total, quiet=quiet or streaming)
+    line_of = None
+    if output_format == "openai":
+        line_of = partial(openai_line, model=decoder.target_name)
+    sink = Sink(records, output, progress.aside, line_of)
 
     def conclude(*, interrupted: bool) -> None:
         """Close what is open, and report how it ended."""
@@ -222,22 +294,27 @@ def run(
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
             show(
-                f"specdec: interrupted: {sink.finished} of {len(records)} prompts "
+                f"specdec: interrupted: {sink.finished} of {total} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
         if not quiet:
-            show(_summary(decoder, params, len(sink.errors)), err=True)
+            show(_summary(decoder, each, len(sink.errors)), err=True)
 
     interrupted = False
-    share = Share(len(records), params.max_tokens)
+    each = requests if isinstance(requests, list) else [requests]
+    share = Share(total, max(params.max_tokens for params in each))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
             for event in events:
                 sink.take(event)
                 done = event.result is not None
-                share.take(event.index, len(event.token_ids), done=done)
+                share.take(
+                    event.index * (turns + 1) + event.turn,
+                    len(event.token_ids),
+                    done=done,
+                )
                 progress.add(done, **_under_way(decoder.stats), share=share)
         except KeyboardInterrupt:
             interrupted = True
@@ -249,6 +326,28 @@ def run(
         sys.exit(INTERRUPTED)
     if sink.errors:
         sys.exit(FAILURE)
+
+
+def _note_what_does_nothing(
+    draft: str | None,
+    requests: SamplingParams | list[SamplingParams],
+    *,
+    quiet: bool,
+) -> None:
+    """Name an option without effect, or with another than many expect."""
+    each = requests if isinstance(requests, list) else [requests]
+    notes = []
+    if options.is_given("seed") and not any(params.draws for params in each):
+        notes.append("--seed has no effect at --temp 0: nothing is drawn")
+    if (found := re.search(r"(?:^|\+)layers:(\d{1,6})$", draft or "")) is not None:
+        n = int(found[1])
+        notes.append(
+            f"layers:{n} is layer {n} alone; the first {n} are layers:0-{n - 1}"
+            if n > 1
+            else f"layers:{n} is layer {n} alone"
+        )
+    for note in notes if not quiet else ():
+        show(f"specdec: note: {note}", err=True)
 
 
 def _collect(
@@ -276,7 +375,8 @@ def _collect(
         return [PromptRecord(text + piped) for text in texts]
     if sys.stdin.isatty():
         raise click.UsageError(
-            "no prompts: give --prompt TEXT, --prompts FILE, or standard input"
+            "no prompts: give --prompt TEXT, --prompts FILE, or standard input; "
+            "specdec chat talks"
         )
     return read_records("-")
 
@@ -323,7 +423,9 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
     )
 
 
-def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> str:
+def _summary(
+    decoder: SpecDecoder, requests: Sequence[SamplingParams], num_failed: int
+) -> str:
     from ..model_names import short
 
     stats, draft = decoder.stats, decoder.draft_name
@@ -359,8 +461,8 @@ def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> s
         lines["acceptance"] = "nothing was drafted: it is not worth it here"
     if decoder.config.kv_bits is not None:
         lines["KV cache"] = f"{decoder.config.kv_bits} bits"
-    if params.draws:
-        lines["seed"] = str(params.seed)
+    if seeds := [str(params.seed) for params in requests if params.draws]:
+        lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
     if num_failed:
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"

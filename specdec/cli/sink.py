@@ -33,14 +33,20 @@ class Sink:
         prompts: Sequence[PromptRecord],
         output: TextIO | None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
+        line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
+        | None = None,
     ) -> None:
         self._prompts = prompts
         self._output = output
         self._aside = aside
-        self._waiting: dict[int, GenerationResult] = {}
+        self._line_of = line_of or _line_of
+        # Several answers, each under a header.
+        self._several = len(prompts) > 1 or any(record.turns for record in prompts)
+        self._waiting: dict[int, list[GenerationResult]] = {}
         self._next = 0
         self._line_open = False
         self._stdout_failed = False
+        self._ended: set[int] = set()  # no more answers come to these prompts
         self.finished = 0
         self.errors: dict[int, str] = {}
         if output is not None and os.path.isfile(output.name):
@@ -52,37 +58,38 @@ class Sink:
         Raises:
             click.ClickException: the file, or standard output, cannot be written.
         """
-        if len(self._prompts) == 1:
+        if not self._several:
             self._write(event.text)
         if event.result is None:
             return
         self.finished += 1
         if event.result.finish_reason == "error":
             self.errors[event.index] = event.result.error or "no reason was given"
-        if len(self._prompts) > 1:
-            self._waiting[event.index] = event.result
+        last = event.turn == len(self._prompts[event.index].turns)
+        if last or event.result.finish_reason not in ("stop", "length"):
+            self._ended.add(event.index)
+        self._waiting.setdefault(event.index, []).append(event.result)
         if self._output is not None:
             self._write_line(self._output, event.result)
-        if len(self._prompts) == 1:
+        if not self._several:
             self._write("\n")
             return
         while self._next in self._waiting:
-            self._write_block(self._waiting.pop(self._next))
+            self._write_blocks(self._next)
+            if self._next not in self._ended:
+                return
             self._next += 1
 
     def close(self) -> None:
         """Write the finished results that waited for an earlier prompt."""
-        for index in sorted(self._waiting):
-            self._write_block(self._waiting.pop(index))
-        if self._line_open or (len(self._prompts) == 1 and not self.finished):
+        if self._several:
+            for index in sorted(self._waiting):
+                self._write_blocks(index)
+        if self._line_open or (not self._several and not self.finished):
             self._write("\n")
 
     def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        fields = result.to_dict()
-        named = self._prompts[result.index].id
-        if named is not None:
-            fields = {"index": result.index, "id": named, **fields}
-        line = json_text(fields)
+        line = json_text(self._line_of(result, self._prompts[result.index]))
         try:
             output.write(line + "\n")
             output.flush()
@@ -91,9 +98,16 @@ class Sink:
                 output.close()  # what it still holds would fail again later
             raise cannot_write(f"--output {output.name}", error) from error
 
-    def _write_block(self, result: GenerationResult) -> None:
-        title = _title(self._prompts[result.index].prompt)
-        self._write(f"== [{result.index}] {title}\n{result.text}\n\n")
+    def _write_blocks(self, index: int) -> None:
+        """Write the answers to a prompt that wait, each under its header."""
+        record = self._prompts[index]
+        for result in self._waiting[index]:
+            said, number = record.prompt, str(index)
+            if record.turns:
+                said = (record.prompt, *record.turns)[result.turn]
+                number = f"{index}.{result.turn}"
+            self._write(f"== [{number}] {_title(said)}\n{result.text}\n\n")
+        self._waiting[index].clear()
 
     def _write(self, text: str) -> None:
         if self._stdout_failed:
@@ -109,6 +123,15 @@ class Sink:
             raise output_failed(error) from error
         if text:
             self._line_open = not text.endswith("\n")
+
+
+def _line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+    fields = result.to_dict()
+    if record.turns:
+        fields = {"index": result.index, "turn": result.turn, **fields}
+    if record.id is not None:
+        fields = {"index": result.index, "id": record.id, **fields}
+    return fields
 
 
 def _for_terminal(text: str) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import shlex
 import sys
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
@@ -15,6 +14,7 @@ from ..prompts import read_records
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.data_files import json_text
 from . import options
+from .command_line import command_line
 from .options import is_given
 from .output import (
     FAILURE,
@@ -85,6 +85,7 @@ TOKENS_BEYOND_DRAFT = 3
 )
 @options.kv_group_size()
 @options.dtype()
+@options.origin
 @options.trust_remote_code()
 @options.ignore_chat_template()
 @options.file(
@@ -110,6 +111,9 @@ def verify(
     kv_bits: int | None,
     kv_group_size: str,
     dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
     trust_remote_code: bool,
     ignore_chat_template: bool,
     json_file: str | None,
@@ -143,6 +147,12 @@ def verify(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
     )
+    loading: dict[str, Any] = options.origin_of(
+        drafts=drafts,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
     records = read_records(file)[:num_prompts]
     output = None
     if json_file is not None:
@@ -150,7 +160,7 @@ def verify(
         click.get_current_context().call_on_close(output.close)
 
     silence_third_parties()
-    show_warnings()
+    show_warnings(notes=not quiet)
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
     from ..tools.parity import certify, summary
@@ -162,6 +172,7 @@ def verify(
         dtype=dtype,
         config=config,
         trust_remote_code=trust_remote_code,
+        **loading,
     )
     with places_named(records), Progress("row", quiet=quiet) as progress:
         found = certify(
@@ -186,6 +197,7 @@ def verify(
             "kv_bits": config.kv_bits,
             "kv_group_size": config.kv_group_size if kv_bits else None,
             "dtype": dtype,
+            **loading,
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }
@@ -242,7 +254,7 @@ def _record(
     return {
         "verdict": found.verdict,
         "passed": found.passed,
-        "command": shlex.join(["specdec", *sys.argv[1:]]),
+        "command": command_line(),
         "machine": describe(),
         "target": decoder.target_name,
         "draft": decoder.draft_name,

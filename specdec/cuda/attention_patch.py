@@ -99,6 +99,16 @@ def take_few_queries(model: nn.Module) -> None:
             module.__class__ = kind
 
 
+def takes_single(model: nn.Module) -> bool:
+    """Whether the kernel computes the model's attention of one query with a mask."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    kinds: set[Any] = {type(module) for _, module in modules}
+    attending = {kind for kind in kinds if isinstance(kind, _Derived)}
+    return bool(attending) and all(
+        kind in attending or _attending(kind) is None for kind in kinds
+    )
+
+
 def _halves(module: nn.Module) -> list[mx.Dtype]:
     """The types of 16 bits of its weights, or of their scales, and so of queries."""
     arrays: Any = tree_flatten(module.parameters())

@@ -8,7 +8,7 @@ operations. A kernel is one node.
 
 Each query's result is summed in an order that depends on the positions of its keys
 alone. So it has the same bits whatever is computed beside it (other rows, other tokens
-of a verification) and however many columns are read behind its last one.
+of a verification) and however many columns are read after its last one.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def attention(
             ``"causal"``: the last query sees all keys, the one before it one fewer.
 
     Returns:
-        Shape (B, H, S, D), the heads of a token one behind the other in memory. What
+        Shape (B, H, S, D), the heads of a token one after the other in memory. What
         it can compute :func:`takes` says.
     """
     rows, heads, tokens, size = queries.shape
@@ -183,11 +183,12 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> bool:
     added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
     try:
         for mask in (added, seen, "causal"):
-            exact = mx.fast.scaled_dot_product_attention(
-                *(x.astype(mx.float32) for x in (q, k, v)),
-                scale=0.1,
-                mask=mask if isinstance(mask, str) else seen,
-            )
+            with mx.stream(mx.cpu):  # where MLX has its operations compiled
+                exact = mx.fast.scaled_dot_product_attention(
+                    *(x.astype(mx.float32) for x in (q, k, v)),
+                    scale=0.1,
+                    mask=mask if isinstance(mask, str) else seen,
+                )
             found = attention(q, k, v, 0.1, mask).astype(mx.float32)
             # Not the other way round: NaN is no agreement.
             off = mx.abs(found - exact).max()

@@ -2,7 +2,8 @@
 
 MLX's CUDA backend computes the product of x (B, S, D) with packed weights as B
 products of (S, D): every row reads all weights again. Flattened to (B * S, D) it is
-one product that reads them once (``benchmarks.kernels packed`` times both).
+one product that reads them once: by :mod:`.packed_matmul` where that is proven, by MLX
+otherwise (``benchmarks.kernels packed`` times both).
 """
 
 from __future__ import annotations
@@ -13,14 +14,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from . import packed_matmul
+from .kernels import MOST_PARTS
+
 
 class FlattenedLinear(nn.QuantizedLinear):
     """A quantized layer that takes x of any shape (..., D) as (N, D)."""
 
     def __call__(self, x: mx.array) -> mx.array:
+        if packed_matmul.computes(self, x):
+            return packed_matmul.of_layer(self, x)[0]
         linear: Any = super().__call__
         flat: mx.array = linear(x.reshape(-1, x.shape[-1]))
         return flat.reshape(*x.shape[:-1], -1)
+
+    def split(self, x: mx.array, ends: tuple[int, ...]) -> list[mx.array]:
+        """Its product in parts, for stacked matrices that end at these columns."""
+        if len(ends) <= MOST_PARTS and packed_matmul.computes(self, x):
+            return packed_matmul.of_layer(self, x, ends)
+        usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
+        return list(usual)
 
 
 class FlattenedEmbedding(nn.QuantizedEmbedding):
@@ -28,6 +41,8 @@ class FlattenedEmbedding(nn.QuantizedEmbedding):
 
     def as_linear(self, x: mx.array) -> mx.array:
         """Logits (..., V) of x (..., D)."""
+        if packed_matmul.computes(self, x):
+            return packed_matmul.of_layer(self, x)[0]
         linear: Any = super().as_linear
         flat: mx.array = linear(x.reshape(-1, x.shape[-1]))
         return flat.reshape(*x.shape[:-1], -1)
@@ -40,12 +55,26 @@ _FLATTENED: dict[type, Any] = {
 
 
 def flatten_products(model: nn.Module) -> None:
-    """Let the model's packed layers compute flattened, in place; weights stay."""
+    """Let the model's packed layers compute flattened, in place; weights stay.
+
+    The kernel for them is tried here, for the layers that the model has.
+    """
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     for path, layer in leaves:
         kind = _FLATTENED.get(type(layer))
         if kind is not None:
+            packed_matmul.tried(layer)
             model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+def slow_pairs(model: nn.Module) -> bool:
+    """Whether two tokens take longer than one: packed products by MLX's kernels."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    return any(
+        isinstance(layer, FlattenedLinear | FlattenedEmbedding)
+        and not packed_matmul.tried(layer)
+        for _, layer in modules
+    )
 
 
 def as_kind(layer: nn.Module, kind: Any) -> Any:

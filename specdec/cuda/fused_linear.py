@@ -85,7 +85,7 @@ class _Product:
 
     def _compute(self, x: mx.array) -> list[mx.array]:
         whole, ends = self._whole, self._ends
-        if isinstance(whole, SkinnyLinear):
+        if isinstance(whole, SkinnyLinear | FlattenedLinear):
             return whole.split(x, ends)
         if type(whole) is nn.Linear and "bias" in whole and x.size == x.shape[-1]:
             # MLX has a fast kernel for one row, which adds no bias.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from functools import cache
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +19,37 @@ _MMA = """
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])                      \\
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1))
 """
+
+#: Arrays that one product can be written to, for matrices that are stacked. One kernel
+#: does for all: each that MLX compiles takes seconds.
+MOST_PARTS = 3
+#: Writes ``sum``, of row m and column at of N: to that of the arrays which has the
+#: column; the i-th ends before ends[i].
+WRITE = """
+        if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
+        const size_t row = m;
+        *(at < ends[0] ? out0 + row * ends[0] + at
+          : at < ends[1] ? out1 + row * (ends[1] - ends[0]) + (at - ends[0])
+                         : out2 + row * (N - ends[1]) + (at - ends[1])) =
+            static_cast<T>(sum);
+"""
+#: The names of these arrays.
+PARTS = tuple(f"out{i}" for i in range(MOST_PARTS))
+
+
+@cache
+def first_ends(ends: tuple[int, ...]) -> mx.array:
+    """Where the first matrix ends, and the second, for the kernel."""
+    return mx.array((*ends, ends[-1])[:2], mx.int32)
+
+
+def shapes_of_parts(
+    shape: tuple[int, ...], ends: tuple[int, ...]
+) -> list[tuple[int, ...]]:
+    """Shapes of the arrays, for x of a shape (..., K); those of no matrix are small."""
+    sizes = [b - a for a, b in pairwise((0, *ends))]
+    shapes = [(*shape[:-1], size) for size in sizes]
+    return shapes + [(1,)] * (MOST_PARTS - len(sizes))
 
 
 def tensor_cores(dtype: mx.Dtype) -> str:

@@ -13,9 +13,7 @@ of a verification.
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
 from functools import cache
-from itertools import pairwise
 from itertools import product as product_of
 from typing import Any
 
@@ -24,7 +22,16 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
 from .flattened_matmul import as_kind
-from .kernels import TYPES, cuda_kernel, tensor_cores
+from .kernels import (
+    MOST_PARTS,
+    PARTS,
+    TYPES,
+    WRITE,
+    cuda_kernel,
+    first_ends,
+    shapes_of_parts,
+    tensor_cores,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -107,9 +114,7 @@ _SOURCE = """
           float sum = 0.0f;
           #pragma unroll
           for (int w = 0; w < WARPS; ++w) sum += found[i][w][in_tile][n];
-          if (bias_ndim == 1) sum += static_cast<float>(bias[at]);
-          const size_t row = m;
-          @WRITE@ = static_cast<T>(sum);
+          @WRITE@
         }
       }
       __syncthreads();
@@ -169,18 +174,11 @@ __device__ __forceinline__ uint4 specdec_eight(const T* at) {
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 """
-# Where a result goes: to the one array, or to that of up to MOST_PARTS that has its
-# column; the i-th ends before ends[i].
-MOST_PARTS = 3
-_WHOLE = "out[row * N + at]"
-_PARTS = """*(at < ends[0] ? out0 + row * ends[0] + at
-        : at < ends[1] ? out1 + row * (ends[1] - ends[0]) + (at - ends[0])
-                       : out2 + row * (N - ends[1]) + (at - ends[1]))"""
 
 
 @cache
-def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
-    source = _SOURCE.replace("@WRITE@", _PARTS if parted else _WHOLE)
+def _kernel(dtype: mx.Dtype) -> Any:
+    source = _SOURCE.replace("@WRITE@", WRITE)
     for place, loads in (("@TURNS@", _TOGETHER), ("@APART@", _APART)):
         turns = _TURNS
         for name, load in loads.items():
@@ -189,8 +187,8 @@ def _kernel(dtype: mx.Dtype, parted: bool) -> Any:
     return cuda_kernel(
         f"skinny_{TYPES[dtype]}",
         source,
-        ("x", "weight", "bias", *(("ends",) if parted else ())),
-        tuple(f"out{i}" for i in range(MOST_PARTS)) if parted else ("out",),
+        ("x", "weight", "bias", "ends"),
+        PARTS,
         header=tensor_cores(dtype) + _LOADS,
     )
 
@@ -201,7 +199,7 @@ def product(x: mx.array, weight: mx.array, bias: mx.array | None) -> mx.array:
     Summed in float32 and rounded once, the bias included. What it can compute, and
     sooner than MLX, :func:`takes` says.
     """
-    return _launch(x, weight, bias, [weight.shape[0]])[0]
+    return parts(x, weight, bias, (weight.shape[0],))[0]
 
 
 def parts(
@@ -213,38 +211,16 @@ def parts(
     copies them first.
 
     Args:
-        ends: the row of ``weight`` behind which each matrix ends, two or three.
+        ends: the row of ``weight`` after which each matrix ends, up to three.
     """
-    sizes = [b - a for a, b in pairwise((0, *ends))]
-    return _launch(x, weight, bias, sizes, _two_ends(ends))
-
-
-@cache
-def _two_ends(ends: tuple[int, ...]) -> mx.array:
-    """Where the first matrix ends, and the second, for the kernel."""
-    return mx.array(ends[:2], mx.int32)
-
-
-def _launch(
-    x: mx.array,
-    weight: mx.array,
-    bias: mx.array | None,
-    sizes: Sequence[int],
-    ends: mx.array | None = None,
-) -> list[mx.array]:
-    """Run the kernel; its results have so many columns."""
     rows, columns = x.size // x.shape[-1], weight.shape[0]
     warps = _warps(*weight.shape)
     wide, tiles, unroll = _block(rows, warps)
     threads = 32 * warps
     # An array that is no vector stands for no bias: a kernel less to compile.
-    inputs = [x, weight, weight if bias is None else bias]
-    shapes = [(*x.shape[:-1], size) for size in sizes]
-    if ends is not None:
-        inputs.append(ends)
-        shapes += [(1,)] * (MOST_PARTS - len(sizes))
-    results: list[mx.array] = _kernel(x.dtype, ends is not None)(
-        inputs=inputs,
+    added = weight if bias is None else bias
+    results: list[mx.array] = _kernel(x.dtype)(
+        inputs=[x, weight, added, first_ends(ends)],
         template=[
             ("T", x.dtype),
             ("WARPS", warps),
@@ -254,10 +230,10 @@ def _launch(
         ],
         grid=(-(-columns // (ROWS * tiles)) * threads, -(-rows // (TILE * wide)), 1),
         threadgroup=(threads, 1, 1),
-        output_shapes=shapes,
-        output_dtypes=[x.dtype] * len(shapes),
+        output_shapes=shapes_of_parts(x.shape, ends),
+        output_dtypes=[x.dtype] * MOST_PARTS,
     )
-    return results[: len(sizes)]
+    return results[: len(ends)]
 
 
 def _warps(rows: int, columns: int) -> int:

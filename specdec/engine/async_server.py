@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import atexit
 import threading
+import time
 import traceback
 from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
@@ -20,14 +21,14 @@ from dataclasses import dataclass, field
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar, Unpack
 
 import mlx.core as mx
 
 from ..errors import PromptError, ServerError, reason_of
 from ..output_text import stop_texts
-from ..outputs import GenerationResult, RunStats, StreamEvent
-from ..prompts import EncodedPrompt, Prompt
+from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
+from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
 from .session import Session
 
@@ -36,10 +37,13 @@ from .session import Session
 _idle_streams: defaultdict[str, list[mx.Stream]] = defaultdict(list)
 # Seconds that the end of the process waits for a server that nobody closed.
 _PATIENCE = 10.0
+# Seconds between two looks at what the engine is busy with.
+_LOOKS = 0.1
 # Stands for a prompt that is not tokenized any more.
 _UNREAD = EncodedPrompt("", ())
 
 OpenSession = Callable[[], AbstractContextManager[Session]]
+T = TypeVar("T")
 
 
 @dataclass(eq=False)
@@ -54,6 +58,7 @@ class _Request:
     params: SamplingParams
     inbox: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     left: bool = False
+    cut: bool = False  # to end as it is, with a result
     index: int | None = None
 
 
@@ -69,6 +74,7 @@ class _Worker(threading.Thread):
         hear: called in the loop, with what is for the requests.
         hear_end: called in the loop, last, with what went wrong in the engine, if
             anything did.
+        prepare: called in the tokenizing thread with a request's parameters.
     """
 
     def __init__(
@@ -77,17 +83,22 @@ class _Worker(threading.Thread):
         loop: asyncio.AbstractEventLoop,
         hear: Callable[[_Told], None],
         hear_end: Callable[[BaseException | None], None],
+        prepare: Callable[[SamplingParams], object],
     ):
         # A loop that died without closing the server must not keep Python alive.
         super().__init__(name="specdec server", daemon=True)
         self.stats = RunStats()
+        self.load = EngineLoad()
+        self._looked = 0.0  # when that was
         self._open_session = open_session
         self._loop = loop
         self._hear = hear
         self._hear_end = hear_end
+        self._prepare = prepare
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
         self._requests: dict[int, _Request] = {}
-        self._prompts: SimpleQueue[_Request | None] = SimpleQueue()  # None ends them
+        # What the tokenizing thread does, in order; None ends it.
+        self._prompts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._closing = False  # as any thread may say
         self._all_came = False
 
@@ -95,7 +106,20 @@ class _Worker(threading.Thread):
 
     def add(self, request: _Request) -> None:
         """Tokenize a request's prompt in its turn, and decode it."""
-        self._prompts.put(request)
+        self._prompts.put(partial(self._encode, request))
+
+    def add_encoded(self, request: _Request, prompt: EncodedPrompt) -> None:
+        """Decode a request whose prompt is tokenized."""
+        self._commands.put(partial(self._add, request, prompt))
+
+    def call(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
+        """Call ``work`` in the tokenizing thread, in its turn."""
+        self._prompts.put(partial(self._call, work, future))
+
+    def cut(self, request: _Request) -> None:
+        """End a request as it is: its last event comes with the next step."""
+        request.cut = True
+        self._commands.put(partial(self._cancel, request))
 
     def cancel(self, request: _Request) -> None:
         """End a request, whether it has begun or not."""
@@ -111,9 +135,9 @@ class _Worker(threading.Thread):
     # -- in the tokenizing thread ------------------------------------------
 
     def _tokenize(self) -> None:
-        for request in iter(self._prompts.get, None):
+        for work in iter(self._prompts.get, None):
             with suppress(RuntimeError):  # the loop has gone, and all who could hear
-                self._encode(request)
+                work()
         self._commands.put(self._end_of_prompts)
 
     def _encode(self, request: _Request) -> None:
@@ -121,14 +145,32 @@ class _Worker(threading.Thread):
         if request.left:
             return
         try:
-            prompt = _UNREAD if self._closing else request.encode()
-            stop_texts(request.params.stop)  # kept for the session's thread
+            unread = self._closing or request.cut
+            prompt = _UNREAD if unread else request.encode()
+            # Both are kept for the session's thread.
+            stop_texts(request.params.stop)
+            self._prepare(request.params)
         except Exception as error:
             self._tell([(request, error)])
         except BaseException as error:  # a prompt's own code may raise anything
             self._tell([(request, PromptError(f"it fails ({reason_of(error)})"))])
         else:
             self._commands.put(partial(self._add, request, prompt))
+
+    def _call(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
+        """Call ``work``, unless nobody waits for what it returns."""
+        if future.done():
+            return
+        try:
+            if self._closing:
+                raise ServerError("the server is closed: make another one")
+            settle = partial(_settle, future, work())
+        except Exception as error:
+            settle = partial(_fail, future, error)
+        except BaseException as error:  # a prompt's own code may raise anything
+            failed = PromptError(f"it fails ({reason_of(error)})")
+            settle = partial(_fail, future, failed)
+        self._loop.call_soon_threadsafe(settle)
 
     # -- in the thread -----------------------------------------------------
 
@@ -170,10 +212,16 @@ class _Worker(threading.Thread):
             self._obey(session, wait=not session.busy)
             try:
                 self._report(session.step())
+                self._look(session)
             except BaseException:
                 with suppress(Exception):  # what had ended in the step that failed
                     self._report(session.step())
                 raise
+
+    def _look(self, session: Session) -> None:
+        now = time.monotonic()
+        if now - self._looked > _LOOKS or not session.busy:
+            self._looked, self.load = now, session.load
 
     def _report(self, events: list[StreamEvent]) -> None:
         if events:
@@ -203,7 +251,7 @@ class _Worker(threading.Thread):
             self._tell([(request, error)])
         else:
             self._requests[request.index] = request
-            if self._closing:
+            if self._closing or request.cut:
                 session.cancel(request.index)
 
     def _cancel(self, request: _Request, session: Session) -> None:
@@ -216,6 +264,16 @@ class _Worker(threading.Thread):
 
     def _end_of_prompts(self, session: Session) -> None:
         self._all_came = True
+
+
+def _settle(future: asyncio.Future[T], found: T) -> None:
+    if not future.done():
+        future.set_result(found)
+
+
+def _fail(future: asyncio.Future[T], error: Exception) -> None:
+    if not future.done():
+        future.set_exception(error)
 
 
 @contextmanager
@@ -257,13 +315,22 @@ class Server:
     Args:
         open_session: makes the session, in the thread that steps it.
         encode: makes token ids of a prompt, with the options of :meth:`stream`.
+        prepare: does beforehand what takes long of a request's parameters, such as
+            compiling its grammar, and raises where they cannot be used.
     """
 
-    def __init__(self, open_session: OpenSession, encode: Callable[..., EncodedPrompt]):
+    def __init__(
+        self,
+        open_session: OpenSession,
+        encode: Callable[..., EncodedPrompt],
+        prepare: Callable[[SamplingParams], object] = lambda params: None,
+    ):
         self._open_session = open_session
         self._encode = encode
+        self._prepare = prepare
         self._worker: _Worker | None = None
         self._open: set[_Request] = set()
+        self._calls: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self._closed = False
         self._failure: BaseException | None = None
@@ -272,7 +339,9 @@ class Server:
         if self._worker is not None:
             raise ServerError("a server is entered once: make another one")
         loop = asyncio.get_running_loop()
-        self._worker = _Worker(self._open_session, loop, self._hear, self._hear_end)
+        self._worker = _Worker(
+            self._open_session, loop, self._hear, self._hear_end, self._prepare
+        )
         self._worker.start()
         return self
 
@@ -309,13 +378,39 @@ class Server:
         """What was counted and measured until now."""
         return RunStats() if self._worker is None else copy(self._worker.stats)
 
+    @property
+    def load(self) -> EngineLoad:
+        """What the engine was busy with a moment ago."""
+        return EngineLoad() if self._worker is None else self._worker.load
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong in the engine, if it failed."""
+        return self._failure
+
+    async def tokenize(self, work: Callable[[], T]) -> T:
+        """Call ``work``, which tokenizes something, in the thread that does.
+
+        It comes after the prompts that were given before.
+
+        Raises:
+            ServerError: the server is not open, or closes meanwhile.
+            Exception: what ``work`` raises.
+        """
+        worker = self._checked_worker()
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        worker.call(work, future)
+        return await future
+
     async def stream(
         self,
-        prompt: Prompt,
+        prompt: Prompt | EncodedPrompt,
         params: SamplingParams | None = None,
         *,
-        system_prompt: str | None = None,
-        ignore_chat_template: bool = False,
+        timeout: float | None = None,
+        **encoding: Unpack[Encoding],
     ) -> AsyncGenerator[StreamEvent, None]:
         """Decode a prompt, yielding what it emits; the last event has its result.
 
@@ -325,12 +420,16 @@ class Server:
 
         Args:
             prompt: a string, chat messages or token ids, as for
-                :meth:`specdec.SpecDecoder.generate`.
+                :meth:`specdec.SpecDecoder.generate`, or what is encoded already.
+            timeout: seconds after which it ends as it is: its result's
+                ``finish_reason`` is ``cancelled``.
             params: how to decode it, as for
                 :meth:`specdec.engine.session.Session.add`. A sampler and logits
                 processors are called in the server's thread:
                 arrays that they hold must have been evaluated (``mx.eval``) where
                 they were made.
+            encoding: ``system_prompt`` and its like, as for
+                :meth:`specdec.SpecDecoder.generate`.
 
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
@@ -341,16 +440,18 @@ class Server:
                 wrong there is its ``__cause__``.
         """
         worker = self._checked_worker()
-        encode = partial(
-            self._encode,
-            prompt,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-        )
+        encode = partial(self._encode, prompt, **encoding)
         params = SamplingParams() if params is None else require_params(params)
         request = _Request(encode, params)
         self._open.add(request)
-        worker.add(request)
+        if isinstance(prompt, EncodedPrompt):
+            worker.add_encoded(request, prompt)
+        else:
+            worker.add(request)
+        timer: asyncio.TimerHandle | None = None
+        if timeout is not None:
+            loop = asyncio.get_running_loop()
+            timer = loop.call_later(timeout, worker.cut, request)
         try:
             while True:
                 told = await request.inbox.get()
@@ -360,6 +461,8 @@ class Server:
                 if told.result is not None:
                     return
         finally:
+            if timer is not None:
+                timer.cancel()
             if request in self._open:
                 self._open.remove(request)
                 worker.cancel(request)
@@ -393,6 +496,8 @@ class Server:
         for request in self._open:
             request.inbox.put_nowait(self._refusal())
         self._open.clear()
+        for future in list(self._calls):
+            _fail(future, self._refusal())
         self._ended.set()
 
     def _checked_worker(self) -> _Worker:

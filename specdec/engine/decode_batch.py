@@ -18,26 +18,20 @@ from dataclasses import replace
 import mlx.core as mx
 
 from ..backend import BackendDefaults
-from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
 from ..request import Request
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
+from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
-from ..spec_decode.draft_length import (
-    BatchState,
-    DraftLength,
-    ShadowAcceptance,
-    StepTimer,
-)
-from ..spec_decode.drafter import backlog, peek
+from ..spec_decode.draft_length import DraftLength
+from ..spec_decode.drafter import backlog, new_shapes, peek
 from ..spec_decode.ready import verify_inputs
 from ..spec_decode.verifier import Verifier
 from .in_flight import InFlight
 from .limits import DraftLimits
 from .observer import RoundObserver
+from .pacing import Pacing
 
-# Rounds without a draft after which it is asked again whether rows that join get one.
-IDLE = 64
 NO_TOKENS: tuple[int, ...] = ()
 
 
@@ -84,20 +78,14 @@ class DecodeBatch:
         self._limits = DraftLimits(
             drafter, length.max_draft_tokens, static_shapes=backend.static_shapes
         )
-        # The largest k of any round.
-        self.num_draft_tokens = self._limits.most
         self._backend = backend
         self._observer = observer
-        self._vocab_size = target.vocab_size
-        self._length, self._timer = length, StepTimer()
-        self._shadow = ShadowAcceptance()
-        self._has_room = False  # for draft tokens in the next round, in any row
-        self._idle = 0  # rounds since one drafted, or since rows came that may draft
+        self._pacing = Pacing(length, backend.peek_rows)
         prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
         # The last token is fed alone: no chunk then computes logits it drops.
         self._target = target.rows(
             [p[:-1] for p in prompts],
-            max_round=self.num_draft_tokens + 1,
+            max_round=self._limits.most + 1,
             max_length=self._max_length(),
         )
         self._drafter = drafter
@@ -112,7 +100,7 @@ class DecodeBatch:
         """Tokens that the longest row can ever hold, rejected ones included."""
         longest = max(s.max_length for s in self.slots if s)
         # A row that has ended may be past its end by rounds that were not read.
-        return longest + (self._backend.lookahead + 2) * (self.num_draft_tokens + 1)
+        return longest + (self._backend.lookahead + 2) * (self._limits.most + 1)
 
     def _is_drafted(self, sequence: Request) -> bool:
         """Whether a row is drafted for, at least when it begins."""
@@ -143,9 +131,14 @@ class DecodeBatch:
         return [s for s in self.slots if s is not None and s.finish_reason is None]
 
     @property
+    def cache_bytes(self) -> int:
+        """Bytes of the target's keys and values."""
+        return self._target.nbytes
+
+    @property
     def drafts(self) -> bool:
         """Whether a row was drafted for in one of the last rounds."""
-        return self._draft is not None and self._idle < IDLE
+        return self._draft is not None and self._pacing.drafts
 
     # -- prefill -----------------------------------------------------------
 
@@ -190,34 +183,36 @@ class DecodeBatch:
 
     def choose_k(self) -> int:
         """Tokens to propose in the next round; to ask twice is as to ask once."""
-        self._has_room = False
-        if self._draft is None:
-            return 0
-        unfinished = self.unfinished
-        most = max(self._limits.of_use(s, self._pending) for s in unfinished)
-        room = [n for n in self._row_limits(most) if n >= 0]
-        self._has_room = any(room)
-        if not self._has_room:
-            return 0
-        left = {s.number: s.remaining for s in unfinished}
-        state = BatchState(
-            len(self.slots),
-            room,
-            sum(left.values()) / len(room),
-            backlog(self._draft),
-            self._timer.in_flight,
-            {} if self.expected else left,
+        left = {s.number: s.remaining for s in self.unfinished}
+        room, most = list[int](), 0
+        if self._draft is not None:
+            most = max(self._limits.of_use(s, self._pending) for s in self.unfinished)
+            room = [n for n in self._row_limits(most) if n >= 0]
+        missed, alone = self._backlog, not self.expected
+        k = self._pacing.choose(
+            len(self.slots), room, left, backlog=missed, alone=alone
         )
-        return min(most, self._length.choose(state))
+        return min(most, k)
+
+    @property
+    def _backlog(self) -> int:
+        """Tokens of a row, on average, that the drafter has to take in."""
+        return 0 if self._draft is None else backlog(self._draft)
+
+    @property
+    def _new_shapes(self) -> int:
+        """Forwards so far, of both models, of shapes that were not ready."""
+        draft = 0 if self._draft is None else new_shapes(self._draft)
+        return self._target.new_shapes + draft
 
     def lookahead(self, k: int) -> int:
         """Rounds that may be on their way when one of k is handed out.
 
         A round that turns out to be of no use is dear where tokens, not launches,
-        cost time, and functions of the user's need every token before the next:
-        then rounds are read at once.
+        cost time, and functions of the user's, and grammars, need every token before
+        the next: then rounds are read at once.
         """
-        if self._rules.stepwise or (k and not self._backend.static_shapes):
+        if self._rules.needs_tokens or (k and not self._backend.static_shapes):
             return 0
         return self._backend.lookahead
 
@@ -235,23 +230,23 @@ class DecodeBatch:
         limits = self._row_limits(k if self._draft is not None else 0)
         k = max(0, *limits)
         limit = self._limits.array(limits, self._bounds, self._committed.lengths)
-        unsettled = CompiledForwards.unsettled
+        before, looks = self._new_shapes, False
         self._observer.begun(k)
         if not first:
             numbers = [-1 if s is None else s.number for s in self.slots]
-            missed = 0 if self._draft is None else backlog(self._draft)
-            forced = not self._has_room
-            self._idle = 0 if k else self._idle + 1
-            self._timer.begin(k, limits, numbers, backlog=missed, forced=forced)
+            looks = self._pacing.begin(k, limits, numbers, self._backlog)
         # 1. propose
         committed = self._committed.within(self._rules.sampling.context_size)
-        round_ = self._rules.round_of(k, committed, self._active)
+        round_ = self._rules.round_of(k, committed, self._active, limits)
         inputs, proposals, peeked = self._committed.newest, None, None
         if k and self._draft is not None:
             proposals = self._draft.propose(round_)
+            if round_.given is not None:  # for those that do not look at it
+                vocab_size = round_.sampling.vocab_size
+                proposals = continued(round_.given, proposals, vocab_size)
             inputs = verify_inputs(inputs, proposals)
             self._observer.built("draft", inputs)
-        elif not first and self._may_peek():
+        elif looks:
             peeked = self._peek(round_)
         # 2. verify, 3. accept
         logits = self._target.forward(inputs)
@@ -266,24 +261,20 @@ class DecodeBatch:
         if self._draft is not None and not first:
             self._draft.commit(round_, replace(accepted, hidden=self._target.hidden))
         self._committed = result.committed
-        if CompiledForwards.unsettled > unsettled:
-            self._timer.interrupt(new_shape=k > 0)  # rounds that waited are not timed
+        if self._new_shapes > before:
+            self._pacing.interrupt(new_shape=k > 0)  # rounds that waited are not timed
         rows, offset = tuple(self.slots), self._target.offset
         return InFlight.of(rows, decision, offset, first=first, peeked=peeked)
 
-    def _may_peek(self) -> bool:
-        """Whether the round just begun looks what a draft would have brought."""
-        most = self._backend.peek_rows
-        few = most is None or len(self.slots) <= most
-        return few and self._has_room and self._shadow.due()
-
     def _peek(self, round_: Round) -> Proposals | None:
         """What would be proposed in a round without a draft, if the drafter says."""
-        if self._draft is None or not self.num_draft_tokens:
+        if self._draft is None or not self._limits.most:
             return None
-        asked = replace(round_, num_draft_tokens=self.num_draft_tokens)
+        # What a grammar allows is not made for tokens that nobody verifies.
+        most = self._limits.most
+        asked = replace(round_, num_draft_tokens=most, grammar=None)
         if (peeked := peek(self._draft, asked)) is not None:
-            self._timer.look()
+            self._pacing.look()
         return peeked
 
     def learn(self, in_flight: InFlight, kept: Sequence[int | None]) -> None:
@@ -292,16 +283,11 @@ class DecodeBatch:
         Args:
             kept: tokens of each slot; ``None`` where no row was running.
         """
-        shadow: list[tuple[int, int]] = []
-        if in_flight.num_draft_tokens:
-            self._shadow.forget()
-        elif in_flight.peeked is not None or self._shadow.awaiting:
-            shadow = self._shadow.compare(in_flight.peeks())
-        self._length.observe(self._timer.read(kept, shadow))
+        self._pacing.read(in_flight, kept)
 
     def note_interruption(self) -> None:
         """Other work was handed out between two rounds."""
-        self._timer.interrupt()
+        self._pacing.interrupt()
 
     def _bounds(self) -> list[tuple[int, int]]:
         """Least and most tokens of each row in the target's cache.
@@ -327,7 +313,8 @@ class DecodeBatch:
         self._target.note_lengths(max(most), min(least))
         if self._draft is not None:
             # A row that is not drafted for may be shorter with the drafter.
-            shortest = min(least) + 1 if self._all_drafted else 0
+            drafted = all(s and self._is_drafted(s) for s in self.slots)
+            shortest = min(least) + 1 if drafted else 0
             self._draft.note_lengths(max(most) + 1, shortest)
 
     # -- rows --------------------------------------------------------------
@@ -336,8 +323,7 @@ class DecodeBatch:
         """Work out what depends on which rows there are."""
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
-        self._rules = Verifier.of(self.slots, self._vocab_size)
-        self._all_drafted = all(s and self._is_drafted(s) for s in self.slots)
+        self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
 
     def retire(self) -> None:
         """Let go of rows that have ended.
@@ -381,7 +367,7 @@ class DecodeBatch:
             plain._draft = plain._begin_draft()
             for _ in plain._draft.prefill():  # of last tokens there is hardly any
                 pass
-            self._idle = 0
+            self._pacing.restart()
         if len(free) >= len(rows):
             if len(rows) < len(other.slots):
                 other._resize(len(rows))

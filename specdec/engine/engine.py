@@ -9,6 +9,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from collections.abc import Set as AbstractSet
+from dataclasses import dataclass
 
 import mlx.core as mx
 
@@ -17,7 +18,7 @@ from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
-from ..outputs import RunStats
+from ..outputs import EngineLoad, RunStats
 from ..request import Request
 from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
@@ -28,6 +29,20 @@ from .observer import RoundObserver
 from .scheduler import Scheduler
 
 Models = tuple[ModelRunner, Drafter | None]
+
+
+@dataclass(frozen=True)
+class _Joining:
+    """Rows whose prompts are being taken in.
+
+    Args:
+        chunks: hands a chunk of them over whenever it is asked for the next.
+        slots: of all rows, once these have joined.
+    """
+
+    batch: DecodeBatch
+    chunks: Iterator[None]
+    slots: int
 
 
 class Engine:
@@ -68,7 +83,6 @@ class Engine:
         self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()
         self._models = self._guarded((target, drafter))
-        self._config = config
         self._backend = backend
         self._eos_token_ids = frozenset(eos_token_ids)
         self._detokenizer = detokenizer
@@ -87,9 +101,7 @@ class Engine:
         # Rows that decode, those whose prompts are being taken in, and rounds of both
         # that the host has not read.
         self._running: DecodeBatch | None = None
-        self._joining: DecodeBatch | None = None
-        self._slots = 0  # once they have joined
-        self._chunks: Iterator[None] = iter(())
+        self._joining: _Joining | None = None
         self._in_flight: deque[InFlight] = deque()
         self._lapped = 0.0
 
@@ -101,6 +113,17 @@ class Engine:
     def busy(self) -> bool:
         """Whether a request has not ended yet, or its end was not reported."""
         return bool(self._alive)
+
+    @property
+    def load(self) -> EngineLoad:
+        """Rows, requests that wait for one, and bytes of the rows' caches."""
+        joining = None if self._joining is None else self._joining.batch
+        batches = [b for b in (self._running, joining) if b is not None]
+        return EngineLoad(
+            running=sum(len(b.unfinished) for b in batches),
+            waiting=self._scheduler.waiting,
+            cache_bytes=sum(b.cache_bytes for b in batches),
+        )
 
     def add(self, request: Request) -> None:
         """Queue a request; it gets a row as soon as one is free.
@@ -125,7 +148,7 @@ class Engine:
             What the step emitted, and rows that had ended: the same ones until they
             were :meth:`reported`.
         """
-        self._running, self._joining, self._chunks = None, None, iter(())
+        self._running = self._joining = None
         self._in_flight.clear()
         held = {id(o.request) for o in self.unreported if o.ended}
         self.unreported = [
@@ -188,8 +211,8 @@ class Engine:
         outputs = [StepOutput.of(s) for s in self._ended_early]
         self._ended_early = []
         self._scheduler.ended()
-        if self._joining is not None and not self._joining.unfinished:
-            self._joining, self._chunks = None, iter(())
+        if self._joining is not None and not self._joining.batch.unfinished:
+            self._joining = None
         self._retire()
         return outputs
 
@@ -216,13 +239,13 @@ class Engine:
 
     def _prefill_chunk(self) -> None:
         """Hand a chunk of the joining rows' prompts over; after the last they join."""
-        joining = self._joining
-        if joining is None:
+        if self._joining is None:
             return
+        joining, slots = self._joining.batch, self._joining.slots
         if self._running is not None:
             self._running.note_interruption()
         joining.alone = self._running is None
-        more = next(self._chunks, _DONE) is not _DONE
+        more = next(self._joining.chunks, _DONE) is not _DONE
         if self._running is None:
             # Nothing is drained by waiting, and what is held meanwhile has a bound.
             mx.synchronize()
@@ -230,14 +253,14 @@ class Engine:
         if more and joining.unfinished:
             return
         # The generator holds caches that are about to be copied.
-        self._joining, self._chunks = None, iter(())
+        self._joining = None
         if not joining.unfinished:
             return
         if self._running is None:
             self._running = joining
             self._retire()
         else:
-            self._running.join(joining, self._slots)
+            self._running.join(joining, slots)
 
     def _admit(self) -> None:
         """Give rows that wait a place, where there is one and no others are joining."""
@@ -267,7 +290,7 @@ class Engine:
             except Exception as own:
                 self._ended_early.append(sequence)
                 sequence.fail(f"it cannot be decoded ({reason_of(own)})")
-        self._joining, self._chunks = None, iter(())
+        self._joining = None
         if len(fit) == len(sequences):
             raise error
         if fit:
@@ -278,8 +301,8 @@ class Engine:
         drafts = drafter is not None and self._may_draft(drafter, running, sequences)
         for sequence in sequences:
             sequence.kv_bits, sequence.drafts = target.options.kv_bits, drafts
-        own, self._slots = self._room(running, sequences)
-        self._joining = DecodeBatch(
+        own, slots = self._room(running, sequences)
+        batch = DecodeBatch(
             target,
             drafter,
             sequences,
@@ -289,7 +312,7 @@ class Engine:
             self._in_flight,
             own,
         )
-        self._chunks = self._joining.prefill()
+        self._joining = _Joining(batch, batch.prefill(), slots)
 
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
         """Slots for rows while they join, and for all once they have.
@@ -298,7 +321,7 @@ class Engine:
         """
 
         def slots(rows: int) -> int:
-            return self._backend.rows_to_keep(self._config.batch_size, rows)
+            return self._backend.rows_to_keep(self._scheduler.batch_size, rows)
 
         rows = [*running, *joining]
         own, then = slots(len(joining)), slots(len(rows))
@@ -343,7 +366,7 @@ class Engine:
             return False
         batch.expected = self._scheduler.expected
         if self._joining is not None:
-            batch.expected += len(self._joining.unfinished)
+            batch.expected += len(self._joining.batch.unfinished)
         if not batch.needs_a_round():
             return False
         k = batch.choose_k()

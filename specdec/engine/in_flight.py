@@ -9,7 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..request import Request
+from ..request import Request, TokenLogprobs
 from ..spec_decode import Proposals
 from ..spec_decode.draft_length import Peek
 from ..spec_decode.verifier import Decision
@@ -23,12 +23,14 @@ class StepOutput:
     token_ids: list[int]
     text: str
     ended: bool
+    logprobs: list[TokenLogprobs] | None = None
 
     @classmethod
     def of(cls, request: Request) -> StepOutput:
         """What ``request`` has to show and has not shown yet."""
-        token_ids, text = request.take()
-        return cls(request, token_ids, text, request.finish_reason is not None)
+        token_ids, text, logprobs = request.take()
+        ended = request.finish_reason is not None
+        return cls(request, token_ids, text, ended, logprobs)
 
 
 @dataclass(frozen=True)
@@ -114,7 +116,8 @@ class InFlight:
             at = len(sequence.tokens)
             if valid < kept:
                 what = _COMPLAINTS[str(peaks[i][valid])]
-                sequence.fail(f"its logits {what} at token {at}")
+                what = f"its logits {what} at token {at}"
+                sequence.fail(self.decision.errors.get(i, what))
             elif i in self.decision.errors:
                 sequence.fail(self.decision.errors[i])
         return read

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
-from ..outputs import GenerationResult, RunStats, StreamEvent
-from ..prompts import NO_CONTEXT, EncodedPrompt, Prompt, PromptLimit, encode
+from ..grammar import GrammarCompiler, GrammarState
+from ..output_text import token_text
+from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
+from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
 from ..sampling_params import SamplingParams, require_params
 from .admission import Preflight
@@ -24,18 +27,21 @@ class Bounds:
         vocab_size: the target's number of logits.
         context_length: positions that the target serves; ``None``: not known.
         preflight: knows what fits in memory; ``None``: nothing is asked.
+        grammars: compiles what outputs have to follow; ``None``: there are none.
     """
 
     vocab_size: int
     context_length: int | None = None
     preflight: Preflight | None = None
+    grammars: GrammarCompiler | None = None
 
     def check(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         """The parameters, with ``max_tokens`` cut to what the context leaves.
 
         Raises:
             PromptError: the prompt is longer than the context.
-            ConfigError: a token id is none of the target's.
+            ConfigError: a token id is none of the target's, or the grammar cannot be
+                used.
             MemoryLimitError: the request does not fit in memory even alone.
         """
         named = (
@@ -52,7 +58,20 @@ class Bounds:
         params = self._cut(prompt, params)
         if self.preflight is not None:
             self.preflight.check(len(prompt.token_ids), params)
+        self.grammar(params)
         return params
+
+    def grammar(self, params: SamplingParams) -> GrammarState | None:
+        """Where a row begins in its grammar; ``None`` for one that has none.
+
+        Raises:
+            ConfigError: the grammar cannot be used.
+        """
+        if params.grammar is None:
+            return None
+        if self.grammars is None:
+            raise ConfigError("there is nothing to compile a grammar with here")
+        return self.grammars.compile(params.grammar)
 
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:
@@ -109,6 +128,11 @@ class Session:
         return self._engine.busy or bool(self._engine.unreported)
 
     @property
+    def load(self) -> EngineLoad:
+        """What the engine is busy with at the moment."""
+        return self._engine.load
+
+    @property
     def stats(self) -> RunStats:
         """What was counted and measured since the session began."""
         return self._engine.stats
@@ -117,9 +141,7 @@ class Session:
         self,
         prompt: Prompt,
         params: SamplingParams | None = None,
-        *,
-        system_prompt: str | None = None,
-        ignore_chat_template: bool = False,
+        **encoding: Unpack[Encoding],
     ) -> int:
         """Queue a prompt; rows are given first come, first served.
 
@@ -128,6 +150,8 @@ class Session:
                 :meth:`specdec.SpecDecoder.generate`.
             params: how to decode it. The seed is taken as it is; a request that
                 draws and has none gets a random one, which its result reports.
+            encoding: ``system_prompt`` and its like, as for
+                :meth:`specdec.SpecDecoder.generate`.
 
         Returns:
             The index that its events and its result carry.
@@ -135,18 +159,12 @@ class Session:
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: a token id is none of the target's, or ``params`` are no
-                :class:`SamplingParams`.
+            ConfigError: a token id is none of the target's, the grammar cannot be
+                used, or ``params`` are no :class:`SamplingParams`.
             SessionError: a step did not end.
         """
         params = SamplingParams() if params is None else require_params(params)
-        encoded = encode(
-            self._tokenizer,
-            prompt,
-            system_prompt=system_prompt,
-            ignore_chat_template=ignore_chat_template,
-            limit=self._limit,
-        )
+        encoded = encode(self._tokenizer, prompt, limit=self._limit, **encoding)
         return self.add_encoded(encoded, params)
 
     def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
@@ -160,7 +178,8 @@ class Session:
             params = replace(params, xtc_special_tokens=special)
         params = self._bounds.check(prompt, params.seeded())
         index = self._next_index
-        request = Request(index, prompt.text, prompt.token_ids, params)
+        grammar = self._bounds.grammar(params)
+        request = Request(index, prompt.text, prompt.token_ids, params, grammar=grammar)
         self._next_index += 1
         self._engine.add(request)
         return index
@@ -204,13 +223,13 @@ class Session:
                 reported.
         """
         if self._broken:
-            events = list(map(_event, self._engine.abandon()))
+            events = list(map(self._event, self._engine.abandon()))
             if not events:
                 self._check_whole()
             self._engine.reported()
             return events
         self._broken = True
-        events = list(map(_event, self._engine.step()))
+        events = list(map(self._event, self._engine.step()))
         self._engine.reported()
         self._broken = False
         return events
@@ -222,11 +241,15 @@ class Session:
                 "begin another session"
             )
 
-
-def _event(output: StepOutput) -> StreamEvent:
-    return StreamEvent(
-        index=output.request.index,
-        text=output.text,
-        token_ids=output.token_ids,
-        result=GenerationResult.of(output.request) if output.ended else None,
-    )
+    def _event(self, output: StepOutput) -> StreamEvent:
+        result = None
+        if output.ended:
+            text_of = partial(token_text, self._tokenizer)
+            result = GenerationResult.of(output.request, text_of)
+        return StreamEvent(
+            index=output.request.index,
+            text=output.text,
+            token_ids=output.token_ids,
+            result=result,
+            logprobs=output.logprobs,
+        )

@@ -77,7 +77,7 @@ class MemoryPlan:
         pauses: whether rounds may draft nothing, which the draft has to catch up with.
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
-        lookahead: rounds that the backend lets the host read behind the device.
+        lookahead: rounds that the backend lets the host lag behind the device.
         static_shapes: speculative rounds are read so late too, and what a draft missed
             is padded.
         pad_single_token: steps of one token per row compute two.
@@ -208,7 +208,7 @@ class MemoryPlan:
 
     @property
     def _ahead(self) -> int:
-        """Rounds in flight behind the one that is read."""
+        """Rounds in flight after the one that is read."""
         return self.lookahead if self.static_shapes or not self.num_draft_tokens else 0
 
     @property
@@ -229,7 +229,7 @@ class MemoryPlan:
         """Slots that the longest row is written to, rejected tokens included.
 
         Its last token is never cached; a round may keep k tokens more than were
-        wanted, and rounds in flight write behind them.
+        wanted, and rounds in flight write after them.
         """
         context = max((r.context for r in rows), default=0)
         written = (self._ahead + 1) * self._round + self.pad_single_token
@@ -240,7 +240,7 @@ class MemoryPlan:
         context = max((r.context for r in rows), default=0)
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
         padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)
-        if self.prefix_bytes:  # a chunk can begin behind any prefix
+        if self.prefix_bytes:  # a chunk can begin after any prefix
             padded = prompt + self.prefill_step_size
         most = max(context + (self.lookahead + 2) * self._round, padded)
         return round_up(most, self.read_bucket)

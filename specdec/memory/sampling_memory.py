@@ -21,6 +21,7 @@ COPIES = {
     "repetition_penalty": (4, 0),
     "presence_penalty": (3, 0),
     "frequency_penalty": (2, 0),
+    "grammar": (1, 0),
     "logprobs": (2, 1),
     "top_logprobs": (1, 0),
     # What draft and target draw from, and what the one leaves of the other.

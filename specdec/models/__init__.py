@@ -3,11 +3,12 @@
 from .context import context_length
 from .convert import convert
 from .loaded import LoadedModel
-from .loading import load, load_draft
+from .loading import adopt, load, load_draft
 from .vocabulary import check_same_vocabulary
 
 __all__ = [
     "LoadedModel",
+    "adopt",
     "check_same_vocabulary",
     "context_length",
     "convert",

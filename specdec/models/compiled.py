@@ -64,14 +64,14 @@ class CompiledForwards:
             which takes longer than a forward does.
     """
 
-    #: Forwards of all of them, so far, that the same shapes will not take as long for
-    #: again: they built a graph, or ran as usual where one is to come.
-    unsettled = 0
     _at_once = 0
 
     def __init__(
         self, model: nn.Module, recorder: HiddenStates | None = None, *, after: int = 0
     ):
+        #: Forwards so far that the same shapes will not take as long for again: they
+        #: built a graph, or ran as usual where one is to come.
+        self.new_shapes = 0
         self._after = after
         self._met: Counter[Hashable] = Counter()
         self._model = model
@@ -115,7 +115,7 @@ class CompiledForwards:
             if len(self._met) > MAX_COUNTED:
                 self._met.clear()
             self._met[key] += 1
-            CompiledForwards.unsettled += 1
+            self.new_shapes += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
             function = self._make(caches, members, groups, padding)

@@ -12,10 +12,11 @@ import os
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.utils import load_model
 
-from ..errors import ModelError, SpecdecError
+from ..errors import ModelError, SpecdecError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
 from .fingerprint import fingerprint
 from .folder import check_folder
@@ -122,19 +123,39 @@ def open_layers(
     return model, config
 
 
+def take_type(model: nn.Module, target: Described) -> None:
+    """Let a draft that the target lends its embedding compute in its 16-bit type.
+
+    Of two such types MLX makes float32.
+
+    Raises:
+        UnsupportedModelError: the target's architecture is not known to have one.
+    """
+    embedding: Any = _lender(target)["model"]["embed_tokens"]
+    dtype = embedding.get("scales", embedding["weight"]).dtype
+    if dtype in (mx.bfloat16, mx.float16):
+        model.set_dtype(dtype)
+
+
+def _lender(target: Described) -> nn.Module:
+    """The part of a target that has an embedding and a head."""
+    check_trunk(target.model, target.name, "lending its embedding")
+    lender: nn.Module = target.model.get("language_model", target.model)
+    return lender
+
+
 def lend(model: nn.Module, source: str, target: Described) -> None:
     """Let a model of :func:`open_layers` have the target's embedding and head.
 
     Raises:
-        ModelError: it is of another width.
-        UnsupportedModelError: the target's architecture is not known to have them.
+        UnsupportedModelError: it is of another width, or the target's architecture is
+            not known to have them.
     """
-    check_trunk(target.model, target.name, "lending its embedding")
-    lender: nn.Module = target.model.get("language_model", target.model)
+    lender = _lender(target)
     width = lender["model"]["norm"]["weight"].shape
     found = model["model"]["norm"]["weight"].shape
     if found != width:
-        raise ModelError(
+        raise UnsupportedModelError(
             f"{source} was made for a target of width {found[0]}, and "
             f"{target.name} has {width[0]}: name the target that it was made for"
         )

@@ -16,9 +16,9 @@ from typing import Any
 import mlx.core as mx
 
 from ..errors import ModelError
-from ..utils.data_files import DataError, read_json
+from ..utils.data_files import DataError, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
-from ..utils.printable import shorten
+from ..utils.printable import quoted, shorten
 
 # The most that a configuration may say, by the end of a key. Known models have a
 # hundredth of it at most; what mlx-lm makes for each of them is Python objects.
@@ -32,6 +32,12 @@ _MOST = (
 # Keys of the number of layers; each stores a tensor at least.
 _LAYERS = re.compile(r"(n|num)(_hidden)?_layers?")
 _WEIGHTS = "model*.safetensors"
+# Of an added token. The tokenizers library prints any other on standard output, as it
+# is, and goes on.
+_TOKEN_FIELDS = {
+    "__type", "content", "id", "lstrip", "normalized", "rstrip", "single_word",
+    "special",
+}  # fmt: skip
 
 
 def check_folder(path: Path) -> None:
@@ -40,7 +46,7 @@ def check_folder(path: Path) -> None:
     Raises:
         ModelError: a file in it is none to be read, there is no usable
             ``config.json``, or that names sizes that no model has or that the weights
-            do not fill.
+            do not fill; or an added token of its tokenizer has an unknown field.
         RuntimeError: the weights are damaged.
     """
     if not path.is_dir():
@@ -54,6 +60,7 @@ def check_folder(path: Path) -> None:
             f"{path} has no config.json: give the folder of an MLX model"
         ) from error
     check_sizes(config, file)
+    _check_added_tokens(path)
     if has_weights(path):
         # Headers alone are read.
         tensors = sum(len(mx.load(str(each))) for each in path.glob(_WEIGHTS))
@@ -132,6 +139,50 @@ def _check_layers(config: Mapping[str, Any], file: Path, tensors: int) -> None:
                 f"{file} says {key} is {shorten(value)}, and the weights beside it "
                 f"have {tensors} tensors: download it again"
             )
+
+
+def _check_added_tokens(path: Path) -> None:
+    """Look where transformers does."""
+    settings = _table(path / "tokenizer_config.json")
+    found = {"tokenizer_config.json": [*_marked(settings)]}
+    if "added_tokens_decoder" in settings:
+        found["tokenizer_config.json"] += _members(settings["added_tokens_decoder"])
+    else:
+        special = _table(path / "special_tokens_map.json")
+        extra = special.pop("extra_special_tokens", None)
+        tokens = _table(path / "tokenizer.json").get("added_tokens")
+        found["special_tokens_map.json"] = [*special.values(), *_members(extra)]
+        found["tokenizer.json"] = _members(tokens)
+    for name, tokens in found.items():
+        for token in tokens:
+            unknown = token.keys() - _TOKEN_FIELDS if isinstance(token, dict) else ()
+            for field in unknown:
+                raise ModelError(
+                    f"{path / name} has an added token with the field "
+                    f"{quoted(field)}, which there is not: download it again"
+                )
+
+
+def _members(holder: Any) -> list[Any]:
+    if isinstance(holder, dict):
+        return list(holder.values())
+    return holder if isinstance(holder, list) else []
+
+
+def _marked(holder: Any) -> Iterator[Any]:
+    """The added tokens that say so themselves, at any depth."""
+    if isinstance(holder, dict) and holder.get("__type") == "AddedToken":
+        yield holder
+    for each in _members(holder):
+        yield from _marked(each)
+
+
+def _table(file: Path) -> dict[str, Any]:
+    """What a file holds that has a table; nothing, where loading will say why."""
+    try:
+        return read_table(file)
+    except (FileNotFoundError, DataError):
+        return {}
 
 
 def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:

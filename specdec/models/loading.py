@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import os
 import re
-from dataclasses import replace
+from collections.abc import Mapping
+from dataclasses import asdict, is_dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
 from ..cuda.attention_patch import take_few_queries
@@ -19,15 +22,24 @@ from ..cuda.fused_linear import join_products
 from ..cuda.skinny_matmul import take_few_rows
 from ..draft_names import ModelDraft
 from ..errors import (
+    ConfigError,
     ModelError,
     ModelNotFoundError,
     SpecdecError,
     UnsupportedModelError,
 )
 from ..model_names import locate_target
-from ..utils.printable import shorten
+from ..utils.printable import quoted, shorten
+from .adapters import adapt
 from .detokenizer import ExactTokenizerWrapper
-from .draft_folder import check_target, has_layers_only, lend, open_layers, read_card
+from .draft_folder import (
+    check_target,
+    has_layers_only,
+    lend,
+    open_layers,
+    read_card,
+    take_type,
+)
 from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
@@ -49,6 +61,8 @@ def load(
     *,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    adapter_path: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -61,9 +75,12 @@ def load(
             :func:`~specdec.models.precision.widen_packed`).
         trust_remote_code: run Python code that lies in the model's folder, where
             it asks for that; such a model is refused otherwise.
+        adapter_path: folder of an adapter that ``mlx_lm.lora`` wrote for this model.
+        revision: branch, tag or commit of a model of the hub.
 
     Raises:
-        ConfigError: another ``dtype``.
+        ConfigError: another ``dtype``; a ``revision`` of what is not on the hub, or an
+            adapter for a ``.gguf`` file.
         ModelNameError: nothing can have that name.
         ModelNotFoundError: nothing has that name.
         UnsupportedModelError: the model, or a part of it, is not supported.
@@ -73,14 +90,90 @@ def load(
     name = os.fspath(source)
     located = locate_target(name)
     path = os.path.expanduser(located)
-    if located.lower().endswith(".gguf") and not os.path.isdir(path):
+    is_file = is_gguf(located)
+    check_origin(name, located, adapter_path, revision)
+    if is_file:
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
     else:
         loaded = replace(
-            _load_folder_or_hub(located, wanted, trust_remote_code), name=name
+            _load_folder_or_hub(
+                located, wanted, trust_remote_code, adapter_path, revision
+            ),
+            name=name,
         )
     fit(loaded.model)
     return loaded
+
+
+def is_gguf(located: str) -> bool:
+    """Whether a path is of a GGUF file, by its name."""
+    folder = os.path.isdir(os.path.expanduser(located))
+    return located.lower().endswith(".gguf") and not folder
+
+
+def check_origin(
+    name: str,
+    located: str,
+    adapter_path: str | os.PathLike[str] | None,
+    revision: str | None,
+) -> None:
+    """Refuse an adapter, or a revision, of a model that can have none.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    if adapter_path is not None and is_gguf(located):
+        raise ConfigError(
+            f"adapter_path is {quoted(os.fspath(adapter_path))}, and "
+            f"{shorten(name)} is a GGUF file: adapters go with the MLX folder that "
+            "they were trained on"
+        )
+    if revision is not None and os.path.exists(os.path.expanduser(located)):
+        raise ConfigError(
+            f"revision is {quoted(revision)}, and {shorten(name)} is on this machine: "
+            "give a hub id"
+        )
+
+
+def adopt(
+    model: nn.Module,
+    tokenizer: Any,
+    config: Mapping[str, Any] | None = None,
+    *,
+    name: str | None = None,
+) -> LoadedModel:
+    """A model that ``mlx_lm.load`` returned, or one of its kind made otherwise.
+
+    Its products are fitted to the backend in place, see :func:`fit`: on a CPU packed
+    weights then compute in float32.
+
+    Args:
+        model: an mlx-lm model.
+        tokenizer: mlx-lm's wrapper, or a tokenizer of transformers.
+        config: as ``mlx_lm.load(..., return_config=True)`` returns it; ``None`` takes
+            what the model was made of.
+        name: for messages and reports; ``None`` takes its type.
+
+    Raises:
+        ConfigError: these are no model and no tokenizer.
+    """
+    if not isinstance(model, nn.Module) or not hasattr(tokenizer, "encode"):
+        raise ConfigError(
+            f"a model and its tokenizer are needed, not {type(model).__name__} and "
+            f"{type(tokenizer).__name__}: give what mlx_lm.load returns"
+        )
+    if not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    if config is None:
+        made_of: Any = getattr(model, "args", None)
+        known = is_dataclass(made_of) and not isinstance(made_of, type)
+        config = asdict(made_of) if known else {}
+    if name is None:
+        name = str(config.get("model_type") or type(model).__module__.split(".")[-1])
+    mx.eval(model.parameters())
+    fit(model)
+    exact = ExactTokenizerWrapper.like(tokenizer)
+    return LoadedModel(model, exact, dict(config), name)
 
 
 def fit(model: Any) -> None:
@@ -138,28 +231,53 @@ def _load_made(
     source = draft.source
     card = read_card(source)
     if has_layers_only(card):
+        check_no_adapter(draft)
         model, config = open_layers(source, trust_remote_code=trust_remote_code)
         mx.eval(model.parameters())
         wanted = parse_dtype(dtype)
         if wanted is not None:
             cast(model, wanted)
+        else:
+            take_type(model, target)
         fit(model)
         lend(model, source, target)
         loaded = LoadedModel(model, target.tokenizer, config, draft.name)
     else:
-        loaded = load(source, dtype=dtype, trust_remote_code=trust_remote_code)
+        loaded = load(
+            source,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            adapter_path=draft.adapter_path,
+        )
         loaded = replace(loaded, name=draft.name)
     if card is not None:
         check_target(card, draft.name, target)
     return loaded
 
 
+def check_no_adapter(draft: ModelDraft) -> None:
+    """Refuse an adapter for a draft that takes its embedding from the target.
+
+    Raises:
+        ConfigError: it has one.
+    """
+    if draft.adapter_path is not None:
+        raise ConfigError(
+            f"draft {shorten(draft.name)} takes no adapter: it is layers alone, made "
+            "by specdec distill; leave the adapter out"
+        )
+
+
 def _load_folder_or_hub(
-    source: str, dtype: mx.Dtype | None, trust_remote_code: bool
+    source: str,
+    dtype: mx.Dtype | None,
+    trust_remote_code: bool,
+    adapter_path: str | os.PathLike[str] | None,
+    revision: str | None,
 ) -> LoadedModel:
     path = os.path.expanduser(source)
     try:
-        folder = Path(path if os.path.exists(path) else _downloaded(source))
+        folder = Path(path if os.path.exists(path) else _downloaded(source, revision))
         check_folder(folder)
         found: Any = mlx_lm.load(  # its type does not say that there are three
             str(folder),
@@ -169,6 +287,8 @@ def _load_folder_or_hub(
             trust_remote_code=trust_remote_code,
         )
         model, tokenizer, config = found
+        if adapter_path is not None:
+            adapt(model, adapter_path)
         if dtype is not None:
             cast(model, dtype)
             config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}
@@ -180,10 +300,14 @@ def _load_folder_or_hub(
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
-def _downloaded(source: str) -> str:
+def _downloaded(source: str, revision: str | None) -> str:
     """The folder of a model of the hub; what is not on this machine is fetched."""
     patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
-    return str(mlx_lm_utils.snapshot_download(source, allow_patterns=patterns))
+    return str(
+        mlx_lm_utils.snapshot_download(
+            source, revision=revision, allow_patterns=patterns
+        )
+    )
 
 
 def explain(source: str, error: Exception) -> ModelError:
@@ -210,9 +334,11 @@ def _of_the_hub(source: str, error: Exception) -> str:
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if "GatedRepoError" in kinds:
         return (
-            f"{source} is given out behind terms: accept them on its page of the hub, "
+            f"{source} is given out under terms: accept them on its page of the hub, "
             "then log in with: hf auth login"
         )
+    if "RevisionNotFoundError" in kinds:
+        return f"{source} has no such revision: give a branch, a tag or a commit of it"
     if "RepositoryNotFoundError" in kinds:
         return (
             f"no model {source}: there is no such folder, nor such a model on the hub: "

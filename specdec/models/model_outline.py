@@ -17,12 +17,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import hf_repo_to_path, load_model
+from mlx_lm.utils import hf_repo_to_path, load_model, snapshot_download
 
 from ..backend import defaults
 from ..draft_names import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from ..model_names import locate_target
+from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
 from .folder import check_folder, check_sizes, has_weights, read_config
@@ -30,7 +31,13 @@ from .gguf.config import build_config
 from .gguf.header import read_header
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
-from .loading import QUANTIZATION_KEYS, explain
+from .loading import (
+    QUANTIZATION_KEYS,
+    check_no_adapter,
+    check_origin,
+    explain,
+    is_gguf,
+)
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 
 
@@ -59,6 +66,8 @@ def outline(
     *,
     dtype: str | None = None,
     trust_remote_code: bool = False,
+    adapter_path: str | os.PathLike[str] | None = None,
+    revision: str | None = None,
 ) -> ModelOutline:
     """The outline of what :func:`specdec.models.load` would load.
 
@@ -66,7 +75,8 @@ def outline(
         source: an MLX model folder, a ``.gguf`` file, a hub id that was downloaded
             before, a ``config.json`` (a folder may hold that alone), or the default
             target's name.
-        dtype, trust_remote_code: as for :func:`specdec.models.load`.
+        dtype, trust_remote_code, adapter_path, revision: as for
+            :func:`specdec.models.load`.
 
     Raises:
         ConfigError: another ``dtype``.
@@ -79,16 +89,19 @@ def outline(
     located = locate_target(name)
     path = Path(os.path.expanduser(located))
     conversions = Conversions()
+    check_origin(name, located, adapter_path, revision)
     try:
-        if located.lower().endswith(".gguf") and not path.is_dir():
+        if is_gguf(located):
             file = read_header(path)
             form = WeightFormat(dtype=wanted)
             config = build_config(file)
             conversions.reading(file, config, form)
             model, config = build_model(file, config, form, lazy=True)
         else:
-            path = _folder(located, path)
+            path = _folder(located, path, revision)
             model, config = _from_folder(path, trust_remote_code)
+            if adapter_path is not None:
+                adapt(model, adapter_path)
             if wanted is not None:
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
@@ -119,9 +132,15 @@ def outline_draft(
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return ModelOutline(skipping, target.config, draft.name, 0, target.tokens)
     if draft.bits is None and has_layers_only(read_card(draft.source)):
+        check_no_adapter(draft)
         return _outline_layers(draft, target, parse_dtype(dtype), trust_remote_code)
     if draft.bits is None:
-        found = outline(draft.source, dtype=dtype, trust_remote_code=trust_remote_code)
+        found = outline(
+            draft.source,
+            dtype=dtype,
+            trust_remote_code=trust_remote_code,
+            adapter_path=draft.adapter_path,
+        )
         return replace(found, name=draft.name)
     model, _ = quantized_copy(target.model, draft.bits, lazy=True)
     conversions = Conversions()
@@ -161,7 +180,7 @@ def _fit(model: nn.Module, conversions: Conversions) -> None:
         conversions.joining(model)
 
 
-def _folder(name: str, path: Path) -> Path:
+def _folder(name: str, path: Path, revision: str | None = None) -> Path:
     """The folder, or the ``config.json``, that is meant."""
     if path.is_file() and path.suffix == ".json":
         return path
@@ -169,7 +188,8 @@ def _folder(name: str, path: Path) -> Path:
         check_folder(path)
         return path
     try:
-        path = Path(hf_repo_to_path(name))
+        found = _local_snapshot(name, revision)
+        path = Path(found)
     except Exception as error:  # the hub's client raises many kinds
         raise ModelNotFoundError(
             f"{name} is not a folder here, and was not downloaded from the hub: fetch "
@@ -177,6 +197,12 @@ def _folder(name: str, path: Path) -> Path:
         ) from error
     check_folder(path)
     return path
+
+
+def _local_snapshot(name: str, revision: str | None) -> str:
+    if revision is None:
+        return str(hf_repo_to_path(name))
+    return str(snapshot_download(name, revision=revision, local_files_only=True))
 
 
 def _from_folder(

@@ -23,6 +23,8 @@ from ..cache import (
 )
 from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
+from ..cuda.attention_patch import takes_single
+from ..cuda.flattened_matmul import slow_pairs
 from ..prefix_cache.session import ModelPrefixes
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
@@ -70,8 +72,13 @@ class ModelRunner:
         model = with_recurrent_rows(with_row_positions(model))
         self.name = name
         self.prefill_step_size = config.prefill_step_size
+        single = backend.pad_single_token and takes_single(model)
+        if single or slow_pairs(model):
+            backend = replace(backend, pad_single_token=False)
         self.options = replace(
-            cache_options(config, backend), additive_mask=not reads_boolean_masks(model)
+            cache_options(config, backend),
+            additive_mask=not reads_boolean_masks(model),
+            exact_alone=not single,
         )
         check_caches(model, name, self.options)
         # An array still to be computed belongs to the thread that made it (some
@@ -200,6 +207,11 @@ class ModelRows:
     def num_rows(self) -> int:
         """Number of rows."""
         return int(self.offset.shape[0])
+
+    @property
+    def new_shapes(self) -> int:
+        """Forwards of the model so far whose shapes were not ready, see `compiled`."""
+        return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
 
     @property
     def nbytes(self) -> int:

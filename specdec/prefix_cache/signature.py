@@ -66,12 +66,19 @@ def signature(model: nn.Module, caches: list[Any]) -> str:
     bits and group size, the versions of specdec, mlx and mlx-lm, and the backend.
     """
     versions = backend.describe()
+    # Adapters are weights, but for what they are multiplied by.
+    scales = [
+        (path, layer.scale)
+        for path, layer in model.named_modules()
+        if "lora_a" in layer and hasattr(layer, "scale")
+    ]
     text = json.dumps(
         {
             "format": VERSION,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "arguments": repr(getattr(model, "args", None)),
             "weights": fingerprint(model),
+            **({"scales": scales} if scales else {}),
             "caches": [cache.kind for cache in members(caches)],
             **{k: versions[k] for k in ("specdec", "mlx", "mlx_lm", "backend")},
         },

@@ -1,6 +1,7 @@
 """Logits to tokens, for rows that each have settings of their own."""
 
+from .grammar_masks import GrammarMasks
 from .noise import Draws, gumbel_noise
 from .rows import RowSampling
 
-__all__ = ["Draws", "RowSampling", "gumbel_noise"]
+__all__ = ["Draws", "GrammarMasks", "RowSampling", "gumbel_noise"]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method
+from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, new_shapes
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
@@ -67,6 +67,11 @@ class ChainRows:
         """Of the one that has more."""
         return max(backlog(self._first), backlog(self._second))
 
+    @property
+    def new_shapes(self) -> int:
+        """Of both together."""
+        return new_shapes(self._first) + new_shapes(self._second)
+
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         """Show each its layers."""
         first, second = self._shared_out(hidden)
@@ -95,9 +100,11 @@ class ChainRows:
     def propose(self, round_: Round) -> Proposals:
         """The first's proposals, continued by the second."""
         first = vetted(self._first, round_, self._first.propose(round_))
+        if round_.given is not None:
+            first = continued(round_.given, first, round_.sampling.vocab_size)
         round_ = replace(round_, given=first)
         second = vetted(self._second, round_, self._second.propose(round_))
-        return _continued(first, second, round_.sampling.vocab_size)
+        return continued(first, second, round_.sampling.vocab_size)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
         """Both learn what was kept."""
@@ -131,7 +138,7 @@ class ChainRows:
         method(self._second, "reset")(rows)
 
 
-def _continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
+def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
     """Of every row what ``first`` means, and after that what ``second`` proposes."""
     meant = first.meant
     probabilities = None

@@ -76,6 +76,11 @@ class DraftModelRows:
         """Rounds without proposals that the next one has to take in."""
         return self._missed.mean
 
+    @property
+    def new_shapes(self) -> int:
+        """Forwards of the model so far whose shapes were not ready."""
+        return self._rows.new_shapes
+
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
         for more in self._rows.prefill():

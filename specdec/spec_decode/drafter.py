@@ -11,7 +11,7 @@ from typing import Protocol, Self
 import mlx.core as mx
 
 from ..errors import DrafterError
-from ..sampling import Draws, RowSampling
+from ..sampling import Draws, GrammarMasks, RowSampling
 from .rejection_sampler import Accepted
 
 
@@ -62,8 +62,8 @@ class Round:
         needs_probabilities: whether a row's verification looks at them.
         given: proposals that stand already, where another drafter came first:
             continue each row after those that are meant.
-        lengths: committed tokens of every row, the prompt included, shape (B,); left
-            out, the first position of ``draws``, which has to be computed.
+        lengths: committed tokens of every row, the prompt included, shape (B,).
+        grammar: what the rows' grammars allow; ``None`` where no row has one.
     """
 
     num_draft_tokens: int
@@ -73,11 +73,8 @@ class Round:
     draws: Draws
     needs_probabilities: bool = False
     given: Proposals | None = None
-    lengths: mx.array = field(default=None, kw_only=True)  # type: ignore[assignment]
-
-    def __post_init__(self) -> None:
-        if self.lengths is None:
-            object.__setattr__(self, "lengths", self.draws.positions[:, 0])
+    lengths: mx.array = field(kw_only=True)
+    grammar: GrammarMasks | None = field(default=None, kw_only=True)
 
     @property
     def tail(self) -> mx.array:
@@ -89,7 +86,8 @@ class Round:
     ) -> tuple[mx.array, mx.array | None]:
         """Choose the next proposal as the target would, from a draft's logits.
 
-        Where a proposal is given already, it is that one.
+        Where a proposal is given already, it is that one. With a row that follows a
+        grammar, it waits for the proposals so far.
 
         Args:
             logits: of the next position, shape (B, 1, V' <= V).
@@ -104,6 +102,8 @@ class Round:
         if self.sampling.adjustments is not None:
             recent = mx.concatenate([self.recent, *proposed], axis=1)[:, j:]
             logits = self.sampling.adjusted(logits, recent, recent[:, :0], draws)
+        if self.grammar is not None:
+            logits = self.grammar.mask_next(logits, proposed)
         probabilities = None
         if self.needs_probabilities:
             probabilities = self.sampling.probabilities(logits, draws)
@@ -205,6 +205,14 @@ def backlog(rows: DraftRows) -> int:
     Their attribute ``backlog`` says it, where they have one.
     """
     return int(getattr(rows, "backlog", 0))
+
+
+def new_shapes(rows: DraftRows) -> int:
+    """Forwards so far whose shapes were not ready: the round they were in took longer.
+
+    The attribute ``new_shapes`` of rows says it, where they have one.
+    """
+    return int(getattr(rows, "new_shapes", 0))
 
 
 def method(rows: DraftRows, name: str) -> Callable[..., None]:

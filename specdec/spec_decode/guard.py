@@ -10,7 +10,16 @@ import mlx.core as mx
 
 from ..errors import DrafterError
 from .draft_length import BatchState, DraftLength, RoundTiming
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, peek
+from .drafter import (
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+    backlog,
+    method,
+    new_shapes,
+    peek,
+)
 from .rejection_sampler import Accepted
 from .vetting import vetted
 
@@ -99,6 +108,10 @@ class _GuardedRows(DraftRows):
     @property
     def backlog(self) -> int:
         return self._ask(backlog, 0)
+
+    @property
+    def new_shapes(self) -> int:
+        return self._ask(new_shapes, 0)
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         self._ask(lambda rows: rows.observe(hidden, lengths), None)

@@ -7,23 +7,29 @@ output is the target's only where nobody else may hand it over. Of rows of other
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import mlx.core as mx
 
 from .drafter import Proposals
 
 
-@dataclass(frozen=True)
 class Ready(Proposals):
     """Proposals, and what the target is given: putting it together is a launch.
 
-    Attributes:
+    Args:
         inputs: each row's newest token, then ``tokens``, shape (B, k + 1). A copy
             (:func:`dataclasses.replace`) has none: its tokens may be others.
     """
 
-    inputs: mx.array | None = field(default=None, init=False)
+    def __init__(
+        self,
+        tokens: mx.array,
+        probabilities: mx.array | None = None,
+        lengths: mx.array | None = None,
+        *,
+        inputs: mx.array | None = None,
+    ):
+        super().__init__(tokens, probabilities, lengths)
+        self.inputs = inputs
 
     @classmethod
     def within(
@@ -33,9 +39,7 @@ class Ready(Proposals):
         lengths: mx.array | None = None,
     ) -> Ready:
         """Of ``inputs``, int32, all but the first column is proposed."""
-        made = cls(inputs[:, 1:], probabilities, lengths)
-        object.__setattr__(made, "inputs", inputs)
-        return made
+        return cls(inputs[:, 1:], probabilities, lengths, inputs=inputs)
 
 
 def verify_inputs(newest: mx.array, proposals: Proposals) -> mx.array:

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from ..request import Request, TokenLogprobs
-from ..sampling import Draws, RowSampling
+from ..sampling import Draws, GrammarMasks, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
 from ..sampling_params import SamplingParams
 from . import Proposals, Round, rejection_sampler
@@ -80,8 +80,8 @@ class Decision:
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
-        errors: rows whose own functions failed after what they keep, with what
-            they said.
+        errors: rows whose own functions failed after what they keep, or whose grammar
+            did, with what they said.
     """
 
     result: CommitResult
@@ -101,6 +101,7 @@ class Verifier:
             ``None`` when there are none.
         stepwise: running rows whose tokens the user's functions choose, with how
             they sample after those functions.
+        grammars: running rows that follow a grammar.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
         committer: works out what follows from a round.
@@ -111,6 +112,7 @@ class Verifier:
     rejection: mx.array | None
     block: mx.array | None
     stepwise: tuple[tuple[int, RowSampling], ...]
+    grammars: tuple[int, ...]
     num_top: int | None
     committer: Committer
 
@@ -140,6 +142,11 @@ class Verifier:
                 for i, (s, p) in enumerate(zip(rows, params, strict=True))
                 if s and p.stepwise and s.finish_reason is None
             ),
+            grammars=tuple(
+                i
+                for i, s in enumerate(rows)
+                if s and s.grammar is not None and s.finish_reason is None
+            ),
             num_top=max(asked) if asked else None,
             committer=committer(),
         )
@@ -148,6 +155,11 @@ class Verifier:
     def needs_probabilities(self) -> bool:
         """Whether a row's verification looks at what drafts were drawn from."""
         return self.rejection is not None or self.block is not None
+
+    @property
+    def needs_tokens(self) -> bool:
+        """Whether the host has to know every committed token when a round begins."""
+        return bool(self.stepwise or self.grammars)
 
     def draws(self, first: mx.array, num_tokens: int) -> Draws:
         """The random draws of a round, see :meth:`RowSampling.draws`."""
@@ -160,13 +172,28 @@ class Verifier:
         its_own = mx.where(self.block[:, None, None], gumbel, draws.gumbel)
         return replace(draws, gumbel=its_own)
 
-    def round_of(self, k: int, committed: Committed, active: mx.array) -> Round:
+    def round_of(
+        self,
+        k: int,
+        committed: Committed,
+        active: mx.array,
+        limits: Sequence[int],
+    ) -> Round:
         """What a drafter gets to know of a round of ``k``.
 
         Args:
             committed: before it.
             active: rows still being decoded, shape (B,), boolean.
+            limits: most draft tokens that each row may accept.
         """
+        grammar = self._masks(limits, k + 1) if self.grammars else None
+        given = None
+        if k and grammar is not None:
+            tokens, lengths = grammar.forced()
+            if any(lengths):
+                given = Proposals(
+                    mx.array(tokens, mx.int32), lengths=mx.array(lengths, mx.int32)
+                )
         return Round(
             k,
             committed.recent,
@@ -174,8 +201,21 @@ class Verifier:
             self.sampling,
             self.draws(committed.lengths, k + 1),
             self.needs_probabilities,
+            given,
             lengths=committed.lengths,
+            grammar=grammar,
         )
+
+    def _masks(self, limits: Sequence[int], num_tokens: int) -> GrammarMasks:
+        """Of a round that begins now, after the rows' tokens as they were read."""
+        states, ends = {}, {}
+        for i in self.grammars:
+            row = self.rows[i]
+            assert row is not None
+            assert row.grammar is not None
+            row.grammar.commit(row.tokens)
+            states[i], ends[i] = row.grammar, row.end_tokens
+        return GrammarMasks(states, ends, limits, num_tokens)
 
     def decide(
         self,
@@ -198,6 +238,8 @@ class Verifier:
         """
         draws, proposed = round_.draws, inputs[:, 1:]
         logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
+        if round_.grammar is not None:
+            logits = round_.grammar.mask(logits, proposed)
         chosen = self.sampling.choose(logits, draws)
         meant = None if proposals is None else proposals.lengths
         before = Committed(round_.recent, round_.lengths)
@@ -205,11 +247,12 @@ class Verifier:
         accepted, limit = result.accepted, result.limit
         if proposals is not None and self.needs_probabilities:
             accepted = self._by_ratio(accepted, proposals, logits, draws, limit)
-        errors: dict[int, str] = {}
+        errors = {} if round_.grammar is None else dict(round_.grammar.errors)
         if self.stepwise:
-            accepted, logits, errors = self._stepwise(
+            accepted, logits, failed = self._stepwise(
                 accepted, proposed, logits, draws, limit
             )
+            errors |= failed
         if accepted is not result.accepted:  # not equality alone has decided
             result = CommitResult.of(accepted, limit, before)
         logprobs = None

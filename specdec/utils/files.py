@@ -1,7 +1,7 @@
 """Files that are there whole, or not at all, whenever the process ends. No mlx here.
 
 A file is written beside its place under a name that never comes again, flushed to the
-disk, then renamed; the folder is flushed behind it, so that the new name lasts too.
+disk, then renamed; the folder is flushed after it, so that the new name lasts too.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ class Staged:
 
     Everything that can fail for want of room fails in the beginning. Each temporary
     file is locked while it is there, so that others can tell it from one that a crash
-    has left (:func:`remove_leftover`). Behind the ``with``, none is left.
+    has left (:func:`remove_leftover`). After the ``with``, none is left.
 
     Args:
         folder: where to; it must exist, and so must folders within it.

@@ -226,6 +226,7 @@ class TestRefusals:
         caches = [mlx_lm_cache.BatchKVCache([0, 1, 0]) for _ in range(2)]
         with pytest.raises(ValueError, match="broadcast"):
             model(tokens, cache=caches)
+        check_caches(with_row_positions(model), "twin")
 
     def test_positions_by_the_columns_that_are_read(
         self, tiny_model: TinyModel
@@ -318,6 +319,7 @@ class TestRefusals:
         ({"read_bucket": 1.0}, "read_bucket is 1.0: it must be a whole number"),
         ({"max_length": 0}, "max_length is 0: it must be 1 or more"),
         ({"max_length": "9"}, "max_length is '9': it must be a whole number"),
+        ({"kv_bits": 0}, "kv bits is 0: it must be 4 or 8"),
         ({"kv_bits": 3}, "kv bits is 3: it must be 4 or 8"),
         ({"kv_bits": 4.0}, "kv bits is 4.0: it must be a whole number"),
         ({"kv_bits": 4, "kv_group_size": 16}, "kv group size is 16: it must be 32, "),

@@ -73,15 +73,6 @@ class TestGrowth:
         assert cache.capacity == capacity
         assert cache.nbytes == 2 * 2 * HEADS * capacity * DIM * 4
 
-    def test_contents_survive(self) -> None:
-        cache = BatchKVCache(1)
-        x = tokens(1, 700)
-        for start in range(0, 700, 7):
-            part = x[:, :, start : start + 7]
-            keys, values = cache.update_and_fetch(part, -part)
-        assert equal(keys, x)
-        assert equal(values, -x)
-
     def test_from_a_capacity_that_is_no_multiple_of_256(self) -> None:
         cache = BatchKVCache(1)
         x = tokens(1, 300)
@@ -213,25 +204,6 @@ class TestTrim:
         assert cache.trim(1) == 0
         assert cache.trim(-1) == 0
 
-    def test_a_row_loses_no_more_than_it_has(self) -> None:
-        cache = filled([5, 2])
-        cache.trim_per_sequence([3, 3])
-        assert cache.offset.tolist() == [2, 0]
-
-    def test_wrong_counts_are_refused(self) -> None:
-        cache = filled([5, 2])
-        for wrong in ([1], [1, 1, 1], mx.array([1]), mx.array([[1, 1]])):
-            with pytest.raises(CacheError, match="one count per row"):
-                cache.trim_per_sequence(wrong)
-        with pytest.raises(CacheError, match="0 or more"):
-            cache.trim_per_sequence([0, -1])
-        assert cache.offset.tolist() == [5, 2]
-
-    def test_offset_stays_32_bits(self) -> None:
-        cache = filled([5, 2])
-        cache.trim_per_sequence(mx.array([1, 1], mx.uint32))
-        assert cache.offset.dtype == mx.int32
-
 
 class TestPadding:
     def test_lengths_over_several_chunks(self) -> None:
@@ -274,40 +246,6 @@ class TestPadding:
 
 
 class TestRows:
-    def test_filter_to_one_and_none(self) -> None:
-        cache = filled([5, 2, 4])
-        cache.filter([2, 0])
-        assert cache.offset.tolist() == [4, 5]
-        cache.filter([0])
-        assert (cache.batch_size, cache.size()) == (1, 4)
-        cache.filter([])
-        assert (cache.batch_size, cache.size(), cache.nbytes) == (0, 0, 0)
-        assert cache.empty()
-
-    @pytest.mark.parametrize("rows", [[3], [-1], [0, 5]])
-    def test_filter_refuses_rows_that_are_not_there(self, rows: list[int]) -> None:
-        with pytest.raises(CacheError, match="batch has 3"):
-            filled([1, 2, 3]).filter(rows)
-
-    def test_extend_with_longer_rows(self) -> None:
-        cache, other = filled([3]), filled([300, 20])
-        cache.extend(other)
-        assert cache.offset.tolist() == [3, 300, 20]
-        assert cache.capacity == 512
-        for row, n in enumerate([3, 300, 20]):
-            assert cache.extract(row).offset == n
-        assert other.offset.tolist() == [300, 20]
-
-    @pytest.mark.parametrize("empty_rows", [0, 2])
-    def test_extend_into_and_by_empty(self, empty_rows: int) -> None:
-        cache = BatchKVCache(empty_rows)
-        cache.extend(filled([3, 5]))
-        assert cache.offset.tolist() == [0] * empty_rows + [3, 5]
-        cache.extend(BatchKVCache(1))
-        assert cache.offset.tolist() == [0] * empty_rows + [3, 5, 0]
-        write(cache, 2)
-        assert cache.size() == 7
-
     def test_extend_after_filter_to_none_starts_afresh(self) -> None:
         cache = filled([5000])
         cache.filter([])
@@ -386,14 +324,6 @@ class TestExchange:
         with pytest.raises(ValueError, match="unpack"):
             mlx_lm_cache.BatchKVCache.from_state(filled([3]).state)
 
-    def test_deepcopy(self) -> None:
-        cache = filled([5, 2])
-        other = copy.deepcopy(cache)
-        write(other, 3, seed=3)
-        assert cache.offset.tolist() == [5, 2]
-        assert other.offset.tolist() == [8, 5]
-        assert equal(cache.extract(0).keys, tokens(2, 5)[:1])
-
     def test_copies_of_a_model_still_share_their_memo(self) -> None:
         from specdec.cache import Memo
 
@@ -420,19 +350,6 @@ def test_layers_share_what_they_compute() -> None:
         cache.filter([1, 0])
     assert len({id(c.offset) for c in caches}) == 1
     assert len({id(c.make_mask(2)) for c in caches}) == 1
-
-
-@pytest.mark.parametrize(
-    ("settings", "message"),
-    [
-        ({"batch_size": -1}, "batch_size is -1"),
-        ({"batch_size": 1, "read_bucket": 0}, "read_bucket is 0"),
-        ({"batch_size": 1, "max_length": 0}, "max_length is 0"),
-    ],
-)
-def test_settings_out_of_range(settings: dict[str, Any], message: str) -> None:
-    with pytest.raises(CacheError, match=message):
-        BatchKVCache(**settings)
 
 
 @pytest.mark.parametrize("dtype", [mx.int32, mx.int64])

@@ -253,6 +253,7 @@ X = mx.zeros((2, 1, 3, 4))
     [
         (lambda _: BatchKVCache("x"), "batch_size is 'x': it must be a whole number"),  # type: ignore[arg-type]
         (lambda _: BatchKVCache(-1), "batch_size is -1: it must be 0 or more"),
+        (lambda _: BatchKVCache(max_length=0), "max_length is 0: it must be 1 or more"),
         (lambda _: BatchKVCache(read_bucket=0), "read_bucket is 0: it must be 1 or"),
         (lambda _: BatchRotatingKVCache(max_size="x"), "max_size is 'x': it must be"),  # type: ignore[arg-type]
         (lambda _: BatchChunkedKVCache(chunk_size=1.5), "chunk_size is 1.5: it must"),  # type: ignore[arg-type]
@@ -262,10 +263,14 @@ X = mx.zeros((2, 1, 3, 4))
         ),
         (lambda c: c.trim_per_sequence([1, -1]), "tokens to trim is -1: it must be"),
         (lambda c: c.trim_per_sequence([1]), "trim_per_sequence got shape (1,)"),
+        (lambda c: c.trim_per_sequence([1] * 3), "trim_per_sequence got shape (3,)"),
+        (lambda c: c.trim_per_sequence(mx.array([1])), "trim_per_sequence got shape ("),
+        (lambda c: c.trim_per_sequence(mx.array([[1, 1]])), "trim_per_sequence got sh"),
         (lambda c: c.extract(7), "extract got row 7: the batch has 2"),
         (lambda c: c.extract(-1), "extract got row -1: the batch has 2"),
         (lambda c: c.extract("a"), "a row is 'a': it must be a whole number"),
         (lambda c: c.filter([0, 2]), "filter got rows [0, 2]: the batch has 2"),
+        (lambda c: c.filter([-1]), "filter got rows [-1]: the batch has 2"),
         (lambda c: c.filter([0.5]), "a row is 0.5: it must be a whole number"),
         (lambda c: c.prepare(lengths=[1.5, 1]), "a length is 1.5: it must be a whole"),
         (lambda c: c.prepare(right_padding=[1, "x"]), "a padding is 'x': it must be"),

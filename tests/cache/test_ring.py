@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
 from typing import Any
 
@@ -135,29 +136,6 @@ class TestPadding:
             extend_by(made, 1)
 
 
-@pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
-class TestResize:
-    @pytest.mark.parametrize("length", [3, 7, 30])
-    @pytest.mark.parametrize(("before", "after"), [(4, 1), (1, 4), (4, 2), (3, 3)])
-    def test_contents_survive(
-        self, kind: Any, before: int, after: int, length: int
-    ) -> None:
-        made = history(kind, 2, before)
-        for _ in range(length):
-            extend_by(made, 1)
-        cut(made, [0, 1])
-        made.cache.resize(after)
-        made.max_write = after
-        made.check_sizes()
-        for _ in range(3):
-            extend_by(made, after)
-
-    def test_refuses_nothing(self, kind: Any) -> None:
-        made = history(kind, 1, 2)
-        with pytest.raises(CacheError, match="max_write is 0"):
-            made.cache.resize(0)
-
-
 def test_shrinking_after_prefill_returns_the_bytes() -> None:
     """Window 512, chunks of 512, rounds of 5: from 1023 slots to 516."""
     cache = BatchRotatingKVCache(2, max_size=512, max_write=512)
@@ -166,6 +144,7 @@ def test_shrinking_after_prefill_returns_the_bytes() -> None:
     per_slot = 2 * 2 * HEADS * DIM * 4
     mx.eval(cache.state)
     assert cache.nbytes == 1023 * per_slot
+    gc.collect()  # what other tests left is not freed by this
     active = mx.get_active_memory()
     cache.resize(5)
     mx.eval(cache.state)
@@ -194,43 +173,18 @@ def test_a_ring_grows_to_its_size_only() -> None:
     assert short.capacity == 300
 
 
-class TestJoin:
-    @pytest.mark.parametrize("kind", RINGS, ids=lambda k: k.name)
-    @pytest.mark.parametrize(("left", "right"), [(1, 4), (4, 1), (2, 2)])
-    @pytest.mark.parametrize(("n", "m"), [(3, 20), (20, 3), (20, 21), (0, 20)])
-    def test_of_different_max_write(
-        self, kind: Any, left: int, right: int, n: int, m: int
-    ) -> None:
-        one, two = history(kind, 2, left), history(kind, 1, right)
-        for _ in range(n):
-            extend_by(one, 1)
-        two.next_token = one.next_token
-        for _ in range(m):
-            extend_by(two, 1)
-        one.cache.extend(two.cache)
-        one.rows += two.rows
-        one.next_token = two.next_token
-        one.max_write = max(left, right)
-        assert one.cache.max_write == one.max_write
-        one.check_sizes()
-        for _ in range(3):
-            extend_by(one, one.max_write)
-            cut(one, [one.max_write, 0, 1])
-
-    def test_of_different_windows_is_refused(self) -> None:
-        one = BatchRotatingKVCache(1, max_size=4)
-        for other in (
-            BatchRotatingKVCache(1, max_size=5),
-            BatchRotatingKVCache(1, max_size=5, keep=1),
-        ):
-            with pytest.raises(CacheError, match="window"):
-                one.extend(other)
-
-    def test_of_different_kinds_is_refused(self) -> None:
-        with pytest.raises(CacheError, match="cannot join"):
-            BatchRotatingKVCache(1, max_size=4).extend(
-                BatchChunkedKVCache(1, chunk_size=4)  # type: ignore[arg-type]
-            )
+def test_what_rings_cannot_be_made_or_joined_of() -> None:
+    """Contents that survive resizing and joining are looked at in random histories."""
+    one = BatchRotatingKVCache(1, max_size=4)
+    for other, match in (
+        (BatchRotatingKVCache(1, max_size=5), "window"),
+        (BatchRotatingKVCache(1, max_size=5, keep=1), "window"),
+        (BatchChunkedKVCache(1, chunk_size=4), "cannot join"),
+    ):
+        with pytest.raises(CacheError, match=match):
+            one.extend(other)  # type: ignore[arg-type]
+    with pytest.raises(CacheError, match="max_write is 0"):
+        one.resize(0)
 
 
 class TestExchange:

@@ -80,11 +80,13 @@ class FakeDecoder:
         dtype: str | None = None,
         config: EngineConfig | None = None,
         trust_remote_code: bool = False,
+        **loading: Any,
     ) -> FakeDecoder:
         if isinstance(self.raises, BaseException):
             raise self.raises
         self.calls.update(target=target, draft=draft, dtype=dtype, config=config)
         self.calls["trust_remote_code"] = trust_remote_code
+        self.calls.update(loading)
         self.config = config or EngineConfig()
         self.draft_name = draft
         return self

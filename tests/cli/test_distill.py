@@ -16,7 +16,7 @@ import pytest
 from click.testing import CliRunner, Result
 
 from specdec.cli import main
-from specdec.tools.distill import checkpoint, estimate
+from specdec.tools.distill import checkpoint, plan
 from specdec.tools.distill.job import Job
 from specdec.tools.distill.train import Trainer
 from tests.tools.distill.harness import QUESTIONS, write_target
@@ -95,8 +95,8 @@ def test_as_much_is_timed_as_takes_long_enough(
         took.append(4 * products * states.shape[0] * matrix.size / rate + 1e-4)
         return took[-1]
 
-    monkeypatch.setattr(estimate, "_timed", timed)
-    found = estimate._operations_per_second(4096, 576, mx.float32)
+    monkeypatch.setattr(plan, "_timed", timed)
+    found = plan._operations_per_second(4096, 576, mx.float32)
     assert found == pytest.approx(rate, rel=0.01)
     assert sum(took) < 1
 
@@ -108,7 +108,7 @@ def test_as_much_is_timed_as_takes_long_enough(
         (
             ["--minutes", "1"],
             10.0,
-            "from 20 M, here 23 days, and nothing more behind 66",
+            "from 20 M, here 23 days, and nothing more after 66",
         ),
         (["--tokens", "3000000"], 1e4, "3 M tokens of training are little: "),
         (["--minutes", "5"], 1e4, "3 M tokens of training are little: "),
@@ -125,10 +125,12 @@ def test_a_budget_too_small_to_be_of_use(
     rate: float,
     message: str,
 ) -> None:
-    monkeypatch.setattr(estimate, "_tokens_per_second", lambda *_: rate)
+    monkeypatch.setattr(plan, "_tokens_per_second", lambda *_: rate)
     result = invoke("--target", str(target), "--layers", "2", "--dry-run", *budget)
     assert message in result.stdout
-    assert ("note:" in result.stdout) is ("little" in message or "behind" in message)
+    assert ("note:" in result.stdout) is (
+        "little" in message or "nothing more" in message
+    )
 
 
 @pytest.mark.parametrize(
@@ -214,13 +216,13 @@ def test_interrupted_and_gone_on_with(
     assert not (out / "config.json").exists()
     resumed = invoke(*small(target, out), "--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert ("going on behind step " in resumed.stderr) is kept
+    assert ("going on after step " in resumed.stderr) is kept
     assert (out / "config.json").exists()
 
 
 @pytest.fixture
-def behind_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
-    """Have something happen behind a step: ``behind_step(2, drop, number)``."""
+def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have something happen after a step: ``after_step(2, drop, number)``."""
     step = Trainer.step
 
     def happens(number: int, do: Callable[..., Any], *arguments: Any) -> None:
@@ -240,19 +242,19 @@ def test_a_request_that_python_drops(
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    behind_step: Callable[..., None],
+    after_step: Callable[..., None],
     number: signal.Signals,
 ) -> None:
     """Training would go on to its end, however far that is."""
     arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
-    behind_step(2, drop, number)
+    after_step(2, drop, number)
     result = invoke(*arguments)
     assert result.exit_code == 130, result.output
     assert "specdec: interrupted: what was done is kept in " in result.stderr
     monkeypatch.undo()
     resumed = invoke(*arguments, "--resume")
     assert resumed.exit_code == 0, resumed.output
-    assert "going on behind step 2\n" in resumed.stderr
+    assert "going on after step 2\n" in resumed.stderr
 
 
 @pytest.mark.usefixtures("heeded")
@@ -261,7 +263,7 @@ def test_a_second_request_does_not_interrupt_saving(
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
-    behind_step: Callable[..., None],
+    after_step: Callable[..., None],
     first: signal.Signals,
 ) -> None:
     """``timeout`` asks twice at once: the checkpoint would be lost."""
@@ -273,13 +275,13 @@ def test_a_second_request_does_not_interrupt_saving(
         save(*arguments, **named)
         signal.raise_signal(signal.SIGTERM)
 
-    behind_step(2, signal.raise_signal, first)
+    after_step(2, signal.raise_signal, first)
     monkeypatch.setattr(checkpoint, "save", asked_again)
     result = invoke(*arguments)
     assert result.exit_code == 130, result.output
     monkeypatch.undo()
     resumed = invoke(*arguments, "--resume")
-    assert "going on behind step 2\n" in resumed.stderr
+    assert "going on after step 2\n" in resumed.stderr
 
 
 def test_an_interrupt_before_there_is_anything(

@@ -46,6 +46,7 @@ MISTAKES = [
         "unexpected extra argument (hello): write a prompt after --prompt, in quotes "
         "(see: specdec run --help)",
     ),
+    ("run good.txt", 2, "(good.txt): name one file after --prompts; cat joins sev"),
     ("convert a b c", 2, "unexpected extra argument (c) (see: specdec convert --help)"),
     ("verify --json", 2, "requires an argument. (see: specdec verify --help)"),
     ("run -p Hi --max-token 5", 2, "No such option '--max-token'. Did you mean '--m"),

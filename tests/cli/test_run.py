@@ -26,6 +26,7 @@ from specdec.cli.output import open_streams
 from specdec.cli.run import _piped
 from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
+from specdec.grammar import Grammar
 from specdec.outputs import RunStats, StreamEvent
 from specdec.prompts import PromptRecord
 from specdec.request import TokenLogprobs
@@ -53,6 +54,7 @@ FIELDS = {
     "acceptance_length",
     "acceptance_by_position",
     "stop_reason",
+    "stop_token",
     "error",
     "time_to_first_token",
     "tokens_per_second",
@@ -117,7 +119,76 @@ def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> No
         ),
         "system_prompt": "S",
         "ignore_chat_template": False,
+        "keep_going": False,
+        "turns": [()],
     }
+
+
+def test_options_of_mlx_lm_reach_the_decoder(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """An option is accepted and dropped."""
+    (tmp_path / "t.jinja").write_text("{{ messages }}")
+    asked = {
+        "--draft": "a/D",
+        "--adapter-path": "lora",
+        "--draft-adapter-path": "draft-lora",
+        "--revision": "main",
+        "--chat-template": str(tmp_path / "t.jinja"),
+        "--chat-template-config": '{"enable_thinking": false}',
+        "--prefill-response": "Sure",
+    }
+    given = [word for pair in asked.items() for word in pair]
+    assert specdec("run", "-p", "Hi", *given).exit_code == 0
+    expected = {
+        "adapter_path": "lora",
+        "draft_adapter_path": "draft-lora",
+        "revision": "main",
+        "chat_template": "{{ messages }}",
+        "chat_template_config": {"enable_thinking": False},
+        "prefill_response": "Sure",
+    }
+    assert {name: decoder.calls.get(name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("options", "note"),
+    [
+        ("--seed 3", "--seed has no effect at --temp 0: nothing is drawn"),
+        ("--seed 3 --temp 1", None),
+        ("--draft layers:4", "layers:4 is layer 4 alone; the first 4 are layers:0-3"),
+        ("--draft ngram+layers:1", "layers:1 is layer 1 alone"),
+        ("--draft layers:0-3", None),
+    ],
+)
+def test_what_does_nothing_is_noted(
+    specdec: Specdec, decoder: FakeDecoder, options: str, note: str | None
+) -> None:
+    result = specdec("run", "-p", "Hi", *options.split())
+    assert result.exit_code == 0
+    noted = [line for line in result.stderr.splitlines() if "note: " in line]
+    assert noted == ([f"specdec: note: {note}"] if note else [])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (("--adapter-path="), "--adapter-path is empty: name a folder"),
+        (("--draft-adapter-path=x"), "--draft-adapter-path needs --draft"),
+        (("--chat-template-config=x"), "--chat-template-config: not JSON"),
+        (("--chat-template-config=[]"), "--chat-template-config: it is [], not a tab"),
+        (("--chat-template=none.jinja"), "none.jinja: no such file: check the path"),
+        (("--ignore-chat-template --prefill-response=x"), "--prefill-response needs"),
+        (("--ignore-chat-template --chat-template=x"), "--chat-template has no effect"),
+    ],
+)
+def test_options_of_mlx_lm_that_cannot_be(
+    specdec: Specdec, decoder: FakeDecoder, options: str, message: str
+) -> None:
+    result = specdec("run", "-p", "Hi", *options.split())
+    assert result.exit_code == 2
+    assert message in result.stderr
+    assert not decoder.calls
 
 
 def test_mlx_lm_names_work_too(specdec: Specdec, decoder: FakeDecoder) -> None:
@@ -650,14 +721,26 @@ def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
     """A forbidden token has a log-probability of minus infinity."""
     result = replace(
         result_of(0, "p", "a b"),
-        logprobs=[TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)])],
+        logprobs=[
+            TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)], "x", ["y", "z"])
+        ],
     )
     with (tmp_path / "o").open("w+", encoding="utf-8") as output:
         sink = Sink([PromptRecord("p"), PromptRecord("q")], output)
         sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
         output.seek(0)
         found = strictly(output.read())
-    assert found["logprobs"] == [{"logprob": -1.5, "top": [[3, None], [4, None]]}]
+    assert found["logprobs"] == [
+        {
+            "token_id": 0,
+            "text": "x",
+            "logprob": -1.5,
+            "top": [
+                {"token_id": 3, "text": "y", "logprob": None},
+                {"token_id": 4, "text": "z", "logprob": None},
+            ],
+        }
+    ]
 
 
 def strictly(text: str) -> Any:
@@ -713,3 +796,37 @@ def test_a_seed_that_is_not_given_is_random_and_shown(
     result = specdec("run", "-p", "Hi")
     assert decoder.calls["params"].seed is None
     assert "seed:" not in result.stderr
+
+
+def test_what_output_has_to_be_is_checked_before_a_model_is_loaded(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """A schema that cannot be used would be found when everything is loaded."""
+    file = tmp_path / "grammar"
+
+    def run(*options: str) -> Result:
+        decoder.calls.clear()
+        return specdec("run", "--prompt", "Hi", *options)
+
+    for text, option, grammar in (
+        ('{"type": "object"}', "--json-schema", Grammar.json_object()),
+        ('start: "a"', "--grammar", Grammar.lark('start: "a"')),
+    ):
+        file.write_text(text)
+        assert run(option, str(file)).exit_code == 0
+        assert decoder.calls["params"].grammar == grammar
+    assert run("--regex", "a+").exit_code == 0
+    assert decoder.calls["params"].grammar == Grammar.regex("a+")
+    file.write_bytes(b"\xff")
+    for options, message in (
+        (["--regex", "a("], "the regular expression cannot be used"),
+        (["--regex", "a", "--json-schema", str(file)], "give one of them"),
+        (["--json-schema", str(file)], "not UTF-8"),
+        (["--grammar", str(tmp_path / "none")], "there is no such file"),
+        (["--json-schema", ""], "name a file"),
+        (["--regex", "a", "--min-tokens", "2"], "--min-tokens"),
+    ):
+        result = run(*options)
+        assert result.exit_code != 0
+        assert message in result.stderr
+        assert not decoder.calls

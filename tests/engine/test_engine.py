@@ -7,95 +7,39 @@ import itertools
 import random
 import time
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
 
+import specdec.sampling.rows
 from specdec.backend import BackendDefaults
-from specdec.config import EngineConfig
 from specdec.engine.decode_batch import DecodeBatch
-from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling import gumbel_noise
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import DraftModel, DraftRows, Proposals, Round
-from specdec.spec_decode.rejection_sampler import Accepted
+from specdec.spec_decode import commit
+from specdec.spec_decode.rejection_sampler import count_kept
 from tests.plain import (
     AT_ONCE,
+    BACKENDS,
     BEHIND,
+    VOCAB,
+    drafts_of,
+    engine_of,
+    exact,
     greedy,
     run_rows,
-    sampled,
 )
 from tests.scripted import Script
+from tests.spec_decode.repetitive import Knowing
 
-VOCAB = 97
 LENGTHS = (1, 7, 30, 2, 70, 3, 16, 33)
-BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
-
-
-@pytest.fixture(scope="module")
-def prompts() -> list[list[int]]:
-    rng = random.Random(0)
-    return [[rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Any]) -> Any:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
-    other = tiny_model("llama", seed=5, num_hidden_layers=1)
-    near = tiny_model("llama", seed=0)
-    noise = mx.random.normal(near.model.embed_tokens.weight.shape, key=mx.random.key(1))
-    near.model.embed_tokens.weight = near.model.embed_tokens.weight + 0.15 * noise
-    return {"perfect": target, "near": near, "unrelated": other, "none": None}
-
-
-class AlwaysWrong:
-    """Proposes what the target will not choose: its own choice plus one."""
-
-    context_length: int | None = None
-    hidden_layers: tuple[int, ...] = ()
-
-    def __init__(self, continuations: dict[tuple[int, ...], list[int]]):
-        self._all = continuations
-
-    def rows(
-        self, prompts: Sequence[Sequence[int]], *, max_length: int
-    ) -> AlwaysWrongRows:
-        return AlwaysWrongRows([self._all[tuple(p)] for p in prompts])
-
-
-class AlwaysWrongRows(DraftRows):
-    def __init__(self, continuations: list[list[int]]):
-        # The first token of each came from prefill.
-        self._left = [c[1:] for c in continuations]
-
-    def propose(self, round_: Round) -> Proposals:
-        k = round_.num_draft_tokens
-        padded = [[*row, *([0] * k)][:k] for row in self._left]
-        return Proposals((mx.array(padded, mx.int32) + 1) % VOCAB)
-
-    def commit(self, round_: Round, accepted: Accepted) -> None:
-        counts: list[int] = accepted.kept.tolist()  # type: ignore[assignment]
-        self._left = [row[n:] for row, n in zip(self._left, counts, strict=True)]
-
-    def note_lengths(self, longest: int, shortest: int) -> None:
-        pass
-
-    def filter(self, rows: Sequence[int]) -> None:
-        self._left = [self._left[i] for i in rows]
-
-    def extend(self, other: AlwaysWrongRows) -> None:
-        self._left += other._left
+_rng = random.Random(0)
+PROMPTS = [[_rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
 def grid() -> Iterator[Any]:
@@ -113,27 +57,16 @@ def grid() -> Iterator[Any]:
 def test_greedy_equals_mlx_lm(
     target: Any,
     drafts: dict[str, Any],
-    prompts: list[list[int]],
     draft: str,
     k: int,
     batch_size: int,
     backend: BackendDefaults,
 ) -> None:
-    params = [SamplingParams(max_tokens=21 + i % 3) for i in range(len(prompts))]
-    rows = run_rows(
-        target,
-        drafts[draft],
-        prompts,
-        params,
-        batch_size=batch_size,
-        num_draft_tokens=k,
-        backend=backend,
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
-        assert row.finish_reason == "length"
-    drafted = sum(r.drafted for r in rows)
-    accepted = sum(r.accepted for r in rows)
+    rows = exact(
+        target, drafts[draft], PROMPTS, [21 + i % 3 for i in range(8)],
+        batch_size=batch_size, num_draft_tokens=k, backend=backend,
+    )  # fmt: skip
+    drafted, accepted = drafts_of(rows)
     if draft == "perfect":
         assert accepted == drafted > 0
     elif draft == "near":
@@ -143,67 +76,31 @@ def test_greedy_equals_mlx_lm(
 
 
 @BACKENDS
-def test_a_draft_that_is_always_wrong(
-    target: Any, prompts: list[list[int]], backend: BackendDefaults
-) -> None:
-    expected = [greedy(target, p, 15) for p in prompts]
-    rows = run_rows(
-        target,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=15)] * 8,
-        batch_size=4,
-        num_draft_tokens=3,
-        backend=backend,
-        drafter=AlwaysWrong(
-            {tuple(p): e for p, e in zip(prompts, expected, strict=True)}
-        ),
+def test_a_draft_that_is_always_wrong(target: Any, backend: BackendDefaults) -> None:
+    whole = {tuple(p): [*p, *greedy(target, p, 15)] for p in PROMPTS}
+    drafter = Knowing(whole, lambda position, token: (token + 1) % VOCAB)
+    rows = exact(
+        target, None, PROMPTS, 15, batch_size=4, backend=backend, drafter=drafter
     )
-    assert [r.tokens for r in rows] == expected
-    assert sum(r.accepted for r in rows) == 0
+    assert drafts_of(rows)[1] == 0
     assert all(r.rounds == 14 for r in rows)
 
 
 @BACKENDS
 @pytest.mark.parametrize("draft", ["near", "unrelated", "none"])
-@pytest.mark.parametrize(("k", "batch_size"), [(1, 8), (4, 3), (3, 1)])
+@pytest.mark.parametrize(("k", "batch_size"), [(1, 16), (4, 5), (3, 1)])
 def test_sampling_is_a_function_of_the_request(
     target: Any,
     drafts: dict[str, Any],
-    prompts: list[list[int]],
     draft: str,
     k: int,
     batch_size: int,
     backend: BackendDefaults,
 ) -> None:
-    """Sampled and greedy rows in one batch, each equal to plain decoding alone."""
-    params = [
-        SamplingParams(max_tokens=20, temperature=t, seed=100 + i)
-        for i, t in enumerate((0.0, 0.5, 1.0, 1.5, 0.0, 0.7, 1.0, 2.0))
-    ]
-    rows = run_rows(
-        target,
-        drafts[draft],
-        prompts,
-        params,
-        batch_size=batch_size,
-        num_draft_tokens=k,
-        backend=backend,
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == sampled(target, prompt, p)
-    if draft == "near":
-        assert sum(r.accepted for r in rows) > 0
-
-
-@BACKENDS
-@pytest.mark.parametrize("draft", ["near", "none"])
-def test_filters_are_each_rows_own(
-    target: Any, drafts: dict[str, Any], prompts: list[list[int]], draft: str,
-    backend: BackendDefaults,
-) -> None:  # fmt: skip
-    """Rows with different filters, without one, and greedy, in one batch."""
+    """Rows that sample, with filters and without, and greedy ones in one batch."""
+    warm = (0.0, 0.5, 1.0, 1.5, 0.0, 0.7, 1.0, 2.0)
     options: list[dict[str, Any]] = [
+        *({"temperature": t} for t in warm),
         {"temperature": 1.0, "top_p": 0.6},
         {"temperature": 1.0},
         {"temperature": 1.5, "top_k": 3},
@@ -214,88 +111,50 @@ def test_filters_are_each_rows_own(
         {"temperature": 1.0, "top_k": 10_000},
     ]
     params = [SamplingParams(max_tokens=20, seed=i, **o) for i, o in enumerate(options)]
-    rows = run_rows(
-        target, drafts[draft], prompts, params, batch_size=5, backend=backend
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        reference = p if p.top_k < VOCAB else replace(p, top_k=0)
-        assert row.tokens == sampled(target, prompt, reference)
+    rows = exact(
+        target, drafts[draft], [*PROMPTS, *PROMPTS], params,
+        batch_size=batch_size, num_draft_tokens=k, backend=backend,
+    )  # fmt: skip
     if draft == "near":
-        assert sum(r.accepted for r in rows) > 10
+        assert drafts_of(rows)[1] > 20
 
 
 @BACKENDS
 @pytest.mark.parametrize("k", [1, 2, 5])
 def test_nothing_is_emitted_or_counted_behind_the_end(
-    target: Any, prompts: list[list[int]], k: int, backend: BackendDefaults
+    target: Any, k: int, backend: BackendDefaults
 ) -> None:
     """Every token of row 0's own continuation serves once as the EOS token."""
-    whole = [greedy(target, p, 24) for p in prompts]
-    for eos in dict.fromkeys(whole[0][:10]):
-        rows = run_rows(
-            target,
-            target,
-            prompts,
-            [SamplingParams(max_tokens=24)] * 8,
-            num_draft_tokens=k,
-            backend=backend,
-            eos=frozenset({eos}),
-        )
-        for row, tokens in zip(rows, whole, strict=True):
-            expected = tokens[: tokens.index(eos)] if eos in tokens else tokens
-            assert row.tokens == expected
-            assert row.finish_reason == ("stop" if eos in tokens else "length")
+    for eos in dict.fromkeys(greedy(target, PROMPTS[0], 24)[:10]):
+        rows = exact(
+            target, target, PROMPTS, 24,
+            num_draft_tokens=k, backend=backend, eos=frozenset({eos}),
+        )  # fmt: skip
+        for row in rows:
             # A perfect draft: every token used was accepted, but for the extras.
             assert row.accepted == row.drafted
-            used = len(expected) + (eos in tokens)
+            used = len(row.tokens) + (row.finish_reason == "stop")
             assert used - 1 - row.rounds <= row.accepted <= used - 1
-
-
-@BACKENDS
-@pytest.mark.parametrize("max_tokens", [1, 2, 3, 5])
-def test_short_requests(
-    target: Any, prompts: list[list[int]], max_tokens: int, backend: BackendDefaults
-) -> None:
-    rows = run_rows(
-        target,
-        target,
-        prompts,
-        [SamplingParams(max_tokens=max_tokens)] * 8,
-        num_draft_tokens=3,
-        backend=backend,
-    )
-    for row, prompt in zip(rows, prompts, strict=True):
-        assert row.tokens == greedy(target, prompt, max_tokens)
 
 
 @pytest.mark.parametrize("step", [1, 5, 64, 512])
 def test_the_prefill_chunk_changes_nothing(
-    target: Any, drafts: dict[str, Any], prompts: list[list[int]], step: int
+    target: Any, drafts: dict[str, Any], step: int
 ) -> None:
-    params = [SamplingParams(max_tokens=10)] * 8
     for backend in (AT_ONCE, BEHIND):
-        rows = run_rows(
-            target,
-            drafts["near"],
-            prompts,
-            params,
-            backend=backend,
-            prefill_step_size=step,
+        exact(
+            target, drafts["near"], PROMPTS, 10, backend=backend, prefill_step_size=step
         )
-        for row, prompt in zip(rows, prompts, strict=True):
-            assert row.tokens == greedy(target, prompt, 10)
 
 
 def test_a_draft_with_a_padded_or_cut_embedding(
-    target: Any, tiny_model: Callable[..., Any], prompts: list[list[int]]
+    target: Any, tiny_model: Callable[..., Any]
 ) -> None:
     for vocab in (VOCAB + 31, VOCAB - 20):
         draft = tiny_model("llama", seed=5, vocab_size=vocab)
         for temperature in (0.0, 1.0):
-            params = [SamplingParams(max_tokens=10, temperature=temperature)] * 8
-            rows = run_rows(target, draft, prompts, params)
-            for row, prompt, p in zip(rows, prompts, params, strict=True):
-                assert row.tokens == sampled(target, prompt, p)
+            params = SamplingParams(max_tokens=10, temperature=temperature)
+            exact(target, draft, PROMPTS, params)
 
 
 @BACKENDS
@@ -318,7 +177,7 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(
         for _ in prompts
     ]
     eos = frozenset({rng.randrange(VOCAB)})
-    rows = run_rows(
+    exact(
         target,
         drafts[rng.choice(("near", "near", "none"))],
         prompts,
@@ -329,11 +188,6 @@ def test_rows_that_join_and_leave_change_nothing_for_the_others(
         prefill_step_size=rng.choice((4, 16)),
         eos=eos,
     )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        tokens = sampled(target, prompt, p)
-        ends = [i for i, t in enumerate(tokens) if t in eos]
-        assert row.tokens == (tokens[: ends[0]] if ends else tokens)
-        assert row.finish_reason == ("stop" if ends else "length")
 
 
 @pytest.fixture
@@ -369,19 +223,10 @@ def test_bounds_hold_while_caches_grow(
     """Rows that join, leave and grow past 256 tokens with rounds in flight."""
     rng = random.Random(7)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (246, 3, 200, 1, 250)]
-    params = [SamplingParams(max_tokens=n) for n in (30, 12, 70, 2, 9)]
-    rows = run_rows(
-        target,
-        drafts[draft],
-        prompts,
-        params,
-        batch_size=3,
-        num_draft_tokens=3,
-        backend=backend,
-        prefill_step_size=64,
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    exact(
+        target, drafts[draft], prompts, [30, 12, 70, 2, 9],
+        batch_size=3, backend=backend, prefill_step_size=64,
+    )  # fmt: skip
     assert watched_bounds
 
 
@@ -389,10 +234,8 @@ def test_bounds_hold_while_caches_grow(
 def test_the_longest_row_may_end_long_before_the_others(target: Any, k: int) -> None:
     """An ended row that stays is written to every round: there must be room."""
     prompts = [[1 + i % 90 for i in range(n)] for n in (100, 3, 2)]
-    params = [SamplingParams(max_tokens=n) for n in (2 + 2 * (k + 1), 90, 90)]
-    rows = run_rows(target, target, prompts, params, num_draft_tokens=k, backend=BEHIND)
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    tokens = [2 + 2 * (k + 1), 90, 90]
+    exact(target, target, prompts, tokens, num_draft_tokens=k, backend=BEHIND)
 
 
 @BACKENDS
@@ -400,7 +243,6 @@ def test_the_longest_row_may_end_long_before_the_others(target: Any, k: int) -> 
 def test_rounds_without_proposals_in_between(
     target: Any,
     drafts: dict[str, Any],
-    prompts: list[list[int]],
     draft: str,
     backend: BackendDefaults,
     monkeypatch: pytest.MonkeyPatch,
@@ -415,27 +257,15 @@ def test_rounds_without_proposals_in_between(
         return min(3, max(s.remaining for s in self.unfinished) - 1)
 
     monkeypatch.setattr(DecodeBatch, "choose_k", choose_k)
-    params = [SamplingParams(max_tokens=n) for n in (30, 9, 22, 41, 5, 30, 30, 17)]
-    rows = run_rows(
-        target,
-        drafts[draft],
-        prompts,
-        params,
-        batch_size=4,
-        num_draft_tokens=3,
-        backend=backend,
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
-    if draft == "perfect":
-        assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 50
+    tokens = [30, 9, 22, 41, 5, 30, 30, 17]
+    rows = exact(target, drafts[draft], PROMPTS, tokens, batch_size=4, backend=backend)
+    drafted, accepted = drafts_of(rows)
+    assert draft != "perfect" or accepted == drafted > 50
 
 
 def test_noise_is_drawn_only_while_a_row_samples(
-    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import specdec.sampling.rows
-
     drawn: list[int] = []
 
     def counted(*args: Any) -> mx.array:
@@ -443,11 +273,8 @@ def test_noise_is_drawn_only_while_a_row_samples(
         return gumbel_noise(*args)
 
     monkeypatch.setattr(specdec.sampling.rows, "gumbel_noise", counted)
-    params = [
-        SamplingParams(max_tokens=3, temperature=1.0),
-        SamplingParams(max_tokens=40),
-    ]
-    run_rows(target, None, prompts[:2], params)
+    sampled = SamplingParams(max_tokens=3, temperature=1.0)
+    run_rows(target, None, PROMPTS[:2], [sampled, SamplingParams(max_tokens=40)])
     assert 0 < len(drawn) <= 4
 
 
@@ -460,17 +287,14 @@ class Measuring(Script):
 
 
 def test_times_add_up_to_the_wall_clock(
-    target: Any, prompts: list[list[int]], monkeypatch: pytest.MonkeyPatch
+    target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What was spent before the first round is not lost, nor called prefill."""
     seconds = itertools.count()
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(seconds)))
-    config = EngineConfig(batch_size=2, num_draft_tokens=2)
-    runner, draft = (ModelRunner(target, n, config, AT_ONCE) for n in ("a", "b"))
-    drafter = DraftModel(draft, vocab_size=VOCAB, max_draft_tokens=2)
     length = Measuring(lambda number: number % 3)
-    engine = Engine(runner, drafter, config, AT_ONCE, frozenset(), length=length)
-    for i, prompt in enumerate(prompts):
+    engine = engine_of(target, target, batch_size=2, num_draft_tokens=2, length=length)
+    for i, prompt in enumerate(PROMPTS):
         engine.add(Request(i, "", tuple(prompt), SamplingParams(max_tokens=5 + i)))
     engine.cancel(3)
     wall = 0.0
@@ -486,75 +310,41 @@ def test_times_add_up_to_the_wall_clock(
 
 
 @pytest.mark.parametrize("temperature", [1e-39, 1e-20, 1e-3])
-def test_a_tiny_temperature_is_nearly_greedy(
-    target: Any, prompts: list[list[int]], temperature: float
-) -> None:
+def test_a_tiny_temperature_is_nearly_greedy(target: Any, temperature: float) -> None:
     params = [SamplingParams(max_tokens=12, temperature=temperature)] * 8
-    rows = run_rows(target, None, prompts, params)
-    assert [r.tokens for r in rows] == [greedy(target, p, 12) for p in prompts]
+    rows = run_rows(target, None, PROMPTS, params)
+    assert [r.tokens for r in rows] == [greedy(target, p, 12) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("k", [0, 2])
 def test_batches_shrink_by_halves_where_shapes_are_to_repeat(
     target: Any, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, k: int
 ) -> None:
-    """However many end at once: 11, 6, 3, 2, 1, with ended rows to fill them."""
+    """However many end at once: 11, 6, 3, 2, 1, with ended rows to fill them.
+
+    Those keep nothing: they would grow by a token a round, beyond what caches were
+    planned for, and no token of any row would show it.
+    """
     sizes: list[int] = []
+    idle: set[int] = set()
     dispatch = DecodeBatch.dispatch
 
     def watched(self: DecodeBatch, *args: Any, **options: Any) -> Any:
         sizes.append(len(self.slots))
+        held: list[int] = self._target.offset.tolist()  # type: ignore[assignment]
+        idle.update(n for s, n in zip(self.slots, held, strict=True) if s is None)
         return dispatch(self, *args, **options)
 
     monkeypatch.setattr(DecodeBatch, "dispatch", watched)
-    lengths = [3, 4, 5, 9, 9, 12, 16, 16, 30, 31, 60]
-    prompts = [[i + 1, i + 2, i + 3] for i in range(len(lengths))]
-    rows = run_rows(
-        target,
-        drafts["near"] if k else None,
-        prompts,
-        [SamplingParams(max_tokens=n) for n in lengths],
-        batch_size=len(lengths),
-        num_draft_tokens=k,
-        backend=BEHIND,
-    )
-    for row, prompt, n in zip(rows, prompts, lengths, strict=True):
-        assert row.tokens == greedy(target, prompt, n)
+    tokens = [3, 4, 5, 9, 9, 12, 16, 16, 30, 31, 60]
+    prompts = [[i + 1, i + 2, i + 3] for i in range(len(tokens))]
+    exact(
+        target, drafts["near" if k else "none"], prompts, tokens,
+        batch_size=len(tokens), num_draft_tokens=k, backend=BEHIND,
+    )  # fmt: skip
     assert sorted(set(sizes), reverse=True) == [11, 6, 3, 2, 1]
     assert sizes == sorted(sizes, reverse=True)
-
-
-@pytest.mark.parametrize("k", [0, 2])
-def test_ended_rows_that_fill_a_batch_keep_nothing(
-    target: Any, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, k: int
-) -> None:
-    """They would grow by a token a round, beyond what caches were planned for.
-
-    Only rows that stay to keep a shape show it, and no token of any row does.
-    """
-    lengths: dict[int, set[int]] = {}
-    dispatch = DecodeBatch.dispatch
-
-    def watched(self: DecodeBatch, *args: Any, **options: Any) -> Any:
-        held: list[int] = self._target.offset.tolist()  # type: ignore[assignment]
-        for slot, (row, n) in enumerate(zip(self.slots, held, strict=True)):
-            if row is None:
-                lengths.setdefault(slot, set()).add(n)
-        return dispatch(self, *args, **options)
-
-    monkeypatch.setattr(DecodeBatch, "dispatch", watched)
-    prompts = [[i + 1, i + 2, i + 3] for i in range(5)]
-    rows = run_rows(
-        target,
-        drafts["near"] if k else None,
-        prompts,
-        [SamplingParams(max_tokens=n) for n in (4, 40, 40, 40, 40)],
-        batch_size=5,
-        num_draft_tokens=k,
-        backend=BEHIND,
-    )
-    assert rows[1].tokens == greedy(target, prompts[1], 40)
-    assert lengths == {0: {0}}
+    assert idle == {0}
 
 
 def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
@@ -569,11 +359,9 @@ def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
         return rows(self, prompts, **options)
 
     monkeypatch.setattr(ModelRunner, "rows", watched)
-    config, params = EngineConfig(batch_size=1), SamplingParams(max_tokens=4)
-    runner = ModelRunner(target, "target", config, AT_ONCE)
-    engine = Engine(runner, None, config, AT_ONCE, frozenset())
+    engine = engine_of(target, batch_size=1)
     for index in range(3):
-        engine.add(Request(index, "", (index, 7, 8), params))
+        engine.add(Request(index, "", (index, 7, 8), SamplingParams(max_tokens=4)))
     ended = engine.step()
     assert engine.cancel(1)
     while engine.busy:
@@ -583,22 +371,21 @@ def test_a_row_that_was_cancelled_while_it_waited_is_never_begun(
     assert begun == [0, 2]
 
 
-def test_joined_rows_are_not_held_twice(target: Any, prompts: list[list[int]]) -> None:
-    config = EngineConfig(batch_size=4)
-    runner = ModelRunner(target, "target", config, AT_ONCE)
-    engine = Engine(runner, None, config, AT_ONCE, frozenset())
+def test_joined_rows_are_not_held_twice(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     alive: list[weakref.ref[Any]] = []
-    make = runner.rows
+    make = ModelRunner.rows
 
-    def rows(*args: Any, **options: Any) -> ModelRows:
-        made = make(*args, **options)
+    def rows(self: ModelRunner, *args: Any, **options: Any) -> ModelRows:
+        made = make(self, *args, **options)
         alive.append(weakref.ref(made))
         return made
 
-    runner.rows = rows  # type: ignore[method-assign]
+    monkeypatch.setattr(ModelRunner, "rows", rows)
+    engine = engine_of(target, batch_size=4)
     for i, n in enumerate((3, 30, 30, 30, 30)):
-        params = SamplingParams(max_tokens=n)
-        engine.add(Request(i, "", tuple(prompts[2]), params))
+        engine.add(Request(i, "", tuple(PROMPTS[2]), SamplingParams(max_tokens=n)))
     while engine.busy:
         engine.step()
         gc.collect()
@@ -608,76 +395,54 @@ def test_joined_rows_are_not_held_twice(target: Any, prompts: list[list[int]]) -
     assert not any(r() for r in alive)
 
 
-class TestFaultsAreCaught:
-    """Each fault, planted in the round, changes the output of the test above."""
-
-    def differs(self, target: Any, draft: Any, prompts: list[list[int]]) -> bool:
-        """Whether it shows with rounds read at once, and with rounds in flight."""
-        params = [SamplingParams(max_tokens=20)] * 8
-        expected = [greedy(target, p, 20) for p in prompts]
-        return all(
-            [r.tokens for r in run_rows(target, draft, prompts, params, backend=b)]
-            != expected
-            for b in (AT_ONCE, BEHIND)
-        )
-
-    def test_no_fault(
-        self, target: Any, drafts: dict[str, Any], prompts: list[list[int]]
-    ) -> None:
-        assert not self.differs(target, drafts["near"], prompts)
-
-    @pytest.mark.parametrize("error", [-1, 1])
-    def test_a_trim_off_by_one(
-        self,
-        target: Any,
-        drafts: dict[str, Any],
-        prompts: list[list[int]],
-        error: int,
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
+def trim_off_by(error: int) -> Callable[[pytest.MonkeyPatch], None]:
+    def plant(patch: pytest.MonkeyPatch) -> None:
         trim = ModelRows.trim_per_sequence
 
         def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
             off = n if isinstance(n, list) else mx.maximum(n + error, 0)
             trim(self, off, at_most + 1)
 
-        monkeypatch.setattr(ModelRows, "trim_per_sequence", faulty)
+        patch.setattr(ModelRows, "trim_per_sequence", faulty)
         # Room for rows that grow too long: behind the end is other memory.
         room = DecodeBatch._max_length
-        monkeypatch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 64)
-        assert self.differs(target, drafts["near"], prompts)
+        patch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 64)
 
-    def test_trimming_every_row_to_the_batchs_minimum(
-        self,
-        target: Any,
-        drafts: dict[str, Any],
-        prompts: list[list[int]],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        trim = ModelRows.trim_per_sequence
+    return plant
 
-        def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
-            uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
-            trim(self, uniform, at_most)
 
-        monkeypatch.setattr(ModelRows, "trim_per_sequence", faulty)
-        assert self.differs(target, drafts["near"], prompts)
+def trims_to_the_minimum(patch: pytest.MonkeyPatch) -> None:
+    trim = ModelRows.trim_per_sequence
 
-    def test_one_token_too_many_kept(
-        self,
-        target: Any,
-        drafts: dict[str, Any],
-        prompts: list[list[int]],
-        monkeypatch: pytest.MonkeyPatch,
-    ) -> None:
-        from specdec.spec_decode import commit
+    def faulty(self: ModelRows, n: Any, at_most: int, *_: int) -> None:
+        uniform = n if isinstance(n, list) else mx.broadcast_to(n.max(), n.shape)
+        trim(self, uniform, at_most)
 
-        def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
-            from specdec.spec_decode.rejection_sampler import count_kept
+    patch.setattr(ModelRows, "trim_per_sequence", faulty)
 
-            return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-        committer = commit.Committer(commit.commit)
-        monkeypatch.setattr(commit, "count_kept", faulty)
-        monkeypatch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
-        assert self.differs(target, drafts["near"], prompts)
+def keeps_one_too_many(patch: pytest.MonkeyPatch) -> None:
+    def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
+        return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
+
+    committer = commit.Committer(commit.commit)
+    patch.setattr(commit, "count_kept", faulty)
+    patch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
+
+
+@BACKENDS
+@pytest.mark.parametrize(
+    "plant", [trim_off_by(-1), trim_off_by(1), trims_to_the_minimum, keeps_one_too_many]
+)
+def test_faults_are_caught(
+    target: Any,
+    drafts: dict[str, Any],
+    plant: Callable[[pytest.MonkeyPatch], None],
+    backend: BackendDefaults,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each of them changes the output of the tests above."""
+    plant(monkeypatch)
+    params = [SamplingParams(max_tokens=20)] * 8
+    rows = run_rows(target, drafts["near"], PROMPTS, params, backend=backend)
+    assert [r.tokens for r in rows] != [greedy(target, p, 20) for p in PROMPTS]

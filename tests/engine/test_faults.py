@@ -22,34 +22,15 @@ from specdec import (
 )
 from specdec.backend import BackendDefaults
 from specdec.sampling_params import VERIFICATIONS
-from tests.plain import (
-    AT_ONCE,
-    BEHIND,
-    greedy,
-    plainly,
-    run_rows,
-)
+from tests.plain import BACKENDS, VOCAB, exact, greedy, plainly, run_rows
 from tests.test_decoder import loaded
 
-VOCAB = 97
-BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [16] * 30, [17]]
 
 
-@pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Any]) -> Any:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def near(tiny_model: Callable[..., Any]) -> Any:
-    """The target with noise on its embeddings: half of its guesses are right."""
-    model = tiny_model("llama", seed=0)
-    noise = mx.random.normal(
-        model.model.embed_tokens.weight.shape, key=mx.random.key(1)
-    )
-    model.model.embed_tokens.weight = model.model.embed_tokens.weight + 0.15 * noise
-    return model
+@pytest.fixture
+def near(drafts: dict[str, Any]) -> Any:
+    return drafts["near"]
 
 
 def decode(
@@ -90,53 +71,30 @@ def test_one_prompt_token(
     target: Any, near: Any, with_draft: bool, max_tokens: int, backend: BackendDefaults
 ) -> None:
     """Nothing to prefill, for one row, for some and for all."""
+    draft = near if with_draft else None
     for prompts in ([[3]], [[3], [4]], [[3], [5, 6, 7], [4]]):
-        rows = run_rows(
-            target,
-            near if with_draft else None,
-            prompts,
-            [SamplingParams(max_tokens=max_tokens)] * len(prompts),
-            backend=backend,
-        )
-        assert [r.tokens for r in rows] == [
-            greedy(target, p, max_tokens) for p in prompts
-        ]
+        exact(target, draft, prompts, max_tokens, backend=backend)
+    # One new token needs no round.
+    if max_tokens == 1:
+        rows = exact(target, draft, PROMPTS, 1, batch_size=2, backend=backend)
+        assert {(r.rounds, r.drafted) for r in rows} == {(0, 0)}
 
 
 @BACKENDS
-@pytest.mark.parametrize("with_draft", [True, False])
-def test_one_new_token_needs_no_round(
-    target: Any, near: Any, with_draft: bool, backend: BackendDefaults
-) -> None:
-    rows = run_rows(
-        target,
-        near if with_draft else None,
-        PROMPTS,
-        [SamplingParams(max_tokens=1)] * len(PROMPTS),
-        batch_size=2,
-        backend=backend,
-    )
-    assert [r.tokens for r in rows] == [greedy(target, p, 1) for p in PROMPTS]
-    assert {(r.rounds, r.drafted, r.finish_reason) for r in rows} == {(0, 0, "length")}
-
-
-@BACKENDS
-@pytest.mark.parametrize("draft", ["perfect", "near", None])
+@pytest.mark.parametrize("draft", ["perfect", "near", "none"])
 @pytest.mark.parametrize("waiting", [0, 2])
 def test_all_rows_end_in_the_same_round(
-    target: Any, near: Any, draft: str | None, waiting: int, backend: BackendDefaults
+    target: Any,
+    drafts: dict[str, Any],
+    draft: str,
+    waiting: int,
+    backend: BackendDefaults,
 ) -> None:
     """The batch is empty at once; those that wait begin a new one."""
-    prompts = PROMPTS[: 4 + waiting]
-    rows = run_rows(
-        target,
-        {"perfect": target, "near": near, None: None}[draft],
-        prompts,
-        [SamplingParams(max_tokens=9)] * len(prompts),
-        batch_size=4,
-        backend=backend,
+    draft_model = drafts[draft]
+    rows = exact(
+        target, draft_model, PROMPTS[: 4 + waiting], 9, batch_size=4, backend=backend
     )
-    assert [r.tokens for r in rows] == [greedy(target, p, 9) for p in prompts]
     if draft != "near":
         assert len({r.rounds for r in rows}) == 1
 
@@ -177,9 +135,7 @@ def test_a_bias_as_large_as_the_vocabulary(
             logit_bias={t: -float("inf") for t in range(VOCAB) if t != 42},
         ),
     ]
-    rows = run_rows(target, near, PROMPTS[:4], params, backend=backend)
-    for row, prompt, p in zip(rows, PROMPTS, params, strict=False):
-        assert row.tokens == plainly(target, prompt, p).tokens
+    rows = exact(target, near, PROMPTS[:4], params, backend=backend)
     assert rows[3].tokens == [42] * 12
 
 

@@ -8,14 +8,10 @@ from typing import Any
 import mlx.core as mx
 import pytest
 
-from specdec.config import EngineConfig
-from specdec.engine.engine import Engine
 from specdec.engine.observer import Part, RoundObserver
-from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import DraftModel
-from tests.plain import AT_ONCE, BEHIND
+from tests.plain import BACKENDS, engine_of
 
 PROMPTS = ((1, 2, 3), (4, 5, 6, 7, 8), (9, 10))
 MAX_TOKENS = (9, 14, 5)
@@ -44,24 +40,22 @@ class Notes(RoundObserver):
             self.rows.setdefault(s.index, []).append(counts)
 
 
-@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=lambda b: b.name)
+@BACKENDS
 @pytest.mark.parametrize("k", [0, 2])
 def test_an_observer_sees_every_round(
     tiny_model: Callable[..., Any], backend: Any, k: int
 ) -> None:
     """Counts add up to the result's, and watching changes no token."""
-    config = EngineConfig(batch_size=3, num_draft_tokens=k)
     target, draft = tiny_model(seed=1), tiny_model(seed=1, num_hidden_layers=1)
 
     def decode(observer: RoundObserver | None) -> tuple[Any, dict[int, Request]]:
-        runner = ModelRunner(target, "target", config, backend)
-        drafter = DraftModel(
-            ModelRunner(draft, "draft", config, backend),
-            vocab_size=runner.vocab_size,
-            max_draft_tokens=2,
-        )
-        engine = Engine(
-            runner, drafter if k else None, config, backend, set(), observer=observer
+        engine = engine_of(
+            target,
+            draft if k else None,
+            batch_size=3,
+            num_draft_tokens=k,
+            backend=backend,
+            observer=observer,
         )
         for i, (prompt, n) in enumerate(zip(PROMPTS, MAX_TOKENS, strict=True)):
             engine.add(Request(i, "", prompt, SamplingParams(max_tokens=n)))

@@ -6,7 +6,7 @@ import gc
 import random
 import sys
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,25 +23,13 @@ from specdec import (
 )
 from specdec.engine.session import Session
 from specdec.sampling import RowSampling
-from tests.plain import plainly
+from tests.plain import VOCAB, plainly
 from tests.test_decoder import loaded
 
-VOCAB = 97
 
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Any]) -> Any:
-    return tiny_model("llama", seed=0)
-
-
-@pytest.fixture(scope="module")
-def draft(tiny_model: Callable[..., Any]) -> Any:
-    import mlx.core as mx
-
-    near = tiny_model("llama", seed=0)
-    noise = mx.random.normal(near.model.embed_tokens.weight.shape, key=mx.random.key(1))
-    near.model.embed_tokens.weight = near.model.embed_tokens.weight + 0.1 * noise
-    return near
+@pytest.fixture
+def draft(drafts: dict[str, Any]) -> Any:
+    return drafts["near"]
 
 
 def decoder(target: Any, draft: Any, **options: Any) -> SpecDecoder:
@@ -190,7 +178,8 @@ def test_stop_texts_and_ids(target: Any, draft: Any) -> None:
     # The comma that the stop text begins with is the last token's own.
     assert "".join(f"{t}," for t in plain[:kept]) == by_text.text + ","
     assert by_id.token_ids == plain[: plain.index(plain[4])]
-    assert by_id.stop_reason == plain[4]
+    assert (by_id.stop_token, by_id.stop_reason) == (plain[4], None)
+    assert by_text.stop_token is None
     assert [r.finish_reason for r in results] == ["stop", "stop", "length", "stop"]
     assert unused.token_ids == plain
     assert (at_once.text, at_once.token_ids) == ("", [])
@@ -260,6 +249,11 @@ def test_results_tell_what_happened(target: Any, draft: Any) -> None:
     )
     assert told.logprobs is not None
     assert [t.top[0][0] for t in told.logprobs] == told.token_ids
+    # With their texts, the second likeliest's too.
+    assert [t.text for t in told.logprobs] == [f"{t}," for t in told.token_ids]
+    assert all(
+        t.top_texts == [f"{token}," for token, _ in t.top] for t in told.logprobs
+    )
     assert all(t.logprob == t.top[0][1] for t in told.logprobs)
     assert isinstance(told.to_dict()["logprobs"], list)
     assert decode.stats.acceptance_by_position == [1.0, 1.0]

@@ -11,23 +11,16 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.cache.storage import Storage
-from specdec.config import EngineConfig
 from specdec.engine.decode_batch import DecodeBatch
-from specdec.engine.engine import Engine
 from specdec.models.compiled import CompiledForwards
-from specdec.models.runner import ModelRows, ModelRunner
+from specdec.models.runner import ModelRows
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
-from tests.plain import AT_ONCE, BEHIND, greedy, run_rows
+from tests.plain import AT_ONCE, BACKENDS, BEHIND, engine_of, exact, greedy, run_rows
 from tests.scripted import Script
 
 BATCH, BUCKET = 8, BEHIND.read_bucket
-
-
-@pytest.fixture(scope="module")
-def target(tiny_model: Callable[..., Any]) -> Any:
-    return tiny_model("llama", seed=0)
 
 
 def job(requests: int, seed: int = 0) -> tuple[list[list[int]], list[SamplingParams]]:
@@ -138,19 +131,12 @@ def test_joining_rows_copy_nobody(
     monkeypatch.setattr(Storage, "stack", stacked)
     monkeypatch.setattr(DecodeBatch, "_resize", resized)
     prompts, params = job(40, seed=3)
-    rows = run_rows(
-        target,
-        target if draft == "model" else None,
-        prompts,
-        params,
-        batch_size=4,
-        num_draft_tokens=3 if draft else 0,
-        backend=BEHIND,
-        prefill_step_size=64,
+    exact(
+        target, target if draft == "model" else None, prompts, params,
+        batch_size=4, num_draft_tokens=3 if draft else 0,
+        backend=BEHIND, prefill_step_size=64,
         drafter=NgramDrafter() if draft == "ngram" else None,
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
+    )  # fmt: skip
     assert len(joins) > 20
     assert sum(joins) >= len(joins) - 2
 
@@ -214,13 +200,13 @@ def test_idle_slots_hold_nothing(target: Any, monkeypatch: pytest.MonkeyPatch) -
 
     monkeypatch.setattr(DecodeBatch, "retire", noted)
     prompts, params = job(24, seed=2)
-    run_rows(target, None, prompts, params, batch_size=6, backend=BEHIND)
+    exact(target, None, prompts, params, batch_size=6, backend=BEHIND)
     idle = [n for is_idle, n in lengths if is_idle]
     assert idle
     assert not any(idle)
 
 
-@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+@BACKENDS
 def test_a_slot_keeps_nothing_of_a_row_whose_keys_hold_nan(
     tiny_model: Callable[..., Any], backend: BackendDefaults
 ) -> None:
@@ -262,14 +248,7 @@ def test_rows_that_wait_for_memory_keep_no_slots(
     def affords(rows: Any) -> int:
         return 2 if any(r.index == 6 for r in rows) and len(rows) > 1 else 1
 
-    config = EngineConfig(batch_size=6, prefill_step_size=64)
-    engine = Engine(
-        ModelRunner(target, "target", config, AT_ONCE),
-        None,
-        config,
-        AT_ONCE,
-        frozenset(),
-    )
+    engine = engine_of(target, batch_size=6, backend=AT_ONCE)
     engine._scheduler.budget, engine._scheduler._cost = 1, affords
     for i in range(7):
         params = SamplingParams(max_tokens=60 if i == 0 else 4)

@@ -24,6 +24,7 @@ from .case import (
     fail,
     kind,
     specdec,
+    specdec_works,
 )
 from .odd import (
     MANY_DIGITS,
@@ -323,7 +324,7 @@ def use_model(case: Case, path: Path) -> None:
 def text_alone(world: World) -> str:
     """What the sound file gives without a draft."""
     target = world.once(sound_gguf)
-    return specdec("run", "--target", target, "--draft", "none", *ASK).out
+    return specdec_works("run", "--target", target, "--draft", "none", *ASK).out
 
 
 def sound_gguf(world: World) -> Path:

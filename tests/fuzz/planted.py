@@ -5,6 +5,8 @@ from __future__ import annotations
 import ctypes
 import os
 import random
+import resource
+import subprocess
 import sys
 import threading
 import time
@@ -43,7 +45,7 @@ def dies(case: Case) -> None:
 
 @kind
 def takes_memory(case: Case) -> None:
-    bytes(1 << 20).replace(b"\0", b"a") * 600
+    bytes(1 << 20).replace(b"\0", b"a") * 500
 
 
 @kind
@@ -65,6 +67,14 @@ def leaves_threads(case: Case) -> None:
 @kind
 def writes_to_the_terminal(case: Case) -> None:
     print("not asked for", file=sys.stderr)
+
+
+@kind
+def starts_a_process(case: Case) -> None:
+    program = "import resource as r; print(r.getrlimit(r.RLIMIT_CPU)[0])"
+    command = [sys.executable, "-S", "-c", program]
+    limit = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert int(limit.stdout) == resource.RLIM_INFINITY
 
 
 @kind

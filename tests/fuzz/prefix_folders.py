@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import random
 import shutil
@@ -13,12 +12,12 @@ from specdec.prefix_cache.entries import place_key
 from specdec.prefix_cache.files import digest
 
 from .case import (
-    Answer,
     Case,
     World,
     fail,
     kind,
     specdec,
+    specdec_works,
 )
 from .folders import sound_folder
 from .odd import (
@@ -39,23 +38,22 @@ ASK = ("--max-tokens", "8", "--draft", "none", "--quiet")
 
 def answers_alone(world: World) -> dict[str, str]:
     """What each prompt gives without a store."""
-    return {prompt: _run(world, prompt).out for prompt in PROMPTS}
+    return {prompt: specdec_works(*_command(world, prompt)).out for prompt in PROMPTS}
 
 
 def sound_store(world: World) -> Path:
     """The folder that cases spoil copies of: what both prompts leave."""
     folder = world.folder / "store"
     for prompt in PROMPTS:
-        _run(world, prompt, "--prefix-cache", str(folder))
+        specdec_works(*_command(world, prompt, folder))
     assert len(list(folder.iterdir())) > 2
     return folder
 
 
-def _run(world: World, prompt: str, *more: str) -> Answer:
-    target = world.once(sound_folder)
-    answer = specdec("run", "--target", target, "--prompt", prompt, *ASK, *more)
-    gc.collect()  # what a store still has to write is written when it goes
-    return answer
+def _command(world: World, prompt: str, store: Path | None = None) -> list[str]:
+    target = str(world.once(sound_folder))
+    command = ["run", "--target", target, "--prompt", prompt, *ASK]
+    return command if store is None else [*command, "--prefix-cache", str(store)]
 
 
 def signed(path: Path, data: bytes, place: str | None = None) -> None:
@@ -71,16 +69,13 @@ def signed(path: Path, data: bytes, place: str | None = None) -> None:
 
 
 def spoil_header(path: Path, rng: random.Random) -> None:
-    """An entry whose header is odd, and whose digest is right.
+    """A sound entry gets a header that is odd, and a digest that is right.
 
     Not what it says its bytes are for: who can sign an entry can forge one.
     """
     data = path.read_bytes()
     length = int.from_bytes(data[:8], "little")
-    try:
-        header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
-    except (ValueError, RecursionError):  # it is spoilt already
-        return
+    header, payload = json.loads(data[8 : 8 + length]), data[8 + length :]
     draw = rng.random()
     text, place = None, None
     if draw < 0.35:
@@ -115,11 +110,8 @@ def spoil_header(path: Path, rng: random.Random) -> None:
 
 def spoil_folder(folder: Path, rng: random.Random) -> None:
     """Spoil an entry or two, or put other things beside them."""
-    for _ in range(rng.choice((1, 1, 2))):
-        entries = sorted(p for p in folder.iterdir() if p.is_file())
-        if not entries:
-            return
-        path, draw = rng.choice(entries), rng.random()
+    for path in rng.sample(sorted(folder.iterdir()), rng.choice((1, 1, 2))):
+        draw = rng.random()
         if draw < 0.55:
             spoil_header(path, rng)
         elif draw < 0.65:
@@ -164,10 +156,15 @@ def prefix_folder(case: Case) -> None:
         told = specdec("cache", command, folder, quietly=command == "verify").out
         if not all(line.isprintable() for line in told.split("\n")):
             fail(f"cache {command} prints {told!r}")
-    prompt = rng.choice(PROMPTS)
-    answer = _run(world, prompt, "--prefix-cache", str(folder))
+    prompt, before = rng.choice(PROMPTS), _listed(folder)
+    answer = specdec(*_command(world, prompt, folder))
     if answer.code != 0:
         fail(f"a run with a spoilt store fails: {answer.err}")
     if answer.out != expected[prompt]:
         found = f"{answer.out!r}, not {expected[prompt]!r}"
-        fail(f"other tokens with a spoilt store: {answer.err}: {found}")
+        folders = f"before {before}, after {_listed(folder)}"
+        fail(f"other tokens with a spoilt store: {found}: {answer.err}: {folders}")
+
+
+def _listed(folder: Path) -> list[tuple[str, int]]:
+    return sorted((path.name, path.lstat().st_size) for path in folder.iterdir())

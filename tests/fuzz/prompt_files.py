@@ -16,6 +16,7 @@ from .case import (
     fail,
     kind,
     specdec,
+    specdec_works,
 )
 from .folders import sound_folder
 from .odd import (
@@ -40,7 +41,7 @@ def texts_alone(world: World) -> dict[str, str]:
         for prompt in PROMPTS:
             path.write_text(to_json({"prompt": prompt}), "utf-8")
             asked = ("--target", target, "--prompts", path, "--output", output)
-            specdec("run", *asked, *ASK)
+            specdec_works("run", *asked, *ASK)
             alone[prompt] = json.loads(output.read_bytes())["text"].rstrip("\n")
     return alone
 
@@ -127,4 +128,7 @@ def check_output(
         if index not in by_index:
             fail(f"prompt {index} has no result: {answer.err}")
         if by_index[index]["text"].rstrip("\n") != expected[prompt]:
-            fail(f"prompt {index} has other tokens beside a bad one")
+            fail(
+                f"prompt {index} has other tokens than {expected[prompt]!r} beside a "
+                f"bad one: {by_index[index]}: {answer.err}"
+            )

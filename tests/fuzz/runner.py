@@ -84,26 +84,31 @@ def run(
         plugin: a module with more kinds, in place of the others' library.
         seconds, waiting: of work and of time that a case may take.
     """
-    reader, writer = os.pipe()
     more = ["--plugin", plugin] if plugin else []
-    command = [
-        sys.executable, "-m", "tests.fuzz.worker", "--pipe", str(writer),
-        "--first", str(first), "--count", str(count), "--skip", str(skip),
-        "--seconds", str(seconds), "--waiting", str(waiting), *more, *kinds,
-    ]  # fmt: skip
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     with (
+        # Here, so that it goes with a worker that is killed, too.
+        tempfile.TemporaryDirectory(
+            prefix="specdec-fuzz-", ignore_cleanup_errors=True
+        ) as folder,
         tempfile.TemporaryFile() as errors,
-        os.fdopen(reader, encoding="utf-8") as pipe,
     ):
-        try:
-            process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
-                env=environment, pass_fds=[writer],
-            )  # fmt: skip
-        finally:
-            os.close(writer)
-        lines = [json.loads(line) for line in pipe]
+        reader, writer = os.pipe()
+        command = [
+            sys.executable, "-m", "tests.fuzz.worker",
+            "--pipe", str(writer), "--folder", folder,
+            "--first", str(first), "--count", str(count), "--skip", str(skip),
+            "--seconds", str(seconds), "--waiting", str(waiting), *more, *kinds,
+        ]  # fmt: skip
+        with os.fdopen(reader, encoding="utf-8") as pipe:
+            try:
+                process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=errors, stderr=errors,
+                    env=environment, pass_fds=[writer],
+                )  # fmt: skip
+            finally:
+                os.close(writer)
+            lines = [json.loads(line) for line in pipe]
         code = process.wait()
         errors.seek(0)
         told = errors.read().decode("utf-8", "replace").strip()

@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-import os
 import random
+import tempfile
+import time
 from itertools import islice
 from pathlib import Path
 
@@ -21,7 +22,9 @@ from .case import (
     World,
     check_answer,
     check_error,
+    specdec,
 )
+from .folders import sound_folder
 from .gguf_files import (
     Parts,
     spoil_counts,
@@ -38,22 +41,19 @@ from .odd import (
 )
 from .runner import Found, fuzz, run
 
-CASES = 1000
+# Chunks, which pytest's workers share, and seeds of each; every seed is a case of
+# each kind.
+CHUNKS, SEEDS = 4, 52
 PLANTED = "tests.fuzz.planted"
 # What is shown of them at once; each costs a process.
 MOST_FAULTS = 5
 
 
-@pytest.mark.skipif(
-    "SPECDEC_FUZZ" not in os.environ,
-    reason="not reliable yet: set SPECDEC_FUZZ=1, or run scripts/soak --fuzz",
-)
-def test_a_thousand_malformed_inputs() -> None:
+@pytest.mark.parametrize("chunk", range(CHUNKS))
+def test_a_thousand_malformed_inputs(chunk: int) -> None:
     """A traceback, a hang, a leak, or a neighbour with other tokens, for any input."""
-    kinds = [*KINDS]
-    assert len(kinds) >= 5
-    seeds = -(-CASES // len(kinds))
-    found = list(islice(fuzz(kinds, 0, seeds), MOST_FAULTS))
+    assert CHUNKS * SEEDS * len(KINDS) >= 1000
+    found = list(islice(fuzz([*KINDS], chunk * SEEDS, SEEDS), MOST_FAULTS))
     assert not found, "\n\n".join(map(str, found))
 
 
@@ -73,7 +73,8 @@ def test_a_thousand_malformed_inputs() -> None:
 def test_it_finds(name: str, shows: str) -> None:
     """A fault that the fuzzer overlooks, or shows without its place."""
     count = 60 if name.startswith("leaves") else 1
-    found = run([name], 0, count, plugin=PLANTED, seconds=1, waiting=5)
+    bounds = {"goes_on_for_ever": {"seconds": 1}, "waits_for_ever": {"waiting": 2}}
+    found = run([name], 0, count, plugin=PLANTED, **bounds.get(name, {}))
     assert found is not None
     assert shows in found.what
     assert (found.kinds, found.seed, found.count) == ((name,), 0, count)
@@ -95,7 +96,34 @@ def test_it_goes_on_after_a_fault() -> None:
 
 
 def test_nothing_is_found_where_nothing_is_wrong() -> None:
-    assert run(["does_nothing"], 0, 200, plugin=PLANTED) is None
+    """A false alarm; a process of a case's that inherits the time of that case."""
+    kinds = ["does_nothing", "starts_a_process"]
+    assert run(kinds, 0, 30, plugin=PLANTED) is None
+
+
+def test_nothing_is_left_of_a_worker_that_dies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder stayed, of gigabytes of sparse files perhaps."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    assert run(["dies"], 0, 1, plugin=PLANTED) is not None
+    assert [*tmp_path.iterdir()] == []
+
+
+def test_what_a_command_says_late_is_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A warning of a thread in the background that a later case is blamed for."""
+
+    def fails(*_: object) -> None:
+        time.sleep(0.3)
+        raise OSError(28, "no room")
+
+    monkeypatch.setattr("specdec.prefix_cache.writer.write_entry", fails)
+    target = sound_folder(World(tmp_path))
+    ask = ("--prompt", "12 the " * 40, "--ignore-chat-template", "--max-tokens", "2")
+    more = ("--draft", "none", "--quiet", "--prefix-cache", tmp_path / "store")
+    assert "no room" in specdec("run", "--target", target, *ask, *more).err
 
 
 def test_a_seed_is_an_input() -> None:

@@ -25,12 +25,16 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from specdec import templates
+
 # Bytes that a case may take beside what the process has, and that all may leave.
 MOST_BYTES = 400 << 20
 # Where asking for memory fails; what is touched before that is over the other bound.
 MOST_ADDRESSES = 2 << 30
 MOST_LEFT = 48 << 20
 MOST_LEFT_ARRAYS = 1 << 20
+# Many cases have templates that never end.
+TEMPLATE_SECONDS = 5
 # Cases before anything is compared: caches of other libraries have filled.
 WARM = 0.3
 # Fewer cases than that say nothing of growth.
@@ -50,6 +54,7 @@ class Held:
     def now(cls) -> Held:
         import mlx.core as mx
 
+        templates._CHILD.close()  # or it has pipes at one look, and none at the other
         gc.collect()
         mx.clear_cache()
         return cls(
@@ -75,31 +80,35 @@ class Held:
 
 
 def _resident() -> int:
-    try:
-        pages = int(Path("/proc/self/statm").read_text().split()[1])
-    except OSError:  # not Linux: the most that it ever was
-        return _most_resident()
-    return pages * resource.getpagesize()
+    """Bytes of memory; where there is no /proc, the most that it ever was."""
+    resident = _status("VmRSS")
+    return _most_resident() if resident is None else resident
 
 
 def _most_resident() -> int:
+    most = _status("VmHWM")
+    if most is not None:
+        return most
+    # On Linux this would begin with the most of the process that started this one.
     unit = 1 if sys.platform == "darwin" else 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
 
 
-def _seconds() -> float:
-    used = resource.getrusage(resource.RUSAGE_SELF)
-    return used.ru_utime + used.ru_stime
+def _status(name: str) -> int | None:
+    """Bytes under a name in Linux's status of the process."""
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    line = next(t for t in status.read_text().splitlines() if t.startswith(name))
+    return int(line.split()[1]) * 1024
 
 
 def bound_memory() -> None:
     """Let what asks for too much fail at once, and not the machine."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return
-    line = next(t for t in status.read_text().splitlines() if t.startswith("VmData:"))
-    most = int(line.split()[1]) * 1024 + MOST_ADDRESSES
-    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+    data = _status("VmData")
+    if data is not None:
+        most = data + MOST_ADDRESSES
+        resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 
 def watched(run: Callable[[], None], seconds: int, waiting: int) -> None:
@@ -107,16 +116,25 @@ def watched(run: Callable[[], None], seconds: int, waiting: int) -> None:
     from .case import fail
 
     resident, most = _resident(), _most_resident()
-    bound = int(_seconds()) + 1 + seconds
-    resource.setrlimit(resource.RLIMIT_CPU, (bound, resource.RLIM_INFINITY))
+    # Not a limit of the system's: what a case starts would have it for good.
+    signal.setitimer(signal.ITIMER_PROF, seconds)
     faulthandler.dump_traceback_later(waiting, exit=True)
     try:
         run()
     finally:
         faulthandler.cancel_dump_traceback_later()
+        signal.setitimer(signal.ITIMER_PROF, 0)
     after = _most_resident()
     if after > most and after - resident > MOST_BYTES:
         fail(f"it took {(after - resident) >> 20} MiB")
+
+
+def _written() -> str:
+    """What went to standard output or error, a file here, past what a case looks at."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    size = os.fstat(2).st_size
+    return os.pread(2, min(size, 3000), 0).decode("utf-8", "replace") if size else ""
 
 
 def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
@@ -135,6 +153,8 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
     before: Held | None = None
     mx.set_cache_limit(1 << 20)
     for number, (seed, name) in enumerate(steps):
+        if number == len(options.kinds):
+            gc.freeze()  # libraries are there: each command ends with a collection
         if number == warm:
             before = Held.now()
         say(begin=name, seed=seed)
@@ -147,6 +167,8 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
             watched(partial(KINDS[name], case), options.seconds, options.waiting)
             if left := os.listdir(top):
                 raise AssertionError(f"files are left in the temporary folder: {left}")
+            if text := _written():
+                raise AssertionError(f"it is written to the terminal: {text}")
         except BaseException as error:  # whatever it is, it is told
             say(fault="".join(traceback.format_exception(error)))
             return False
@@ -167,6 +189,7 @@ def work(options: argparse.Namespace, say: Callable[..., None]) -> bool:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--pipe", type=int, required=True)
+    parser.add_argument("--folder", type=Path, required=True)
     parser.add_argument("--first", type=int, required=True)
     parser.add_argument("--count", type=int, required=True)
     parser.add_argument("--skip", type=int, required=True)
@@ -182,28 +205,21 @@ def main() -> None:
         pipe.flush()
 
     faulthandler.enable()
-    faulthandler.register(signal.SIGXCPU, chain=True)
+    faulthandler.register(signal.SIGPROF, chain=True)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
-    with tempfile.TemporaryDirectory(
-        prefix="specdec-fuzz-", ignore_cleanup_errors=True
-    ) as folder:
-        temporary = Path(folder) / "tmp"
-        temporary.mkdir()
-        # Not TMPDIR: MLX's compiled kernels stay where the next process finds them.
-        tempfile.tempdir = str(temporary)
-        os.environ["XDG_CACHE_HOME"] = str(Path(folder) / "cache")
-        __import__(options.plugin or "tests.fuzz.kinds")
-        bound_memory()
-        try:
-            sound = work(options, say)
-        finally:
-            os.chdir("/")
-    if sound:
-        say(end=True)
-    if not sound:
+    temporary = options.folder / "tmp"
+    temporary.mkdir()
+    # Not TMPDIR: MLX's compiled kernels stay where the next process finds them.
+    tempfile.tempdir = str(temporary)
+    os.environ["XDG_CACHE_HOME"] = str(options.folder / "cache")
+    __import__(options.plugin or "tests.fuzz.kinds")
+    templates.SECONDS = TEMPLATE_SECONDS
+    bound_memory()
+    if not work(options, say):
         pipe.close()
         os._exit(1)  # whatever holds it
+    say(end=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ import pytest
 
 from specdec.config import EngineConfig
 from specdec.engine.admission import row_needs
+from specdec.grammar import Grammar, GrammarCompiler
 from specdec.memory.sampling_memory import (
     APART,
     COPIES,
@@ -22,6 +23,7 @@ from specdec.memory.sampling_memory import (
 )
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
+from tests.byte_tokenizer import byte_tokenizer
 
 from .test_peak import fullest, loaded, measure
 
@@ -53,6 +55,7 @@ ADJUSTED = {
     "min_tokens": 4,
     "stop_token_ids": (7,),
 }
+WORDS = Grammar.regex("[a-z ]{9,}")
 BLOCK = {**WARM, "verification": "block"}
 RATIO = {**TOP_P, "verification": "rejection"}
 EVERYTHING = {**FILTERS, **ADJUSTED, "top_logprobs": 5, "verification": "block"}
@@ -74,6 +77,7 @@ MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
     "adjusted": ([ADJUSTED], 1.75),
     "logprobs": ([{"logprobs": True}], 2.1),
     "top_logprobs": ([{"top_logprobs": 5}], 1.75),
+    "grammar": ([{"grammar": WORDS}], 2.5),
     "block": ([BLOCK], 1.6),
     "ratio rules": ([RATIO, BLOCK, {}], 2),
     "everything": ([EVERYTHING], 2.5),
@@ -81,7 +85,16 @@ MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
 }
 
 
-SOME = ("top_p", "xtc", "bias", "min_tokens", "penalties", "adjusted", "top_logprobs")
+SOME = (
+    "top_p",
+    "xtc",
+    "bias",
+    "min_tokens",
+    "penalties",
+    "adjusted",
+    "top_logprobs",
+    "grammar",
+)
 CASES = [
     *((mix, 3, mx.float32) for mix in MIXES),
     *((mix, 0, mx.float32) for mix in SOME),
@@ -101,8 +114,15 @@ def test_what_choosing_holds_is_counted(
         if model is not None:
             model.model.set_dtype(dtype)
     config = EngineConfig(batch_size=ROWS, num_draft_tokens=k, prefill_step_size=16)
+    grammars = GrammarCompiler(byte_tokenizer(), VOCAB)
     requests = [
-        Request(i, "", (5 + i,) * 16, SamplingParams(max_tokens=7, **each))
+        Request(
+            i,
+            "",
+            (5 + i,) * 16,
+            SamplingParams(max_tokens=7, **each),
+            grammar=grammars.compile(WORDS) if "grammar" in each else None,
+        )
         for i, each in enumerate(islice(cycle(options), ROWS))
     ]
     peak, plan = measure(target, draft, config, requests)
@@ -111,7 +131,7 @@ def test_what_choosing_holds_is_counted(
     assert peak <= told
     if (k, dtype) == (3, mx.float32):
         assert told - plan.weight_bytes <= most * (peak - plan.weight_bytes)
-        if mix not in ("greedy", "bias", "min_tokens", "logprobs"):
+        if mix not in ("greedy", "bias", "min_tokens", "grammar", "logprobs"):
             assert plan.peak([replace(r, choosing=GREEDY) for r in rows]) < peak
 
 
@@ -149,7 +169,9 @@ def test_requests_name_what_they_use() -> None:
     assert steps() == Choosing()
     assert steps(verification="block") == Choosing()
     assert steps(repetition_penalty=1.0, presence_penalty=0.0) == Choosing()
-    assert steps(**EVERYTHING).steps == set(COPIES) - {"top_p", "min_p", "xtc", "top_k"}
+    apart = {"top_p", "min_p", "xtc", "top_k", "grammar"}
+    assert steps(**EVERYTHING).steps == set(COPIES) - apart
+    assert steps(grammar=WORDS).steps == {"grammar"}
     assert {name for name, _ in steps(**EVERYTHING).filter} == {
         "top_p",
         "min_p",

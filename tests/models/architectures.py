@@ -547,6 +547,7 @@ def line(arch: str, model: Any) -> str:
     )
     if reason is not None:
         return f"| {arch} | no: {reason} | {caches} | |"
+    assert model is not None
     drafts = "`layers:`, distilled, any other" if has_trunk(model) else "any other"
     return f"| {arch} | yes | {caches} | {drafts} |"
 

@@ -21,8 +21,18 @@ from gguf.quants import quantize
 from mlx.utils import tree_flatten, tree_unflatten
 
 VOCAB = 320
-LAYERS = {"llama": 2, "qwen2": 2, "qwen3": 2, "gemma3": 7}
-MODULES = {"gemma3": "gemma3_text"}
+LAYERS = {"gemma3": 7, "smollm3": 5}
+MODULES = {
+    "gemma3": "gemma3_text",
+    "qwen2moe": "qwen2_moe",
+    "qwen3moe": "qwen3_moe",
+    "mixtral": "mixtral",
+}
+# What a file says of itself, where that is not the name here.
+FILE_NAMES = {"mixtral": "llama"}
+# Files with rows of q and k interleaved, and with norms of 1 + w.
+INTERLEAVED = ("llama", "smollm3", "granite", "mixtral")
+NORMS_HOLD_ONE = ("gemma", "gemma2", "gemma3")
 
 F32 = gguf.GGMLQuantizationType.F32
 Array = npt.NDArray[Any]
@@ -43,6 +53,21 @@ NAMES = {
     "mlp.down_proj": "ffn_down",
     "input_layernorm": "attn_norm",
     "post_attention_layernorm": "ffn_norm",
+    # Phi 3's joined ones, and experts.
+    "self_attn.qkv_proj": "attn_qkv",
+    "mlp.gate_up_proj": "ffn_up",
+    "mlp.gate": "ffn_gate_inp",
+    "mlp.switch_mlp.gate_proj": "ffn_gate_exps",
+    "mlp.switch_mlp.up_proj": "ffn_up_exps",
+    "mlp.switch_mlp.down_proj": "ffn_down_exps",
+    "mlp.shared_expert.gate_proj": "ffn_gate_shexp",
+    "mlp.shared_expert.up_proj": "ffn_up_shexp",
+    "mlp.shared_expert.down_proj": "ffn_down_shexp",
+    "mlp.shared_expert_gate": "ffn_gate_inp_shexp",
+    "block_sparse_moe.gate": "ffn_gate_inp",
+    "block_sparse_moe.switch_mlp.gate_proj": "ffn_gate_exps",
+    "block_sparse_moe.switch_mlp.up_proj": "ffn_up_exps",
+    "block_sparse_moe.switch_mlp.down_proj": "ffn_down_exps",
 }
 GEMMA_NAMES = {
     **NAMES,
@@ -50,6 +75,57 @@ GEMMA_NAMES = {
     "pre_feedforward_layernorm": "ffn_norm",
     "post_feedforward_layernorm": "post_ffw_norm",
 }
+OLMO_NAMES = {
+    **NAMES,
+    "post_attention_layernorm": "post_attention_norm",
+    "post_feedforward_layernorm": "post_ffw_norm",
+}
+OTHER_NAMES = {"gemma2": GEMMA_NAMES, "gemma3": GEMMA_NAMES, "olmo2": OLMO_NAMES}
+# Configuration by mlx-lm's names, beside the common one; and its keys in a file.
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2}
+MORE: dict[str, dict[str, Any]] = {
+    "gemma2": {
+        "attn_logit_softcapping": 20.0,
+        "final_logit_softcapping": 10.0,
+        "query_pre_attn_scalar": 32,
+    },
+    "granite": {
+        "logits_scaling": 4.0,
+        "attention_multiplier": 0.125,
+        "embedding_multiplier": 6.0,
+        "residual_multiplier": 0.25,
+        "attention_bias": False,
+        "mlp_bias": False,
+    },
+    "qwen2moe": {
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 64,
+    },
+    "qwen3moe": {
+        **EXPERTS,
+        "moe_intermediate_size": 32,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+        "norm_topk_prob": True,
+    },
+    "olmoe": EXPERTS,
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+}
+KEYS = {
+    "attn_logit_softcapping": "attn_logit_softcapping",
+    "final_logit_softcapping": "final_logit_softcapping",
+    "logits_scaling": "logit_scale",
+    "attention_multiplier": "attention.scale",
+    "embedding_multiplier": "embedding_scale",
+    "residual_multiplier": "residual_scale",
+    "num_experts": "expert_count",
+    "num_local_experts": "expert_count",
+    "num_experts_per_tok": "expert_used_count",
+    "moe_intermediate_size": "expert_feed_forward_length",
+    "shared_expert_intermediate_size": "expert_shared_feed_forward_length",
+}
+_OWN_HEADS = ("qwen3", "qwen3moe", "gemma", "gemma2", "gemma3")
 
 
 def arguments(arch: str, **changes: Any) -> dict[str, Any]:
@@ -58,10 +134,10 @@ def arguments(arch: str, **changes: Any) -> dict[str, Any]:
         "model_type": MODULES.get(arch, arch),
         "hidden_size": 64,
         "intermediate_size": 96,
-        "num_hidden_layers": LAYERS[arch],
+        "num_hidden_layers": LAYERS.get(arch, 2),
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "head_dim": 16 if arch in ("llama", "qwen2") else 32,
+        "head_dim": 32 if arch in _OWN_HEADS else 16,
         "rms_norm_eps": 1e-5,
         "vocab_size": VOCAB,
         "max_position_embeddings": 512,
@@ -75,7 +151,7 @@ def arguments(arch: str, **changes: Any) -> dict[str, Any]:
             "rope_local_base_freq": 10_000.0,
             "query_pre_attn_scalar": 32,
         }
-    return common | changes
+    return common | MORE.get(arch, {}) | changes
 
 
 def random_model(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
@@ -97,7 +173,7 @@ def random_model(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
 
 def gguf_name(arch: str, name: str) -> str:
     """``model.layers.0.mlp.up_proj.weight`` is ``blk.0.ffn_up.weight``."""
-    names = GEMMA_NAMES if arch == "gemma3" else NAMES
+    names = OTHER_NAMES.get(arch, NAMES)
     layer, _, kind = name.rpartition(".")
     if layer.startswith("model.layers."):
         number, _, part = layer.removeprefix("model.layers.").partition(".")
@@ -120,11 +196,11 @@ def file_tensors(arch: str, model: nn.Module) -> dict[str, Array]:
     flat: Any = tree_flatten(model.parameters())
     for name, value in flat:
         weight = np.array(value)
-        if arch == "llama" and name.endswith("q_proj.weight"):
+        if arch in INTERLEAVED and name.endswith("q_proj.weight"):
             weight = interleaved(weight, args.num_attention_heads)
-        if arch == "llama" and name.endswith("k_proj.weight"):
+        if arch in INTERLEAVED and name.endswith("k_proj.weight"):
             weight = interleaved(weight, args.num_key_value_heads)
-        if arch == "gemma3" and "norm" in name:
+        if arch in NORMS_HOLD_ONE and "norm" in name:
             weight = weight + np.float32(1)
         tensors[gguf_name(arch, name)] = weight
     return tensors
@@ -134,7 +210,7 @@ def metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """The file's metadata, for a model of that configuration."""
     values: dict[str, Any] = {
         "block_count": config["num_hidden_layers"],
-        "context_length": config["max_position_embeddings"],
+        "context_length": config.get("max_position_embeddings", 512),
         "embedding_length": config["hidden_size"],
         "feed_forward_length": config["intermediate_size"],
         "attention.head_count": config["num_attention_heads"],
@@ -142,14 +218,18 @@ def metadata(arch: str, config: Mapping[str, Any]) -> dict[str, Any]:
         "attention.layer_norm_rms_epsilon": config["rms_norm_eps"],
         "rope.freq_base": config["rope_theta"],
     }
-    if arch in ("qwen3", "gemma3"):
+    if arch in _OWN_HEADS:
         values["attention.key_length"] = config["head_dim"]
         values["attention.value_length"] = config["head_dim"]
     if arch == "gemma3":
         values["attention.sliding_window"] = config["sliding_window"]
     if arch == "llama":
         values["rope.dimension_count"] = config["head_dim"]
-    return {f"{arch}.{key}": value for key, value in values.items()}
+    for ours, key in KEYS.items():
+        if ours in config:
+            values[key] = config[ours]
+    name = FILE_NAMES.get(arch, arch)
+    return {f"{name}.{key}": value for key, value in values.items()}
 
 
 def byte_characters() -> list[str]:
@@ -248,14 +328,26 @@ def write_gguf(
         else:
             writer.add_array(key, value)
     for name, tensor in tensors.items():
-        kind = kinds(name) if tensor.ndim == 2 else F32
-        data = quantize(np.ascontiguousarray(tensor), kind)
+        kind = kinds(name) if tensor.ndim > 1 else F32
+        data = stored(np.ascontiguousarray(tensor), kind)
         writer.add_tensor(name, data, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def stored(values: Array, kind: gguf.GGMLQuantizationType) -> Array:
+    """As the file has them; random blocks of a type that nobody writes in Python."""
+    try:
+        return quantize(values, kind)
+    except NotImplementedError:
+        elements, size = gguf.GGML_QUANT_SIZES[kind]
+        width = values.shape[-1] // elements * size
+        rng = np.random.default_rng(values.size)
+        # Scales, wherever they are, are finite float16.
+        return rng.integers(0, 0x28, (*values.shape[:-1], width)).astype(np.uint8)
 
 
 def write_model(
@@ -273,7 +365,7 @@ def write_model(
     config = {**vars(args)}
     return write_gguf(
         path,
-        arch,
+        FILE_NAMES.get(arch, arch),
         {**file_tensors(arch, model), **(tensors or {})},
         {**metadata(arch, config), **(values or {})},
         vocabulary,

@@ -18,6 +18,7 @@ from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
 from specdec.models import compiled
+from specdec.models import runner as runner_module
 from specdec.models.compiled import CompiledForwards
 from specdec.models.hidden_states import record_layers
 from specdec.models.runner import ModelRunner
@@ -132,10 +133,10 @@ def test_forwards_before_shapes_have_settled_are_counted(
     forwards = CompiledForwards(model, after=1)
     tokens, counts = mx.zeros((2, 1), mx.int32), []
     for _ in range(4):
-        before = CompiledForwards.unsettled
+        before = forwards.new_shapes
         if forwards(tokens, caches) is None:
             model(tokens, cache=caches)
-        counts.append(CompiledForwards.unsettled - before)
+        counts.append(forwards.new_shapes - before)
     assert counts == [1, 1, 0, 0]
 
 
@@ -166,12 +167,11 @@ def test_graphs_for_other_capacities_count_too(
             return result
 
     forwards = CompiledForwards(Counted())  # type: ignore[no-untyped-call]
-    before = CompiledForwards.unsettled
     for max_length in (70, 80, 90, 70):
         caches = caches_of(model, 2, read_bucket=64, max_length=max_length)
         assert forwards(mx.zeros((2, 2), mx.int32), caches) is not None
     assert calls == [70, 80, 90, 70]  # the first was let go
-    assert CompiledForwards.unsettled - before == 4
+    assert forwards.new_shapes == 4
     assert len(forwards._functions) == 2
 
 
@@ -341,3 +341,31 @@ def test_replaced_weights_are_those_that_graphs_compute_with(
     assert decoded() == [greedy(model, p, 20) for p in prompts]
     model.update(other.parameters())
     assert decoded() == [greedy(other, p, 20) for p in prompts]
+
+
+def test_steps_of_one_row_are_compiled_where_attention_takes_a_mask(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns are read exactly: other shapes, and so no graph, in every step."""
+    monkeypatch.setattr(runner_module, "takes_single", lambda model: True)
+    made = []
+    make = CompiledForwards._make
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return make(*arguments)
+
+    monkeypatch.setattr(CompiledForwards, "_make", counted)
+    model = built(tiny_model, "full")
+    runner = ModelRunner(model, "it", EngineConfig(), BEHIND)
+    assert not runner.backend.pad_single_token
+    prompt = [3, 1, 4, 1, 5]
+    rows = runner.rows([prompt], max_round=1, max_length=40)
+    for _ in rows.prefill():
+        pass
+    for token in (7, 2, 8, 6):
+        found = rows.forward(mx.array([[token]]))
+        prompt.append(token)
+        expected = model(mx.array([prompt]))[:, -1:]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(made) == 1

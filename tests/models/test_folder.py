@@ -12,6 +12,7 @@ import pytest
 from click.testing import CliRunner
 from mlx_lm.models import llama
 
+from specdec import SpecDecoder
 from specdec.cli import main
 from specdec.errors import ModelError
 from specdec.models import load, load_draft
@@ -145,6 +146,48 @@ def test_a_file_of_holes(opened: Callable[[Path], object], tmp_path: Path) -> No
         opened(tmp_path / "m")
 
 
+@pytest.mark.parametrize(
+    ("name", "key"),
+    [
+        ("tokenizer.json", "added_tokens"),
+        ("tokenizer_config.json", "added_tokens_decoder"),
+        ("tokenizer_config.json", "mask_token"),
+        ("special_tokens_map.json", "mask_token"),
+        ("special_tokens_map.json", "extra_special_tokens"),
+    ],
+)
+def test_fields_of_added_tokens(
+    name: str, key: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """The name of an unknown one arrived on standard output, with its escapes."""
+    folder = tmp_path / "m"
+    write_folder(folder)
+    file = folder / name
+    table = json.loads(file.read_text()) if file.exists() else {}
+
+    def add(**more: Any) -> None:
+        token = {"content": "<x>", "lstrip": False, **more}
+        if key == "added_tokens":
+            table[key][0] |= more
+        elif key == "added_tokens_decoder":
+            table[key] = {"276": token}
+        elif key == "extra_special_tokens":
+            table[key] = [token]
+        elif name == "tokenizer_config.json":
+            table[key] = {"__type": "AddedToken", **token}
+        else:
+            table[key] = token
+        file.write_text(json.dumps(table))
+
+    add()
+    load(str(folder))
+    add(**{"a\x1b[31m": True})
+    with pytest.raises(ModelError, match=f"{name} has an added token") as caught:
+        load(str(folder))
+    assert str(caught.value).isprintable()
+    assert capfd.readouterr().out == ""
+
+
 @pytest.mark.timeout(60)
 def test_drafts_of_layers_alone(tmp_path: Path) -> None:
     """They are opened in another way, and their card is read first."""
@@ -167,3 +210,20 @@ def test_drafts_of_layers_alone(tmp_path: Path) -> None:
     for call in calls:
         with pytest.raises(ModelError, match="cannot be read"):
             call()
+
+
+def test_a_draft_of_another_width_is_refused_before_anything_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After the target's weights were read, for 22 seconds."""
+    write_folder(tmp_path / "t", hidden_size=128)
+    write_folder(tmp_path / "m")
+    card = {"format": FORMAT, "embedding": "target"}
+    (tmp_path / "m" / CARD).write_text(json.dumps(card))
+
+    def never(*_: object, **__: object) -> None:
+        raise AssertionError("it was loaded")
+
+    monkeypatch.setattr("specdec.decoder.load", never)
+    with pytest.raises(ModelError, match=r"made for a target of width 64, and .* 128"):
+        SpecDecoder.from_pretrained(tmp_path / "t", tmp_path / "m")

@@ -147,14 +147,14 @@ def test_architecture_outside_the_list(tmp_path: Path) -> None:
     path = write_model(tmp_path / "m.gguf", "mamba", random_model("llama"))
     message = refusal(path, UnsupportedModelError)
     assert "'mamba'" in message
-    assert "llama, qwen2, qwen3, gemma3" in message
+    assert "use one of llama, smollm3, qwen2, qwen3, " in message
 
 
 @pytest.mark.parametrize(
     ("arch", "values", "named"),
     [
         ("mamba", {}, "'mamba'"),
-        ("llama", {"llama.expert_count": 8}, "mixture of experts"),
+        ("qwen2", {"qwen2.expert_count": 8}, "mixture of experts"),
     ],
 )
 def test_the_model_is_judged_before_its_tokenizer(
@@ -223,7 +223,7 @@ def test_a_part_of_a_sharded_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arch", "values", "named"),
     [
-        ("llama", {"llama.expert_count": 8}, "mixture of experts"),
+        ("qwen2", {"qwen2.expert_count": 8}, "mixture of experts"),
         ("llama", {"llama.rope.dimension_count": 8}, "part of the head"),
         ("qwen3", {"qwen3.attention.value_length": 8}, "another width"),
         ("gemma3", {"gemma3.final_logit_softcapping": 30.0}, "soft-capped"),
@@ -262,16 +262,25 @@ def test_rope_factors_that_are_not_llama_3s(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     "name",
-    ["blk.0.ffn_gate_inp.weight", "blk.0.attn_q.bias", "mm.0.weight", "blk.x.y"],
+    [
+        "blk.0.ffn_gate_inp.weight",
+        "blk.0.attn_q.bias",
+        "mm.0.weight",
+        "blk.x.y",
+        "a" * 5000,
+    ],
+    ids=lambda name: name[:30],
 )
 def test_a_tensor_that_no_layer_takes(name: str, tmp_path: Path) -> None:
+    """Ignored, or a message as long as its name."""
     extra = {name: np.zeros((64, 64), np.float32)}
     path = write_model(
         tmp_path / "m.gguf", "llama", random_model("llama"), tensors=extra
     )
     message = refusal(path, UnsupportedModelError)
-    assert name in message
+    assert name[:200] in message
     assert "llama" in message
+    assert len(message) < 600
 
 
 @pytest.mark.parametrize(

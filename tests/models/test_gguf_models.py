@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,14 +13,18 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
+from specdec import EngineConfig, SpecDecoder
 from specdec.models import load
 from specdec.models.gguf import config as gguf_config
 from specdec.models.gguf import load_gguf
 from specdec.models.gguf.config import build_config
 from specdec.models.gguf.header import read_header
 from specdec.models.gguf.tensors import read_float
+from specdec.models.gguf.weights import packing_note
+from tests.plain import greedy
 
 from .gguf_files import (
+    MORE,
     VOCAB,
     file_tensors,
     metadata,
@@ -31,6 +36,7 @@ from .gguf_files import (
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gemma3")
 TOKENS = mx.array([[7, 300, 12, 44, 5, 91, 200, 7, 3, 18, 250, 33, 2]])
 KIND = gguf.GGMLQuantizationType
+FIXED = EngineConfig(num_draft_tokens=3)
 
 
 def same_weights(left: nn.Module, right: nn.Module) -> bool:
@@ -388,3 +394,118 @@ def test_dtype_dequantizes(dtype: str, tmp_path: Path) -> None:
     expected = mx.dequantize(packed.weight, scales, biases, 32, 4)
     got = loaded.model.model.embed_tokens.weight
     assert mx.array_equal(got, expected.astype(getattr(mx, dtype)))
+
+
+OTHERS = ("smollm3", "granite", "mixtral", "phi3", "olmo2", "olmoe", "qwen2moe",
+          "qwen3moe", "gemma", "gemma2")  # fmt: skip
+# Every matrix is wide enough for blocks of 256.
+WIDE = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "moe_intermediate_size": 256,
+    "shared_expert_intermediate_size": 256,
+    "head_dim": 64,
+}
+
+
+def wide(arch: str) -> dict[str, int]:
+    known = {**MORE.get(arch, {}), "hidden_size": 0, "intermediate_size": 0,
+             "head_dim": 0}  # fmt: skip
+    return {name: size for name, size in WIDE.items() if name in known}
+
+
+@pytest.mark.parametrize("arch", OTHERS)
+def test_other_architectures(arch: str, tmp_path: Path) -> None:
+    """A name, a permutation, a scale or a norm's 1 is wrong."""
+    tied = arch in ("gemma", "gemma2")
+    model = random_model(arch, tie_word_embeddings=tied)
+    loaded = load(str(write_model(tmp_path / "m.gguf", arch, model)))
+    logits = model(TOKENS)
+    assert close(loaded.model(TOKENS), logits)
+    # In batches, rows of their own lengths: the engine's whole path.
+    decoder = SpecDecoder(loaded, drafter="ngram", config=FIXED)
+    prompts = [[5, 6, 7], [8], [9, 10, 11, 12, 13, 5, 9, 10]]
+    for prompt, result in zip(
+        prompts, decoder.generate(prompts, max_tokens=8), strict=True
+    ):
+        expected = greedy(loaded.model, prompt, 8)
+        ended = result.finish_reason == "stop"
+        assert result.token_ids == expected[: len(result.token_ids)]
+        assert ended or len(result.token_ids) == 8
+
+
+@pytest.mark.parametrize("arch", [*OTHERS, "llama", "qwen3"])
+def test_k_quants_stay_packed(arch: str, tmp_path: Path) -> None:
+    """A part of some architecture is inflated to floats, or put in wrong order."""
+    tied = arch in ("gemma", "gemma2")
+    model = random_model(arch, tie_word_embeddings=tied, **wide(arch))
+    parts = {"attn": KIND.Q4_K, "down": KIND.Q6_K, "up": KIND.Q5_K, "ffn": KIND.Q5_0}
+
+    def kind_of(name: str) -> KIND:
+        return next((k for part, k in parts.items() if part in name), KIND.Q8_0)
+
+    path = write_model(tmp_path / "m.gguf", arch, model, kinds=kind_of)
+    loaded = load(str(path))
+    flat: Any = dict(tree_flatten(loaded.model.parameters()))
+    routers = ("mlp.gate.weight", "expert_gate.weight", "sparse_moe.gate.weight")
+    for name, value in flat.items():
+        matrix = name.endswith(".weight") and value.ndim > 1
+        packed = value.dtype == mx.uint32
+        assert packed == (matrix and not name.endswith(routers)), name
+    exact = load(str(path), dtype="float32")
+    logits = np.array(exact.model(TOKENS))
+    errors = np.abs(np.array(loaded.model(TOKENS)) - logits).max(axis=-1)[0]
+    # Of one token or another, rounding may choose another expert.
+    assert np.median(errors) < 2e-2 * np.abs(logits).max()
+
+
+def test_phi3_factors(tmp_path: Path) -> None:
+    """RoPE over a part of the head, and factors for long contexts."""
+    factors = {
+        "long_factor": [1.0, 1.25, 2.0, 4.0, 8.0, 16.0],
+        "short_factor": [1.0, 1.0, 1.0, 1.5, 2.0, 2.0],
+    }
+    model = random_model(
+        "phi3",
+        partial_rotary_factor=0.75,
+        rope_scaling={"type": "longrope", **factors},
+        original_max_position_embeddings=64,
+    )
+    path = write_model(
+        tmp_path / "m.gguf",
+        "phi3",
+        model,
+        values={
+            "phi3.rope.dimension_count": 12,
+            "phi3.rope.scaling.original_context_length": 64,
+        },
+        tensors={
+            f"rope_factors_{length}.weight": np.array(
+                factors[f"{length}_factor"], np.float32
+            )
+            for length in ("long", "short")
+        },
+    )
+    assert close(load(str(path)).model(TOKENS), model(TOKENS))
+    assert not close(random_model("phi3")(TOKENS), model(TOKENS))
+
+
+def test_a_line_says_what_became_of_the_weights(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Weights that are not the file's own look like them."""
+    model = random_model("qwen3", **wide("qwen3"))
+    path = tmp_path / "m.gguf"
+    write_model(path, "qwen3", model, kinds=lambda name: KIND.Q8_0)
+    with caplog.at_level("INFO", logger="specdec"):
+        load(str(path))
+    assert not caplog.records
+    file = read_header(path)
+    name = "blk.0.ffn_up.weight"
+    file.tensors[name] = replace(file.tensors[name], type_id=int(KIND.Q6_K))
+    file.tensors["token_embd.weight"] = replace(
+        file.tensors["token_embd.weight"], type_id=int(KIND.TQ2_0)
+    )
+    assert packing_note(file) == (
+        "Q6_K is packed in 8 bits; TQ2_0 becomes floats; as in the file: Q8_0"
+    )

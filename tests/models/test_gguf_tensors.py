@@ -15,9 +15,16 @@ from gguf.quants import dequantize, quantize
 from specdec.errors import UnsupportedModelError
 from specdec.models.gguf import tensors
 from specdec.models.gguf.header import TENSOR_TYPES, GGUFFile, read_header
-from specdec.models.gguf.tensors import read_float, read_float_rows, read_packed
+from specdec.models.gguf.tensors import (
+    PACKED_BITS,
+    read_float,
+    read_float_rows,
+    read_packed,
+    repack,
+)
 
 KIND = gguf.GGMLQuantizationType
+KINDS = {kind.name: kind for kind in KIND}
 ROWS, COLUMNS = 48, 256
 
 
@@ -73,7 +80,7 @@ def test_packed_is_what_mlx_loads(kind: KIND, tmp_path: Path) -> None:
     [
         *(KIND.F32, KIND.F16, KIND.BF16, KIND.Q4_0, KIND.Q4_1, KIND.Q8_0),
         *(KIND.Q5_0, KIND.Q5_1, KIND.Q2_K, KIND.Q3_K, KIND.Q4_K, KIND.Q5_K, KIND.Q6_K),
-        *(KIND.IQ4_NL, KIND.IQ4_XS),
+        *(KIND.IQ4_NL, KIND.IQ4_XS, KIND.MXFP4),
     ],
     ids=lambda kind: kind.name,
 )
@@ -90,6 +97,50 @@ def test_floats_are_what_gguf_dequantizes(kind: KIND, tmp_path: Path) -> None:
     whole = read_float(file, info, mx.float32)
     assert whole.shape == (ROWS, COLUMNS)
     np.testing.assert_allclose(np.array(whole), expected, rtol=1e-6, atol=1e-6)
+
+
+SAME = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "MXFP4")
+# Most that repacking adds, of the values' size.
+ADDED = {"Q2_K": 0.09, "Q3_K": 0.05, "Q6_K": 0.01, "IQ4_NL": 0.03, "IQ4_XS": 0.03,
+         "IQ1_S": 0.1, "IQ1_M": 0.1, "IQ2_XXS": 0.1, "IQ2_XS": 0.1, "IQ2_S": 0.1,
+         "IQ3_XXS": 0.06, "IQ3_S": 0.06}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PACKED_BITS)
+@pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=["f32", "bf16"])
+def test_packed_is_what_gguf_dequantizes(
+    name: str, dtype: mx.Dtype, tmp_path: Path
+) -> None:
+    """Nibbles, high bits, or the scales of two groups change places."""
+    kind = KINDS[name]
+    file = write(tmp_path / "m.gguf", kind)
+    packed = read_packed(file, file.tensors["matrix.weight"], dtype)
+    assert packed.scales.dtype == packed.biases.dtype == dtype
+    found = mx.dequantize(
+        packed.weight,
+        packed.scales.astype(mx.float32),
+        packed.biases.astype(mx.float32),
+        group_size=32,
+        bits=packed.bits,
+    )
+    expected = dequantize(stored_bytes(kind), kind)
+    error = np.sqrt(np.mean((np.array(found) - expected) ** 2) / np.mean(expected**2))
+    rounding = 0.0 if dtype == mx.float32 else 2**-7
+    assert (name in SAME) == (name not in ADDED)
+    assert error <= ADDED.get(name, 1e-6) + rounding
+    if name in SAME and dtype == mx.float32:
+        np.testing.assert_allclose(np.array(found), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_groups_that_cannot_be_repacked_stay_finite() -> None:
+    """A group of one value; a damaged file."""
+    values = np.zeros((3, 64), np.float32)
+    values[1], values[2, :32], values[2, 33] = 5.0, np.nan, np.inf
+    codes, scales, biases = repack(values, 5, mx.float16)
+    packed = mx.dequantize(
+        mx.array(tensors._words(codes, 5)), scales, biases, group_size=32, bits=5
+    )
+    assert np.array_equal(np.array(packed)[:2], values[:2])
 
 
 def test_add_happens_before_rounding(tmp_path: Path) -> None:
@@ -111,6 +162,7 @@ def test_the_gguf_package_is_asked_for_by_name(
     with pytest.raises(UnsupportedModelError, match=way_out) as caught:
         read_float(file, file.tensors["matrix.weight"], mx.float32)
     assert "\n" not in str(caught.value)
-    # What MLX packs is read without it.
-    file = write(tmp_path / "p.gguf", KIND.Q8_0)
-    read_float(file, file.tensors["matrix.weight"], mx.float32)
+    # What is affine in the file is read without it.
+    for kind in (KIND.Q8_0, KIND.Q4_K, KIND.Q5_K):
+        file = write(tmp_path / "p.gguf", kind)
+        read_float(file, file.tensors["matrix.weight"], mx.float32)

@@ -209,7 +209,7 @@ def test_nothing_by_that_name(name: str, words: str) -> None:
     ("error", "way_out"),
     [
         (RepositoryNotFoundError, "nor such a model on the hub: check the name"),
-        (GatedRepoError, "is given out behind terms: accept them on its page"),
+        (GatedRepoError, "is given out under terms: accept them on its page"),
         (LocalEntryNotFoundError, "fetch it with: hf download owner/private"),
         (OfflineModeIsEnabled, "fetch it with: hf download owner/private"),
         (ConnectionResetError, "fetch it with: hf download owner/private"),

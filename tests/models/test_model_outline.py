@@ -21,6 +21,7 @@ from specdec.models.conversions import Conversions, weights_of
 from specdec.models.model_outline import outline, outline_draft
 
 from ..cache.small_models import MODELS
+from ..conftest import SMALLEST
 from .folders import write_folder
 from .gguf_files import random_model, write_model
 
@@ -50,7 +51,7 @@ def test_a_folder(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_1", "Q8_0"])
+@pytest.mark.parametrize("kind", ["F32", "F16", "Q4_1", "IQ4_NL"])
 @pytest.mark.parametrize("arch", ["llama", "qwen2", "gemma3"])
 def test_a_gguf_file(arch: str, kind: str, dtype: str | None, tmp_path: Path) -> None:
     model = random_model(arch)
@@ -103,17 +104,7 @@ def test_configurations_of_many_architectures(
     config = {
         "model_type": arch,
         "torch_dtype": "float32",
-        "vocab_size": 97,
-        "hidden_size": 32,
-        "num_hidden_layers": 2,
-        "intermediate_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "head_dim": 8,
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 4096,
-        "tie_word_embeddings": True,
+        **SMALLEST,
         **arguments,
     }
     (tmp_path / "config.json").write_text(json.dumps(config))

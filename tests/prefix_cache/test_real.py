@@ -9,7 +9,7 @@ from specdec.models import LoadedModel
 from tests.plain import greedy
 
 SYSTEM = "You are a careful assistant. " + " ".join(
-    f"Rule {i}: answer question number {i} in one short sentence." for i in range(4)
+    f"Rule {i}: answer question number {i} in one short sentence." for i in range(2)
 )
 QUESTIONS = ["Name a river in France.", "What is the capital of Norway?"]
 PARAMS = SamplingParams(max_tokens=4)
@@ -34,6 +34,6 @@ def test_other_questions_behind_the_same_system_prompt(
         (result,) = decoder.generate([prompt], PARAMS)
         expected = greedy(smollm2.model, prompt, PARAMS.max_tokens)
         assert result.token_ids == expected[: len(result.token_ids)]
-        assert (result.prefix_tokens > 64) is found
+        assert (result.prefix_tokens > 40) is found
         assert decoder.prefix_store is not None
         decoder.prefix_store.close()

@@ -1,23 +1,19 @@
-"""Models and prompts in which tokens come back, so that lookups find something."""
+"""Prompts in which tokens come back, and a drafter that knows how rows go on."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import numpy as np
-import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import Drafter
-from tests.plain import AT_ONCE, BEHIND, run_rows
-
-VOCAB = 97
-BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+from tests.plain import VOCAB, run_rows
 
 
 def make_prompts(seed: int = 0) -> list[list[int]]:
@@ -31,6 +27,46 @@ def make_prompts(seed: int = 0) -> list[list[int]]:
             tokens += rng.choice(phrases)
         prompts.append(tokens[:n])
     return prompts
+
+
+class Knowing(Drafter):
+    """Proposes how rows go on, or what ``says`` makes of it.
+
+    Args:
+        whole: by prompt, the prompt and what follows it.
+        says: what is proposed at a position, and the token there.
+    """
+
+    def __init__(
+        self,
+        whole: dict[tuple[int, ...], list[int]],
+        says: Callable[[int, int], int] = lambda position, token: token,
+    ):
+        self.whole, self.says = whole, says
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> KnowingRows:
+        return KnowingRows(self, [tuple(p) for p in prompts])
+
+
+class KnowingRows(DraftRows):
+    def __init__(self, drafter: Knowing, prompts: list[tuple[int, ...]]):
+        self.knowing, self.prompts = drafter, prompts
+
+    def propose(self, round_: Round) -> Proposals:
+        k = round_.num_draft_tokens
+        lengths: Any = round_.lengths.tolist()
+        tokens = []
+        for prompt, n in zip(self.prompts, lengths, strict=True):
+            follows = self.knowing.whole.get(prompt, [])[n : n + k]
+            padded = [*follows, *([0] * (k - len(follows)))]
+            tokens.append([self.knowing.says(n + j, t) for j, t in enumerate(padded)])
+        return Proposals(mx.array(tokens, mx.int32))
+
+    def filter(self, rows: Sequence[int]) -> None:
+        self.prompts = [self.prompts[i] for i in rows]
+
+    def extend(self, other: KnowingRows) -> None:
+        self.prompts = self.prompts + other.prompts
 
 
 def check_distribution(

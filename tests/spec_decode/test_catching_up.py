@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
@@ -18,10 +19,9 @@ from specdec.spec_decode.backlog import Backlog, Piece
 from specdec.spec_decode.drafter import Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
-from tests.plain import BEHIND
+from tests.plain import BEHIND, VOCAB
 from tests.spec_decode.by_hand import build, plain_forward
 
-VOCAB = 97
 NARROW, WIDE = 5, 128
 K = 2
 
@@ -29,6 +29,12 @@ K = 2
 @pytest.fixture(params=["llama", "llama-sliding"])
 def model(tiny_model: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
     return build(tiny_model, request.param)
+
+
+@cache
+def rules_of(num_rows: int) -> Verifier:
+    request = Request(0, "", (1,), SamplingParams(), frozenset())
+    return Verifier.of([request] * num_rows, VOCAB)
 
 
 class Decoding:
@@ -63,11 +69,7 @@ class Decoding:
         self.ended = {kept.index(i) for i in self.ended if i in kept}
 
     def _round(self, k: int) -> Round:
-        params = SamplingParams()
-        sequences = [
-            Request(i, "", (1,), params, frozenset()) for i in range(len(self.texts))
-        ]
-        rules = Verifier.of(sequences, VOCAB)
+        rules = rules_of(len(self.texts))
         lengths = mx.array([len(t) for t in self.texts])
         draws = rules.draws(lengths, k + 1)
         active = mx.array([i not in self.ended for i in range(len(self.texts))])
@@ -77,7 +79,7 @@ class Decoding:
             for i, t in enumerate(self.texts)
         ]
         recent = mx.array(newest, mx.int32)
-        return Round(k, recent, active, rules.sampling, draws)
+        return Round(k, recent, active, rules.sampling, draws, lengths=lengths)
 
     def miss(self, num_rounds: int) -> None:
         for _ in range(num_rounds):

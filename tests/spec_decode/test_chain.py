@@ -26,19 +26,8 @@ from specdec.spec_decode import (
     Round,
 )
 from specdec.spec_decode.draft_model import DraftModelRows
-from tests.plain import (
-    AT_ONCE,
-    BEHIND,
-    greedy,
-    run_rows,
-    sampled,
-)
-from tests.spec_decode.repetitive import (
-    BACKENDS,
-    VOCAB,
-    check_distribution,
-    make_prompts,
-)
+from tests.plain import BACKENDS, BEHIND, VOCAB, drafts_of, exact, greedy
+from tests.spec_decode.repetitive import check_distribution, make_prompts
 
 
 @pytest.fixture(scope="module")
@@ -87,21 +76,12 @@ def test_greedy_and_sampled_rows_equal_plain_decoding(
         SamplingParams(max_tokens=23 + i % 3, temperature=t, seed=i)
         for i, t in enumerate((0.0, 0.0, 0.7, 1.0, 0.0, 1.3, 0.0, 0.5))
     ]
-    rows = run_rows(
-        target,
-        None,
-        prompts,
-        params,
-        batch_size=batch_size,
-        num_draft_tokens=k,
-        backend=backend,
+    rows = exact(
+        target, None, prompts, params,
+        batch_size=batch_size, num_draft_tokens=k, backend=backend,
         drafter=behind(lookup(), drafts[draft], backend, k),
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == sampled(target, prompt, p)
-    drafted, accepted = (
-        sum(getattr(r, n) for r in rows) for n in ("drafted", "accepted")
-    )
+    )  # fmt: skip
+    drafted, accepted = drafts_of(rows)
     # Wrong lookups included, so that even a perfect model does not make all right.
     assert 0 < accepted < drafted
 
@@ -200,16 +180,10 @@ def own_choices_are_right(
         return proposals
 
     monkeypatch.setattr(DraftModelRows, "propose", spying)
-    rows = run_rows(
-        target,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=32)] * 5,
-        num_draft_tokens=4,
-        backend=backend,
+    exact(
+        target, None, prompts, 32, num_draft_tokens=4, backend=backend,
         drafter=behind(oracle, draft, backend, 4),
-    )
-    assert [[*p, *r.tokens] for p, r in zip(prompts, rows, strict=True)] == whole
+    )  # fmt: skip
     assert len(checked) > 40
     return all(checked)
 
@@ -225,7 +199,7 @@ def test_the_models_cache_is_right_whoever_proposed(
     assert own_choices_are_right(target, drafts["layers"], backend, monkeypatch)
 
 
-@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+@BACKENDS
 def test_a_model_that_hears_nothing_of_the_lookup_is_noticed(
     target: Any,
     drafts: dict[str, Any],
@@ -253,16 +227,11 @@ def test_lookups_add_to_what_is_accepted(
     prompts = make_prompts()[:4]
     rounds = []
     for drafter in (None, behind(lookup(), draft, backend, 4)):
-        rows = run_rows(
-            target,
-            draft if drafter is None else None,
-            prompts,
-            [SamplingParams(max_tokens=80)] * 4,
-            num_draft_tokens=4,
-            backend=backend,
-            drafter=drafter,
-        )
-        assert [r.tokens for r in rows] == [greedy(target, p, 80) for p in prompts]
+        own = draft if drafter is None else None
+        rows = exact(
+            target, own, prompts, 80,
+            num_draft_tokens=4, backend=backend, drafter=drafter,
+        )  # fmt: skip
         rounds.append(sum(r.rounds for r in rows))
     assert rounds[1] < 0.6 * rounds[0]
 
@@ -273,13 +242,11 @@ def test_a_row_joins_after_a_longer_one_has_left(
 ) -> None:
     """The lookup's ring stays as large as the longer row made it."""
     prompts = [[5, 6, 7] * 100, [8, 9, 10], [11, 12, 13], [14, 15] * 140]
-    params = [SamplingParams(max_tokens=n) for n in (4, 24, 12, 6)]
-    rows = run_rows(
-        target, None, prompts, params, batch_size=2, num_draft_tokens=3,
-        backend=backend, drafter=behind(NgramDrafter(), drafts["layers"], backend, 3),
+    chain = behind(NgramDrafter(), drafts["layers"], backend, 3)
+    exact(
+        target, None, prompts, [4, 24, 12, 6],
+        batch_size=2, backend=backend, drafter=chain,
     )  # fmt: skip
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == greedy(target, prompt, p.max_tokens)
 
 
 @pytest.mark.parametrize(

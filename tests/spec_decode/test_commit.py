@@ -191,12 +191,12 @@ def one_too_many(*arguments: Any) -> tuple[mx.array, ...]:
 
 
 @pytest.mark.parametrize(
-    ("commit", "proven"), [(commit.commit, True), (one_too_many, False)]
+    ("kernel", "proven"), [(commit.commit, True), (one_too_many, False)]
 )
 def test_what_finds_something_else_is_not_proven(
-    monkeypatch: pytest.MonkeyPatch, commit: Any, proven: bool
+    monkeypatch: pytest.MonkeyPatch, kernel: Any, proven: bool
 ) -> None:
-    monkeypatch.setattr(commit_kernel, "commit", commit)
+    monkeypatch.setattr(commit_kernel, "commit", kernel)
     assert commit_kernel.proven.__wrapped__(commit.commit) is proven
 
 

@@ -22,8 +22,8 @@ from specdec.spec_decode import (
     Round,
 )
 from specdec.spec_decode.rejection_sampler import Accepted
-from tests.plain import run_rows, sampled
-from tests.spec_decode.repetitive import BACKENDS, VOCAB, make_prompts
+from tests.plain import BACKENDS, VOCAB, run_rows, sampled
+from tests.spec_decode.repetitive import make_prompts
 
 DOCS = Path(__file__).resolve().parents[2] / "docs" / "drafters.md"
 BLOCKS = re.findall(

@@ -19,9 +19,9 @@ from specdec.spec_decode.draft_length import BatchState
 from specdec.spec_decode.guard import DraftGuard
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.tools.bench.models import token_level
-from tests.plain import greedy, run_rows
+from tests.plain import BACKENDS, exact, greedy, run_rows
 from tests.scripted import Script
-from tests.spec_decode.repetitive import BACKENDS, make_prompts
+from tests.spec_decode.repetitive import make_prompts
 
 LENGTHS = [9, 30, 4, 17, 25, 1, 12, 21]
 
@@ -93,25 +93,15 @@ def test_rows_go_on(
     method: str,
     n: int,
     backend: BackendDefaults,
-    tiny_model: Callable[..., Any],
+    target: Any,
     draft_failures: list[str],
 ) -> None:
     """Those that run, those that join and those to come; it is asked no more."""
-    model, drafter = tiny_model("llama"), Failing(method, n)
-    prompts = make_prompts()
-    rows = run_rows(
-        model,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=m) for m in LENGTHS],
-        batch_size=3,
-        num_draft_tokens=2,
-        backend=backend,
-        drafter=drafter,
-    )
-    for row, prompt, max_tokens in zip(rows, prompts, LENGTHS, strict=True):
-        assert row.tokens == greedy(model, prompt, max_tokens)
-        assert row.finish_reason == "length"
+    drafter = Failing(method, n)
+    exact(
+        target, None, make_prompts(), LENGTHS,
+        batch_size=3, num_draft_tokens=2, backend=backend, drafter=drafter,
+    )  # fmt: skip
     assert drafter.calls[method] == n, "it never came so far"
     assert draft_failures.pop() == (
         f"drafter Failing{'' if method == 'rows' else 'Rows'} failed "

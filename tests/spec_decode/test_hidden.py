@@ -13,18 +13,17 @@ from specdec import UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
-from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import ChainDrafter, Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode import ChainDrafter, Drafter, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from tests.cache.small_models import MODELS
-from tests.plain import AT_ONCE, greedy, run_rows
+from tests.plain import AT_ONCE, BACKENDS, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
-from tests.spec_decode.repetitive import BACKENDS, make_prompts
+from tests.spec_decode.repetitive import Knowing, KnowingRows, make_prompts
 
 WANTED = (1, -1, 0)
 
 
-class Listening(Drafter):
+class Listening(Knowing):
     """Proposes what the target will choose, but for every third token, and listens.
 
     ``heard[prompt]`` maps positions to the hidden state of the token there.
@@ -35,8 +34,8 @@ class Listening(Drafter):
         whole: dict[tuple[int, ...], list[int]],
         layers: tuple[int, ...] = WANTED,
     ):
+        super().__init__(whole, lambda at, t: t if at % 3 else (t + 1) % 97)
         self.hidden_layers = layers
-        self.whole = whole
         self.heard: dict[tuple[int, ...], dict[int, Any]] = {}
 
     def rows(
@@ -45,10 +44,10 @@ class Listening(Drafter):
         return ListeningRows(self, [tuple(p) for p in prompts])
 
 
-class ListeningRows(DraftRows):
+class ListeningRows(KnowingRows):
     def __init__(self, drafter: Listening, prompts: list[tuple[int, ...]]):
+        super().__init__(drafter, prompts)
         self.drafter = drafter
-        self.prompts = prompts
         self.seen = [0] * len(prompts)
         for prompt in prompts:
             drafter.heard[prompt] = {}
@@ -63,18 +62,6 @@ class ListeningRows(DraftRows):
             )
             self.seen[i] += n
 
-    def propose(self, round_: Round) -> Proposals:
-        k = round_.num_draft_tokens
-        lengths: Any = round_.lengths.tolist()
-        tokens = []
-        for prompt, n in zip(self.prompts, lengths, strict=True):
-            row = self.drafter.whole[prompt]
-            right = [*row, *([0] * k)][n : n + k] if n < len(row) else [0] * k
-            tokens.append(
-                [t if (n + j) % 3 else (t + 1) % 97 for j, t in enumerate(right)]
-            )
-        return Proposals(mx.array(tokens))
-
     def commit(self, round_: Round, accepted: Accepted) -> None:
         if not self.drafter.hidden_layers:
             assert accepted.hidden is None
@@ -88,37 +75,18 @@ class ListeningRows(DraftRows):
                 zip(range(n - 1, n - 1 + kept), states, strict=True)
             )
 
-    def filter(self, rows: Sequence[int]) -> None:
-        self.prompts = [self.prompts[i] for i in rows]
-
-    def extend(self, other: ListeningRows) -> None:
-        self.prompts = self.prompts + other.prompts
-
 
 def outputs_of(model: Any) -> dict[tuple[int, ...], list[int]]:
     return {tuple(p): [*p, *greedy(model, p, 14)] for p in make_prompts()}
 
 
-def run(
-    model: Any,
-    backend: BackendDefaults,
-    drafter: Drafter,
-    whole: dict[tuple[int, ...], list[int]],
-) -> None:
+def run(model: Any, backend: BackendDefaults, drafter: Drafter) -> None:
     prompts = make_prompts()
-    rows = run_rows(
-        model,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=14)] * 8,
-        batch_size=3,
-        num_draft_tokens=3,
-        backend=backend,
-        drafter=drafter,
+    rows = exact(
+        model, None, prompts, 14, batch_size=3, backend=backend, drafter=drafter
     )
-    for prompt, row in zip(prompts, rows, strict=True):
-        assert [*prompt, *row.tokens] == whole[tuple(prompt)]
-    assert 0 < sum(r.accepted for r in rows) < sum(r.drafted for r in rows)
+    drafted, accepted = drafts_of(rows)
+    assert 0 < accepted < drafted
 
 
 def check(model: Any, drafter: Listening) -> None:
@@ -141,7 +109,7 @@ def test_states_of_prompts_and_rounds_equal_a_plain_forward(
     """For rows that join too."""
     model = build(tiny_model, name)
     drafter = Listening(outputs_of(model))
-    run(model, backend, drafter, drafter.whole)
+    run(model, backend, drafter)
     check(model, drafter)
 
 
@@ -158,8 +126,7 @@ def test_in_a_chain_each_is_shown_its_own_layers(
     model = build(tiny_model, "llama")
     whole = outputs_of(model)
     both = [Listening(whole, each) for each in layers]
-    chain = ChainDrafter(*both)
-    run(model, backend, chain, whole)
+    run(model, backend, ChainDrafter(*both))
     for drafter in both:
         if drafter.hidden_layers:
             check(model, drafter)

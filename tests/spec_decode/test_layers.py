@@ -20,14 +20,9 @@ from specdec.models import LoadedModel
 from specdec.models.layer_skip import SkippingModel
 from specdec.sampling_params import SamplingParams
 from tests.cache.small_models import MODELS
-from tests.plain import (
-    BEHIND,
-    greedy,
-    run_rows,
-    sampled,
-)
+from tests.plain import BACKENDS, BEHIND, drafts_of, exact
 from tests.spec_decode.by_hand import ARCHITECTURES, build, plain_forward
-from tests.spec_decode.repetitive import BACKENDS, check_distribution, make_prompts
+from tests.spec_decode.repetitive import check_distribution, make_prompts
 
 ARCHITECTURE = pytest.mark.parametrize("name", ARCHITECTURES)
 # For gemma3 and the llama with windows, 2 and 5 see everything.
@@ -87,23 +82,13 @@ def test_runs_equal_plain_decoding(
 ) -> None:
     """Greedy and sampled rows, joining and leaving, past the window."""
     model = build(tiny_model, name)
-    prompts = make_prompts()
     params = [
         SamplingParams(max_tokens=18 + i % 3, temperature=t, seed=i)
         for i, t in enumerate((0.0, 0.0, 0.7, 1.0, 0.0, 1.3, 0.0, 0.5))
     ]
-    rows = run_rows(
-        model,
-        SkippingModel(model, (0, 1, 2, 4, 5)),
-        prompts,
-        params,
-        batch_size=5,
-        num_draft_tokens=3,
-        backend=backend,
-    )
-    for row, prompt, p in zip(rows, prompts, params, strict=True):
-        assert row.tokens == sampled(model, prompt, p)
-    assert sum(r.accepted for r in rows) > 0
+    draft = SkippingModel(model, (0, 1, 2, 4, 5))
+    rows = exact(model, draft, make_prompts(), params, batch_size=5, backend=backend)
+    assert drafts_of(rows)[1] > 0
 
 
 @BACKENDS
@@ -112,18 +97,12 @@ def test_all_layers_are_always_accepted(
     k: int, batch_size: int, backend: BackendDefaults, tiny_model: Callable[..., Any]
 ) -> None:
     model = build(tiny_model, "gemma3")
-    prompts = make_prompts()
-    rows = run_rows(
-        model,
-        SkippingModel(model, range(6)),
-        prompts,
-        [SamplingParams(max_tokens=25)] * 8,
-        batch_size=batch_size,
-        num_draft_tokens=k,
-        backend=backend,
-    )
-    assert [r.tokens for r in rows] == [greedy(model, p, 25) for p in prompts]
-    assert sum(r.accepted for r in rows) == sum(r.drafted for r in rows) > 0
+    rows = exact(
+        model, SkippingModel(model, range(6)), make_prompts(), 25,
+        batch_size=batch_size, num_draft_tokens=k, backend=backend,
+    )  # fmt: skip
+    drafted, accepted = drafts_of(rows)
+    assert accepted == drafted > 0
 
 
 @pytest.mark.parametrize("verification", ["rejection", "block"])

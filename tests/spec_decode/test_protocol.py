@@ -16,7 +16,6 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.profiler import measure_forwards
 from specdec.models.runner import ModelRunner
-from specdec.sampling import RowSampling
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
@@ -30,8 +29,8 @@ from specdec.spec_decode import (
 )
 from specdec.spec_decode.ngram import NgramRows
 from specdec.spec_decode.ready import Ready, verify_inputs
-from tests.plain import AT_ONCE, greedy, run_rows
-from tests.spec_decode.repetitive import BACKENDS, VOCAB, make_prompts
+from tests.plain import AT_ONCE, BACKENDS, VOCAB, exact
+from tests.spec_decode.repetitive import make_prompts
 
 Make = Callable[[int, int], Any]
 
@@ -78,6 +77,7 @@ def with_probabilities(probabilities: Callable[[int, int], Any]) -> Make:
     return lambda b, k: replace(sound(b, k), probabilities=probabilities(b, k))
 
 
+PROMPTS = [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
 FAULTS: dict[str, tuple[Make, str]] = {
     "none": (lambda b, k: None, "propose returned a NoneType: it must return Prop"),
     "a tuple": (lambda b, k: (1, 2), "propose returned a tuple"),
@@ -110,13 +110,10 @@ FAULTS: dict[str, tuple[Make, str]] = {
 
 
 def decode(model: Any, drafter: Drafter, backend: BackendDefaults = AT_ONCE) -> None:
-    prompts = make_prompts()[:5]
-    rows = run_rows(
-        model, None, prompts, [SamplingParams(max_tokens=9 + i) for i in range(5)],
+    exact(
+        model, None, make_prompts()[:5], [9 + i for i in range(5)],
         batch_size=3, num_draft_tokens=2, backend=backend, drafter=drafter,
     )  # fmt: skip
-    for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True)):
-        assert row.tokens == greedy(model, prompt, 9 + i)
 
 
 @BACKENDS
@@ -124,28 +121,21 @@ def decode(model: Any, drafter: Drafter, backend: BackendDefaults = AT_ONCE) -> 
 def test_what_is_no_proposal_is_named(
     fault: str,
     backend: BackendDefaults,
-    tiny_model: Callable[..., Any],
+    target: Any,
     draft_failures: list[str],
 ) -> None:
     """And costs no row anything."""
     make, message = FAULTS[fault]
-    model, prompts = tiny_model("llama"), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
-    rows = run_rows(
-        model,
-        None,
-        prompts,
-        [SamplingParams(max_tokens=9)] * 3,
-        num_draft_tokens=2,
-        backend=backend,
-        drafter=Proposing(make),
-    )
-    assert [row.tokens for row in rows] == [greedy(model, p, 9) for p in prompts]
+    exact(
+        target, None, PROMPTS, 9,
+        num_draft_tokens=2, backend=backend, drafter=Proposing(make),
+    )  # fmt: skip
     assert re.match(f"drafter ProposingRows: .*{message}", draft_failures.pop())
 
 
-def test_with_auto_too(tiny_model: Callable[..., Any]) -> None:
+def test_with_auto_too(target: Any) -> None:
     """There it is timed before the first round."""
-    runner = ModelRunner(tiny_model("llama"), "target", EngineConfig(), AT_ONCE)
+    runner = ModelRunner(target, "target", EngineConfig(), AT_ONCE)
     faulty = Proposing(lambda b, k: None)
     with pytest.raises(DrafterError, match="ProposingRows: propose returned a None"):
         measure_forwards(runner, faulty, 2, max_draft_tokens=2)
@@ -154,11 +144,11 @@ def test_with_auto_too(tiny_model: Callable[..., Any]) -> None:
 @BACKENDS
 def test_rows_that_were_not_dropped_are_noticed(
     backend: BackendDefaults,
-    tiny_model: Callable[..., Any],
+    target: Any,
     draft_failures: list[str],
 ) -> None:
     """The first round was right; what is wrong comes with rows that leave."""
-    model = tiny_model("llama")
+    model = target
     decode(model, Proposing(sound), backend)
     assert draft_failures == []
     decode(model, Proposing(sound, forgetful=True), backend)
@@ -210,52 +200,36 @@ def test_every_round_is_looked_at(
     fault: str,
     verification: Any,
     backend: BackendDefaults,
-    tiny_model: Callable[..., Any],
+    target: Any,
     draft_failures: list[str],
 ) -> None:
     """A value that is out of range reads what is not there, hangs, or ends the run."""
     make, message = LATER[fault]
-    model, prompts = tiny_model("llama"), [[1, 2, 3], [4, 5, 6], [7, 8, 9]]
     params = SamplingParams(max_tokens=12, verification=verification)
-    rows = run_rows(
-        model,
-        None,
-        prompts,
-        [params] * 3,
-        num_draft_tokens=2,
-        backend=backend,
-        drafter=Proposing(in_round(3, make)),
-    )
-    assert [row.tokens for row in rows] == [greedy(model, p, 12) for p in prompts]
+    drafter = Proposing(in_round(3, make))
+    exact(
+        target, None, PROMPTS, params,
+        num_draft_tokens=2, backend=backend, drafter=drafter,
+    )  # fmt: skip
     assert re.match(f"drafter ProposingRows:? .*{message}", draft_failures.pop())
 
 
 @pytest.mark.parametrize("fault", ["far", "negative lengths", "lazy"])
 def test_a_draft_model_does_not_read_what_another_proposed_unseen(
-    fault: str, tiny_model: Callable[..., Any], draft_failures: list[str]
+    fault: str, target: Any, draft_failures: list[str]
 ) -> None:
     """In a chain the second one reads it before the target does."""
     make, message = LATER[fault]
-    model = tiny_model("llama")
-    runner = ModelRunner(model, "draft", EngineConfig(), AT_ONCE)
+    runner = ModelRunner(target, "draft", EngineConfig(), AT_ONCE)
     second = DraftModel(runner, vocab_size=VOCAB, max_draft_tokens=2)
-    (row,) = run_rows(
-        model,
-        None,
-        [[1, 2, 3]],
-        [SamplingParams(max_tokens=12)],
-        num_draft_tokens=2,
-        drafter=ChainDrafter(Proposing(in_round(2, make)), second),
-    )
-    assert row.tokens == greedy(model, [1, 2, 3], 12)
+    chain = ChainDrafter(Proposing(in_round(2, make)), second)
+    exact(target, None, [[1, 2, 3]], 12, num_draft_tokens=2, drafter=chain)
     assert re.search(message, draft_failures.pop())
 
 
 @pytest.mark.parametrize("fault", ["far", "negative lengths", "lazy"])
-def test_values_are_looked_at_where_costs_are_measured(
-    fault: str, tiny_model: Callable[..., Any]
-) -> None:
-    runner = ModelRunner(tiny_model("llama"), "target", EngineConfig(), AT_ONCE)
+def test_values_are_looked_at_where_costs_are_measured(fault: str, target: Any) -> None:
+    runner = ModelRunner(target, "target", EngineConfig(), AT_ONCE)
     faulty = Proposing(LATER[fault][0])
     with pytest.raises(DrafterError, match=LATER[fault][1]):
         measure_forwards(runner, faulty, 2, max_draft_tokens=2)
@@ -341,18 +315,18 @@ def test_no_drafter_chooses_what_the_target_reads(
     drafter: Any,
     chained: bool,
     backend: BackendDefaults,
-    tiny_model: Callable[..., Any],
+    target: Any,
     draft_failures: list[str],
 ) -> None:
     """Of the newest token, which nothing compares, the output would be another."""
     if chained:
         drafter = ChainDrafter(drafter, Proposing(sound))
-    decode(tiny_model("llama"), drafter, backend)
+    decode(target, drafter, backend)
     assert not draft_failures
 
 
 def test_our_own_rows_hand_over_what_the_target_reads(
-    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+    target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[bool] = []
 
@@ -363,22 +337,6 @@ def test_our_own_rows_hand_over_what_the_target_reads(
         return inputs
 
     monkeypatch.setattr("specdec.engine.decode_batch.verify_inputs", noted)
-    decode(tiny_model("llama"), NgramDrafter(NgramOptions(min_ngram=1)))
+    decode(target, NgramDrafter(NgramOptions(min_ngram=1)))
     assert given
     assert all(given)
-
-
-def test_a_round_made_by_position_has_the_lengths_of_its_draws() -> None:
-    sampling = RowSampling.of([SamplingParams()] * 2, vocab_size=VOCAB)
-    recent, active = mx.array([[1, 2], [3, 4]]), mx.array([True, True])
-    draws = sampling.draws(mx.array([7, 9]), 3)
-    given = Proposals(mx.array([[1, 2], [3, 4]]))
-    made = Round(2, recent, active, sampling, draws, True, given)
-    assert made.active is active
-    assert made.needs_probabilities
-    assert made.given is given
-    assert made.lengths.tolist() == [7, 9]
-    lengths = mx.array([5, 6])
-    known = Round(2, recent, active, sampling, draws, lengths=lengths)
-    assert known.lengths is lengths
-    assert replace(known, given=given).lengths is lengths

@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -23,10 +23,10 @@ from specdec.sampling import gumbel_noise
 from specdec.sampling.noise import ACCEPT, uniform_draws
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Proposals, Round, rejection_sampler, verifier
-from specdec.spec_decode.rejection_sampler import Proposed, next_recent
+from specdec.spec_decode.rejection_sampler import AcceptedPrefix, Proposed, next_recent
 from specdec.spec_decode.verifier import Verifier
 from tests.chains import FirstTokens, chi_square, three_tokens
-from tests.plain import AT_ONCE, drawable, run_rows
+from tests.plain import AT_ONCE, drawable, exact, run_rows
 
 RULES = {"rejection": rejection_sampler.rejection, "block": rejection_sampler.block}
 BY_RULE = pytest.mark.parametrize("rule", ["rejection", "block"])
@@ -251,7 +251,7 @@ def decodings(
     out = FirstTokens(draws)
     while not out.complete:
         noise = rules.draws(first, k + 1)
-        round_ = Round(k, recent, active, rules.sampling, noise, True)
+        round_ = Round(k, recent, active, rules.sampling, noise, True, lengths=first)
         inputs = recent[:, 1:]
         tokens: list[mx.array] = []
         q: list[mx.array] = []
@@ -367,76 +367,63 @@ def _next(model: Any, prompts: list[list[int]], params: SamplingParams) -> np.nd
 
 @BY_RULE
 def test_greedy_rows_are_greedy_under_every_rule(
-    rule: str, tiny_model: Callable[..., Any]
+    rule: str, target: Any, drafts: dict[str, Any]
 ) -> None:
-    target, draft = tiny_model("llama", seed=0), tiny_model("llama", seed=5)
     params = [
         SamplingParams(max_tokens=8, verification=v)  # type: ignore[arg-type]
         for v in (rule, "coupled")
     ]
-    rows = run_rows(target, draft, [[5, 6], [5, 6]], params)
-    assert rows[0].tokens == rows[1].tokens
+    exact(target, drafts["unrelated"], [[5, 6], [5, 6]], params)
 
 
-class TestFaultsAreCaught:
+def wrong_scale(rule: str, proposed: Proposed, u: mx.array) -> AcceptedPrefix:
+    right = RULES[rule](proposed, u)
+    return AcceptedPrefix(right.count, right.scale * 0.8)
+
+
+def one_too_few(rule: str, proposed: Proposed, u: mx.array) -> AcceptedPrefix:
+    right = RULES[rule](proposed, u)
+    return AcceptedPrefix(mx.maximum(right.count - 1, 0), right.scale)
+
+
+def single_tokens(rule: str, proposed: Proposed, u: mx.array) -> AcceptedPrefix:
+    """The longest prefix whose last token passes the ratio test."""
+    index = mx.arange(1, u.shape[1] + 1)
+    count = mx.where(u < proposed.ratios(), index, 0).max(axis=1)
+    return AcceptedPrefix(count, mx.ones(count.shape))
+
+
+def drawn_by_position(
+    seed: mx.array, first: mx.array, num_tokens: int, vocab_size: int
+) -> tuple[mx.array, mx.array]:
+    """The same draws in every round: a decision about prefixes leaves them biased."""
+    at = first[:, None] + mx.arange(num_tokens)
+    return gumbel_noise(seed, at, vocab_size), uniform_draws(seed, at, use=ACCEPT)
+
+
+@pytest.mark.parametrize(
+    ("rule", "fault"),
+    [
+        ("rejection", wrong_scale),
+        ("block", wrong_scale),
+        ("rejection", one_too_few),
+        ("block", one_too_few),
+        ("block", single_tokens),
+        ("block", drawn_by_position),
+    ],
+)
+def test_faults_are_caught(
+    rule: str, fault: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Rules that are nearly right do not pass the chi-square that right ones pass."""
-
-    def differs(self, rule: str, *, point_mass: bool = False) -> bool:
-        rng = np.random.default_rng(3)
-        target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
-        draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
-        got = decodings(rule, target, draft, 3, 50_000, 1.0, point_mass=point_mass)
-        expected = three_tokens(target, 1.0) * 50_000
-        found, bound = chi_square(got.histogram(4), expected)
-        return found > bound
-
-    @BY_RULE
-    def test_a_wrong_scale(self, rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
-        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.AcceptedPrefix:
-            right = RULES[rule](proposed, u)
-            return rejection_sampler.AcceptedPrefix(right.count, right.scale * 0.8)
-
-        monkeypatch.setattr(rejection_sampler, rule, faulty)
-        assert self.differs(rule)
-
-    @BY_RULE
-    def test_one_accepted_too_few(
-        self, rule: str, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.AcceptedPrefix:
-            right = RULES[rule](proposed, u)
-            return rejection_sampler.AcceptedPrefix(
-                mx.maximum(right.count - 1, 0), right.scale
-            )
-
-        monkeypatch.setattr(rejection_sampler, rule, faulty)
-        assert self.differs(rule)
-
-    def test_the_test_of_single_tokens_for_whole_prefixes(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """Keeping the longest prefix whose last token passes the ratio test."""
-
-        def faulty(proposed: Proposed, u: mx.array) -> rejection_sampler.AcceptedPrefix:
-            passes = u < proposed.ratios()
-            index = mx.arange(1, u.shape[1] + 1)
-            count = mx.where(passes, index, 0).max(axis=1)
-            return rejection_sampler.AcceptedPrefix(count, mx.ones(count.shape))
-
-        monkeypatch.setattr(rejection_sampler, "block", faulty)
-        assert self.differs("block")
-
-    def test_the_same_draws_for_a_position_in_every_round(
-        self, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
-        """A decision about whole prefixes leaves the draws behind them biased."""
-
-        def by_position(
-            seed: mx.array, first: mx.array, num_tokens: int, vocab_size: int
-        ) -> tuple[mx.array, mx.array]:
-            at = first[:, None] + mx.arange(num_tokens)
-            uniform = uniform_draws(seed, at, use=ACCEPT)
-            return gumbel_noise(seed, at, vocab_size), uniform
-
-        monkeypatch.setattr(verifier, "round_draws", by_position)
-        assert self.differs("block", point_mass=True)
+    by_position = fault is drawn_by_position
+    if by_position:
+        monkeypatch.setattr(verifier, "round_draws", fault)
+    else:
+        monkeypatch.setattr(rejection_sampler, rule, partial(fault, rule))
+    rng = np.random.default_rng(3)
+    target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
+    draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
+    got = decodings(rule, target, draft, 3, 50_000, 1.0, point_mass=by_position)
+    found, bound = chi_square(got.histogram(4), three_tokens(target, 1.0) * 50_000)
+    assert found > bound

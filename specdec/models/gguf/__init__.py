@@ -19,12 +19,12 @@ from .weights import WeightFormat, build_model
 def load_gguf(
     path: str | Path, form: WeightFormat | None = None
 ) -> tuple[nn.Module, TokenizerWrapper, dict[str, Any]]:
-    """Read a GGUF file of architecture llama, qwen2, qwen3 or gemma3.
+    """Read a GGUF file of a known architecture.
 
     Args:
         path: the file.
-        form: what the weights become; by default Q4_0, Q4_1 and Q8_0 stay
-            packed and everything else is in floats.
+        form: what the weights become; by default all that MLX can keep packed stays
+            so, and everything else is in floats.
 
     Raises:
         ModelNotFoundError: there is no such file (ModelNameError), or it cannot be

@@ -12,21 +12,15 @@ import numpy as np
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.printable import shorten
 from ..folder import check_sizes
+from .architectures import Architecture, architecture, architecture_of
 from .header import GGUFFile
 from .tensors import read_float_rows
-
-# Architecture in the file -> model type in mlx-lm.
-ARCHITECTURES = {
-    "llama": "llama",
-    "qwen2": "qwen2",
-    "qwen3": "qwen3",
-    "gemma3": "gemma3_text",
-}
 
 # llama.cpp has these in its code, not in the file.
 _GEMMA3_SLIDING_PATTERN = 6
 _GEMMA3_LOCAL_ROPE_BASE = 10_000.0
-_GEMMA3_27B_BLOCKS = 62
+# Layers of the models that scale queries by something else than their head width.
+_27B_BLOCKS = {"gemma2": 46, "gemma3": 62}
 # What Llama 3.1 and later were trained with; files hold only the result.
 _LLAMA3_LOW, _LLAMA3_HIGH, _LLAMA3_CONTEXT = 1.0, 4.0, 8192
 # Bytes of two tensors that are compared at a time.
@@ -51,21 +45,6 @@ class _Metadata:
                 "convert it again with a current llama.cpp"
             )
         return value
-
-
-def architecture_of(file: GGUFFile) -> str:
-    """The file's architecture.
-
-    Raises:
-        UnsupportedModelError: it is not one of :data:`ARCHITECTURES`.
-    """
-    name = file.metadata.get("general.architecture")
-    if name not in ARCHITECTURES:
-        raise UnsupportedModelError(
-            f"{file.path} has the GGUF architecture {name!r:.60}, which is not "
-            f"supported: use one of {', '.join(ARCHITECTURES)}, or an MLX folder"
-        )
-    return str(name)
 
 
 def stored_dtype(file: GGUFFile) -> mx.Dtype:
@@ -93,7 +72,7 @@ def half_dtype(file: GGUFFile) -> mx.Dtype:
 
 
 def _matrix_types(file: GGUFFile) -> set[str]:
-    return {info.type_name for info in file.tensors.values() if len(info.shape) == 2}
+    return {info.type_name for info in file.tensors.values() if len(info.shape) >= 2}
 
 
 def build_config(file: GGUFFile) -> dict[str, Any]:
@@ -104,14 +83,15 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
             supported.
         ModelError: metadata is missing.
     """
-    architecture = architecture_of(file)
-    meta = _Metadata(file, architecture)
+    name = architecture_of(file)
+    kind = architecture(file)
+    meta = _Metadata(file, name)
     heads = int(_uniform(meta, "attention.head_count"))
     hidden = int(meta.need("embedding_length"))
     head_dim = int(meta.get("attention.key_length", hidden // heads))
-    _refuse_unsupported(meta, hidden, heads, head_dim)
+    _refuse_unsupported(meta, kind, hidden, heads, head_dim)
     config: dict[str, Any] = {
-        "model_type": ARCHITECTURES[architecture],
+        "model_type": kind.model_type,
         "hidden_size": hidden,
         "intermediate_size": int(_uniform(meta, "feed_forward_length")),
         "num_hidden_layers": int(meta.need("block_count")),
@@ -124,16 +104,23 @@ def build_config(file: GGUFFile) -> dict[str, Any]:
         "rope_theta": _tidy(meta.get("rope.freq_base", 10_000.0)),
         "tie_word_embeddings": is_tied(file),
     }
+    for key, ours in kind.keys.items():
+        value = _uniform(meta, key)
+        config[ours] = int(value) if isinstance(value, int) else _tidy(value)
+    config.update(kind.fixed)
     check_sizes(config, file.path)
     _check_tensors(meta, config)
     scaling = _rope_scaling(meta, head_dim, config["rope_theta"])
     if scaling is not None:
         config["rope_scaling"] = scaling
-    if architecture == "llama":
-        # These files permute q and k for interleaved RoPE.
+    if kind.interleaved and kind.traditional:
         config["rope_traditional"] = True
-    if architecture == "gemma3":
-        config.update(_gemma3(meta, config))
+    if name in _27B_BLOCKS:
+        config["query_pre_attn_scalar"] = _query_scalar(meta, config)
+    if name == "gemma3":
+        config.update(_gemma3(meta))
+    if name == "phi3":
+        config.update(_phi3(meta, head_dim))
     for key in ("bos", "eos", "padding"):
         token = file.metadata.get(f"tokenizer.ggml.{key}_token_id")
         if token is not None:
@@ -149,7 +136,7 @@ def _check_tensors(meta: _Metadata, config: dict[str, Any]) -> None:
     found = [("block_count", config["num_hidden_layers"], len(blocks))]
     for key, size, name, axis in (
         ("embedding_length", config["hidden_size"], "token_embd", 1),
-        ("feed_forward_length", config["intermediate_size"], "blk.0.ffn_up", 0),
+        ("feed_forward_length", config["intermediate_size"], "blk.0.ffn_down", 1),
         (
             "attention.head_count",
             config["num_attention_heads"] * heads,
@@ -199,18 +186,20 @@ def _tensor_rows(file: GGUFFile, name: str) -> int:
 
 
 def _refuse_unsupported(
-    meta: _Metadata, hidden: int, heads: int, head_dim: int
+    meta: _Metadata, kind: Architecture, hidden: int, heads: int, head_dim: int
 ) -> None:
     reason = None
-    if meta.get("expert_count", 0):
+    caps = ("final_logit_softcapping", "attn_logit_softcapping")
+    partial = meta.get("rope.dimension_count", head_dim) != head_dim
+    if meta.get("expert_count", 0) and "expert_count" not in kind.keys:
         reason = "mixture of experts"
-    elif meta.get("rope.dimension_count", head_dim) != head_dim:
+    elif partial and meta.architecture != "phi3":
         reason = "RoPE over a part of the head"
     elif meta.get("attention.value_length", head_dim) != head_dim:
         reason = "values of another width than keys"
-    elif meta.get("final_logit_softcapping", 0) or meta.get("attn_logit_softcapping"):
+    elif any(meta.get(cap) and cap not in kind.keys for cap in caps):
         reason = "soft-capped logits"
-    elif meta.architecture == "qwen2" and head_dim * heads != hidden:
+    elif not kind.head_dim and head_dim * heads != hidden:
         reason = "a head width of its own"
     if reason is not None:
         raise UnsupportedModelError(
@@ -219,7 +208,31 @@ def _refuse_unsupported(
         )
 
 
-def _gemma3(meta: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
+def _query_scalar(meta: _Metadata, config: dict[str, Any]) -> int:
+    """What Gemma divides queries by the root of."""
+    if config["num_hidden_layers"] == _27B_BLOCKS[meta.architecture]:
+        return int(config["hidden_size"] // config["num_attention_heads"])
+    return int(config["head_dim"])
+
+
+def _phi3(meta: _Metadata, head_dim: int) -> dict[str, Any]:
+    """RoPE over a part of the head, and factors for long contexts."""
+    turned = int(meta.get("rope.dimension_count", head_dim))
+    original = meta.get("rope.scaling.original_context_length")
+    found: dict[str, Any] = {"partial_rotary_factor": turned / head_dim}
+    factors = {}
+    for length in ("long", "short"):
+        info = meta.file.tensors.get(f"rope_factors_{length}.weight")
+        if info is not None:
+            rows = read_float_rows(meta.file, info, 0, info.rows).reshape(-1)
+            factors[f"{length}_factor"] = [_tidy(factor) for factor in rows]
+    if len(factors) == 2 and original is not None:
+        found["rope_scaling"] = {"type": "longrope", **factors}
+        found["original_max_position_embeddings"] = int(original)
+    return found
+
+
+def _gemma3(meta: _Metadata) -> dict[str, Any]:
     pattern = meta.get("attention.sliding_window_pattern", _GEMMA3_SLIDING_PATTERN)
     if isinstance(pattern, list):  # one flag per layer, true for a sliding one
         period = pattern.index(False) + 1 if False in pattern else len(pattern) + 1
@@ -230,18 +243,12 @@ def _gemma3(meta: _Metadata, config: dict[str, Any]) -> dict[str, Any]:
                 "period, which is not supported: use an MLX folder"
             )
         pattern = period
-    # Only the 27B model scales by something else than its head width.
-    large = config["num_hidden_layers"] == _GEMMA3_27B_BLOCKS
-    scalar = config["head_dim"]
-    if large:
-        scalar = config["hidden_size"] // config["num_attention_heads"]
     return {
         "sliding_window": int(meta.need("attention.sliding_window")),
         "sliding_window_pattern": int(pattern),
         "rope_local_base_freq": _tidy(
             meta.get("rope.freq_base_swa", _GEMMA3_LOCAL_ROPE_BASE)
         ),
-        "query_pre_attn_scalar": scalar,
     }
 
 
@@ -250,6 +257,8 @@ def _rope_scaling(
 ) -> dict[str, Any] | None:
     if "rope_freqs.weight" in meta.file.tensors:
         return _llama3_scaling(meta, head_dim, theta)
+    if meta.architecture == "phi3":
+        return None  # it has its own
     kind = meta.get("rope.scaling.type")
     factor = meta.get("rope.scaling.factor", meta.get("rope.scale_linear"))
     if kind == "none" or factor in (None, 0, 1):

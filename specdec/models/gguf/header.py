@@ -198,7 +198,7 @@ def _read_tensor_table(
         type_id = cursor.scalar("<I")
         if type_id not in TENSOR_TYPES:
             raise UnsupportedModelError(
-                f"{path}: tensor {name} has GGUF type {type_id}, which is not "
+                f"{path}: tensor {shorten(name)} has GGUF type {type_id}, which is not "
                 "supported: use a file with another quantization"
             )
         entries.append((name, type_id, shape, cursor.scalar("<Q")))

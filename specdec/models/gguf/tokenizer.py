@@ -66,12 +66,12 @@ def _modern_split(digits: str) -> pre_tokenizers.PreTokenizer:
 def _byte_level(pre: str, file: GGUFFile) -> pre_tokenizers.PreTokenizer:
     """The pre-tokenizer that ``tokenizer.ggml.pre`` names."""
     gpt2 = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
-    if pre in ("default", "gpt-2"):
+    if pre in ("default", "gpt-2", "olmo"):
         return gpt2
-    if pre == "smollm":
+    if pre in ("smollm", "refact", "starcoder"):
         digits = pre_tokenizers.Digits(individual_digits=True)
         return pre_tokenizers.Sequence([digits, gpt2])
-    if pre in _LLAMA3:
+    if pre in _LLAMA3 | _CL100K:
         return _modern_split(r"\p{N}{1,3}")
     if pre in _QWEN2:
         return _modern_split(r"\p{N}")
@@ -82,6 +82,8 @@ def _byte_level(pre: str, file: GGUFFile) -> pre_tokenizers.PreTokenizer:
 
 
 _LLAMA3 = frozenset({"llama-bpe", "llama3", "llama-v3", "smaug-bpe"})
+# The same split; without a BOS token unless the file says so.
+_CL100K = frozenset({"dbrx"})
 _QWEN2 = frozenset({"qwen2", "deepseek-r1-qwen"})
 
 
@@ -174,7 +176,7 @@ class _TokenizerMetadata:
         architecture = self.file.metadata.get("general.architecture")
         if self.model != "gpt2":
             return "default"  # and not used
-        if architecture in ("qwen2", "qwen3"):
+        if architecture in ("qwen2", "qwen3", "qwen2moe", "qwen3moe"):
             return "qwen2"
         raise ModelError(
             f"{self.file.path} does not name its pre-tokenizer, without which texts "

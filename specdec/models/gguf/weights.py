@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import re
 from collections import Counter
 from collections.abc import Iterator
@@ -14,45 +15,31 @@ import mlx.nn as nn
 
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.printable import shorten
-from .config import architecture_of, half_dtype, stored_dtype
+from .architectures import Architecture, architecture, architecture_of
+from .config import half_dtype, stored_dtype
 from .header import GGUFFile, TensorInfo
 from .tensors import (
     GROUP_SIZE,
     PACKED_BITS,
+    REPACKED_BITS,
+    SAME_BITS,
     is_packed,
     read_float,
     read_float_rows,
     read_packed,
 )
 
+log = logging.getLogger("specdec.models")
+
 _TOP = {
     "token_embd": "model.embed_tokens",
     "output_norm": "model.norm",
     "output": "lm_head",
 }
-_BLOCK = {
-    "attn_q": "self_attn.q_proj",
-    "attn_k": "self_attn.k_proj",
-    "attn_v": "self_attn.v_proj",
-    "attn_output": "self_attn.o_proj",
-    "attn_q_norm": "self_attn.q_norm",
-    "attn_k_norm": "self_attn.k_norm",
-    "ffn_gate": "mlp.gate_proj",
-    "ffn_up": "mlp.up_proj",
-    "ffn_down": "mlp.down_proj",
-    "attn_norm": "input_layernorm",
-    "ffn_norm": "post_attention_layernorm",
-}
-_GEMMA3_BLOCK = {
-    **_BLOCK,
-    "post_attention_norm": "post_attention_layernorm",
-    "ffn_norm": "pre_feedforward_layernorm",
-    "post_ffw_norm": "post_feedforward_layernorm",
-}
-# Layers with a bias, beside the weight.
-_BIASES = {"qwen2": ("attn_q", "attn_k", "attn_v")}
 # Read for the configuration, or of no use to a model in MLX.
-_NOT_WEIGHTS = frozenset({"rope_freqs.weight"})
+_NOT_WEIGHTS = frozenset(
+    {"rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"}
+)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -72,6 +59,11 @@ class WeightFormat:
     bits: int | None = None
     group_size: int = 64
 
+    @property
+    def as_stored(self) -> bool:
+        """Whether what can stay packed does."""
+        return self.dtype is None and self.bits is None
+
 
 @dataclass(frozen=True)
 class Quantization:
@@ -87,20 +79,19 @@ def mlx_name(file: GGUFFile, name: str) -> str:
     Raises:
         UnsupportedModelError: no layer of the architecture has such a tensor.
     """
-    architecture = architecture_of(file)
-    block = _GEMMA3_BLOCK if architecture == "gemma3" else _BLOCK
+    kind = architecture(file)
     layer = re.fullmatch(r"blk\.(\d+)\.(\w+)\.(weight|bias)", name)
-    known = layer is not None and layer[2] in block
+    known = layer is not None and layer[2] in kind.names
     if layer and layer[3] == "bias":
-        known = layer[2] in _BIASES.get(architecture, ())
+        known = layer[2] in kind.biases
     if layer and known:
-        return f"model.layers.{layer[1]}.{block[layer[2]]}.{layer[3]}"
+        return f"model.layers.{layer[1]}.{kind.names[layer[2]]}.{layer[3]}"
     top = re.fullmatch(r"(\w+)\.weight", name)
     if top and top[1] in _TOP:
         return f"{_TOP[top[1]]}.weight"
     raise UnsupportedModelError(
-        f"{file.path} has the tensor {name}, which is not supported for "
-        f"{architecture}: use an MLX folder"
+        f"{file.path} has the tensor {shorten(name)}, which is not supported for "
+        f"{architecture_of(file)}: use an MLX folder"
     )
 
 
@@ -122,27 +113,28 @@ def read_weights(
     Raises:
         UnsupportedModelError: a tensor or its quantization is not supported.
     """
-    as_stored = form.dtype is None and form.bits is None
-    dtype = form.dtype or (stored_dtype if as_stored else half_dtype)(file)
+    dtype = form.dtype or (stored_dtype if form.as_stored else half_dtype)(file)
+    kind = architecture(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
-        if as_stored and is_packed(info):
+        order = _row_order(kind, info, config)
+        if form.as_stored and stays_packed(name, info):
             stored = read_packed(file, info, dtype)
             layer = name.removesuffix(".weight")
-            weights[name] = stored.weight
-            weights[f"{layer}.scales"] = stored.scales
-            weights[f"{layer}.biases"] = stored.biases
+            weights[name] = _ordered(stored.weight, order)
+            weights[f"{layer}.scales"] = _ordered(stored.scales, order)
+            weights[f"{layer}.biases"] = _ordered(stored.biases, order)
             packed[layer] = Quantization(GROUP_SIZE, stored.bits)
             continue
-        # Gemma's norms hold 1 + w; mlx-lm adds the 1 itself.
-        shift = -1.0 if "gemma3" in config["model_type"] and "norm" in name else 0.0
-        array = read_float(file, info, dtype, add=shift)
+        shift = -1.0 if kind.norms_hold_one and "norm" in name else 0.0
+        array = _ordered(read_float(file, info, dtype, add=shift), order)
         group_size = _group_size(array, form)
-        if form.bits is None or form.bits == 16 or group_size is None:
+        if form.bits in (None, 16) or group_size is None or not _may_quantize(name):
             weights[name] = array
             continue
         layer = name.removesuffix(".weight")
+        assert form.bits is not None
         quantized = mx.quantize(array, group_size=group_size, bits=form.bits)
         mx.eval(quantized)
         for part, value in zip(("weight", "scales", "biases"), quantized, strict=True):
@@ -151,9 +143,40 @@ def read_weights(
     return weights, packed
 
 
+def stays_packed(name: str, info: TensorInfo) -> bool:
+    """Whether a tensor stays packed: not what chooses experts, as mlx-lm has it."""
+    return is_packed(info) and _may_quantize(name)
+
+
+def _may_quantize(name: str) -> bool:
+    routers = (".mlp.gate.weight", "_expert_gate.weight", "_sparse_moe.gate.weight")
+    return not name.endswith(routers)
+
+
+def _row_order(
+    kind: Architecture, info: TensorInfo, config: dict[str, Any]
+) -> mx.array | None:
+    """Where the rows of q and k come from, if they have to go back to their places."""
+    part = re.fullmatch(r"blk\.\d+\.(attn_[qk])\.(weight|bias)", info.name)
+    if part is None or not kind.interleaved or kind.traditional:
+        return None
+    size = config["head_dim"]
+    within = mx.concatenate([mx.arange(0, size, 2), mx.arange(1, size, 2)])
+    rows = info.shape[0] if part[2] == "weight" else info.shape[-1]
+    return (mx.arange(0, rows, size)[:, None] + within).reshape(-1)
+
+
+def _ordered(array: mx.array, order: mx.array | None) -> mx.array:
+    if order is None:
+        return array
+    array = array[order]
+    mx.eval(array)
+    return array
+
+
 def _group_size(array: mx.array, form: WeightFormat) -> int | None:
     """Of the group sizes to try, the first that divides a matrix's rows."""
-    if array.ndim != 2:
+    if array.ndim not in (2, 3):
         return None
     sizes = (form.group_size, GROUP_SIZE)
     return next((size for size in sizes if array.shape[-1] % size == 0), None)
@@ -182,21 +205,39 @@ def describe_weights(
     dtype = form.dtype or stored_dtype(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
-    readable: set[str] = set()
+    readable = set(SAME_BITS)
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
-        if form.dtype is not None or not is_packed(info):
-            if info.type_name not in readable:  # a row reports it
-                read_float_rows(file, info, 0, min(1, info.rows))
-                readable.add(info.type_name)
+        if info.type_name not in readable:  # a row reports it
+            read_float_rows(file, info, 0, min(1, info.rows))
+            readable.add(info.type_name)
+        if form.dtype is not None or not stays_packed(name, info):
             weights[name] = mx.zeros(info.shape, dtype)
             continue
         layer, bits = name.removesuffix(".weight"), PACKED_BITS[info.type_name]
-        rows, columns = info.shape
-        weights[name] = mx.zeros((rows, columns * bits // 32), mx.uint32)
+        *lead, columns = info.shape
+        weights[name] = mx.zeros((*lead, columns * bits // 32), mx.uint32)
         for part in ("scales", "biases"):
-            weights[f"{layer}.{part}"] = mx.zeros((rows, columns // GROUP_SIZE), dtype)
+            weights[f"{layer}.{part}"] = mx.zeros((*lead, columns // GROUP_SIZE), dtype)
         packed[layer] = Quantization(GROUP_SIZE, bits)
     return weights, packed
+
+
+def packing_note(file: GGUFFile) -> str | None:
+    """What becomes of the file's types; ``None``: all are as they are in the file."""
+    types = {
+        info.type_name for info in file.tensors.values() if len(info.shape) in (2, 3)
+    }
+    changed = [
+        f"{name} is packed in {REPACKED_BITS[name]} bits"
+        for name in sorted(types & REPACKED_BITS.keys())
+    ]
+    quantized = types - PACKED_BITS.keys() - {"F32", "F16", "BF16"}
+    changed += [f"{name} becomes floats" for name in sorted(quantized)]
+    if not changed:
+        return None
+    if same := sorted(types & SAME_BITS.keys()):
+        changed.append(f"as in the file: {', '.join(same)}")
+    return "; ".join(changed)
 
 
 def build_model(
@@ -214,6 +255,8 @@ def build_model(
         UnsupportedModelError: a part of the model is not supported.
         ModelError: the file lacks weights or has some of a wrong shape.
     """
+    if not lazy and form.as_stored and (note := packing_note(file)):
+        log.info("%s: %s", file.path, note)
     weights, packed = (describe_weights if lazy else read_weights)(file, config, form)
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))

@@ -12,7 +12,7 @@ from ...utils.data_files import DataError, check_shape, read_json
 from ...utils.files import replace_file
 from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
-VERSION = 3
+VERSION = 4
 # Pairs of models that are remembered; beyond, the oldest are forgotten.
 MOST_ENTRIES = 64
 

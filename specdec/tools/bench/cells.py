@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import Any, Literal
+from typing import Literal
 
 from ...config import NumDraftTokens
 from ...draft_names import DraftSpec
@@ -14,6 +14,13 @@ from .recipe import WRONG, Recipe
 from .tables import turns
 
 System = Literal["specdec", "mlx-lm step", "mlx-lm batch", "mlx-lm speculative"]
+
+#: What reports call a system that has no draft.
+_PLAIN = {
+    "specdec": "specdec, no draft",
+    "mlx-lm step": "mlx-lm, generate_step",
+    "mlx-lm batch": "mlx-lm, batch_generate",
+}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,28 +34,24 @@ class Conditions:
     prefix_cache: bool = False
     load: float = 0.0
 
-    def label(self, among: Mapping[str, set[Any]]) -> str:
-        """The conditions by name, those that differ ``among`` all; the batch always."""
-        return ", ".join([f"batch {self.batch}", *self.besides_batch(among)])
+    def words(self, names: Collection[str]) -> list[str]:
+        """Each of some conditions in words, without the batch."""
+        shown = {
+            "temperature": f"T = {self.temperature:g}",
+            "kv_bits": f"KV {self.kv_bits} bits" if self.kv_bits else "KV as it is",
+            "context": f"context {self.context}",
+            "prefix_cache": "prefix cache" if self.prefix_cache else "no prefix cache",
+            "load": f"load {self.load:g}" if self.load else "all at once",
+        }
+        return [text for name, text in shown.items() if name in names]
 
-    def besides_batch(self, among: Mapping[str, set[Any]]) -> list[str]:
-        """The same without the batch, each condition for itself."""
-        words = []
-        if len(among["temperature"]) > 1:
-            words.append(f"T = {self.temperature:g}")
-        if len(among["kv_bits"]) > 1:
-            words.append(f"KV {self.kv_bits} bits" if self.kv_bits else "KV as it is")
-        if len(among["context"]) > 1:
-            words.append(f"context {self.context}")
-        if len(among["prefix_cache"]) > 1:
-            words.append("prefix cache" if self.prefix_cache else "no prefix cache")
-        if len(among["load"]) > 1:
-            words.append(f"load {self.load:g}" if self.load else "all at once")
-        return words
+    def named(self, names: Collection[str]) -> str:
+        """The batch and some other conditions in words."""
+        return ", ".join([f"batch {self.batch}", *self.words(names)])
 
 
 @dataclass(frozen=True, kw_only=True)
-class Cell:
+class Cell(Conditions):
     """One system under some conditions.
 
     Args:
@@ -56,59 +59,53 @@ class Cell:
     """
 
     system: System
-    conditions: Conditions
     draft: str | None = None
     num_draft_tokens: NumDraftTokens = 0
 
     @property
-    def k(self) -> int:
-        """The draft length, where it is one number."""
-        assert self.num_draft_tokens != "auto"
-        return self.num_draft_tokens
+    def conditions(self) -> Conditions:
+        """Its conditions alone."""
+        return Conditions(**{f.name: getattr(self, f.name) for f in fields(Conditions)})
+
+    def without_draft(self, system: System) -> Cell:
+        """A system without a draft, under the same conditions."""
+        return replace(self, system=system, draft=None, num_draft_tokens=0)
 
     @property
     def plain(self) -> Cell:
         """This engine without a draft, under the same conditions."""
-        return Cell(system="specdec", conditions=self.conditions)
+        return self.without_draft("specdec")
 
     @property
     def mlx_lm(self) -> Cell:
-        """mlx-lm's batched decoding, under the same conditions."""
-        return Cell(system="mlx-lm batch", conditions=self.conditions)
+        """What mlx-lm users run without a draft, under the same conditions."""
+        return self.without_draft("mlx-lm step" if self.batch == 1 else "mlx-lm batch")
+
+    @property
+    def drafts(self) -> bool:
+        """Whether this engine decodes with a draft."""
+        return self.system == "specdec" and self.draft is not None
 
     @property
     def draft_name(self) -> str:
         """The draft as reports name it: of a path, the last part."""
         name = self.draft or "none"
-        if name.startswith(WRONG):
-            return WRONG + short(name.removeprefix(WRONG))
-        return short(name)
+        source = name.removeprefix(WRONG)
+        return name[: -len(source)] + short(source)
+
+    @property
+    def length(self) -> str:
+        """The draft length in words."""
+        auto = self.num_draft_tokens == "auto"
+        return "auto" if auto else f"k = {self.num_draft_tokens}"
 
     @property
     def label(self) -> str:
         """System, draft and k."""
-        if self.system in ("mlx-lm batch", "mlx-lm step"):
-            return "mlx-lm"
         if self.draft is None:
-            return "specdec, no draft"
+            return _PLAIN[self.system]
         name = "specdec" if self.system == "specdec" else "mlx-lm"
-        if self.num_draft_tokens == "auto":
-            return f"{name}, {self.draft_name}, auto"
-        return f"{name}, {self.draft_name}, k = {self.num_draft_tokens}"
-
-    def to_dict(self) -> dict[str, Any]:
-        """Flat, as in a raw result."""
-        flat = asdict(self)
-        return {**flat.pop("conditions"), **flat}
-
-    @classmethod
-    def of(cls, flat: Mapping[str, Any]) -> Cell:
-        """From a raw result."""
-        named = dict(flat)
-        # What older results do not name was as it is by default.
-        known = Conditions.__dataclass_fields__
-        shared = {k: named.pop(k) for k in known if k in named}
-        return cls(conditions=Conditions(**shared), **named)
+        return f"{name}, {self.draft_name}, {self.length}"
 
 
 @dataclass(frozen=True)
@@ -126,78 +123,54 @@ class Unit:
     def label(self) -> str:
         """What progress calls it."""
         what = "profile" if self.number is None else f"pass {self.number}"
-        c = self.cell.conditions
-        extra = f", KV {c.kv_bits} bits" if c.kv_bits else ""
-        extra += f", T = {c.temperature:g}" if c.temperature else ""
-        extra += f", context {c.context}" if c.context else ""
-        extra += ", prefix cache" if c.prefix_cache else ""
-        extra += f", load {c.load:g}" if c.load else ""
-        return f"batch {c.batch}{extra}: {self.cell.label}, {what}"
+        unusual = {
+            name: value
+            for name, value in asdict(self.cell.conditions).items()
+            if value != getattr(Conditions(), name)
+        }
+        return f"{self.cell.named(unusual)}: {self.cell.label}, {what}"
 
 
 def conditions_of(recipe: Recipe) -> list[Conditions]:
     """All combinations of the sweep, but for draft lengths."""
     s = recipe.sweep
-    return [
-        Conditions(
-            context=context,
-            kv_bits=kv_bits,
-            prefix_cache=prefix_cache,
-            temperature=temperature,
-            batch=batch,
-            load=load,
-        )
-        # A load is a share of what the job of load 0 came to.
-        for load, context, kv_bits, prefix_cache, temperature, batch in product(
-            sorted(s.load), s.context, s.kv_bits, s.prefix_cache, s.temperature, s.batch
-        )
-    ]
+    # A load is a share of what the job of load 0 came to.
+    names = ("load", "context", "kv_bits", "prefix_cache", "temperature", "batch")
+    values = [getattr(s, name) for name in names]
+    combined = product(sorted(values[0]), *values[1:])
+    return [Conditions(**dict(zip(names, each, strict=True))) for each in combined]
 
 
 def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
     """The systems that are compared under some conditions."""
-    plain = Cell(system="specdec", conditions=conditions)
-    jobs = recipe.run.jobs
-    theirs = plain.mlx_lm
-    if jobs and conditions.batch == 1:
-        theirs = replace(theirs, system="mlx-lm step")
-    cells = [theirs, plain] if recipe.run.mlx_lm else [plain]
+    plain = Cell(system="specdec", **asdict(conditions))
+    cells = [plain.mlx_lm, plain] if recipe.run.mlx_lm else [plain]
     for draft, k in product(recipe.draft, recipe.sweep.num_draft_tokens):
         ours = replace(plain, draft=draft, num_draft_tokens=k)
-        # mlx-lm speculates with models, one row at a time.
+        # mlx-lm speculates with models, one row at a time, at fixed lengths.
         model = not draft.startswith(WRONG) and not DraftSpec.parse(draft).ngram
-        alone = conditions.batch == 1 and model
-        if recipe.run.mlx_lm and alone and k != "auto":
+        if recipe.run.mlx_lm and conditions.batch == 1 and model and k != "auto":
             cells.append(replace(ours, system="mlx-lm speculative"))
         cells.append(ours)
     return cells
 
 
 def units_of(recipe: Recipe) -> Iterator[Unit]:
-    """All that is run, in order: systems of one group take turns."""
-    if recipe.run.jobs:
-        yield from _jobs_of(recipe)
-        return
-    for conditions in conditions_of(recipe):
-        cells = cells_of(recipe, conditions)
-        for number, cell in turns(cells, recipe.run.repeat + 1):
-            yield Unit(cell, number)
-        if recipe.run.profile_rounds:
-            yield from (Unit(c, None) for c in cells if c.system == "specdec")
+    """All that is run, in order: systems of one group take turns.
 
-
-def _jobs_of(recipe: Recipe) -> Iterator[Unit]:
-    """Pass after pass of everything, so that a run that is stopped has some of all.
-
-    Jobs under a load come last, once each: what was new to the machine no longer is.
+    Pass after pass of everything, so that a run that is stopped has some of all. Rounds
+    are taken apart after them. Jobs under a load come last, once each: what was new to
+    the machine no longer is.
     """
     groups = [cells_of(recipe, conditions) for conditions in conditions_of(recipe)]
+    at_once = [cells for cells in groups if not cells[0].load]
     for number in range(recipe.run.repeat + 1):
-        for cells in groups:
-            if not cells[0].conditions.load:
-                turn = number % len(cells)
-                ordered = [*cells[turn:], *cells[:turn]]
-                yield from (Unit(cell, number) for cell in ordered)
+        for cells in at_once:
+            yield from (Unit(cell, number) for cell in turns(cells, number))
+    for cell in (cell for cells in at_once for cell in cells):
+        fixed = cell.num_draft_tokens != "auto"
+        if recipe.run.profile_rounds and cell.system == "specdec" and fixed:
+            yield Unit(cell, None)
     for cells in groups:
-        if cells[0].conditions.load:
+        if cells[0].load:
             yield from (Unit(cell, 1) for cell in cells)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 from ...errors import ConfigError
 from .figures import CellFigures, Figures
-from .machine import place
 from .raw import Results
 from .tables import markdown_table
 
@@ -18,31 +18,26 @@ def compare(a: Path, b: Path) -> str:
         ConfigError: a folder holds no results, or they have no cell in common.
     """
     first, second = Figures(Results.read(a)), Figures(Results.read(b))
-    rows = []
-    for cell, f in first.cells.items():
-        other = second.find(cell)
-        if other is not None:
-            rows.append([first.name(cell), *_row(f, other)])
+    rows = [
+        [first.name(cell), *_row(f, second.cells[cell])]
+        for cell, f in first.cells.items()
+        if cell in second.cells
+    ]
     if not rows:
         raise ConfigError(
             f"{a} and {b} have nothing in common: same systems, drafts, draft lengths "
             "and conditions can be compared"
         )
-    header = [
-        "system",
-        "A tokens/s",
-        "B tokens/s",
-        "B / A",
-        "A length",
-        "B length",
-        "A ms to first token",
-        "B ms to first token",
+    both = [
+        f"{letter} {what}"
+        for what in ("length", "ms to first token")
+        for letter in ("A", "B")
     ]
     return (
         f"# {first.recipe.title}: two runs\n\n"
         f"A is {a}: {_origin(first)}.\n\nB is {b}: {_origin(second)}.\n\n"
         + _differences(first, second)
-        + markdown_table(header, rows)
+        + markdown_table(["system", "A tokens/s", "B tokens/s", "B / A", *both], rows)
         + "\nMedians. *B / A* is followed by its smallest and largest value over all "
         "pairs of passes: the runs did not take turns, so that it also holds what "
         "the machine did meanwhile. *length*: tokens per row and round, the extra "
@@ -57,31 +52,28 @@ def _row(a: CellFigures, b: CellFigures) -> list[str]:
         least, most = min(rates[1]) / max(rates[0]), max(rates[1]) / min(rates[0])
         ratio = f"{b.rate / a.rate:.2f} ({least:.2f} to {most:.2f})"
     lengths = [f"{f.acceptance().length:.2f}" if f.cell.draft else "-" for f in (a, b)]
-    first = [_middle(f.first_token_ms) for f in (a, b)]
+    first = [
+        f"{statistics.median(f.first_token_ms):.0f}" if f.counted else "-"
+        for f in (a, b)
+    ]
     return [f"{a.rate:.1f}", f"{b.rate:.1f}", ratio, *lengths, *first]
-
-
-def _middle(values: list[float]) -> str:
-    return f"{sorted(values)[len(values) // 2]:.0f}" if values else "-"
 
 
 def _origin(figures: Figures) -> str:
     start = figures.results.starts[-1]
-    return f"{place(start['machine'], start['commit'])}, {start['date']}"
+    return f"{start.place}, {start.date}"
 
 
 def _differences(a: Figures, b: Figures) -> str:
     """What else differs, and so may be the reason."""
     notes = []
-    machines = [f.results.starts[-1]["machine"] for f in (a, b)]
-    if any(
-        machines[0].get(k) != machines[1].get(k) for k in ("cpu", "device", "cores")
-    ):
+    ours, theirs = (f.results.starts[-1].machine for f in (a, b))
+    if (ours.cpu, ours.device, ours.cores) != (theirs.cpu, theirs.device, theirs.cores):
         notes.append("**Different machines: rates cannot be compared.**\n")
     for name in ("target", "dtype", "prompts", "run"):
         if getattr(a.recipe, name) != getattr(b.recipe, name):
             notes.append(f"The recipes differ in `{name}`.\n")
-    if a.results.prompts["digest"] != b.results.prompts["digest"]:
+    if a.results.prompts.digest != b.results.prompts.digest:
         notes.append("The prompts differ.\n")
     for letter, figures in (("A", a), ("B", b)):
         if figures.missing:

@@ -1,43 +1,35 @@
-"""What the raw results of a cell come to. No mlx here."""
+"""What the raw results of a recipe come to. No mlx here."""
 
 from __future__ import annotations
 
 import statistics
+from collections import defaultdict
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import Any
 
+from ...request import acceptance_length, acceptance_rate
 from . import counts
 from .cells import Cell, Conditions, units_of
 from .counts import Policy, RoundCost
+from .job import JobRecord, ProfiledRound, RequestRecord, RoundTimes, TracedRound
 from .raw import Results
 from .recipe import Recipe
-from .waves import Record, full_steps, rate
 
 PARTS = ("draft", "verify", "sampling", "host")
 # How much faster than its tokens per round a system can seem where passes are noisy.
 NOISE = 1.25
+# Of all requests: more than these without a token when the last one comes are a queue.
+_QUEUE = 0.05
 
 
-@dataclass(frozen=True)
-class RequestCounts:
-    """What one request drafted: rounds, draft tokens, accepted ones, tokens."""
-
-    rounds: int
-    drafted: int
-    accepted: int
-    tokens: int
-
-    @property
-    def rate(self) -> float:
-        """Accepted over drafted."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    @property
-    def length(self) -> float:
-        """Mean tokens of a round, the extra token included."""
-        return 1 + self.accepted / self.rounds if self.rounds else 1.0
+def arrivals_per_second(results: Results, cell: Cell) -> float:
+    """The rate at which requests of a job under a load arrive; 0 without a load."""
+    if not cell.load:
+        return 0.0
+    passes = results.passes[replace(cell.plain, load=0.0)]
+    warm = [p for n, p in passes.items() if n] or list(passes.values())
+    return cell.load * statistics.median(len(p.requests) / p.seconds for p in warm)
 
 
 @dataclass(frozen=True)
@@ -48,7 +40,12 @@ class Acceptance:
         requests: those that drafted anything.
     """
 
-    requests: tuple[RequestCounts, ...]
+    requests: tuple[RequestRecord, ...]
+
+    @property
+    def rounds(self) -> int:
+        """Rounds of a row."""
+        return sum(r.rounds for r in self.requests)
 
     @property
     def drafted(self) -> int:
@@ -63,33 +60,25 @@ class Acceptance:
     @property
     def rate(self) -> float:
         """Accepted over drafted, all requests together."""
-        return self.accepted / self.drafted if self.drafted else 0.0
+        return acceptance_rate(self.drafted, self.accepted)
 
     @property
     def length(self) -> float:
-        """Mean tokens of a row in a round, the extra token included."""
-        rounds = sum(r.rounds for r in self.requests)
-        return 1 + self.accepted / rounds if rounds else 1.0
+        """Mean tokens of a row in a round, the extra token included; 1 without any."""
+        return acceptance_length(self.rounds, self.accepted)
 
     def request_mean(self, name: str) -> float:
         """Mean of ``rate`` or ``length`` over requests, each counting the same."""
         if not self.requests:
-            return self._of_none(name)
+            return 0.0 if name == "rate" else 1.0
         return statistics.fmean(getattr(r, name) for r in self.requests)
 
     def token_mean(self, name: str) -> float:
         """The same, each request weighted by the tokens that it generated."""
         weights = [r.tokens for r in self.requests]
         if not any(weights):
-            return self._of_none(name)
-        values = [getattr(r, name) for r in self.requests]
-        return statistics.fmean(values, weights)
-
-    @staticmethod
-    def _of_none(name: str) -> float:
-        """Nothing was drafted: a rate of 0 and a length of 1, as one request has."""
-        value: float = getattr(RequestCounts(0, 0, 0, 0), name)
-        return value
+            return 0.0 if name == "rate" else 1.0
+        return statistics.fmean((getattr(r, name) for r in self.requests), weights)
 
 
 @dataclass(frozen=True)
@@ -97,6 +86,7 @@ class RoundParts:
     """Milliseconds of a round taken apart, medians but for the shares.
 
     Args:
+        number: rounds.
         draft, verify, sampling: from where a part begins to be built to where the
             device has computed it.
         total: of the round.
@@ -104,6 +94,7 @@ class RoundParts:
             and for ``host`` all that remains.
     """
 
+    number: int
     draft: float
     verify: float
     sampling: float
@@ -111,21 +102,19 @@ class RoundParts:
     shares: dict[str, float]
 
     @classmethod
-    def of(cls, rounds: Sequence[Record]) -> RoundParts | None:
+    def of(cls, rounds: Sequence[ProfiledRound]) -> RoundParts | None:
         """From a profile; ``None`` when no round was timed."""
         if not rounds:
             return None
-
-        def part(name: str) -> list[tuple[float, float]]:
-            return [tuple(r.get(name, (0.0, 0.0))) for r in rounds]
-
-        total = sum(r["total"] for r in rounds)
-        waited = {name: sum(w for _, w in part(name)) for name in PARTS[:-1]}
-        host = total - sum(waited.values())
+        parts = {name: [getattr(r, name) for r in rounds] for name in PARTS[:-1]}
+        total = sum(r.total for r in rounds)
+        waited = {name: sum(w for _, w in each) for name, each in parts.items()}
+        waited["host"] = total - sum(waited.values())
         return cls(
-            **{n: statistics.median(b + w for b, w in part(n)) for n in PARTS[:-1]},
-            total=statistics.median(r["total"] for r in rounds),
-            shares={n: t / total for n, t in {**waited, "host": host}.items()},
+            number=len(rounds),
+            **{n: statistics.median(map(sum, each)) for n, each in parts.items()},
+            total=statistics.median(r.total for r in rounds),
+            shares={n: t / total for n, t in waited.items()},
         )
 
 
@@ -143,19 +132,38 @@ class CellFigures:
         self._passes = results.passes[cell]
 
     @property
-    def cold(self) -> float | None:
-        """Decode tokens per second of the first pass."""
-        return rate(self._passes[0]) if 0 in self._passes else None
+    def cold(self) -> JobRecord | None:
+        """The first pass."""
+        return self._passes.get(0)
+
+    @property
+    def counted(self) -> list[JobRecord]:
+        """The passes that count."""
+        return [p for n, p in sorted(self._passes.items()) if n]
+
+    @property
+    def first(self) -> JobRecord:
+        """The first pass that is there: of it alone every round is kept."""
+        return self._passes[min(self._passes)]
+
+    # -- speed -----------------------------------------------------------------
 
     @cached_property
     def rates(self) -> dict[int, float]:
-        """Decode tokens per second of the passes that count, by their number."""
-        return {n: rate(p) for n, p in sorted(self._passes.items()) if n}
+        """Tokens per second, from the call to the last one, of passes that count."""
+        return {n: p.rate for n, p in sorted(self._passes.items()) if n}
 
     @property
     def rate(self) -> float:
         """Their median; 0 when there are none."""
         return statistics.median(self.rates.values()) if self.rates else 0.0
+
+    def ratios(self, other: CellFigures | None) -> list[float]:
+        """Rates over those of another cell, pass by pass."""
+        if other is None:
+            return []
+        pairs = [(r, other.rates.get(n)) for n, r in self.rates.items()]
+        return [a / b for a, b in pairs if b]
 
     def can_be(self, ratio: float) -> bool:
         """Whether it can be so many times as fast as plain decoding.
@@ -165,94 +173,142 @@ class CellFigures:
         """
         return ratio <= NOISE * self.acceptance().length
 
-    def ratios(self, other: CellFigures | None) -> list[float]:
-        """Rates over those of another cell, pass by pass."""
-        if other is None:
-            return []
-        pairs = [(r, other.rates.get(n)) for n, r in self.rates.items()]
-        return [a / b for a, b in pairs if b]
-
-    def each(self, get: Callable[[Record], list[float]]) -> list[float]:
-        """Values of all waves of the passes that count."""
-        counted = [p for n, p in sorted(self._passes.items()) if n]
-        return [x for p in counted for wave in p["waves"] for x in get(wave)]
+    def each(self, get: Callable[[RequestRecord], float]) -> list[float]:
+        """Something of every request of the passes that count."""
+        return [get(r) for p in self.counted for r in p.requests]
 
     @property
     def first_token_ms(self) -> list[float]:
-        """Of every request: milliseconds until its first token."""
-        return [1e3 * t for t in self.each(lambda wave: wave["first_tokens"])]
+        """Of every request: milliseconds from its arrival to its first token."""
+        return self.each(lambda r: 1e3 * (r.first - r.arrived))
 
     @property
-    def step_ms(self) -> list[float]:
-        """Milliseconds of steps, or rounds, with all rows running."""
+    def token_ms(self) -> list[float]:
+        """Of every request with two tokens or more: milliseconds a token after it."""
         return [
-            ms for n, p in sorted(self._passes.items()) if n for ms in full_steps(p)
+            1e3 * (r.ended - r.first) / (r.tokens - 1)
+            for p in self.counted
+            for r in p.requests
+            if r.tokens > 1
         ]
 
     @property
-    def occupancy(self) -> float:
-        """Of the rows of all steps, those that were running."""
-        running = self.each(lambda wave: wave["step_rows"])
-        rows = self.each(lambda wave: [wave["rows"]] * len(wave["step_rows"]))
-        return sum(running) / sum(rows) if rows else 0.0
+    def rounds(self) -> list[RoundTimes]:
+        """Times of rounds by k and joins: medians over the passes that count."""
+        found: dict[tuple[int, int], list[RoundTimes]] = defaultdict(list)
+        for each in (each for p in self.counted for each in p.rounds):
+            found[each.k, each.near_join].append(each)
+
+        def merged(all_: list[RoundTimes]) -> RoundTimes:
+            return RoundTimes(
+                k=all_[0].k,
+                near_join=all_[0].near_join,
+                number=sum(r.number for r in all_),
+                p10=statistics.median(r.p10 for r in all_),
+                p50=statistics.median(r.p50 for r in all_),
+                p90=statistics.median(r.p90 for r in all_),
+                mean=statistics.median(r.mean for r in all_),
+            )
+
+        return [merged(each) for _, each in sorted(found.items())]
+
+    @property
+    def round_ms(self) -> float | None:
+        """Median of the commonest k's rounds, away from joins where there are any."""
+        best = max(self.rounds, key=lambda r: (not r.near_join, r.number), default=None)
+        return None if best is None else best.p50
 
     @property
     def peak_bytes(self) -> tuple[int, int]:
         """Largest peak memory, and the largest above what was held before."""
         peaks = [
-            (p["peak_memory_bytes"], p["peak_memory_bytes"] - p["memory_before_bytes"])
+            (p.peak_memory_bytes, p.peak_memory_bytes - p.memory_before_bytes)
             for p in self._passes.values()
         ]
         return max(a for a, _ in peaks), max(b for _, b in peaks)
 
-    def acceptance(self, category: str | None = None) -> Acceptance:
-        """Of all requests, or of those of a category."""
-        categories = self._results.prompts["categories"]
-        requests = [RequestCounts(*r) for w in self._sample for r in w["requests"]]
-        chosen = [
-            r
-            for r, c in zip(requests, categories, strict=True)
-            if r.drafted and category in (None, c)
-        ]
-        return Acceptance(tuple(chosen))
+    def equal_to(self, other: CellFigures | None) -> str | None:
+        """How many requests had another system's tokens, of how many."""
+        if other is None:
+            return None
+        ours, theirs = (f._passes[max(f._passes)].requests for f in (self, other))
+        if len(ours) != len(theirs):
+            return None
+        pairs = zip(ours, theirs, strict=True)
+        return f"{sum(a.digest == b.digest for a, b in pairs)} of {len(ours)}"
+
+    # -- under a load ----------------------------------------------------------
 
     @property
-    def _sample(self) -> list[Record]:
-        """The waves that counts are taken from: rounds are kept of one pass only."""
-        waves: list[Record] = self._passes[min(self._passes)]["waves"]
-        return waves
+    def offered(self) -> float:
+        """Requests that arrived in a second."""
+        return self._middle(lambda p: (len(p.requests) - 1) / p.last_arrival)
+
+    @property
+    def completed(self) -> float:
+        """Requests per second, until the last one's end."""
+        return self._middle(
+            lambda p: len(p.requests) / max(r.ended for r in p.requests)
+        )
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a token when the last one arrived; the last one not."""
+        return round(self._middle(lambda p: p.waiting))
+
+    @property
+    def saturated(self) -> bool:
+        """Whether requests queued up: they came faster than rows became free."""
+        most = max(2, _QUEUE * self._middle(lambda p: len(p.requests)))
+        return self._middle(lambda p: p.waiting) > most
+
+    def _middle(self, get: Callable[[JobRecord], float]) -> float:
+        return statistics.median(map(get, self.counted))
+
+    # -- acceptance ------------------------------------------------------------
+
+    def acceptance(self, category: str | None = None) -> Acceptance:
+        """Of all requests of the last pass, or of those of a category."""
+        requests: Sequence[RequestRecord] = self._passes[max(self._passes)].requests
+        if category is not None:
+            categories = self._results.prompts.categories
+            n, m = len(categories), len(requests)
+            # A job of few rows has some of the prompts.
+            own = (categories[i * n // m] for i in range(m))
+            pairs = zip(requests, own, strict=True)
+            requests = [r for r, c in pairs if c == category]
+        return Acceptance(tuple(r for r in requests if r.drafted))
 
     @cached_property
-    def rounds(self) -> list[tuple[int, list[list[int]]]]:
-        """Every round that drafted: k, and each row's (drafted, accepted)."""
-        traced = [(k, r) for wave in self._sample for k, r in wave.get("rounds", ())]
-        return [(k, rows) for k, rows in traced if k]
+    def traced(self) -> list[TracedRound]:
+        """Every round of the first pass that drafted."""
+        return [(k, rows) for k, rows in self.first.traced if k]
 
     @property
-    def rows(self) -> list[list[int]]:
+    def rows(self) -> list[tuple[int, int]]:
         """Each row of each round that was drafted for: (drafted, accepted)."""
-        return [row for _, rows in self.rounds for row in rows if row[0]]
+        return [row for _, rows in self.traced for row in rows if row[0]]
+
+    # -- costs -----------------------------------------------------------------
 
     @cached_property
     def parts(self) -> RoundParts | None:
         """Its rounds, taken apart."""
         return RoundParts.of(self._results.profiles.get(self.cell, []))
 
-    @cached_property
-    def cost(self) -> RoundCost | None:
-        """What a round costs in plain steps of the same batch, where it is known."""
-        k = self.cell.k
-        plain = RoundParts.of(self._results.profiles.get(self.cell.plain, []))
-        if not k or self.parts is None or plain is None or not plain.verify:
-            return None
-        step = plain.verify
-        return RoundCost(self.parts.draft / k / step, self.parts.verify / step, k)
-
     @property
     def plain_step_ms(self) -> float | None:
         """A forward of one token per row, as profiled without a draft."""
         plain = RoundParts.of(self._results.profiles.get(self.cell.plain, []))
         return None if plain is None else plain.verify
+
+    @cached_property
+    def cost(self) -> RoundCost | None:
+        """What a round costs in plain steps of the same batch, where it is known."""
+        k, step = self.cell.num_draft_tokens, self.plain_step_ms
+        if k == "auto" or not k or self.parts is None or not step:
+            return None
+        return RoundCost(self.parts.draft / k / step, self.parts.verify / step, k)
 
     @property
     def predicted(self) -> float | None:
@@ -263,7 +319,7 @@ class CellFigures:
         """
         if self.cost is None or not self.rows:
             return None
-        k = self.cell.k
+        k = self.cost.k
         tokens = counts.expected_tokens(counts.chance(self.rows), k)
         return tokens / self.cost.of(k)
 
@@ -271,17 +327,25 @@ class CellFigures:
         """The counterfactuals, from the same accepted counts."""
         return {
             "every row cut to the batch's minimum": counts.batch_minimum(
-                self.rounds, self.cost
+                self.traced, self.cost
             ),
-            "per-sequence trim (what ran)": counts.per_sequence(self.rounds, self.cost),
+            "per-sequence trim (what ran)": counts.per_sequence(self.traced, self.cost),
             "per-sequence trim, oracle draft length": counts.oracle(
-                self.rounds, self.cost
+                self.traced, self.cost
             ),
         }
 
 
 class Figures:
-    """The figures of a folder of results, cell by cell in the order of the recipe."""
+    """The figures of a folder of results, cell by cell in the order of the recipe.
+
+    Args:
+        results: what was measured.
+
+    Attributes:
+        varied: names of the conditions that differ between cells.
+        missing: units of the recipe that are not there.
+    """
 
     def __init__(self, results: Results):
         self.results = results
@@ -296,31 +360,58 @@ class Figures:
             for cell in order
             if results.passes.get(cell)
         }
-        conditions = [cell.conditions for cell in self.cells]
-        self.among: dict[str, set[Any]] = {
-            name: {getattr(c, name) for c in conditions}
-            for name in Conditions.__dataclass_fields__
+        self.varied = {
+            field.name
+            for field in fields(Conditions)
+            if len({getattr(cell, field.name) for cell in self.cells}) > 1
         }
-
-    def find(self, cell: Cell) -> CellFigures | None:
-        """The figures of a cell, if it was measured."""
-        return self.cells.get(cell)
 
     def name(self, cell: Cell) -> str:
         """A cell as tables and plots name it."""
-        return f"{cell.conditions.label(self.among)}: {cell.label}"
+        return f"{cell.named(self.varied)}: {cell.label}"
+
+    def plain(self, of: CellFigures) -> CellFigures | None:
+        """This engine without a draft, under the same conditions."""
+        return self.cells.get(of.cell.plain)
+
+    def mlx_lm(self, of: CellFigures) -> CellFigures | None:
+        """mlx-lm without a draft, under the same conditions."""
+        return self.cells.get(of.cell.mlx_lm)
+
+    @property
+    def at_once(self) -> list[CellFigures]:
+        """Jobs whose requests are there from the beginning."""
+        return [f for c, f in self.cells.items() if not c.load]
+
+    @property
+    def under_load(self) -> list[CellFigures]:
+        """Jobs whose requests arrive at random."""
+        return [f for c, f in self.cells.items() if c.load and f.counted]
 
     @property
     def drafted(self) -> list[CellFigures]:
-        """Cells of this engine with a draft."""
-        return [f for c, f in self.cells.items() if _is_drafted(c)]
+        """Jobs of this engine with a draft, all requests there from the beginning."""
+        return [f for f in self.at_once if f.cell.drafts]
 
     @property
     def categories(self) -> list[str]:
         """The categories of the prompts, in their order."""
-        named = self.results.prompts["categories"]
+        named = self.results.prompts.categories
         return list(dict.fromkeys(c for c in named if c is not None))
 
-
-def _is_drafted(cell: Cell) -> bool:
-    return cell.system == "specdec" and cell.draft is not None
+    def saturation(self) -> list[tuple[str, str]]:
+        """Of each system under loads: its name, and from which load on it queues up."""
+        groups: dict[Cell, list[CellFigures]] = defaultdict(list)
+        for f in self.under_load:
+            groups[replace(f.cell, load=0.0)].append(f)
+        found = []
+        for cell, each in groups.items():
+            each.sort(key=lambda f: f.offered)
+            full = [f for f in each if f.saturated]
+            free = [f for f in each if not full or f.offered < full[0].offered]
+            kept = f"keeps up with {free[-1].offered:.2f} requests/s" if free else ""
+            late = f"queues up at {full[0].offered:.2f} requests/s" if full else ""
+            text = ", ".join(filter(None, [kept, late])) or "not measured"
+            names = self.varied - {"load"}
+            found.append((f"{cell.named(names)}: {cell.label}", text))
+        return found

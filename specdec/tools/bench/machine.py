@@ -7,7 +7,6 @@ import platform
 import re
 import subprocess
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,18 +71,6 @@ def origin(command: str) -> dict[str, Any]:
         "machine": machine(),
         "load_average": load_average(),
     }
-
-
-def place(machine: Mapping[str, Any], commit: str) -> str:
-    """Machine, versions and commit, in a line of a report."""
-    where = f"{machine['cpu']}, {machine['cores']} cores, {machine['memory_gib']} GiB"
-    if machine["backend"] != "cpu":
-        where = f"{machine['device']} ({machine['backend']}); {where}"
-    versions = (
-        f"MLX {machine['mlx']}, mlx-lm {machine['mlx_lm']}, Python {machine['python']}"
-    )
-    changed = "+changes" * commit.endswith("+changes")
-    return f"{where}; {versions}; commit {commit[:12]}{changed}"
 
 
 def _version(name: str) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 import zlib
-from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -16,6 +15,17 @@ from mlx_lm.models import llama
 from ...errors import ConfigError
 from ...models import LoadedModel, load, load_draft
 from ...models.loading import fit
+from ..decoding import token_level
+
+__all__ = [
+    "DTYPES",
+    "SHAPES",
+    "load_model",
+    "random_model",
+    "random_prompts",
+    "random_shape",
+    "token_level",
+]
 
 DTYPES = {
     "float32": mx.float32,
@@ -65,7 +75,13 @@ SHAPES: dict[str, dict[str, Any]] = {
 
 
 def random_model(
-    shape: str, dtype: str = "bfloat16", *, num_layers: int | None = None, seed: int = 0
+    shape: str,
+    dtype: str = "bfloat16",
+    *,
+    num_layers: int | None = None,
+    packing: tuple[int, int] | None = None,
+    fitted: bool = True,
+    seed: int = 0,
 ) -> nn.Module:
     """A Llama of a real size with random weights, drawn on the device.
 
@@ -75,6 +91,8 @@ def random_model(
     Args:
         shape: a key of ``SHAPES``.
         num_layers: another number of layers.
+        packing: numbers that share a scale, and bits of each; weights are packed so.
+        fitted: let its products be computed in the way that is fast on this backend.
     """
     config = {
         "model_type": "llama",
@@ -86,12 +104,18 @@ def random_model(
     if num_layers is not None:
         config["num_hidden_layers"] = num_layers
     model = llama.Model(llama.ModelArgs.from_dict(config))
+    if packing is not None:
+        nn.quantize(model, *packing)
     parameters: Any = tree_flatten(model.parameters())
     for name, array in parameters:
         # The arrays that the layers made are lazy: replaced, they never exist.
         # Uniform rather than normal, whose tails overflow in half precision.
         if array.ndim == 1:
             drawn = mx.ones(array.shape, DTYPES[dtype])
+        elif packing is not None:
+            drawn = _packed(name, array, *packing).astype(
+                mx.uint32 if array.dtype == mx.uint32 else DTYPES[dtype]
+            )
         else:
             bound = (3 / array.shape[-1]) ** 0.5
             key = mx.random.key(zlib.crc32(name.encode()) ^ seed)
@@ -101,8 +125,20 @@ def random_model(
         mx.eval(drawn)
         model.update(tree_unflatten([(name, drawn)]))
     mx.clear_cache()
-    fit(model)
+    if fitted:
+        fit(model)
     return model.eval()
+
+
+def _packed(name: str, array: mx.array, group_size: int, bits: int) -> mx.array:
+    """Random numbers of a packed layer, or their scales or biases: uniform, too."""
+    if array.dtype == mx.uint32:
+        key = mx.random.key(zlib.crc32(name.encode()))
+        low, high = -(2**31), 2**31 - 1
+        return mx.random.randint(low, high, array.shape, key=key).view(mx.uint32)
+    bound = (3 / (array.shape[-1] * group_size)) ** 0.5
+    is_scale = name.endswith(".scales")
+    return mx.full(array.shape, 2 * bound / (2**bits - 1) if is_scale else -bound)
 
 
 def load_model(
@@ -148,41 +184,6 @@ def random_shape(source: str) -> tuple[str, int | None]:
             f"or random:{shape} for all; shapes are {', '.join(SHAPES)}"
         )
     return shape, int(layers)
-
-
-class TokenIds:
-    """Stands in for a tokenizer where text plays no part and costs nothing."""
-
-    has_chat_template = False
-    last_segment = text = ""
-
-    def __init__(self, eos_token_ids: Iterable[int] = ()):
-        self.eos_token_ids = set(eos_token_ids)
-
-    @property
-    def detokenizer(self) -> TokenIds:
-        return self
-
-    def add_token(self, token: int) -> None:
-        pass
-
-    def finalize(self) -> None:
-        pass
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        return ""
-
-    def get_vocab(self) -> dict[str, int]:
-        return {}
-
-    def __len__(self) -> int:
-        return 2**31
-
-
-def token_level(model: nn.Module, eos_token_ids: Iterable[int] = ()) -> LoadedModel:
-    """A model to be driven with token ids alone."""
-    tokenizer: Any = TokenIds(eos_token_ids)
-    return LoadedModel(model, tokenizer, {}, "model")
 
 
 def random_prompts(number: int, length: int, vocab_size: int) -> list[list[int]]:

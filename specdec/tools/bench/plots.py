@@ -1,30 +1,29 @@
-"""Three plots that can be read without a text, as PNG and SVG, with matplotlib."""
+"""Three plots that can be read without a text, as PNG and SVG."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+import statistics
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from . import plot_speedup
+from ..plots import COLOURS, GREY, MISSING, Chart, Line, headline, legend_below, save
+from .cells import Cell
 from .counts import positions, unconditional
-from .figures import CellFigures, Figures
-from .plot_style import COLOURS, STYLE, headline, legend_below, panel_size, panels
+from .figures import CellFigures, Figures, RoundParts
 
-MISSING = "no new plots without matplotlib: pip install matplotlib"
+__all__ = ["MISSING", "NAMES", "draw_all"]
+
 #: Of the plots, in the order of the report: their files are called so.
 NAMES = ("speedup", "acceptance", "round")
 
 #: Part of a round: its colour, and what the legend calls it.
-SHOWN_PARTS = {
+_PARTS = {
     "draft": ("#E69F00", "draft"),
     "verify": ("#0072B2", "verify (target)"),
     "sampling": ("#CC79A7", "sampling and accepting"),
     "host": ("#999999", "host"),
 }
-#: Draws into a figure; what the plot says, or nothing when it is empty.
-Draw = Callable[[Figures, Any], str | None]
-Size = Callable[[Figures], tuple[float, float]]
 
 
 def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
@@ -34,188 +33,225 @@ def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
         What each plot says and the name of its PNG file; ``None`` where matplotlib
         is not installed.
     """
+    drawn = []
     try:
-        from matplotlib import rc_context
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
+        for name, chart in (
+            ("speedup", speedup(figures)),
+            ("acceptance", acceptance(figures)),
+        ):
+            if chart is not None:
+                drawn.append((chart.title, save(folder / name, chart.size, chart.draw)))
+        bars = [f for f in figures.at_once if f.parts is not None]
+        if bars:
+            size = 8.0, 2.0 + 0.36 * len(bars)
+            title, draw = rounds(figures, bars)
+            drawn.append((title, save(folder / "round", size, draw)))
     except ImportError:
         return None
-    drawn = []
-    draws: tuple[tuple[Draw, Size], ...] = (
-        (plot_speedup.draw, plot_speedup.size),
-        (_acceptance, lambda f: panel_size(len(_longest(f)))),
-        (_round, lambda f: (8.0, 2.0 + 0.36 * len(_profiled(f)))),
+    return [(title, file.name) for title, file in drawn]
+
+
+# -- speed-up ------------------------------------------------------------------
+
+
+def speedup(figures: Figures) -> Chart | None:
+    """Over the draft length, or over the batch where there is one length."""
+    ratios: dict[Cell, list[float]] = {}
+    for f in figures.at_once:
+        found = f.ratios(figures.plain(f)) if f.cell.draft is not None else []
+        if found:
+            ratios[f.cell] = found
+    ours = [c for c in ratios if c.drafts]
+    if not ours:
+        return None
+    lengths = {c.num_draft_tokens for c in ours} - {"auto"}
+    over_k = len(lengths) > 1 or "batch" not in figures.varied
+    several = len(figures.recipe.draft) > 1
+
+    def line_of(cell: Cell) -> str:
+        if not cell.drafts:
+            return "mlx-lm's speculation"
+        return f"batch {cell.batch}" if over_k else f"{cell.draft_name}, {cell.length}"
+
+    def x_of(cell: Cell) -> int | str:
+        return cell.num_draft_tokens if over_k else cell.batch
+
+    labels = dict.fromkeys(map(line_of, ours))
+    colours = dict(zip(labels, COLOURS * len(labels), strict=False))
+    # Numbers in their order, then what is no number.
+    ticks = sorted(set(map(x_of, ratios)), key=lambda x: (isinstance(x, str), x))
+    panels: dict[str, dict[str, list[tuple[float, ...]]]] = {}
+    for cell, each in ratios.items():
+        words = [cell.draft_name] if several and over_k else []
+        name = ", ".join([*words, *cell.words(figures.varied - {"load"})])
+        at = float(ticks.index(x_of(cell)))
+        point = at, min(each), statistics.median(each), max(each)
+        panels.setdefault(name, {}).setdefault(line_of(cell), []).append(point)
+    return Chart(
+        title=_speedup_title(figures, ratios),
+        x="draft length k (tokens drafted)" if over_k else "batch (rows)",
+        y="speed-up over no draft",
+        panels={
+            name: [
+                Line(label, points, colours.get(label, GREY), label not in colours)
+                for label, points in lines.items()
+            ]
+            for name, lines in panels.items()
+        },
+        ticks=ticks,
+        baseline="no draft",
     )
-    for name, (draw, size) in zip(NAMES, draws, strict=True):
-        with rc_context(STYLE):  # type: ignore[arg-type]
-            figure = Figure(figsize=size(figures))
-            FigureCanvasAgg(figure)
-            title = draw(figures, figure)
-            if title is None:
-                continue
-            for suffix in ("png", "svg"):
-                still = {"Date": None} if suffix == "svg" else {"Software": None}
-                figure.savefig(folder / f"{name}.{suffix}", metadata=still)
-        drawn.append((title, f"{name}.png"))
-    return drawn
 
 
-# -- acceptance --------------------------------------------------------------
+def _speedup_title(figures: Figures, ratios: dict[Cell, list[float]]) -> str:
+    # Where other work held plain decoding up, no title is made of it.
+    sound = {
+        c: r
+        for c, r in ratios.items()
+        if c.drafts and figures.cells[c].can_be(statistics.median(r))
+    }
+    if not sound:
+        return "Other work held plain decoding up"
+    best = max(sound, key=lambda c: (statistics.median(sound[c]), min(sound[c])))
+    each = sound[best]
+    words = [best.named(figures.varied), best.length]
+    if len(figures.recipe.draft) > 1:
+        words.insert(1, best.draft_name)
+    times = f"{statistics.median(each):.2f} times as fast ({', '.join(words)})"
+    if min(each) > 1:
+        once = "" if len(each) > 1 else "; one pass only"
+        return f"A draft pays: at best {times}{once}"
+    if statistics.median(each) > 1:
+        return f"No draft length is clearly faster: at best {times}"
+    return f"No draft length pays here: at best {times}"
 
 
-def _longest(figures: Figures) -> dict[tuple[str | None, float], CellFigures]:
-    """By draft and temperature, the cell with the longest draft length."""
+# -- acceptance ----------------------------------------------------------------
+
+
+def acceptance(figures: Figures) -> Chart | None:
+    """By position, at the longest draft length of each draft and temperature."""
     chosen: dict[tuple[str | None, float], CellFigures] = {}
     for f in figures.drafted:
-        key = f.cell.draft, f.cell.conditions.temperature
+        key = f.cell.draft, f.cell.temperature
         best = chosen.get(key)
-        if f.rows and (best is None or f.cell.k > best.cell.k):
+        if f.rows and (best is None or _most(f) > _most(best)):
             chosen[key] = f
-    return chosen
-
-
-def _acceptance(figures: Figures, figure: Any) -> str | None:
-    """Acceptance by position, at the longest draft length of each draft."""
-    chosen = _longest(figures)
     if not chosen:
         return None
-    grid = panels(
-        figure,
-        len(chosen),
+    panels = {}
+    for f in chosen.values():
+        each = positions(f.rows)
+        words = [f.cell.draft_name] if len(figures.recipe.draft) > 1 else []
+        words += f.cell.words(figures.varied & {"temperature"})
+        name = ", ".join([*words, f"n = {len(f.rows)} rounds of a row"])
+        alone = [(float(j), p.conditional) for j, p in enumerate(each)]
+        joint = [(float(j), p) for j, p in enumerate(unconditional(each))]
+        panels[name] = [
+            Line(
+                "given that all before it were (conditional)",
+                alone,
+                COLOURS[0],
+                numbers=range(len(alone)),
+            ),
+            Line(
+                "together with all before it (unconditional)",
+                joint,
+                COLOURS[1],
+                dashed=True,
+                # At the first position both are the same.
+                numbers=range(1, len(joint)),
+                above=False,
+            ),
+        ]
+    best = max(chosen.values(), key=lambda f: f.acceptance().rate)
+    a = best.acceptance()
+    named = f" ({best.cell.draft_name}, the best draft)"
+    return Chart(
+        title=f"On average {a.accepted / a.rounds:.1f} of the "
+        f"{a.drafted / a.rounds:.1f} tokens drafted in a round are accepted"
+        + named
+        * (len(figures.recipe.draft) > 1),
         x="position (1 = first drafted token)",
         y="drafted tokens accepted",
+        panels=panels,
+        ticks=range(1, max(map(_most, chosen.values())) + 1),
+        percent=True,
+        top=1.15,
     )
-    longest = max(len(positions(f.rows)) for f in chosen.values())
-    for axes, ((_, temperature), f) in zip(grid, chosen.items(), strict=True):
-        each = positions(f.rows)
-        at = range(1, len(each) + 1)
-        words = [f.cell.draft_name] if len(figures.recipe.draft) > 1 else []
-        if len(figures.among["temperature"]) > 1:
-            words.append(f"T = {temperature:g}")
-        axes.set_title(", ".join(words))
-        alone, joint = [p.conditional for p in each], unconditional(each)
-        given = "given that all before it were (conditional)"
-        axes.plot(at, alone, "o-", color=COLOURS[0], label=given)
-        together = "together with all before it (unconditional)"
-        axes.plot(at, joint, "s--", color=COLOURS[1], label=together)
-        _label_points(axes, zip(at, alone, strict=True), COLOURS[0], 7)
-        # At the first position both are the same.
-        second = [(x, y) for x, y in zip(at, joint, strict=True) if x > 1]
-        _label_points(axes, second, COLOURS[1], -15)
-        axes.set_xticks(range(1, longest + 1))
-        axes.set_xlim(0.6, longest + 0.4)
-        axes.set_ylim(0, 1.15)
-        axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
-        axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
-    legend_below(figure, grid)
-    f = max(chosen.values(), key=lambda f: f.acceptance().rate)
-    k = f.cell.k
-    mean = f.acceptance().length - 1
-    title = f"On average {mean:.1f} of {k} drafted tokens are accepted"
-    if len(figures.recipe.draft) > 1:
-        title += f" ({f.cell.draft_name}, the best draft)"
-    headline(figure, title)
-    return title
 
 
-def _label_points(
-    axes: Any, points: Iterable[tuple[int, float]], colour: str, offset: int
-) -> None:
-    """Write percentages beside points, above those that lie at the bottom."""
-    for x, y in points:
-        axes.annotate(
-            f"{y:.0%}",
-            (x, y),
-            xytext=(0, offset if y > 0.08 else 7),
-            textcoords="offset points",
-            ha="center",
-            color=colour,
-            fontsize=8,
-        )
+def _most(f: CellFigures) -> int:
+    return max((drafted for drafted, _ in f.rows), default=0)
 
 
 # -- time of a round -----------------------------------------------------------
 
 
-def _profiled(figures: Figures) -> list[CellFigures]:
-    return [f for f in figures.cells.values() if f.parts is not None]
+def rounds(
+    figures: Figures, bars: list[CellFigures]
+) -> tuple[str, Callable[[Any], None]]:
+    """Time of a round by part, a bar for each cell: its title, and what draws it."""
+    parts = [_parts(f) for f in bars]
+    longest = max(p.total for p in parts)
+    title = _round_title(figures, bars)
+
+    def draw(figure: Any) -> None:
+        axes = figure.subplots()
+        # Without times, for the legend.
+        for colour, name in _PARTS.values():
+            axes.barh(0, 0, color=colour, label=name)
+        for i, (f, p) in enumerate(zip(bars, parts, strict=True)):
+            left = 0.0
+            for part, share in p.shares.items():
+                width = share * p.total
+                if width > 0:
+                    axes.barh(i, width, left=left, color=_PARTS[part][0], height=0.72)
+                left += width
+            tokens = f"{f.acceptance().length:.2f} tokens" if f.rows else "1 token"
+            digits = 0 if longest >= 50 else 1
+            axes.annotate(
+                f"{p.total:.{digits}f} ms for {tokens} per row (n = {p.number})",
+                (p.total, i),
+                xytext=(4, 0),
+                textcoords="offset points",
+                va="center",
+                fontsize=8,
+            )
+        axes.set_yticks(range(len(bars)), [_bar(figures, f.cell) for f in bars])
+        axes.invert_yaxis()
+        axes.grid(axis="y", visible=False)
+        axes.set_xlim(0, longest * 1.6)
+        axes.set_xlabel("milliseconds of a round, synchronised after each stage")
+        legend_below(figure, [axes])
+        headline(figure, title)
+
+    return title, draw
 
 
-def _round(figures: Figures, figure: Any) -> str | None:
-    """Time of a round by part, a bar for each cell."""
-    cells = _profiled(figures)
-    if not cells:
-        return None
-    axes = figure.subplots()
-    names = [_bar(figures, f) for f in cells]
-    longest = max(_total(f) for f in cells)
-    # Without times, for the legend.
-    for colour, name in SHOWN_PARTS.values():
-        axes.barh(0, 0, color=colour, label=name)
-    for i, f in enumerate(cells):
-        for part, left, width in _stacked(f):
-            colour = SHOWN_PARTS[part][0]
-            axes.barh(i, width, left=left, color=colour, height=0.72)
-        tokens = f"{f.acceptance().length:.2f} tokens" if f.rows else "1 token"
-        digits = 0 if longest >= 50 else 1
-        axes.annotate(
-            f"{_total(f):.{digits}f} ms for {tokens} per row",
-            (_total(f), i),
-            xytext=(4, 0),
-            textcoords="offset points",
-            va="center",
-            fontsize=8,
-        )
-    axes.set_yticks(range(len(cells)), names)
-    axes.invert_yaxis()
-    axes.grid(axis="y", visible=False)
-    axes.set_xlim(0, longest * 1.5)
-    axes.set_xlabel("milliseconds of a round, the device waited for behind each part")
-    legend_below(figure, [axes])
-    title = _round_title(figures, cells)
-    headline(figure, title)
-    return title
-
-
-def _bar(figures: Figures, f: CellFigures) -> str:
-    what = f"k = {f.cell.k}" if f.cell.draft else "no draft"
-    if f.cell.draft and len(figures.recipe.draft) > 1:
-        what = f"{f.cell.draft_name}, {what}"
-    return f"{f.cell.conditions.label(figures.among)}, {what}"
-
-
-def _total(f: CellFigures) -> float:
+def _parts(f: CellFigures) -> RoundParts:
     assert f.parts is not None
-    return f.parts.total
+    return f.parts
 
 
-def _stacked(f: CellFigures) -> Iterator[tuple[str, float, float]]:
-    """Part, where it begins and how long it is; parts without time are left out."""
-    assert f.parts is not None
-    left = 0.0
-    for part, share in f.parts.shares.items():
-        width = share * f.parts.total
-        if width > 0:
-            yield part, left, width
-        left += width
+def _bar(figures: Figures, cell: Cell) -> str:
+    what = cell.length if cell.draft else "no draft"
+    if cell.draft and len(figures.recipe.draft) > 1:
+        what = f"{cell.draft_name}, {what}"
+    return f"{cell.named(figures.varied)}, {what}"
 
 
-def _round_title(figures: Figures, cells: list[CellFigures]) -> str:
-    plain_cells = {f.cell for f in cells if not f.cell.draft}
-    drafted = [f for f in cells if f.cell.draft and f.cell.plain in plain_cells]
+def _round_title(figures: Figures, bars: list[CellFigures]) -> str:
+    plain = {f.cell: _parts(f).total for f in bars if not f.cell.draft}
+    drafted = [f for f in bars if f.cell.draft and f.cell.plain in plain]
     if not drafted:
-        return f"A step takes {_total(cells[0]):.0f} ms at batch " + str(
-            cells[0].cell.conditions.batch
-        )
-    f = max(drafted, key=lambda f: (f.cell.k, -f.cell.conditions.batch))
-    plain = figures.find(f.cell.plain)
-    assert plain is not None
-    assert f.parts is not None
-    several = len(figures.recipe.draft) > 1
+        where = f"at batch {bars[0].cell.batch}"
+        return f"A step takes {_parts(bars[0]).total:.0f} ms {where}"
+    f = max(drafted, key=lambda f: (f.cell.num_draft_tokens, -f.cell.batch))
+    named = f"{f.cell.draft_name}, " * (len(figures.recipe.draft) > 1)
     return (
-        f"A round of {f'{f.cell.draft_name}, ' * several}"
-        f"k = {f.cell.k} costs "
-        f"{_total(f) / _total(plain):.1f} plain steps, "
-        f"{f.parts.shares['draft']:.0%} of it drafting "
-        f"(batch {f.cell.conditions.batch})"
+        f"A round of {named}{f.cell.length} costs "
+        f"{_parts(f).total / plain[f.cell.plain]:.1f} plain steps, "
+        f"{_parts(f).shares['draft']:.0%} of it drafting (batch {f.cell.batch}, "
+        f"n = {_parts(f).number})"
     )

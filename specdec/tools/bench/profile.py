@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -10,7 +10,7 @@ from ...decoder import SpecDecoder, wired_memory
 from ...engine.observer import Part, RoundObserver
 from ...request import Request
 from ...sampling_params import SamplingParams
-from .waves import Clock, Prompts, Record
+from .job import Clock, ProfiledRound
 
 #: A wave's first entries: its prompts' last step, and rounds of new shapes.
 WARM_UP = 3
@@ -25,18 +25,19 @@ class Profile(RoundObserver):
     """
 
     def __init__(self, num_rows: int, k: int, clock: Clock):
-        self.rounds: list[Record] = []
+        self.rounds: list[ProfiledRound] = []
         self._num_rows, self._k, self._clock = num_rows, k, clock
         self._seen = 0
         self._full = False
-        self._round: Record | None = None
+        self._round: dict[str, tuple[float, float]] | None = None
         self._start = self._mark = 0.0
 
     def begun(self, num_draft_tokens: int) -> None:
         """End the round before; begin one."""
         now = self._clock()
         if self._round is not None and self._full and self._seen >= WARM_UP:
-            self.rounds.append({**self._round, "total": (now - self._start) * 1e3})
+            total = (now - self._start) * 1e3
+            self.rounds.append(ProfiledRound(total=total, **self._round))
         self._seen += 1
         self._round = {} if num_draft_tokens == self._k else None
         self._full = False
@@ -48,7 +49,7 @@ class Profile(RoundObserver):
         mx.eval(*arrays)
         done = self._clock()
         if self._round is not None:
-            times = [(built - self._mark) * 1e3, (done - built) * 1e3]
+            times = (built - self._mark) * 1e3, (done - built) * 1e3
             self._round[part] = times
         self._mark = done
 
@@ -58,25 +59,21 @@ class Profile(RoundObserver):
 
 
 def profile(
-    make: Callable[[], SpecDecoder],
-    prompts: Prompts,
+    decoder: SpecDecoder,
+    prompts: Sequence[Sequence[int]],
     k: int,
     rounds: int,
     *,
     temperature: float,
     clock: Clock,
-) -> list[Record]:
-    """Milliseconds of the parts of up to ``rounds`` rounds.
-
-    Each has ``total`` and, for ``draft``, ``verify`` and ``sampling``, how long the
-    host built and how long the device was waited for.
-    """
+) -> list[ProfiledRound]:
+    """Milliseconds of the parts of up to ``rounds`` rounds."""
     # Enough that no row ends, whatever is accepted.
     params = SamplingParams(
         max_tokens=(rounds + WARM_UP + 3) * (k + 1), temperature=temperature
     )
     observer = Profile(len(prompts), k, clock)
-    session = make().session(observer=observer)
+    session = decoder.session(observer=observer)
     for prompt in prompts:
         session.add(prompt, params)
     with wired_memory():

@@ -53,7 +53,7 @@ class EncodedSet:
         """Shows whether two runs had the same prompts."""
         return hashlib.sha256(json.dumps(self.token_ids).encode()).hexdigest()[:16]
 
-    def behind(self, context: int) -> list[list[int]]:
+    def after(self, context: int) -> list[list[int]]:
         """The prompts after ``context`` tokens that are the same for all.
 
         The common tokens are those of the prompts, one after the other, over and
@@ -64,15 +64,6 @@ class EncodedSet:
         text = [token for ids in self.token_ids for token in ids]
         common = (text * math.ceil(context / len(text)))[:context]
         return [common + ids for ids in self.token_ids]
-
-
-def read_questions(recipe: Recipe) -> list[Question]:
-    """The prompts of a file or a package, none cut off.
-
-    Raises:
-        PromptError: there is no such file or package, or it cannot be used.
-    """
-    return _mixed([_questions_of(s, recipe.folder) for s in recipe.prompts.sources])
 
 
 def _shares(found: Sequence[int], n: int) -> list[int]:
@@ -119,20 +110,18 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
         PromptError: there are too few, or one cannot be encoded.
     """
     wanted = recipe.prompts.count
-    several = 1 if recipe.run.jobs else math.lcm(*recipe.sweep.batch)
     length = recipe.prompts.random_length
     if length is not None:
-        n = wanted or several
+        n = wanted or max(recipe.sweep.batch)
         drawn = random_prompts(n, length, vocab_size)
         return EncodedSet(drawn, [None] * n, n, list(drawn))
-    each = [_questions_of(s, recipe.folder) for s in recipe.prompts.sources]
+    each = [_questions_of(s, recipe.folder) for s in recipe.prompts.source]
     questions = _mixed(each)
-    n = len(questions) - len(questions) % several if wanted is None else wanted
-    if not 0 < n <= len(questions):
+    n = len(questions) if wanted is None else wanted
+    if n > len(questions):
         raise PromptError(
-            f"{' and '.join(recipe.prompts.sources)} has {len(questions)} prompts, "
-            f"{n or several} are needed: "
-            + ("choose smaller batches" if n == 0 else "lower prompts.count")
+            f"{' and '.join(recipe.prompts.source)} has {len(questions)} prompts, "
+            f"{n} are needed: lower prompts.count"
         )
     parts = zip(each, _shares([len(q) for q in each], n), strict=True)
     chosen = _mixed([_spread_out(q, share) for q, share in parts])

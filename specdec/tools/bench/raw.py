@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal, Self
 
@@ -12,96 +12,76 @@ from ...errors import ConfigError, SpecdecError
 from ...utils.data_files import (
     HALVES,
     DataError,
-    Shape,
     check_shape,
     json_text,
     parse_json,
     read_text,
 )
 from ...utils.printable import quoted
+from ...utils.records import read_record
 from .cells import Cell, Unit
-from .waves import Record
+from .job import JobRecord, ProfiledRound
 
 FILE = "raw.jsonl"
 FORMAT = 1
 _MOST_BYTES = 2 * 10**9
-
-# What is read of a line; each may have more.
-_RECIPE = {
-    "recipe": {"name": str},
-    "prompts": {
-        "digest": str,
-        "found": int,
-        "tokens": [int],
-        "categories": [(str, None)],
-    },
-}
-_MACHINE = {
-    **dict.fromkeys(("backend", "cpu", "device", "mlx", "mlx_lm", "python"), str),
-    "cores": int,
-    "memory_gib": float,
-}
-_CELL = {
-    **dict.fromkeys(("batch", "context", "kv_bits"), int),
-    "num_draft_tokens": (int, str),
-    "load?": float,
-    "temperature": float,
-    "prefix_cache": bool,
-    "system": str,
-    "draft": (str, None),
-}
-_WAVE = {
-    "rows": int,
-    "decode_seconds": float,
-    "decode_tokens": int,
-    "first_tokens": [float],
-    "requests": [[int, int, int, int]],
-    "step_ms": [float],
-    "step_rows": [int],
-    "rounds?": [[int, [[int, int]]]],
-}
-# Of a job; times are seconds since it began.
-_REQUEST = {
-    **dict.fromkeys(("prompt_tokens", "tokens", "rounds", "drafted", "accepted"), int),
-    **dict.fromkeys(("arrived", "first", "ended"), float),
-    "digest": str,
-}
-_ROUNDS = {
-    **dict.fromkeys(("k", "near_join", "number"), int),
-    **dict.fromkeys(("p10", "p50", "p90", "mean"), float),
-}
 # Most draft tokens of a round that figures are computed for.
 _MOST_DRAFTED = 10_000
-_PART = [float, float]
-_LINES: dict[str, Shape] = {
-    "start": {
-        **dict.fromkeys(("command", "commit", "date"), str),
-        "machine": _MACHINE,
-        "load_average?": (float, None),
-    },
-    "pass": {
-        "cell": _CELL,
-        "pass": int,
-        "peak_memory_bytes": int,
-        "memory_before_bytes": int,
-        "waves": [_WAVE],
-    },
-    "job": {
-        "cell": _CELL,
-        "pass": int,
-        **dict.fromkeys(("peak_memory_bytes", "memory_before_bytes"), int),
-        "seconds": float,
-        "requests": [_REQUEST],
-        "rounds": [_ROUNDS],
-        "phases": {"calibration": float, "prefill": float, "decode": float},
-    },
-    "profile": {
-        "cell": _CELL,
-        "rounds": [
-            {"total": float, "draft?": _PART, "verify?": _PART, "sampling?": _PART}
-        ],
-    },
-}
+
+Line = dict[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Machine:
+    """What a result was measured on."""
+
+    cpu: str
+    cores: int
+    memory_gib: float
+    backend: str
+    device: str
+    mlx: str
+    mlx_lm: str
+    python: str
+    specdec: str = ""
+    platform: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Start:
+    """A process that added results: what was run, of which commit, when and where."""
+
+    command: str
+    commit: str
+    date: str
+    machine: Machine
+    load_average: float | None = None
+
+    @property
+    def place(self) -> str:
+        """Machine, versions and commit, in a line of a report."""
+        m = self.machine
+        where = f"{m.cpu}, {m.cores} cores, {m.memory_gib} GiB"
+        if m.backend == "metal":
+            where += f", {m.platform}"
+        if m.backend != "cpu":
+            where = f"{m.device} ({m.backend}); {where}"
+        versions = f"MLX {m.mlx}, mlx-lm {m.mlx_lm}, Python {m.python}"
+        changed = "+changes" * self.commit.endswith("+changes")
+        made = f"commit {self.commit[:12]}{changed}"
+        if self.commit == "unknown":  # installed
+            made = f"specdec {m.specdec}"
+        return f"{where}; {versions}; {made}"
+
+
+@dataclass(frozen=True, kw_only=True)
+class PromptsRecord:
+    """The prompts of a run: tokens and category of each, and how many there were."""
+
+    digest: str
+    found: int
+    tokens: list[int]
+    categories: list[str | None]
 
 
 @dataclass(frozen=True)
@@ -110,18 +90,16 @@ class Results:
 
     Args:
         recipe: as :meth:`~specdec.tools.bench.recipe.Recipe.to_dict` wrote it.
-        prompts: ``digest``, ``tokens`` and ``categories`` of every prompt, ``found``.
-        starts: ``command``, ``commit``, ``date`` and ``machine`` of every process
-            that added results.
-        passes: of every cell, by their number; of a recipe of jobs, its jobs.
+        starts: every process that added results.
+        passes: of every cell, by their number.
         profiles: rounds taken apart, of every cell.
     """
 
-    recipe: Record
-    prompts: Record
-    starts: list[Record] = field(default_factory=list)
-    passes: dict[Cell, dict[int, Record]] = field(default_factory=dict)
-    profiles: dict[Cell, list[Record]] = field(default_factory=dict)
+    recipe: dict[str, Any]
+    prompts: PromptsRecord
+    starts: list[Start] = field(default_factory=list)
+    passes: dict[Cell, dict[int, JobRecord]] = field(default_factory=dict)
+    profiles: dict[Cell, list[ProfiledRound]] = field(default_factory=dict)
 
     def has(self, unit: Unit) -> bool:
         """Whether a unit is there."""
@@ -129,16 +107,32 @@ class Results:
             return unit.cell in self.profiles
         return unit.number in self.passes.get(unit.cell, {})
 
-    def take(self, line: Record) -> None:
-        """Take in a line that :class:`RawFile` wrote."""
-        if line["kind"] == "start":
-            self.starts.append(line)
+    def take(self, line: Line) -> None:
+        """Take in a line that :class:`RawFile` wrote.
+
+        Raises:
+            DataError: figures cannot be computed from it.
+        """
+        kind = line["kind"]
+        if kind == "start":
+            self.starts.append(read_record(Start, line))
             return
-        cell = Cell.of(line["cell"])
-        if line["kind"] == "profile":
-            self.profiles[cell] = line["rounds"]
+        if kind == "pass":
+            raise DataError("version 0.1 measured it: see the report beside it")
+        if kind not in ("job", "profile"):
+            raise DataError(f"its kind is {quoted(kind)}")
+        cell = read_record(Cell, line.get("cell"), "cell")
+        if kind == "job":
+            record = read_record(JobRecord, check_shape(line, {"pass": int}))
+            fits = _fits(record)
+            self.passes.setdefault(cell, {})[line["pass"]] = record
         else:
-            self.passes.setdefault(cell, {})[line["pass"]] = line
+            parts = check_shape(line, {"rounds": list})["rounds"]
+            rounds = [read_record(ProfiledRound, each, "rounds") for each in parts]
+            fits = all(r.total > 0 and sum(r.verify) > 0 for r in rounds)
+            self.profiles[cell] = rounds
+        if not fits:
+            raise DataError("its numbers do not fit together")
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
@@ -163,9 +157,8 @@ class Results:
                 if results is None:
                     results = cls._begun_with(line)
                 else:
-                    _check_line(line, results.prompts)
                     results.take(line)
-            except (DataError, TypeError) as error:  # a cell of other fields
+            except DataError as error:
                 raise ConfigError(
                     f"{file}:{number}: no line of results of this version ({error})"
                 ) from error
@@ -176,16 +169,31 @@ class Results:
         return results
 
     @classmethod
-    def _begun_with(cls, line: Record) -> Self:
+    def _begun_with(cls, line: Line) -> Self:
         if line["kind"] != "recipe" or line.get("format") != FORMAT:
             raise DataError("it is not the first line of results")
-        check_shape(line, _RECIPE)
-        prompts = line["prompts"]
-        if not prompts["tokens"] or len(prompts["tokens"]) != len(
-            prompts["categories"]
-        ):
+        recipe = check_shape(line, {"recipe": {"name": str}})["recipe"]
+        prompts = read_record(PromptsRecord, line.get("prompts"), "prompts")
+        if not prompts.tokens or len(prompts.tokens) != len(prompts.categories):
             raise DataError("prompts are not of one number")
-        return cls(line["recipe"], prompts)
+        run = recipe.get("run")
+        if isinstance(run, dict) and run.pop("jobs", False):
+            run["profile_rounds"] = 0  # 0.1 took no rounds of jobs apart
+        return cls(recipe, prompts)
+
+
+def _fits(record: JobRecord) -> bool:
+    """Whether figures can be computed of its numbers."""
+    requests = all(
+        0 <= r.accepted <= r.drafted and r.rounds >= 0 and r.tokens >= 0
+        for r in record.requests
+    )
+    traced = all(
+        0 <= accepted <= drafted <= k <= _MOST_DRAFTED
+        for k, rows in record.traced
+        for drafted, accepted in rows
+    )
+    return record.seconds > 0 and bool(record.requests) and requests and traced
 
 
 class RawFile:
@@ -202,7 +210,7 @@ class RawFile:
         ConfigError: the folder holds results of another recipe, or cannot be used.
     """
 
-    def __init__(self, folder: Path, recipe: Record):
+    def __init__(self, folder: Path, recipe: dict[str, Any]):
         self.path = folder / FILE
         self.results: Results | None = None
         self._recipe = recipe
@@ -220,7 +228,7 @@ class RawFile:
         """Whether a unit was run already."""
         return self.results is not None and self.results.has(unit)
 
-    def begin(self, prompts: Record, start: Record) -> None:
+    def begin(self, prompts: PromptsRecord, start: dict[str, Any]) -> None:
         """Note the prompts, and that a process begins to add results.
 
         Raises:
@@ -228,41 +236,32 @@ class RawFile:
         """
         if self.results is None:
             self.results = Results(self._recipe, prompts)
-            first = {"kind": "recipe", "format": FORMAT}
-            self._write({**first, "recipe": self._recipe, "prompts": prompts})
-        elif self.results.prompts["digest"] != prompts["digest"]:
+            first = {"kind": "recipe", "format": FORMAT, "recipe": self._recipe}
+            write_line(self.path, {**first, "prompts": asdict(prompts)})
+        elif self.results.prompts.digest != prompts.digest:
             raise ConfigError(
                 f"{self.path.parent} holds results of other prompts: "
                 "name another folder with --out"
             )
         self._add({"kind": "start", **start})
 
-    def add_pass(self, unit: Unit, record: Mapping[str, Any]) -> None:
-        """Keep one pass of a cell."""
-        cell = unit.cell.to_dict()
-        self._add({"kind": "pass", "cell": cell, "pass": unit.number, **record})
+    def add(self, unit: Unit, found: JobRecord | Iterable[ProfiledRound]) -> None:
+        """Keep what a unit measured."""
+        line: Line = {"cell": asdict(unit.cell)}
+        if isinstance(found, JobRecord):
+            line |= {"kind": "job", "pass": unit.number, **asdict(found)}
+        else:
+            line |= {"kind": "profile", "rounds": [asdict(each) for each in found]}
+        self._add(line)
 
-    def add_job(self, unit: Unit, record: Mapping[str, Any]) -> None:
-        """Keep one job of a cell."""
-        cell = unit.cell.to_dict()
-        self._add({"kind": "job", "cell": cell, "pass": unit.number, **record})
-
-    def add_profile(self, unit: Unit, rounds: Iterable[Record]) -> None:
-        """Keep a cell's rounds, taken apart."""
-        cell = unit.cell.to_dict()
-        self._add({"kind": "profile", "cell": cell, "rounds": list(rounds)})
-
-    def _add(self, line: Record) -> None:
+    def _add(self, line: Line) -> None:
         assert self.results is not None
-        self._write(line)
+        write_line(self.path, line)
         # As it will be read, so that a report does not depend on when it is made.
         self.results.take(parse_json(json_text(line)))
 
-    def _write(self, line: Record) -> None:
-        write_line(self.path, line)
 
-
-def write_line(path: Path, line: Record, *, mode: Literal["a", "w"] = "a") -> None:
+def write_line(path: Path, line: Line, *, mode: Literal["a", "w"] = "a") -> None:
     """Write a raw result, or a part of one, as a line that is on the disk after it.
 
     Raises:
@@ -280,45 +279,6 @@ def write_line(path: Path, line: Record, *, mode: Literal["a", "w"] = "a") -> No
         ) from error
 
 
-def _check_line(line: Record, prompts: Record) -> None:
-    """Refuse a line that figures cannot be computed from.
-
-    Raises:
-        DataError: its fields are not what they were written as, or do not fit together.
-    """
-    if line["kind"] not in _LINES:
-        raise DataError(f"its kind is {quoted(line['kind'])}")
-    check_shape(line, _LINES[line["kind"]])
-    if line["kind"] == "pass":
-        waves = line["waves"]
-        fits = line["pass"] >= 0 and all(map(_is_wave, waves))
-        if not fits or sum(w["rows"] for w in waves) != len(prompts["tokens"]):
-            raise DataError("its numbers do not fit together")
-    elif line["kind"] == "job":
-        if line["seconds"] <= 0 or not line["requests"]:
-            raise DataError("its numbers do not fit together")
-    elif line["kind"] == "profile":
-        for each in line["rounds"]:
-            if each["total"] <= 0 or sum(each.get("verify", (1,))) <= 0:
-                raise DataError("its numbers do not fit together")
-
-
-def _is_wave(wave: Record) -> bool:
-    rows = wave["rows"]
-    return (
-        rows > 0
-        and wave["decode_seconds"] >= 0
-        and len(wave["requests"]) == len(wave["first_tokens"]) == rows
-        and len(wave["step_ms"]) == len(wave["step_rows"])
-        and all(min(each) >= 0 for each in wave["requests"])
-        and all(
-            0 <= accepted <= drafted <= k <= _MOST_DRAFTED
-            for k, round_rows in wave.get("rounds", ())
-            for drafted, accepted in round_rows
-        )
-    )
-
-
 def _drop_cut_line(path: Path) -> None:
     data = path.read_bytes()
     whole = data.rfind(b"\n") + 1
@@ -326,21 +286,20 @@ def _drop_cut_line(path: Path) -> None:
         os.truncate(path, whole)
 
 
-def _check_same(folder: Path, there: Record, here: Record) -> None:
+def _check_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse results of a recipe that differs in anything."""
     before, now = _flat(there), _flat(here)
     for key in sorted(before.keys() | now.keys()):
         if before.get(key) != now.get(key):
             raise ConfigError(
                 f"{folder} holds results of another recipe ({key} is "
-                f"{quoted(before.get(key))} there, {quoted(now.get(key))} here): name "
-                "another "
-                "folder with --out"
+                f"{quoted(before.get(key))} there, {quoted(now.get(key))} here): "
+                "name another folder with --out"
             )
 
 
-def _flat(recipe: Record) -> Record:
-    flat: Record = {}
+def _flat(recipe: dict[str, Any]) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
     for key, value in recipe.items():
         if isinstance(value, dict):
             flat |= {f"{key}.{name}": each for name, each in value.items()}

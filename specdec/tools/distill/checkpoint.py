@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ...errors import ModelError
 from ...utils.data_files import check_shape, parse_json
+from ...utils.records import read_record
 from .storage import read_arrays, write_arrays
 
 FORMAT = "specdec distill checkpoint"
@@ -33,13 +34,10 @@ class Progress:
         history: what was measured on the way.
     """
 
-    step: int = 0
-    tokens: int = 0
-    seconds: float = 0.0
-    history: list[dict[str, Any]] = field(default_factory=list)
-
-
-_PROGRESS = {"step": int, "tokens": int, "seconds": float, "history": [dict]}
+    step: int
+    tokens: int
+    seconds: float
+    history: list[dict[str, Any]]
 
 
 def exists(folder: Path) -> bool:
@@ -125,7 +123,7 @@ def _load(
         raise _DamagedError("it is not as it was written")
     try:
         known = check_shape(parse_json(meta["identity"]), dict)
-        progress = Progress(**check_shape(parse_json(meta["progress"]), _PROGRESS))
+        progress = read_record(Progress, parse_json(meta["progress"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _DamagedError("it is of another version") from error
     for key in sorted(known.keys() | identity.keys()):

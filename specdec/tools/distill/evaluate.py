@@ -1,9 +1,9 @@
-"""How good a draft is: agreement with the target's text, and rounds of the engine."""
+"""What a target makes of texts, how near a draft is to it, and rounds of the engine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -14,10 +14,50 @@ from ...models import LoadedModel
 from ...prompts import Prompt
 from ...sampling_params import SamplingParams
 from .blocks import Block
-from .cancellation import Check, go_on
 from .loss import ChunkedLoss
-from .states import TargetStates
+from .options import Check, go_on
 from .student import Student
+
+
+def states_at(model: nn.Module, block: Block) -> mx.array:
+    """Hidden states after the last norm at a block's positions, shape (N, D).
+
+    Args:
+        model: a text model.
+    """
+    states: mx.array = model["model"](mx.array(block.tokens))
+    return states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
+
+
+class TargetStates:
+    """What the target makes of blocks.
+
+    A state is what the head turns into logits: with it, the distribution over the
+    whole vocabulary costs one product, and takes as many bytes as a token's
+    embedding. So the target runs once over the text, however often that is learnt.
+
+    Args:
+        model: the target's text model.
+        blocks: in which it looks at tokens.
+        budget: most bytes to keep; what is beyond is computed every time.
+    """
+
+    def __init__(self, model: nn.Module, blocks: Sequence[Block], *, budget: int):
+        self._model = model
+        self._blocks = blocks
+        self._left = budget
+        self._kept: dict[int, mx.array] = {}
+
+    def of(self, index: int) -> mx.array:
+        """The states of a block's positions, shape (N, D)."""
+        if index in self._kept:
+            return self._kept[index]
+        found = states_at(self._model, self._blocks[index])
+        if found.nbytes <= self._left:
+            self._left -= found.nbytes
+            mx.eval(found)
+            self._kept[index] = found
+        return found
 
 
 class HeldOut:
@@ -55,33 +95,6 @@ class HeldOut:
         return {"kl": kl / weight, "agreement": agreed / weight, "positions": weight}
 
 
-@dataclass(frozen=True, kw_only=True)
-class Rounds:
-    """What rounds of the engine brought.
-
-    Args:
-        acceptance_rate: accepted over drafted.
-        acceptance_length: tokens a round, the extra one included.
-        acceptance_by_position: of rounds that drafted 1, 2, ... tokens, the share
-            that accepted them all.
-    """
-
-    prompts: int
-    temperature: float
-    num_draft_tokens: int
-    max_tokens: int
-    rounds: int
-    drafted: int
-    accepted: int
-    acceptance_rate: float
-    acceptance_length: float
-    acceptance_by_position: list[float]
-
-    def to_dict(self) -> dict[str, object]:
-        """As JSON has it."""
-        return asdict(self)
-
-
 def measure_rounds(
     target: LoadedModel,
     draft: LoadedModel,
@@ -92,23 +105,28 @@ def measure_rounds(
     max_tokens: int,
     batch_size: int,
     check: Check = go_on,
-) -> Rounds:
-    """Decode prompts with a draft of fixed length, and count what was accepted."""
+) -> dict[str, Any]:
+    """Decode prompts with a draft of fixed length: what the rounds brought.
+
+    Returns:
+        What was asked, the counts, and ``acceptance_rate``, ``acceptance_length`` and
+        ``acceptance_by_position`` as in :class:`specdec.RunStats`.
+    """
     config = EngineConfig(batch_size=batch_size, num_draft_tokens=num_draft_tokens)
     decoder = SpecDecoder(target, draft, config=config)
     params = SamplingParams(max_tokens=max_tokens, temperature=temperature, seed=0)
     for _ in decoder.stream(prompts, params):
         check()
     stats = decoder.stats
-    return Rounds(
-        prompts=len(prompts),
-        temperature=temperature,
-        num_draft_tokens=num_draft_tokens,
-        max_tokens=max_tokens,
-        rounds=stats.row_rounds,
-        drafted=stats.drafted,
-        accepted=stats.accepted,
-        acceptance_rate=stats.acceptance_rate,
-        acceptance_length=stats.acceptance_length,
-        acceptance_by_position=stats.acceptance_by_position,
-    )
+    return {
+        "prompts": len(prompts),
+        "temperature": temperature,
+        "num_draft_tokens": num_draft_tokens,
+        "max_tokens": max_tokens,
+        "rounds": stats.row_rounds,
+        "drafted": stats.drafted,
+        "accepted": stats.accepted,
+        "acceptance_rate": stats.acceptance_rate,
+        "acceptance_length": stats.acceptance_length,
+        "acceptance_by_position": stats.acceptance_by_position,
+    }

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import replace
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +12,20 @@ import mlx.core as mx
 from ... import backend
 from ...decoder import wired_memory
 from ...errors import ModelError
-from ...model_names import DEFAULT_TARGET
-from ...models import load, load_draft
+from ...models import load_draft
 from ...models.draft_folder import FORMAT, read_card
 from ...models.fingerprint import fingerprint
-from ...models.layers import layers_of
 from ...models.precision import DTYPES
 from ...utils.files import remove_leftovers
 from . import checkpoint
-from .cancellation import Check, go_on
-from .evaluate import HeldOut, measure_rounds
+from .evaluate import HeldOut, TargetStates, measure_rounds
 from .export import export, write_card
 from .loss import ChunkedLoss
 from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
-from .options import Options
-from .plan import computing_dtype, sizes_of
-from .states import TargetStates
-from .student import choose_layers, head_of, make_student, text_model
-from .train import Trainer, count
-
-Say = Callable[[str], None]
+from .options import Check, Options, Say, go_on
+from .plan import Plan, count, load_target
+from .train import Trainer
+from .wave import TEMPERATURE
 
 _CHECKPOINT_SECONDS = 60
 _LINE_SECONDS = 10
@@ -63,24 +56,9 @@ class Job:
         self._say = say
         self._check = check
         self._given = Given.read(options)  # before a model is loaded
-        self.dtype = computing_dtype(options)
-        self.target = load(
-            options.target or DEFAULT_TARGET,
-            dtype=self.dtype,
-            trust_remote_code=options.trust_remote_code,
-        )
-        self._text_model = text_model(self.target)
-        layers = choose_layers(options.layers, len(layers_of(self.target.model)))
-        self.student = make_student(self.target, layers, widen=options.widen)
-        self._head = head_of(self._text_model)
-        self.sizes = sizes_of(
-            self.target.model,
-            self.target.config,
-            self.target.name,
-            vocab_size=self._head.shape[0],
-            writers=options.writers,
-            block_tokens=options.block_tokens,
-        )
+        self.target = load_target(options)
+        self.plan = Plan.of(self.target, options)
+        self.student = self.plan.student
         self._fingerprint = fingerprint(self.target.model)
 
     def run(self) -> dict[str, Any]:
@@ -97,14 +75,11 @@ class Job:
             remove_leftovers(folder)
         with wired_memory():
             material = self._gather()
-            loss = ChunkedLoss(
-                self._head, hard=options.recipe.hard, chunk=self.sizes.chunk
-            )
+            plan = self.plan
+            loss = ChunkedLoss(plan.head, hard=options.hard, chunk=plan.chunk)
             trainer = self._trainer(material, loss)
             held_out = [
-                HeldOut(
-                    name, self._text_model, blocks, budget=self.sizes.states_bytes // 4
-                )
+                HeldOut(name, plan.text_model, blocks, budget=plan.states_bytes // 4)
                 for name, blocks in material.held_out.items()
             ]
             self._train(trainer, held_out, loss, material.digest)
@@ -130,7 +105,7 @@ class Job:
             self._given,
             self.target,
             fingerprint=self._fingerprint,
-            sizes=self.sizes,
+            plan=self.plan,
             say=self._say,
             check=self._check,
         )
@@ -144,12 +119,11 @@ class Job:
         blocks = material.blocks
         return Trainer(
             self.student,
-            TargetStates(self._text_model, blocks, budget=self.sizes.states_bytes),
+            TargetStates(self.plan.text_model, blocks, budget=self.plan.states_bytes),
             blocks,
             loss,
-            replace(self.options.recipe, packing=self.options.packing),
-            self.options.budget,
-            dtype=DTYPES[self.dtype],
+            self.options,
+            dtype=DTYPES[self.options.computing],
         )
 
     def _train(
@@ -169,7 +143,7 @@ class Job:
             )
             if found is not None:
                 trainer.restore(*found)
-                self._say(f"going on behind step {trainer.progress.step}")
+                self._say(f"going on after step {trainer.progress.step}")
         saved = shown = time.perf_counter()
         tokens, told = trainer.progress.tokens, False
         measured = int(trainer.share * _MEASUREMENTS)
@@ -196,19 +170,19 @@ class Job:
 
     def _identity(self, digest: str) -> dict[str, Any]:
         """What a checkpoint must have been made with."""
-        recipe = self.options.recipe
+        options = self.options
         return {
             "target": self._fingerprint,
             "layers": list(self.student.layers),
-            "widen": self.options.widen,
+            "widen": options.widen,
             "data": digest,
-            "dtype": self.dtype,
-            "block_tokens": self.sizes.block_tokens,
-            "chunk": self.sizes.chunk,
-            "bits": self.options.bits,
-            "seed": recipe.seed,
-            "optimizer": recipe.optimizer,
-            "learning_rate": recipe.learning_rate,
+            "dtype": options.computing,
+            "block_tokens": self.plan.block_tokens,
+            "chunk": self.plan.chunk,
+            "bits": options.bits,
+            "seed": options.seed,
+            "optimizer": options.optimizer,
+            "learning_rate": options.learning_rate,
         }
 
     def _save(self, trainer: Trainer, identity: dict[str, Any]) -> None:
@@ -267,15 +241,15 @@ class Job:
         material: Material,
         agreement: dict[str, dict[str, float]],
     ) -> dict[str, Any]:
-        progress, recipe = trainer.progress, self.options.recipe
+        progress, options = trainer.progress, self.options
         training = {
             "steps": progress.step,
             "tokens": progress.tokens,
             "seconds": progress.seconds,
-            "optimizer": recipe.optimizer,
-            "learning_rate": recipe.learning_rate,
-            "hard": recipe.hard,
-            "block_tokens": self.sizes.block_tokens,
+            "optimizer": options.optimizer,
+            "learning_rate": options.learning_rate,
+            "hard": options.hard,
+            "block_tokens": self.plan.block_tokens,
             "history": progress.history,
         }
         return {
@@ -286,11 +260,11 @@ class Job:
                 "fingerprint": self._fingerprint,
             },
             "layers": list(self.student.layers),
-            "widen": self.options.widen,
+            "widen": options.widen,
             "parameters": count(trainer.parameters),
-            "bits": self.options.bits,
-            "dtype": self.dtype,
-            "embedding": "target" if self.options.layers_only else "own",
+            "bits": options.bits,
+            "dtype": options.computing,
+            "embedding": "target" if options.layers_only else "own",
             "data": {
                 "documents": len(material.documents),
                 "tokens": material.num_tokens,
@@ -300,7 +274,7 @@ class Job:
             "training": training,
             "agreement": agreement,
             "rounds": self._known_rounds(training),
-            "command": self.options.command,
+            "command": options.command,
             "machine": backend.describe(),
         }
 
@@ -324,11 +298,11 @@ class Job:
         draft = load_draft(
             str(options.folder),
             self.target,
-            dtype=self.dtype,
+            dtype=options.computing,
             trust_remote_code=options.trust_remote_code,
         )
         settings = [(length, 0.0) for length in options.num_draft_tokens]
-        settings.insert(1, (options.num_draft_tokens[0], options.wave.temperature))
+        settings.insert(1, (options.num_draft_tokens[0], TEMPERATURE))
         known = {_setting(found) for found in card["rounds"]}
         for name, prompts in self._given.holdout.items():
             for length, temperature in settings:
@@ -345,12 +319,12 @@ class Job:
                     batch_size=min(_ROUNDS_BATCH, options.rounds),
                     check=self._check,
                 )
-                card["rounds"].append({"set": name, **found.to_dict()})
+                card["rounds"].append({"set": name, **found})
                 write_card(options.folder, card)
                 self._say(
                     f"{name}, k = {length}, temperature {temperature:g}: "
-                    f"{found.acceptance_rate:.3f} of draft tokens accepted, "
-                    f"{found.acceptance_length:.2f} tokens a round"
+                    f"{found['acceptance_rate']:.3f} of {found['drafted']} draft "
+                    f"tokens accepted, {found['acceptance_length']:.2f} tokens a round"
                 )
         return card
 

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ... import backend
 from ...errors import ConfigError, ModelError
 from ...models import LoadedModel
-from ...models.runner import ModelRunner
 from ...prompts import Prompt, encode_all, read_prompts, read_text
 from .blocks import Block, Shapes, make_blocks
-from .cancellation import Check
 from .corpus import GREEDY, SAMPLED, Corpus, Document
-from .options import Options
-from .plan import Sizes, engine_config, longest_document
+from .options import Check, Options, Say
 from .wave import Author, text_documents
 
-Say = Callable[[str], None]
+if TYPE_CHECKING:
+    from .plan import Plan
 
 # One in so many prompts of the target's own is held out, up to so many texts.
 _HELD_OUT, _MOST_HELD_OUT = 64, 256
@@ -95,7 +93,7 @@ class Gatherer:
         given: what the user's files hold.
         target: writes.
         fingerprint: of the target.
-        sizes: rows that write together, shapes of blocks.
+        plan: rows that write together, shapes of blocks.
         say: shows a line of progress.
         check: called while the target writes.
 
@@ -110,22 +108,20 @@ class Gatherer:
         target: LoadedModel,
         *,
         fingerprint: str,
-        sizes: Sizes,
+        plan: Plan,
         say: Say,
         check: Check,
     ):
         self._options = options
         self._given = given
         self._target = target
-        self._sizes = sizes
+        self._plan = plan
         self._say = say
-        self._wave = replace(options.wave, batch_size=sizes.writers)
         folder = options.data or options.work / "data"
         self._corpus = Corpus(folder, fingerprint)
-        runner = ModelRunner(
-            target.model, target.name, engine_config(sizes), backend.defaults()
+        self._author = Author(
+            target.model, target.tokenizer, options, plan.writers, check
         )
-        self._author = Author(runner, target.tokenizer, self._wave, check)
 
     def gather(self, *, write: bool = True) -> Material:
         """Everything, written where it is not there yet.
@@ -156,11 +152,11 @@ class Gatherer:
         documents, own = _held_back(corpus.documents(names), known)
         if not documents:
             raise ModelError("there is nothing to learn from: raise the data's budget")
-        shapes = Shapes(self._sizes.block_tokens, _LONGEST_ROW, self._sizes.chunk)
+        shapes = Shapes(self._plan.block_tokens, _LONGEST_ROW, self._plan.chunk)
         # Of what is held out, greedy answers alone are measured.
         answers = replace(shapes, prompt_weight=0.0)
         held_out = {"own": [d for d in own if d.kind == GREEDY], **held_out}
-        seed = self._options.recipe.seed
+        seed = self._options.seed
         return Material(
             documents,
             make_blocks(documents, shapes, seed=seed),
@@ -203,7 +199,7 @@ class Gatherer:
             documents = text_documents(
                 self._target.tokenizer,
                 self._given.texts,
-                max_tokens=longest_document(self._wave),
+                max_tokens=self._options.longest_document,
             )
             self._corpus.add(name, documents)
         return [name]
@@ -214,8 +210,8 @@ class Gatherer:
         """Files of the answers to prompts, a file for each batch of them."""
         encoded = [e.token_ids for e in encode_all(self._target.tokenizer, prompts)]
         names = []
-        for first in range(0, len(encoded), self._sizes.writers):
-            part = encoded[first : first + self._sizes.writers]
+        for first in range(0, len(encoded), self._plan.writers):
+            part = encoded[first : first + self._plan.writers]
             name = f"{kind}-{_digest(part)}"
             if not self._corpus.has(name):
                 self._say(f"answering {len(part)} prompts ({kind})")

@@ -2,22 +2,60 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Literal
 
+from ... import backend
 from ...errors import ConfigError
 from ...models.draft_folder import read_card
 from ...models.precision import DTYPES
+from ...utils.checks import require
 from .packing import Packing
-from .schedule import Budget
-from .train import Recipe
-from .wave import Wave
 
+#: Shows a line of progress.
+Say = Callable[[str], None]
+#: Raises where an end was asked for, KeyboardInterrupt on the command line.
+Check = Callable[[], None]
+
+OPTIMIZERS = ("adamw", "muon")
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten times
 # through what was written (docs/distill.md).
 _EPOCHS = 8
 # Minutes of writing for one of training, about the same on the GPU where that was.
 _WRITING_MINUTES = 2
+
+
+def go_on() -> None:
+    """Nobody asks for an end but by an exception."""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What training may take: minutes, or tokens of text.
+
+    Raises:
+        ConfigError: neither or both are given, or one is not above 0.
+    """
+
+    minutes: float | None = None
+    tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        if (self.minutes is None) == (self.tokens is None):
+            raise ConfigError("give a budget for training: minutes or tokens, not both")
+        if not (self.minutes or self.tokens or 0) > 0:
+            raise ConfigError(
+                "there is no budget for training: give minutes or tokens above 0"
+            )
+
+    def share(self, *, seconds: float, tokens: int) -> float:
+        """The share of it that is used up, at most 1."""
+        if self.minutes is not None:
+            return min(seconds / (60 * self.minutes), 1.0)
+        assert self.tokens is not None
+        return min(tokens / self.tokens, 1.0)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +82,13 @@ class Options:
         dtype: that models compute in; ``None``: bfloat16, on a CPU float32.
         trust_remote_code: run Python code that lies in the target's folder.
         writers, block_tokens: sizes, where the default ones are not wanted.
-        recipe: how the draft learns.
-        wave: how the target writes.
+        optimizer: ``adamw``, or ``muon`` for matrices (Jordan et al. 2024).
+        learning_rate: at its peak, AdamW's.
+        hard: share of the loss that is the target's arg-max alone.
+        seed: of all draws, and of the order of the data.
+        turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
         rounds: prompts of each holdout file to decode at the end.
-        num_draft_tokens: of these rounds, greedily; with the first at the temperature
-            of ``wave``, too.
+        num_draft_tokens: of these rounds, greedily; with the first sampled, too.
         command: for the card.
 
     Raises:
@@ -73,17 +113,21 @@ class Options:
     trust_remote_code: bool = False
     writers: int | None = None
     block_tokens: int | None = None
-    recipe: Recipe = field(default_factory=Recipe)
-    wave: Wave = field(default_factory=Wave)
+    optimizer: str = "adamw"
+    learning_rate: float = 1e-3
+    hard: float = 0.3
+    seed: int = 0
+    turn_tokens: int = 128
+    answer_tokens: int = 256
     rounds: int = 128
     num_draft_tokens: tuple[int, ...] = (4,)
     command: str = "specdec distill"
 
     def __post_init__(self) -> None:
-        if self.dtype is not None and self.dtype not in DTYPES:
-            raise ConfigError(
-                f"dtype is {self.dtype!r}: it must be one of {', '.join(DTYPES)}"
-            )
+        known = self.dtype is None or self.dtype in DTYPES
+        require(known, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        known = self.optimizer in OPTIMIZERS
+        require(known, "optimizer", self.optimizer, " or ".join(OPTIMIZERS))
         if self.bits is not None:
             Packing(self.bits)
         self._check_out()
@@ -126,6 +170,21 @@ class Options:
     def packing(self) -> Packing | None:
         """How layers are stored."""
         return None if self.bits is None else Packing(self.bits)
+
+    @property
+    def where(self) -> Literal["cpu", "metal", "cuda"]:
+        """The device's backend."""
+        return backend.defaults().name
+
+    @property
+    def computing(self) -> str:
+        """The type that models compute in."""
+        return self.dtype or ("float32" if self.where == "cpu" else "bfloat16")
+
+    @property
+    def longest_document(self) -> int:
+        """Tokens of a prompt and its answer, with room for the template's own."""
+        return self.turn_tokens + self.answer_tokens + 64
 
     @property
     def data_budget(self) -> tuple[float, float]:

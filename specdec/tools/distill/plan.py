@@ -1,19 +1,29 @@
-"""The sizes of a run: rows that write, blocks to learn, bytes they take."""
+"""What a run would be: sizes, memory and time, known before anything is learnt."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import time
 from dataclasses import dataclass
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from ... import backend
 from ...cache.capacity import grown_capacity
-from ...config import EngineConfig
+from ...errors import ModelError, UnsupportedModelError
 from ...memory.model_geometry import geometry_of
-from .options import Options
-from .wave import Wave
+from ...model_names import DEFAULT_TARGET
+from ...models import LoadedModel, load
+from ...models.layers import layers_of
+from ...models.loaded import Described
+from ...models.model_outline import outline
+from ...models.precision import DTYPES
+from ...utils.sizes import format_size
+from .material import Given
+from .options import Budget, Options
+from .student import Student, choose_layers, head_of, make_student, text_model
 
 # Bytes of one chunk's logits, one copy in float32.
 _CHUNK_BYTES = 500_000_000
@@ -25,75 +35,247 @@ _BLOCK_TOKENS = {"cuda": 32768, "metal": 8192, "cpu": 2048}
 # Shares of the memory, for keys and values of what writes, and for target states.
 _WRITING_SHARE, _STATES_SHARE = 0.4, 0.4
 
+# Arrays of a chunk's logits that are held at once, about.
+_LOGITS_COPIES = 6
+# A step's products run at about this share of the rate of one large product.
+_SHARE_OF_PEAK = 0.35
+# Shapes of the product that is timed, and how long that has to take.
+_FEWEST_ROWS, _MOST_ROWS, _TIMED_COLUMNS = 16, 16384, 4096
+_TIMED_SECONDS = 0.04
+
+# Tokens of training, by what four layers of SmolLM2-135M showed (docs/distill.md):
+# below the first nothing is learnt that is of use, most by the third, all by the last.
+USELESS_TOKENS, FEW_TOKENS = 1_000_000, 10_000_000
+MOST_TOKENS, ALL_TOKENS = 20_000_000, 66_000_000
+
 
 @dataclass(frozen=True, kw_only=True)
-class Sizes:
-    """What a run works with at a time.
+class Plan:
+    """A target, the draft to be made of it, and what is worked with at a time.
 
     Args:
+        text_model: the part of the target that reads and writes text.
+        student: the draft.
+        head: matrix of the head that both share, shape (V, D).
         writers: rows that write together.
         block_tokens: tokens of a step.
         chunk: positions whose logits are held at a time.
         states_bytes: most bytes of target states to keep.
     """
 
+    text_model: nn.Module
+    student: Student
+    head: mx.array
     writers: int
     block_tokens: int
     chunk: int
     states_bytes: int
 
+    @classmethod
+    def of(cls, target: Described, options: Options) -> Plan:
+        """Sizes that fit in memory where the default ones would not.
 
-def sizes_of(
-    model: nn.Module,
-    config: Mapping[str, Any],
-    name: str,
-    *,
-    vocab_size: int,
-    writers: int | None = None,
-    block_tokens: int | None = None,
-) -> Sizes:
-    """Sizes that fit in memory where the default ones would not.
+        Raises:
+            UnsupportedModelError: the target's architecture is not supported.
+            ConfigError: it has no such layers.
+        """
+        source = text_model(target)
+        layers = choose_layers(options.layers, len(layers_of(target.model)))
+        head = head_of(source)
+        vocab_size = head.shape[0]
+        memory = backend.memory_size() or 8 << 30
+        chunk = _LARGEST_CHUNK
+        while chunk > _SMALLEST_CHUNK and chunk * vocab_size * 4 > _CHUNK_BYTES:
+            chunk //= 2
+        writers = options.writers
+        if writers is None:
+            writers = _WRITERS[options.where]
+            geometry = geometry_of(target.model, target.config, target.name)
+            slots = grown_capacity(options.longest_document)
+            per_row = slots * sum(cache.slot_bytes for cache in geometry.caches)
+            per_row += 4 * vocab_size * 4  # logits and noise
+            while writers > 1 and writers * per_row > _WRITING_SHARE * memory:
+                writers //= 2
+        block_tokens = options.block_tokens or _BLOCK_TOKENS[options.where]
+        return cls(
+            text_model=source,
+            student=make_student(target, layers, widen=options.widen),
+            head=head,
+            writers=writers,
+            block_tokens=block_tokens,
+            chunk=min(chunk, block_tokens),
+            states_bytes=int(_STATES_SHARE * memory),
+        )
 
-    Args:
-        model: the target.
-        vocab_size: its number of logits.
-        writers, block_tokens: as many as the user says, if they do.
+
+def load_target(options: Options) -> LoadedModel:
+    """The target, in the type that is computed in.
+
+    Raises:
+        ModelError: it cannot be loaded.
     """
-    where = backend.defaults().name
-    memory = backend.memory_size() or 8 << 30
-    chunk = _LARGEST_CHUNK
-    while chunk > _SMALLEST_CHUNK and chunk * vocab_size * 4 > _CHUNK_BYTES:
-        chunk //= 2
-    if writers is None:
-        writers = _WRITERS[where]
-        geometry = geometry_of(model, config, name)
-        slots = grown_capacity(longest_document(Wave()))
-        per_row = slots * sum(cache.slot_bytes for cache in geometry.caches)
-        per_row += 4 * vocab_size * 4  # logits and noise
-        while writers > 1 and writers * per_row > _WRITING_SHARE * memory:
-            writers //= 2
-    block_tokens = block_tokens or _BLOCK_TOKENS[where]
-    return Sizes(
-        writers=writers,
-        block_tokens=block_tokens,
-        chunk=min(chunk, block_tokens),
-        states_bytes=int(_STATES_SHARE * memory),
+    return load(
+        options.target or DEFAULT_TARGET,
+        dtype=options.computing,
+        trust_remote_code=options.trust_remote_code,
     )
 
 
-def computing_dtype(options: Options) -> str:
-    """The type that models compute in."""
-    on_cpu = backend.defaults().name == "cpu"
-    return options.dtype or ("float32" if on_cpu else "bfloat16")
+def outlined(options: Options) -> Described | None:
+    """The target without its weights; ``None`` where its files do not show it."""
+    try:
+        return outline(
+            options.target or DEFAULT_TARGET,
+            dtype=options.computing,
+            trust_remote_code=options.trust_remote_code,
+        )
+    except UnsupportedModelError:
+        raise
+    except ModelError:
+        return None  # loading reports it
 
 
-def longest_document(wave: Wave) -> int:
-    """Tokens of a prompt and its answer, with room for the template's own."""
-    return wave.turn_tokens + wave.answer_tokens + 64
+def check_target(options: Options) -> None:
+    """Refuse a target that is not supported, as far as its files show.
+
+    Raises:
+        UnsupportedModelError: it is not.
+        ConfigError: it has no such layers.
+    """
+    found = outlined(options)
+    if found is not None:
+        text_model(found)
+        choose_layers(options.layers, len(layers_of(found.model)))
 
 
-def engine_config(sizes: Sizes) -> EngineConfig:
-    """How the target runs while it writes."""
-    return EngineConfig(
-        batch_size=sizes.writers, num_draft_tokens=0, prefill_step_size=256
+def describe(options: Options) -> list[str]:
+    """What the run is, in lines.
+
+    Raises:
+        UnsupportedModelError: the target is not supported.
+        ConfigError: it has no such layers.
+        ModelError: it cannot be found or read.
+        PromptError: a file of the user's cannot be read.
+    """
+    Given.read(options)  # as the run would
+    target = outlined(options) or load_target(options)  # on the hub, perhaps
+    plan, dtype = Plan.of(target, options), DTYPES[options.computing]
+    vocab_size, width = plan.head.shape
+    whole = count(target.model.parameters())
+    learnt = count(plan.student.parameters)
+    logits = _LOGITS_COPIES * plan.chunk * vocab_size * 4
+    memory = {
+        "target": format_size(whole * dtype.size),
+        "draft and optimizer": format_size(learnt * (16 + dtype.size)),
+        "a chunk's logits": format_size(logits),
+        "target states": f"{format_size(width * dtype.size)} a position, up to "
+        f"{format_size(plan.states_bytes)}",
+    }
+    budget, (minutes, tokens) = options.budget, options.data_budget
+    writing = [f"{minutes:g} minutes"] * (minutes < float("inf"))
+    writing += [f"{tokens:.0f} tokens"] * (tokens < float("inf"))
+    length = (
+        f"{budget.tokens} tokens" if budget.tokens else f"{budget.minutes:g} minutes"
     )
+    rate = _tokens_per_second(learnt, vocab_size, width, dtype)
+    return [
+        f"target:   {target.name}, {whole / 1e6:.1f} M parameters",
+        f"draft:    layers {', '.join(map(str, plan.student.layers))}, "
+        f"{learnt / 1e6:.1f} M parameters to learn, computing in {options.computing}",
+        f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}",
+        f"training: {plan.block_tokens} tokens a step, {length}",
+        "memory:   " + ", ".join(f"{k} {v}" for k, v in memory.items()),
+        f"time:     {_time(budget, rate)}",
+        *_notes(budget, rate),
+    ]
+
+
+def _time(budget: Budget, rate: float) -> str:
+    about = f"about {rate:.2g} tokens/s of training, by the time of one product"
+    if budget.minutes is None:
+        return f"{about}: {_span(_tokens(budget, rate) / rate)}, and writing"
+    learnt = _amount(_tokens(budget, rate))
+    return f"{about}: {learnt} tokens in {budget.minutes:g} minutes, and writing"
+
+
+def _notes(budget: Budget, rate: float) -> list[str]:
+    """What to know of a budget that is too small to be of use."""
+    tokens = _tokens(budget, rate)
+    if tokens >= FEW_TOKENS:
+        return []
+    use = "too little to be of use" if tokens < USELESS_TOKENS else "little"
+    return [
+        f"note:     {_amount(tokens)} tokens of training are {use}: four layers of "
+        f"SmolLM2-135M learnt most of what they could from {_amount(MOST_TOKENS)}, "
+        f"here {_span(MOST_TOKENS / rate)}, and nothing more after "
+        f"{_amount(ALL_TOKENS)}"
+    ]
+
+
+def _tokens(budget: Budget, rate: float) -> float:
+    """Tokens of training, where they are not given by the rate."""
+    if budget.tokens is not None:
+        return budget.tokens
+    assert budget.minutes is not None
+    return 60 * budget.minutes * rate
+
+
+def _amount(tokens: float) -> str:
+    """A number of tokens, in two digits or so."""
+    if tokens >= 1e6:
+        return f"{tokens / 1e6:.3g} M"
+    return f"{float(f'{tokens:.2g}'):,.0f}"
+
+
+def _span(seconds: float) -> str:
+    """A time that people can picture."""
+    for unit, size in (("days", 86400), ("hours", 3600), ("minutes", 60)):
+        if seconds >= 2 * size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} seconds"
+
+
+def _tokens_per_second(
+    learnt: int, vocab_size: int, width: int, dtype: mx.Dtype
+) -> float:
+    """A guess: the operations of a token, at a share of this device's rate.
+
+    Forward and backward take 6 operations a parameter; of the head, a product with
+    the target's states, one with the draft's, and one for the gradient.
+    """
+    rate = _operations_per_second(min(vocab_size, _TIMED_COLUMNS), width, dtype)
+    return _SHARE_OF_PEAK * rate / (6 * (learnt + vocab_size * width))
+
+
+def _operations_per_second(columns: int, width: int, dtype: mx.Dtype) -> float:
+    """The rate of products that are as large as this device takes to be timed.
+
+    Rows, and then products in a row, double until a measurement takes long enough.
+    """
+    matrix = mx.zeros((columns, width), dtype)
+    rows, products = _FEWEST_ROWS, 1
+    while True:
+        states = mx.zeros((rows, width), dtype)
+        seconds = min(_timed(states, matrix, products) for _ in range(2))
+        if seconds >= _TIMED_SECONDS:
+            return 4 * products * rows * columns * width / seconds
+        if rows < _MOST_ROWS:
+            rows *= 2
+        else:
+            products *= 2
+
+
+def _timed(states: mx.array, matrix: mx.array, products: int) -> float:
+    """Seconds of so many products with a matrix, and as many with its transpose."""
+    mx.eval(states, matrix)
+    start = time.perf_counter()
+    for _ in range(products):
+        states = (states @ matrix.T) @ matrix
+    mx.eval(states)
+    return time.perf_counter() - start
+
+
+def count(parameters: Any) -> int:
+    """Numbers in a tree of arrays."""
+    leaves: Any = tree_flatten(parameters)
+    return sum(array.size for _, array in leaves)

@@ -7,21 +7,16 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ...models.draft_folder import CARD
-from ..bench.plot_style import COLOURS, STYLE
-from ..bench.plots import MISSING
-
-_WIDTH, _HEIGHT = 4.2, 3.8  # inches, of each set of prompts
+from ..plots import COLOURS, MISSING, Chart, Line, save
 
 Card = Mapping[str, Any]
-#: Points of a line, by x.
-Line = list[tuple[float, float]]
-#: Lines by their label, by the set of prompts that they were measured on.
-Lines = dict[str, dict[str, Line]]
+#: A point of a line: the set of prompts that it was measured on, the line, x and y.
+Point = tuple[str, str, float, float]
 
 
 def draw_all(cards: Mapping[str, Card], folder: Path) -> list[Path] | None:
@@ -34,135 +29,77 @@ def draw_all(cards: Mapping[str, Card], folder: Path) -> list[Path] | None:
         The PNG files, beside each an SVG, of what there is something to draw of;
         ``None`` where matplotlib is not installed.
     """
+    charts = {name: chart for name, chart in _charts(cards).items() if chart.panels}
     try:
-        import matplotlib  # noqa: F401
+        return [save(folder / name, c.size, c.draw) for name, c in charts.items()]
     except ImportError:
         return None
-    named = _named(cards)
-    lengths = _lengths(cards)
+
+
+def _charts(cards: Mapping[str, Card]) -> dict[str, Chart]:
+    named, lengths = _named(cards), _lengths(cards)
     several = len({len(card["layers"]) for card in cards.values()}) > 1
-    drawn = []
-    for name, title, x, y, lines in (
-        (
-            "learning",
-            "Agreement with the target's greedy choice, on texts never learnt from",
-            "training tokens (millions)",
-            "agreement (share of positions)",
-            _learning(named),
+    learning = _panels(_learning(named), last=True)
+    by_layers = list(_by_layers(cards, lengths[0])) if several and lengths else []
+    by_length = list(_by_length(named)) if len(lengths) > 1 else []
+    return {
+        "learning": Chart(
+            title="Agreement with the target's greedy choice, on texts never learnt "
+            "from",
+            x="training tokens (millions)",
+            y="agreement (share of positions)",
+            panels=learning,
+            top=1.0,
         ),
-        (
-            "layers",
-            "Draft tokens that the target accepts, by layers of the draft "
+        "layers": Chart(
+            title="Draft tokens that the target accepts, by layers of the draft "
             + " and ".join(f"(k = {k})" for k in lengths[:1]),
-            "layers of the draft",
-            "share of draft tokens accepted",
-            _by_layers(cards, lengths[:1]) if several else {},
+            x="layers of the draft",
+            y="share of draft tokens accepted",
+            panels=_panels(_placed(by_layers)),
+            ticks=_ticks(by_layers),
         ),
-        (
-            "length",
-            "Tokens that a round brings, by the number of tokens drafted",
-            "k, tokens drafted in a round",
-            "tokens a round, greedy",
-            _by_length(named) if len(lengths) > 1 else {},
+        "length": Chart(
+            title="Tokens that a round brings, by the number of tokens drafted",
+            x="k, tokens drafted in a round",
+            y="tokens a round, greedy",
+            panels=_panels(_placed(by_length)),
+            ticks=_ticks(by_length),
         ),
-    ):
-        if lines:
-            draw: Callable[[Any], None] = _marked if name != "learning" else _plain
-            drawn.append(_draw(folder / name, title, (x, y), lines, draw))
-    return drawn
+    }
 
 
-def _draw(
-    path: Path,
-    title: str,
-    labels: tuple[str, str],
-    lines: Lines,
-    finish: Callable[[Any], None],
-) -> Path:
-    """A panel for each set of prompts, side by side."""
-    from matplotlib import rc_context
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
+def _ticks(points: Iterable[Point]) -> list[float]:
+    """The values of x that were measured."""
+    return sorted({x for *_, x, _ in points})
 
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with rc_context(STYLE):  # type: ignore[arg-type]
-        width = max(_WIDTH * len(lines), 1.8 * _WIDTH)
-        figure = Figure(figsize=(width, _HEIGHT))
-        FigureCanvasAgg(figure)
-        panels = figure.subplots(1, len(lines), sharey=True, squeeze=False)[0]
-        shown = sorted({label for by_label in lines.values() for label in by_label})
-        shown.sort(key=lambda label: int("".join(filter(str.isdigit, label)) or 0))
-        colours = {label: COLOURS[i % len(COLOURS)] for i, label in enumerate(shown)}
-        handles = {}
-        for panel, (name, by_label) in zip(panels, lines.items(), strict=True):
-            for label, points in by_label.items():
-                xs, ys = zip(*sorted(points), strict=True)
-                (handles[label],) = panel.plot(xs, ys, color=colours[label])
-            panel.set_title("the target's own prompts" if name == "own" else name)
-            panel.set_xlabel(labels[0])
-            finish(panel)
-        panels[0].set_ylabel(labels[1])
-        if len(shown) > 1:
-            figure.legend(
-                [handles[label] for label in shown],
-                shown,
-                loc="outside lower center",
-                ncols=len(shown),
+
+def _placed(points: Sequence[Point]) -> list[Point]:
+    """The same points at equal distances."""
+    ticks = _ticks(points)
+    return [(name, label, ticks.index(x), y) for name, label, x, y in points]
+
+
+def _panels(points: Iterable[Point], *, last: bool = False) -> dict[str, list[Line]]:
+    """A panel for each set of prompts; values beside all points, or the last ones."""
+    sets: dict[str, dict[str, list[tuple[float, float]]]] = {}
+    for name, label, x, y in points:
+        sets.setdefault(name, {}).setdefault(label, []).append((x, y))
+    labels = list(dict.fromkeys(label for lines in sets.values() for label in lines))
+    colours = dict(zip(labels, COLOURS * len(labels), strict=False))
+    return {
+        "the target's own prompts" if name == "own" else name: [
+            Line(
+                label,
+                line,
+                colours[label],
+                numbers=range(len(line))[-1 if last or len(lines) > 2 else 0 :],
+                above=not i,
             )
-        figure.suptitle(title, x=0.01, ha="left", fontweight="bold")
-        for suffix in ("svg", "png"):
-            still = {"Date": None} if suffix == "svg" else {"Software": None}
-            figure.savefig(path.with_suffix(f".{suffix}"), metadata=still)
-    return path.with_suffix(".png")
-
-
-def _plain(panel: Any) -> None:
-    panel.set_ylim(0, 1)
-    panel.set_xlim(left=0)
-    _number_ends(panel)
-
-
-def _marked(panel: Any) -> None:
-    """A mark at each point; only xs that were measured have ticks."""
-    ticks = sorted({x for line in panel.lines for x in line.get_xdata()})
-    for line in panel.lines:
-        line.set_marker("o")
-    panel.set_xscale("log", base=2)
-    panel.set_xticks(ticks, [f"{tick:g}" for tick in ticks])
-    panel.minorticks_off()
-    panel.margins(x=0.14)
-    panel.set_ylim(0, 1.15 * max(max(line.get_ydata()) for line in panel.lines))
-    if len(panel.lines) > 2:
-        _number_ends(panel)
-        return
-    for i, line in enumerate(panel.lines):
-        for point in zip(line.get_xdata(), line.get_ydata(), strict=True):
-            _number(panel, line, point, (0, -13 if i else 6), "center")
-
-
-def _number_ends(panel: Any) -> None:
-    """A number after each line's last point."""
-    for line in panel.lines:
-        end = line.get_xdata()[-1], line.get_ydata()[-1]
-        _number(panel, line, end, (6, -3), "left")
-
-
-def _number(
-    panel: Any,
-    line: Any,
-    point: tuple[float, float],
-    aside: tuple[int, int],
-    side: str,
-) -> None:
-    panel.annotate(
-        f"{point[1]:.2f}",
-        point,
-        xytext=aside,
-        textcoords="offset points",
-        ha=side,
-        fontsize=8,
-        color=line.get_color(),
-    )
+            for i, (label, line) in enumerate(lines.items())
+        ]
+        for name, lines in sorted(sets.items())
+    }
 
 
 def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
@@ -170,52 +107,40 @@ def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
     counts = [len(card["layers"]) for card in cards.values()]
     if len(set(counts)) < len(counts):
         return dict(cards)
-    names = [f"{n} layer" if n == 1 else f"{n} layers" for n in counts]
-    found = dict(zip(names, cards.values(), strict=True))
-    return dict(sorted(found.items(), key=lambda item: len(item[1]["layers"])))
+    made = sorted(cards.values(), key=lambda card: len(card["layers"]))
+    numbers = (len(card["layers"]) for card in made)
+    names = (f"{n} layer{'s' * (n != 1)}" for n in numbers)
+    return dict(zip(names, made, strict=True))
 
 
-def _learning(cards: Mapping[str, Card]) -> Lines:
-    lines: Lines = {}
+def _learning(cards: Mapping[str, Card]) -> Iterator[Point]:
     for label, card in cards.items():
         for moment in card["training"]["history"]:
             for name, found in moment["held_out"].items():
-                line = lines.setdefault(name, {}).setdefault(label, [])
-                line.append((moment["tokens"] / 1e6, found["agreement"]))
-    return dict(sorted(lines.items()))
+                yield name, label, moment["tokens"] / 1e6, found["agreement"]
 
 
 def _lengths(cards: Mapping[str, Card]) -> list[int]:
     """Draft lengths of the rounds, those first that most drafts were sampled at."""
-    sampled = [
-        r["num_draft_tokens"]
-        for card in cards.values()
-        for r in card["rounds"]
-        if r["temperature"]
-    ]
-    every = {r["num_draft_tokens"] for card in cards.values() for r in card["rounds"]}
+    rounds = [r for card in cards.values() for r in card["rounds"]]
+    sampled = [r["num_draft_tokens"] for r in rounds if r["temperature"]]
+    every = {r["num_draft_tokens"] for r in rounds}
     return sorted(every, key=lambda k: (-sampled.count(k), k))
 
 
-def _by_layers(cards: Mapping[str, Card], lengths: Sequence[int]) -> Lines:
-    lines: Lines = {}
+def _by_layers(cards: Mapping[str, Card], length: int) -> Iterator[Point]:
     for card in cards.values():
         for r in card["rounds"]:
-            if r["num_draft_tokens"] in lengths:
+            if r["num_draft_tokens"] == length:
                 label = f"T = {r['temperature']:g}" if r["temperature"] else "greedy"
-                line = lines.setdefault(r["set"], {}).setdefault(label, [])
-                line.append((len(card["layers"]), r["acceptance_rate"]))
-    return lines
+                yield r["set"], label, len(card["layers"]), r["acceptance_rate"]
 
 
-def _by_length(cards: Mapping[str, Card]) -> Lines:
-    lines: Lines = {}
+def _by_length(cards: Mapping[str, Card]) -> Iterator[Point]:
     for label, card in cards.items():
         for r in card["rounds"]:
             if not r["temperature"]:
-                line = lines.setdefault(r["set"], {}).setdefault(label, [])
-                line.append((r["num_draft_tokens"], r["acceptance_length"]))
-    return lines
+                yield r["set"], label, r["num_draft_tokens"], r["acceptance_length"]
 
 
 def main(arguments: list[str]) -> str:

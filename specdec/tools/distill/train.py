@@ -2,62 +2,40 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import mlx.optimizers as optim
 from mlx.utils import tree_flatten, tree_map
 
-from ...utils.checks import require
 from .blocks import Block, block_order
 from .checkpoint import Progress
+from .evaluate import TargetStates
 from .loss import ChunkedLoss, Divergence
+from .options import Options
 from .packing import Packing
-from .schedule import Budget, learning_rate
-from .states import TargetStates
 from .student import Parameters, Student
 
-OPTIMIZERS = ("adamw", "muon")
 # Muon's step has a spectral norm of 1 times its learning rate, AdamW's elements about
 # their learning rate: for matrices of these widths so much more is alike.
 _MUON_SCALE = 10.0
 # Share of the budget after which weights are rounded as they will be stored.
 PACKED_FROM = 0.7
+# Share of the budget in which the learning rate rises; decay of matrices; largest norm
+# of a gradient.
+WARMUP, _WEIGHT_DECAY, _CLIP = 0.03, 0.05, 1.0
 
 
-@dataclass(frozen=True, kw_only=True)
-class Recipe:
-    """How a draft learns.
-
-    Args:
-        optimizer: ``adamw``, or ``muon`` for matrices (Jordan et al. 2024).
-        learning_rate: at its peak, AdamW's.
-        warmup: share of the budget in which it rises.
-        weight_decay: of matrices.
-        clip: largest norm of a gradient.
-        hard: share of the loss that is the target's arg-max alone.
-        packing: how the weights will be stored; the last steps already compute with
-            weights that are rounded to it.
-        seed: of the order of the data.
-    """
-
-    optimizer: str = "adamw"
-    learning_rate: float = 1e-3
-    warmup: float = 0.03
-    weight_decay: float = 0.05
-    clip: float = 1.0
-    hard: float = 0.3
-    packing: Packing | None = None
-    seed: int = 0
-
-    def __post_init__(self) -> None:
-        known = self.optimizer in OPTIMIZERS
-        require(known, "optimizer", self.optimizer, " or ".join(OPTIMIZERS))
+def learning_rate(peak: float, share: float, *, warmup: float = WARMUP) -> float:
+    """A linear warm-up over the first ``warmup`` of the budget, then a cosine to 0."""
+    if share < warmup:
+        return peak * max(share, 0.02 * warmup) / warmup
+    done = (share - warmup) / (1 - warmup)
+    return peak * 0.5 * (1 + math.cos(math.pi * min(done, 1.0)))
 
 
 class Trainer:
@@ -68,8 +46,7 @@ class Trainer:
         states: the target's.
         blocks: what is learnt.
         loss: the divergence.
-        recipe: how.
-        budget: how long.
+        options: how, and how long.
         dtype: that forwards compute in; the weights that are learnt are float32.
 
     Attributes:
@@ -83,23 +60,21 @@ class Trainer:
         states: TargetStates,
         blocks: Sequence[Block],
         loss: ChunkedLoss,
-        recipe: Recipe,
-        budget: Budget,
+        options: Options,
         *,
         dtype: mx.Dtype,
     ):
         self.student = student
-        self.progress = Progress()
+        self.progress = Progress(0, 0, 0.0, [])
         self.whole = True
         self.parameters: Parameters = student.parameters
         self._states = states
         self._blocks = blocks
         self._loss = loss
-        self._recipe = recipe
-        self._budget = budget
+        self._options = options
         self._dtype = dtype
-        self._optimizer = _optimizer(recipe)
-        self._matrix_scale = _MUON_SCALE if recipe.optimizer == "muon" else 1.0
+        self._optimizer = _optimizer(options)
+        self._matrix_scale = _MUON_SCALE if options.optimizer == "muon" else 1.0
         self._optimizer.init(self.parameters)
         mx.eval(self.parameters, self._optimizer.state)
         self._update = self._compiled()
@@ -123,7 +98,9 @@ class Trainer:
     def share(self) -> float:
         """The share of the budget that is used up."""
         progress = self.progress
-        return self._budget.share(seconds=progress.seconds, tokens=progress.tokens)
+        return self._options.budget.share(
+            seconds=progress.seconds, tokens=progress.tokens
+        )
 
     @property
     def done(self) -> bool:
@@ -133,16 +110,16 @@ class Trainer:
     def step(self) -> None:
         """Learn one block. The device may still be at work when this returns."""
         start = time.perf_counter()
-        recipe, progress = self._recipe, self.progress
-        index = block_order(len(self._blocks), progress.step, seed=recipe.seed)
+        options, progress = self._options, self.progress
+        index = block_order(len(self._blocks), progress.step, seed=options.seed)
         block = self._blocks[index]
         target = self._states.of(index)
         share = self.share
-        rate = learning_rate(recipe.learning_rate, share, warmup=recipe.warmup)
+        rate = learning_rate(options.learning_rate, share)
         matrices, vectors = self._optimizer.optimizers
         matrices.learning_rate = rate * self._matrix_scale
         vectors.learning_rate = rate
-        packing = recipe.packing if share >= PACKED_FROM else None
+        packing = options.packing if share >= PACKED_FROM else None
         found, gradients = self._divergence(block, target, packing)
         self.whole = False
         self.parameters = self._update(self.parameters, gradients)
@@ -168,7 +145,7 @@ class Trainer:
             packed: rounded as it will be stored, if it is already learnt so.
         """
         rounds = packed and self.share >= PACKED_FROM
-        packing = self._recipe.packing if rounds else None
+        packing = self._options.packing if rounds else None
         self.student.load(_computed(self.parameters, self._dtype, packing))
         mx.eval(self.student.model.parameters())
 
@@ -200,7 +177,7 @@ class Trainer:
 
         @partial(mx.compile, inputs=state, outputs=state)
         def update(parameters: Parameters, gradients: Parameters) -> Parameters:
-            bounded = clipped(gradients, self._recipe.clip)
+            bounded = clipped(gradients, _CLIP)
             return self._optimizer.apply_gradients(bounded, parameters)
 
         return update
@@ -242,33 +219,22 @@ def clipped(gradients: Parameters, most: float) -> Parameters:
     return tree_map(lambda gradient: gradient * scale, gradients)
 
 
-def _optimizer(recipe: Recipe) -> Any:
+def _optimizer(options: Options) -> Any:
     """For matrices, and for vectors (norms, biases), which do not decay."""
 
     def adamw(weight_decay: float) -> optim.AdamW:
         return optim.AdamW(
-            learning_rate=recipe.learning_rate,
+            learning_rate=options.learning_rate,
             betas=[0.9, 0.95],
             weight_decay=weight_decay,
             bias_correction=True,
         )
 
-    matrices: Any = adamw(recipe.weight_decay)
-    if recipe.optimizer == "muon":
+    matrices: Any = adamw(_WEIGHT_DECAY)
+    if options.optimizer == "muon":
         # MLX adds its decay to the gradient, of which only directions are used.
-        matrices = optim.Muon(learning_rate=recipe.learning_rate, weight_decay=0.0)
+        matrices = optim.Muon(learning_rate=options.learning_rate, weight_decay=0.0)
     return optim.MultiOptimizer(
         [matrices, adamw(0.0)],
         [lambda name, array: array.ndim >= 2],
     )
-
-
-def count(parameters: Parameters) -> int:
-    """Numbers in a tree of arrays."""
-    leaves: Any = tree_flatten(parameters)
-    return sum(array.size for _, array in leaves)
-
-
-def module_count(model: nn.Module) -> int:
-    """Numbers in a model."""
-    return count(model.parameters())

@@ -1,71 +1,66 @@
-"""One wave of data: user turns that the target makes up, and its answers to them."""
+"""One wave of data: user turns that the target makes up, and its answers to them.
+
+There is no draft yet: the engine decodes without one.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Sequence
-from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
-from ...models.runner import ModelRunner
+from ...config import EngineConfig
+from ...decoder import SpecDecoder
+from ...prompts import encode
+from ...sampling_params import SamplingParams
+from ..decoding import Task, decode, token_level, with_end
 from . import seed_prompts
-from .cancellation import Check, go_on
-from .chat_template import UserTurn, begin_of_turn, prompt_tokens, user_turn
+from .chat_template import UserTurn, begin_of_turn, user_turn
 from .corpus import GREEDY, SAMPLED, TEXT, Document
-from .writing import write
+from .options import Check, Options, go_on
 
+#: Of the answers that are not greedy, and of user turns.
+TEMPERATURE, TURN_TEMPERATURE = 0.7, 0.8
 # A loop of at most this many tokens that comes this often in a row is cut.
 _LONGEST_LOOP, _REPEATS = 24, 4
 _SHORTEST_TURN = 8  # characters
-
-
-@dataclass(frozen=True, kw_only=True)
-class Wave:
-    """How a wave is written.
-
-    Args:
-        batch_size: user turns of a wave: rows that are decoded together.
-        turn_tokens: most tokens of a user turn.
-        answer_tokens: most tokens of an answer.
-        turn_temperature: of user turns.
-        temperature: of the answers that are not greedy.
-        seed: of all draws.
-    """
-
-    batch_size: int = 1
-    turn_tokens: int = 128
-    answer_tokens: int = 256
-    turn_temperature: float = 0.8
-    temperature: float = 0.7
-    seed: int = 0
+_PREFILL_STEP_SIZE = 256
 
 
 class Author:
     """Makes up user turns and answers them.
 
     Args:
-        runner: runs the target.
+        model: the target.
         tokenizer: of the target.
-        options: how.
-        check: called every few steps.
+        options: lengths and the seed.
+        writers: rows that write together, and user turns of a wave.
+        check: called before every step.
     """
 
     def __init__(
         self,
-        runner: ModelRunner,
+        model: nn.Module,
         tokenizer: Any,
-        options: Wave,
+        options: Options,
+        writers: int,
         check: Check = go_on,
     ):
-        self._runner = runner
         self._check = check
         self._tokenizer = tokenizer
         self._options = options
+        self._writers = writers
         self._turn: UserTurn | None = user_turn(tokenizer)
-        self._ends = frozenset(tokenizer.eos_token_ids)
+        config = EngineConfig(
+            batch_size=writers,
+            num_draft_tokens=0,
+            prefill_step_size=_PREFILL_STEP_SIZE,
+        )
+        alone = token_level(model, tokenizer.eos_token_ids)
+        self._decoder = SpecDecoder(alone, config=config)
 
     def wave(self, number: int) -> list[Document]:
         """The documents of a wave: a function of its number and the options."""
@@ -73,25 +68,20 @@ class Author:
         if self._turn is None:
             prompts = [begin_of_turn(self._tokenizer, None, text) for text in texts]
         else:
-            prompts = [prompt_tokens(self._tokenizer, text) for text in texts]
+            prompts = [list(encode(self._tokenizer, t).token_ids) for t in texts]
         return self.answers(prompts, number)
 
     def answers(
         self, prompts: Sequence[Sequence[int]], number: int, *, sampled: bool = True
     ) -> list[Document]:
         """Each prompt answered greedily and, if asked for, at the temperature."""
-        options, documents = self._options, []
-        key = mx.random.key(options.seed << 20 | number << 1 | 1)
-        temperatures = [0.0, options.temperature] if sampled else [0.0]
-        for temperature in temperatures:
-            answers = write(
-                self._runner,
+        documents = []
+        for temperature in [0.0, TEMPERATURE] if sampled else [0.0]:
+            answers = self._write(
                 prompts,
-                max_tokens=options.answer_tokens,
-                ends=self._ends,
+                Random(f"{self._options.seed} {number} answers"),
+                max_tokens=self._options.answer_tokens,
                 temperature=temperature,
-                key=key,
-                check=self._check,
             )
             kind = SAMPLED if temperature else GREEDY
             for prompt, kept in zip(prompts, without_loops(answers), strict=True):
@@ -101,20 +91,20 @@ class Author:
 
     def user_turns(self, number: int) -> list[str]:
         """Texts that users might write; none of them twice."""
-        options, tokenizer = self._options, self._tokenizer
-        rng = Random(f"{options.seed} {number}")
-        begun = [seed_prompts.draw(rng) for _ in range(options.batch_size)]
+        tokenizer = self._tokenizer
+        rng = Random(f"{self._options.seed} {number}")
+        begun = [seed_prompts.draw(rng) for _ in range(self._writers)]
         prompts = [begin_of_turn(tokenizer, self._turn, o.text) for o in begun]
-        ends = self._ends if self._turn is None else self._turn.ends
-        written = write(
-            self._runner,
+        ends = frozenset(tokenizer.eos_token_ids)
+        if self._turn is not None:
+            ends = self._turn.ends
+        written = self._write(
             prompts,
+            rng,
             # Without turns a prompt is just a begin.
-            max_tokens=options.turn_tokens if self._turn else 1,
+            max_tokens=self._options.turn_tokens if self._turn else 1,
+            temperature=TURN_TEMPERATURE,
             ends=ends,
-            temperature=options.turn_temperature,
-            key=mx.random.key(options.seed << 20 | number << 1),
-            check=self._check,
         )
         found: dict[str, None] = {}
         cut = without_loops(written)
@@ -125,6 +115,36 @@ class Author:
             if text is not None:
                 found[text] = None
         return list(found)
+
+    def _write(
+        self,
+        prompts: Sequence[Sequence[int]],
+        rng: Random,
+        *,
+        max_tokens: int,
+        temperature: float,
+        ends: Collection[int] = (),
+    ) -> list[Sequence[int]]:
+        """What the target writes after each prompt, the token that ended it included.
+
+        Args:
+            rng: of the prompts' seeds.
+            ends: tokens that end a row beside the end-of-sequence tokens.
+        """
+        tasks = [
+            Task.of(
+                prompt,
+                SamplingParams(
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    seed=rng.getrandbits(32),
+                    stop_token_ids=tuple(ends),
+                ),
+            )
+            for prompt in prompts
+        ]
+        results = decode(self._decoder, tasks, lambda ended: self._check())
+        return [with_end(result) for result in results]
 
 
 def _turn_text(

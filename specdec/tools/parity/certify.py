@@ -12,9 +12,10 @@ from ...errors import ConfigError, PromptError
 from ...prompts import Prompt, encode_all
 from ...sampling_params import SamplingParams
 from ...utils.checks import require_int
+from ..decoding import Task
 from .distribution import MIN_DRAWS, DistributionCertificate, certify_distribution
 from .plain import PlainTarget
-from .tokens import Progress, Task, TokenCertificate, certify_tokens
+from .tokens import Progress, TokenCertificate, certify_tokens
 
 Certificate = TokenCertificate | DistributionCertificate
 

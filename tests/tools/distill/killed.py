@@ -2,7 +2,7 @@
 
 Arguments: TARGET OUT CHECKPOINTS. Behind so many, at the next, it kills itself: what
 was learnt since is lost. Where a kill falls within the writing of a file is drawn in
-``test_a_file_is_one_of_its_versions``.
+``test_a_kill_at_any_call_leaves_a_checkpoint``.
 """
 
 from __future__ import annotations

@@ -10,7 +10,8 @@ import pytest
 from specdec.errors import ConfigError
 from specdec.tools.distill.blocks import Shapes, block_order, make_blocks
 from specdec.tools.distill.corpus import GREEDY, SAMPLED, TEXT, Document
-from specdec.tools.distill.schedule import Budget, learning_rate
+from specdec.tools.distill.options import Budget
+from specdec.tools.distill.train import learning_rate
 
 SHAPES = Shapes(block_tokens=1536, max_row=512, chunk=64, prompt_weight=0.25)
 

@@ -18,7 +18,7 @@ from specdec.models.draft_folder import FORMAT, read_card
 from specdec.tools.distill import checkpoint
 from specdec.tools.distill.checkpoint import BEFORE, NAME, Progress
 from specdec.tools.distill.corpus import FORMAT as CORPUS_FORMAT
-from specdec.tools.distill.corpus import Corpus
+from specdec.tools.distill.corpus import Corpus, Document
 from specdec.tools.distill.job import Job
 from specdec.tools.distill.storage import (
     read_arrays,
@@ -143,7 +143,7 @@ def save(folder: Path, step: int) -> None:
         folder,
         parameters=parameters | {"norm": mx.full(4, float(step))},
         optimizer=optimizer,
-        progress=Progress(step, 10 * step, 0.5),
+        progress=Progress(step, 10 * step, 0.5, []),
         identity=IDENTITY,
     )
 
@@ -283,3 +283,15 @@ def test_data_of_another_shape(tmp_path: Path) -> None:
         write_arrays(path, arrays, metadata | {"seconds": seconds})
         with pytest.raises(ModelError, match="is not of specdec distill: remove it"):
             list(corpus.read("odd"))
+
+
+def test_waves_of_an_earlier_run_are_kept(tmp_path: Path) -> None:
+    documents = [Document((1, 2, 3), 1, 0), Document((4, 5), 1, 1)]
+    corpus = Corpus(tmp_path, "a")
+    corpus.add(corpus.next_wave, documents, 2.5)
+    (tmp_path / f".{'a' * 32}.specdec-tmp").write_bytes(b"half")
+    again = Corpus(tmp_path, "a")
+    assert again.waves == ["wave-00000"]
+    assert (again.num_tokens, again.seconds) == (5, 2.5)
+    assert list(again.documents(again.waves)) == documents
+    assert len(list(tmp_path.iterdir())) == 1

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import json
 import resource
+import signal
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
@@ -18,8 +21,8 @@ from specdec.tools.distill import checkpoint, evaluate, job
 from specdec.tools.distill import export as export_module
 from specdec.tools.distill.checkpoint import NAME
 from specdec.tools.distill.job import Job
-from specdec.tools.distill.schedule import Budget
-from specdec.tools.distill.train import Recipe, Trainer, clipped
+from specdec.tools.distill.options import Budget
+from specdec.tools.distill.train import Trainer, clipped
 
 from .harness import (
     longer,
@@ -94,8 +97,8 @@ def weights(folder: Path) -> dict[str, mx.array]:
 def test_learning_lowers_the_divergence_and_raises_agreement(
     target: Path, tmp_path: Path, optimizer: str
 ) -> None:
-    recipe = Recipe(optimizer=optimizer, learning_rate=3e-3, hard=0.0)
-    wanted = longer(options(target, tmp_path / "out", recipe=recipe), 4000)
+    wanted = options(target, tmp_path / "out", optimizer=optimizer, hard=0.0)
+    wanted = longer(wanted, 4000)
     history = run(wanted)["training"]["history"]
     first, last = history[0], history[-1]
     assert last["kl"] < 0.8 * first["kl"]
@@ -142,6 +145,29 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     assert resumed["training"]["steps"] == card["training"]["steps"] > 8
     assert resumed["agreement"] == card["agreement"]
     assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+
+
+def test_a_killed_run_goes_on_exactly(target: Path, tmp_path: Path) -> None:
+    """Killed twice while it learns; the end is that of a run in one piece."""
+    out = tmp_path / "out"
+    whole = run(options(target, tmp_path / "whole"))
+    command = [
+        sys.executable,
+        "-m",
+        "tests.tools.distill.killed",
+        str(target),
+        str(out),
+    ]
+    file, seen = out / "work" / NAME, 0
+    for checkpoints in (1, 2):
+        done = subprocess.run([*command, str(checkpoints)], check=False)
+        assert done.returncode == -signal.SIGKILL, "it ended before it was killed"
+        written = file.stat().st_mtime_ns
+        assert written > seen
+        seen = written
+    card = run(options(target, out, resume=True))
+    assert card["training"]["steps"] == whole["training"]["steps"]
+    assert same(weights(out), weights(tmp_path / "whole"))
 
 
 def test_clipping_does_not_depend_on_the_order_of_names() -> None:

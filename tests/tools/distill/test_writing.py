@@ -4,32 +4,27 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import pytest
 
-from specdec.backend import BackendDefaults
-from specdec.config import EngineConfig
-from specdec.models.runner import ModelRunner
+from specdec.models import load
 from specdec.tools.distill import seed_prompts
-from specdec.tools.distill import wave as wave_module
 from specdec.tools.distill.chat_template import begin_of_turn, user_turn
+from specdec.tools.distill.corpus import GREEDY, Document
+from specdec.tools.distill.options import Budget, Options
 from specdec.tools.distill.seed_prompts import Opening, draw
-from specdec.tools.distill.wave import Author, Wave, text_documents, without_loops
-from specdec.tools.distill.writing import write
+from specdec.tools.distill.wave import Author, text_documents, without_loops
 from tests.models.folders import tokenizer_of
 from tests.plain import greedy
 
-CPU = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+from .harness import make_author, write_target
+
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [3]]
-
-
-@pytest.fixture
-def runner(tiny_model: Callable[..., Any]) -> ModelRunner:
-    model = tiny_model("llama")
-    return ModelRunner(model, "t", EngineConfig(prefill_step_size=4), CPU)
 
 
 def until(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
@@ -37,28 +32,36 @@ def until(tokens: Sequence[int], ends: Sequence[int]) -> list[int]:
     return list(tokens[: at + 1])
 
 
-def test_greedy_rows_equal_plain_decoding(runner: ModelRunner) -> None:
+def test_greedy_rows_equal_plain_decoding(tiny_model: Callable[..., Any]) -> None:
     """Rows that end early and leave, others that go on; token for token."""
-    plain = [greedy(runner.model, prompt, 80) for prompt in PROMPTS]
+    model = tiny_model("llama")
+    plain = [greedy(model, prompt, 80) for prompt in PROMPTS]
     ends = [plain[0][1], plain[1][3], plain[2][34]]
     wanted = [until(tokens, ends) for tokens in plain]
     assert len({len(tokens) for tokens in wanted}) > 2
-    assert write(runner, PROMPTS, max_tokens=80, ends=ends) == wanted
-    assert write(runner, [], max_tokens=3, ends=()) == []
+    # Some end a row by the tokenizer, others a user's turn.
+    author = make_author(model, ends=(ends[0],))
+    how: dict[str, Any] = {"max_tokens": 80, "temperature": 0.0, "ends": ends[1:]}
+    found = author._write(PROMPTS, Random(0), **how)
+    assert [list(tokens) for tokens in found] == wanted
+    assert author._write([], Random(0), **how) == []
 
 
-def test_draws_follow_the_temperature_and_the_key(runner: ModelRunner) -> None:
+def test_draws_follow_the_temperature_and_the_seed(
+    tiny_model: Callable[..., Any],
+) -> None:
     """800 rows of one prompt; each token's share within five standard deviations."""
-    rows = [[5, 6, 7]] * 800
-    key = mx.random.key(1)
+    model = tiny_model("llama")
+    author = make_author(model)
 
-    def draws(key: mx.array) -> list[list[int]]:
-        return write(runner, rows, max_tokens=1, ends=(), temperature=0.7, key=key)
+    def draws(seed: int) -> list[Sequence[int]]:
+        rows = [[5, 6, 7]] * 800
+        return author._write(rows, Random(seed), max_tokens=1, temperature=0.7)
 
-    found = draws(key)
-    assert found == draws(key)
-    assert found != draws(mx.random.key(2))
-    logits = runner.model(mx.array([[5, 6, 7]]))[0, -1]
+    found = draws(1)
+    assert found == draws(1)
+    assert found != draws(2)
+    logits = model(mx.array([[5, 6, 7]]))[0, -1]
     expected = mx.softmax(logits / 0.7)
     counted = mx.zeros(97).at[mx.array(found)[:, 0]].add(1) / 800
     tolerance = 5 * mx.sqrt(expected * (1 - expected) / 800) + 1e-3
@@ -80,7 +83,9 @@ def test_a_turn_begins_in_the_template_and_ends_with_its_end(tmp_path: Any) -> N
     assert user_turn(bare) is None
 
 
-def test_documents_of_a_wave(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_of_a_wave(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, tiny_model: Callable[..., Any]
+) -> None:
     """Turns that end, once each; each answered twice; a function's text is cut."""
     tokenizer = tokenizer_of(tmp_path / "t")
     end = tokenizer.get_vocab()["<|im_end|>"]
@@ -96,9 +101,10 @@ def test_documents_of_a_wave(tmp_path: Any, monkeypatch: pytest.MonkeyPatch) -> 
     ]
     begun = [Opening("There")] * 3 + [Opening('def f():\n    """', until='"""')]
     answers = iter([turns, [said("yes"), said("no")], [said("No"), [end]]])
-    monkeypatch.setattr(wave_module, "write", lambda *_, **__: next(answers))
+    monkeypatch.setattr(Author, "_write", lambda *_, **__: next(answers))
     monkeypatch.setattr(seed_prompts, "draw", lambda rng: begun.pop(0))
-    author = Author(None, tokenizer, Wave(batch_size=4))  # type: ignore[arg-type]
+    wanted = Options(target=None, budget=Budget(tokens=1))
+    author = Author(tiny_model("llama"), tokenizer, wanted, 4)
     documents = author.wave(0)
     texts = [tokenizer.decode(list(d.tokens)) for d in documents]
     assert [d.kind for d in documents] == [0, 0, 1, 1]
@@ -153,3 +159,28 @@ def test_texts_are_cut_to_pieces(tmp_path: Any) -> None:
     tokens = [t for d in documents for t in d.tokens]
     assert tokens == list(tokenizer.encode("abcdefgh" * 4))
     assert all(1 < len(d.tokens) <= 10 for d in documents)
+
+
+def test_a_wave_is_a_function_of_its_number(tmp_path: Any) -> None:
+    """Data that another run cannot make again; a wave that repeats the one before."""
+    target = load(str(write_target(tmp_path / "target")), dtype="float32")
+    wanted = Options(
+        target=None, budget=Budget(tokens=1), turn_tokens=24, answer_tokens=6
+    )
+
+    def wave(number: int) -> list[Document]:
+        # A model of random weights ends few turns by itself.
+        author = Author(target.model, target.tokenizer, wanted, 8)
+        assert author._turn is not None
+        ends = frozenset(range(0, 320, 4))
+        author._turn = replace(author._turn, ends=ends)
+        return author.wave(number)
+
+    first = wave(0)
+    assert first == wave(0) != wave(1)
+    greedily = [d for d in first if d.kind == GREEDY]
+    assert len(greedily) > 2
+    for document in greedily:
+        prompt = list(document.tokens[: document.prompt_length])
+        text = greedy(target.model, prompt, 6)
+        assert list(document.tokens[document.prompt_length :]) == text

@@ -85,17 +85,22 @@ def test_a_row_with_an_error_is_a_failure(decoder: SpecDecoder) -> None:
 # Faults of the rules.
 
 
-def accepts_too_much(patch: Patch) -> None:
-    for name in ("rejection", "block"):
-        right = getattr(rejection_sampler, name)
+def draws_changed(change: Callable[[mx.array], mx.array]) -> Callable[[Patch], None]:
+    """Both rules compare with other draws than uniform ones."""
 
-        def wrong(
-            proposed: Proposed, uniform: mx.array, right: Any = right
-        ) -> AcceptedPrefix:
-            found: AcceptedPrefix = right(proposed, uniform * uniform)
-            return found
+    def plant(patch: Patch) -> None:
+        for name in ("rejection", "block"):
+            right = getattr(rejection_sampler, name)
 
-        patch.setattr(rejection_sampler, name, wrong)
+            def wrong(
+                proposed: Proposed, uniform: mx.array, right: Any = right
+            ) -> AcceptedPrefix:
+                found: AcceptedPrefix = right(proposed, change(uniform))
+                return found
+
+            patch.setattr(rejection_sampler, name, wrong)
+
+    return plant
 
 
 def extra_from_the_target(patch: Patch) -> None:
@@ -111,23 +116,10 @@ def extra_from_the_target(patch: Patch) -> None:
     patch.setattr(rejection_sampler, "with_extra_token", wrong)
 
 
-def keeps_everything(patch: Patch) -> None:
-    for name in ("rejection", "block"):
-        right = getattr(rejection_sampler, name)
-
-        def wrong(
-            proposed: Proposed, uniform: mx.array, right: Any = right
-        ) -> AcceptedPrefix:
-            found: AcceptedPrefix = right(proposed, uniform * 0)
-            return found
-
-        patch.setattr(rejection_sampler, name, wrong)
-
-
 RULE_FAULTS: dict[str, Callable[[Patch], None]] = {
-    "accepts too much": accepts_too_much,
+    "accepts too much": draws_changed(lambda uniform: uniform * uniform),
     "extra from the target": extra_from_the_target,
-    "keeps everything": keeps_everything,
+    "keeps everything": draws_changed(lambda uniform: uniform * 0),
 }
 # Of the caches, which no rule looks at: one rule is enough to see them.
 CACHE_FAULTS = {

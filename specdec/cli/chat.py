@@ -1,0 +1,325 @@
+"""``specdec chat``: talk with a model on the terminal."""
+
+from __future__ import annotations
+
+import signal
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from .. import templates
+from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig, NumDraftTokens
+from ..errors import MemoryLimitError, PromptError
+from ..utils.data_files import HALVES, json_text
+from ..utils.sizes import parse_size
+from . import options
+from .output import show, show_error, show_warnings, silence_third_parties
+
+if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
+    from ..outputs import GenerationResult
+    from ..sampling_params import SamplingParams
+
+_MAX_TOKENS = 2048
+_HELP = """\
+/system TEXT   a system prompt from now on; without TEXT, none
+/save FILE     write the conversation, as JSON that --prompts reads
+/stats         tokens per second and acceptance so far
+/clear         forget the conversation
+/exit          end, as Ctrl-D does
+Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
+
+
+@click.command(cls=options.Command, short_help="Talk with a model on the terminal.")
+@options.target()
+@options.draft()
+@click.option("--system-prompt", metavar="TEXT", help="System turn. [default: none]")
+@options.max_tokens("Most tokens of an answer.", default=_MAX_TOKENS)
+@options.temp()
+@click.option(
+    "--top-p",
+    type=float,
+    metavar="P",
+    default=1.0,
+    show_default=True,
+    help="Draw from the likeliest tokens that together have probability P.",
+)
+@click.option(
+    "--seed", type=int, metavar="N", help="Of random draws. [default: a random one]"
+)
+@options.num_draft_tokens(
+    "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
+)
+@options.kv_bits("Keep keys and values quantized. [default: as they are]")
+@options.dtype()
+@options.origin
+@options.trust_remote_code()
+@options.memory_limit(
+    "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
+)
+@options.quiet("No figures at the end.")
+def chat(
+    *,
+    target: str | None,
+    draft: str | None,
+    system_prompt: str | None,
+    max_tokens: int,
+    temp: float,
+    top_p: float,
+    seed: int | None,
+    num_draft_tokens: NumDraftTokens,
+    kv_bits: int | None,
+    dtype: str | None,
+    adapter_path: str | None,
+    draft_adapter_path: str | None,
+    revision: str | None,
+    trust_remote_code: bool,
+    memory_limit: str | None,
+    quiet: bool,
+) -> None:
+    """Talk with a model: answers come as they are made.
+
+    /help lists what can be typed beside messages. Ctrl-C stops an answer, Ctrl-D
+    ends. Lines piped to standard input are messages, one after the other.
+
+    \b
+      specdec chat
+      specdec chat --target MODEL --draft MODEL --temp 0.7
+    """  # noqa: D301 - click's mark for lines to keep
+    from ..sampling_params import SamplingParams
+
+    drafts = options.check_pair(target, draft) is not None
+    options.check_num_draft_tokens(draft, drafts=drafts)
+    origin = options.origin_of(
+        drafts=drafts,
+        adapter_path=adapter_path,
+        draft_adapter_path=draft_adapter_path,
+        revision=revision,
+    )
+    config = EngineConfig(
+        batch_size=1,
+        num_draft_tokens=num_draft_tokens,
+        kv_bits=kv_bits,
+        prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,
+        memory_limit=None if memory_limit is None else parse_size(memory_limit),
+    )
+    params = SamplingParams(
+        max_tokens=max_tokens, temperature=temp, top_p=top_p, seed=seed
+    )
+    silence_third_parties()
+    show_warnings()
+    templates.start()
+    from ..decoder import SpecDecoder
+
+    decoder = SpecDecoder.from_pretrained(
+        target,
+        draft,
+        dtype=dtype,
+        config=config,
+        trust_remote_code=trust_remote_code,
+        **origin,
+    )
+    talk = _Talk(decoder, params, system_prompt)
+    if sys.stdin.isatty():
+        with suppress(ImportError):
+            import readline  # noqa: F401 - lines can be edited from now on
+        show("/help lists commands; Ctrl-D ends.", err=True)
+    with _own_interrupts():
+        for line in _lines():
+            talk.take(line)
+            if talk.over:
+                break
+    if not quiet and talk.answers:
+        show(talk.figures, err=True)
+
+
+@dataclass
+class _Talk:
+    """A conversation."""
+
+    decoder: SpecDecoder
+    params: SamplingParams
+    system: str | None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    over: bool = False
+    answers: int = 0
+    tokens: int = 0
+    seconds: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    def take(self, line: str) -> None:
+        """Do what a line says."""
+        command, _, rest = line.partition(" ")
+        rest = rest.strip()
+        if not line.strip():
+            return
+        if not line.startswith("/"):
+            self._ask(line)
+        elif command in ("/exit", "/quit"):
+            self.over = True
+        elif command == "/system":
+            self.system = rest or None
+        elif command == "/clear":
+            self.messages.clear()
+        elif command == "/stats":
+            show(self.figures if self.answers else "nothing was answered yet", err=True)
+        elif command == "/save":
+            self._save(rest)
+        elif command == "/help":
+            show(_HELP, err=True)
+        else:
+            show_error(f"there is no {command}: /help lists what there is")
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The messages, after the system prompt."""
+        system = {"role": "system", "content": self.system}
+        return [*([system] if self.system else []), *self.messages]
+
+    def _ask(self, text: str) -> None:
+        self.messages.append({"role": "user", "content": text})
+        try:
+            answer = self._answer()
+        except (PromptError, MemoryLimitError) as error:
+            show_error(str(error))
+            self.messages.pop()
+            return
+        if answer["content"]:
+            self.messages.append(answer)
+        else:
+            self.messages.pop()
+
+    def _answer(self) -> dict[str, Any]:
+        """Show an answer as it comes; the message that it is."""
+        from ..decoder import wired_memory
+        from ..server.encoding import encode_source
+        from ..server.job import Chat, Piece, Tools
+        from ..server.parts import Parts
+
+        encoded = encode_source(self.decoder, Chat(self.history))
+        parts = Parts(0, self.decoder.tokenizer, encoded, Tools())
+        session = self.decoder.session()
+        index = session.add_encoded(encoded.prompt, self.params)
+        said = {"text": "", "reasoning": ""}
+        with _stopping() as stop, wired_memory():
+            while session.busy:
+                if stop:
+                    session.cancel(index)
+                for event in session.step():
+                    pieces = list(parts.feed(event.text))
+                    if event.result is not None:
+                        pieces += parts.finish(whole=False)
+                        self._count(event.result)
+                    for piece in pieces:
+                        assert isinstance(piece, Piece)  # it has no tools
+                        kind = piece.kind
+                        if said["reasoning"] and kind == "text" and not said["text"]:
+                            show("\n", nl=False)
+                        said[kind] += piece.text
+                        show(piece.text, nl=False)
+                        sys.stdout.flush()
+        show("")
+        answer = {"role": "assistant", "content": said["text"]}
+        if said["reasoning"]:
+            answer["reasoning_content"] = said["reasoning"]
+        return answer
+
+    def _count(self, result: GenerationResult) -> None:
+        if result.error is not None:
+            show_error(result.error)
+        self.answers += 1
+        self.tokens += max(0, result.generated_tokens - 1)
+        if result.tokens_per_second:
+            self.seconds += (result.generated_tokens - 1) / result.tokens_per_second
+        self.rounds += result.rounds
+        self.drafted += result.drafted
+        self.accepted += result.accepted
+
+    @property
+    def figures(self) -> str:
+        """Speed and acceptance so far."""
+        rate = self.tokens / self.seconds if self.seconds else 0.0
+        text = f"{self.tokens + self.answers} tokens, {rate:.1f} a second"
+        if self.drafted:
+            share = self.accepted / self.drafted
+            length = 1 + self.accepted / self.rounds
+            text += f"; acceptance {share:.3f}, {length:.2f} tokens a round"
+        elif self.decoder.draft_name is not None:
+            text += "; nothing was drafted: it is not worth it here"
+        return text
+
+    def _save(self, path: str) -> None:
+        if not path:
+            show_error("/save needs the name of a file")
+            return
+        try:
+            with open(path, "w", encoding="utf-8", errors=HALVES) as file:
+                file.write(json_text({"messages": self.history}) + "\n")
+        except OSError as error:
+            show_error(f"{path} cannot be written: {error.strerror}")
+        else:
+            show(f"saved to {path}", err=True)
+
+
+def _lines() -> Iterator[str]:
+    """What is typed, one message after the other."""
+    tty = sys.stdin.isatty()
+    held = ""
+    while True:
+        try:
+            line = input(("... " if held else "> ") if tty else "")
+        except EOFError:
+            if tty:
+                show("", err=True)
+            if held:
+                yield held
+            return
+        except KeyboardInterrupt:
+            held = ""
+            show("\n(Ctrl-D or /exit ends)", err=True)
+            continue
+        if line.endswith("\\"):
+            held += line[:-1] + "\n"
+            continue
+        yield held + line
+        held = ""
+
+
+@contextmanager
+def _own_interrupts() -> Iterator[None]:
+    """Ctrl-C is the conversation's: it ends neither the first nor the second time."""
+    try:
+        before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    except ValueError:  # in a thread, as in tests, nobody presses it
+        yield
+        return
+    wakeup = signal.set_wakeup_fd(-1)
+    try:
+        yield
+    finally:
+        signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
+        signal.signal(signal.SIGINT, before)
+
+
+@contextmanager
+def _stopping() -> Iterator[list[int]]:
+    """A list that is not empty once Ctrl-C was pressed within the block.
+
+    An exception would leave a round that is half done.
+    """
+    pressed: list[int] = []
+    try:
+        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
+    except ValueError:
+        yield pressed
+        return
+    try:
+        yield pressed
+    finally:
+        signal.signal(signal.SIGINT, before)

@@ -1,0 +1,214 @@
+"""Requests as lines of JSON: the settings in one, and OpenAI's form of its result."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields, replace
+from functools import lru_cache
+from typing import Any
+from uuid import uuid4
+
+from ..errors import ConfigError, PromptFileError
+from ..grammar import Grammar, check_grammar
+from ..outputs import GenerationResult
+from ..prompts import PromptRecord
+from ..sampling_params import SamplingParams
+from ..utils.printable import shorten
+
+#: Settings that a line can have: those of a request that JSON can write.
+_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
+    "grammar",
+    "logits_processors",
+    "sampler",
+}
+# What the output has to follow; one of them.
+_GRAMMARS = frozenset({"grammar", "json_schema", "regex", "response_format"})
+# What others call them.
+_ALIASES = {
+    "temp": "temperature",
+    "max_completion_tokens": "max_tokens",
+    "max_new_tokens": "max_tokens",
+}
+# What OpenAI's requests have beside settings; none of them changes the text.
+_NO_SETTINGS = frozenset(
+    {"metadata", "model", "service_tier", "store", "stream", "stream_options", "user"}
+)
+# At temperature 0 these do nothing, and are refused.
+_FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+
+
+def requests_of(
+    records: Sequence[PromptRecord], params: SamplingParams
+) -> SamplingParams | list[SamplingParams]:
+    """How each line is decoded: ``params``, but for what the line itself says.
+
+    A line without a seed of its own draws with the seed of ``params`` plus its index.
+
+    Raises:
+        PromptFileError: a line's settings cannot be used; it is named.
+    """
+    each = [_settings_of(record) for record in records]
+    if not any(each):
+        return params
+    found = []
+    for record, settings in zip(records, each, strict=True):
+        at_zero = settings.get("temperature") == 0
+        reset = {name: _default(name) for name in _FILTERS if at_zero}
+        try:
+            found.append(params.updated(reset | settings))
+        except ConfigError as error:
+            raise PromptFileError(f"{record.where}: {error}") from error
+    # One number for all lines that draw and have none.
+    unseeded = (p for p, s in zip(found, each, strict=True) if _needs_seed(p, s))
+    first = next(unseeded, params).seeded().seed
+    return [
+        replace(p, seed=first + i) if _needs_seed(p, s) and first is not None else p
+        for i, (p, s) in enumerate(zip(found, each, strict=True))
+    ]
+
+
+def _needs_seed(params: SamplingParams, settings: Mapping[str, Any]) -> bool:
+    return params.draws and settings.get("seed") is None
+
+
+def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
+    """Keys of the lines that have no effect."""
+    keys = {key for record in records for key in record.fields}
+    known = _SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
+    return sorted(keys - known)
+
+
+def _default(name: str) -> Any:
+    return SamplingParams.__dataclass_fields__[name].default
+
+
+def _settings_of(record: PromptRecord) -> dict[str, Any]:
+    """The settings in a line, by their own names; null is none."""
+    settings: dict[str, Any] = {}
+    for key in sorted(_GRAMMARS & record.fields.keys()):
+        if record.fields[key] is None:
+            continue
+        if settings:
+            raise PromptFileError(f"{record.where}: {key} is one grammar too many")
+        try:
+            found = _grammar_of(key, record.fields[key])
+            if found is not None:
+                _check(found)
+        except (ConfigError, LookupError, TypeError) as error:
+            why = error if isinstance(error, ConfigError) else "it is incomplete"
+            raise PromptFileError(f"{record.where}: {key}: {why}") from error
+        if found is not None:
+            settings["grammar"] = found
+    for key, value in record.fields.items():
+        name = _ALIASES.get(key, key)
+        if value is None:
+            continue
+        if name != key and record.fields.get(name) is not None:
+            raise PromptFileError(
+                f"{record.where}: {key} is {name}, which is there, too: leave one out"
+            )
+        if name == "n" and value != 1:
+            raise PromptFileError(
+                f"{record.where}: n is {shorten(value)}: one output is generated for a "
+                "line; repeat the line for more"
+            )
+        if name not in _SETTINGS:
+            continue
+        if name == "logit_bias" and isinstance(value, dict):
+            value = {_token(token): bias for token, bias in value.items()}
+        if name == "logprobs" and type(value) is int:  # as /v1/completions has it
+            settings["top_logprobs"], value = value, True
+        settings[name] = value
+    return settings
+
+
+def _grammar_of(key: str, value: Any) -> Grammar | None:
+    """What the output has to follow, as the options of the same names have it."""
+    if key == "response_format":  # OpenAI's
+        if value["type"] == "text":
+            return None
+        if value["type"] == "json_object":
+            return Grammar.json_object()
+        if value["type"] != "json_schema":
+            raise ConfigError("its type is not text, json_object or json_schema")
+        return Grammar.json_schema(value["json_schema"]["schema"])
+    if key == "json_schema":
+        return Grammar.json_schema(value)
+    return Grammar.regex(value) if key == "regex" else Grammar.lark(value)
+
+
+# Lines mostly have the same one.
+_check = lru_cache(maxsize=64)(check_grammar)
+
+
+def _token(text: str) -> int | str:
+    """A key of JSON as the token id that it is; anything else is refused later."""
+    return int(text) if text.isascii() and text.isdecimal() else text
+
+
+# -- results in OpenAI's form -------------------------------------------------------
+
+
+def openai_line(
+    result: GenerationResult, record: PromptRecord, model: str
+) -> dict[str, object]:
+    """A line of OpenAI's batch output files, for one result.
+
+    Args:
+        result: what was generated.
+        record: the line that asked for it.
+        model: the name to report.
+    """
+    named = record.id if record.id is not None else f"request-{result.index}"
+    line: dict[str, object] = {"id": f"batch_req_{uuid4().hex}", "custom_id": named}
+    if result.finish_reason == "error":
+        error = {"code": "invalid_request", "message": result.error}
+        if result.prompt_tokens:  # it was taken in
+            error["code"] = "server_error"
+        return {**line, "response": None, "error": error}
+    body = {
+        "id": f"chatcmpl-{uuid4().hex}",
+        "object": "chat.completion",
+        "created": int(time.time()),
+        "model": model,
+        "choices": [
+            {
+                "index": 0,
+                "message": {"role": "assistant", "content": result.text},
+                "finish_reason": result.finish_reason,
+                "logprobs": _openai_logprobs(result),
+            }
+        ],
+        "usage": {
+            "prompt_tokens": result.prompt_tokens,
+            "completion_tokens": result.generated_tokens,
+            "total_tokens": result.prompt_tokens + result.generated_tokens,
+        },
+    }
+    response = {"status_code": 200, "request_id": uuid4().hex, "body": body}
+    return {**line, "response": response, "error": None}
+
+
+def _openai_logprobs(result: GenerationResult) -> dict[str, object] | None:
+    if result.logprobs is None:
+        return None
+    return {
+        "content": [
+            {
+                **_openai_token(entry.text, entry.logprob),
+                "top_logprobs": [
+                    _openai_token(text, logprob)
+                    for text, (_, logprob) in zip(
+                        entry.top_texts, entry.top, strict=True
+                    )
+                ],
+            }
+            for entry in result.logprobs
+        ]
+    }
+
+
+def _openai_token(text: str, logprob: float) -> dict[str, object]:
+    data = list(text.encode(errors="replace"))
+    return {"token": text, "logprob": logprob, "bytes": data}

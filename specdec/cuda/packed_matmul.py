@@ -1,0 +1,305 @@
+"""Products of few rows with packed weights, by a CUDA kernel of our own.
+
+Of several rows, MLX's kernels take as many times as long as one does, or are compiled
+for half a minute. This one reads each weight once for up to 64 rows, with tensor cores;
+see :mod:`.packed_matmul_source`. A single row is MLX's where that is faster.
+
+Each row is summed in float32 in an order that depends on the matrix alone. So what the
+kernel makes of a row has the same bits whatever is computed beside it: in a batch, or
+as one of the tokens of a verification.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from functools import cache
+from itertools import product as product_of
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from . import packed_matmul_source as text
+from .kernels import (
+    MOST_PARTS,
+    PARTS,
+    TYPES,
+    WRITE,
+    cuda_kernel,
+    first_ends,
+    shapes_of_parts,
+    tensor_cores,
+)
+
+logger = logging.getLogger(__name__)
+
+#: What the kernel knows: bits of a number, and numbers that share a scale.
+BITS, GROUPS = (4, 8), (32, 64, 128)
+# The most rows of a product that the kernel computes; for more the matrix is unpacked,
+# if it has no more than so many numbers.
+MOST_ROWS, MOST_UNPACKED = 192, 2**27
+# Of one row, MLX's kernel, which is compiled, computes sooner with fewer numbers of 4
+# bits than so many, and with any of 8 (one H200).
+FEWEST_ALONE = 2**25
+# A tensor core's product takes so many rows of x; a block so many times as many, or one
+# of them where there are no more: a kernel for each. It has so many warps, each for so
+# many columns of the result.
+TILE, WIDEST, COLUMNS = 8, 8, 32
+WARPS = {1: 4, WIDEST: 8}
+# Blocks share K until there are so many of 128 columns: two for each of an H200's
+# multiprocessors. A block has two turns at least.
+BLOCKS, BLOCK_COLUMNS, MOST_PIECES, THREADS = 264, 128, 16, 128
+
+
+@cache
+def _kernel(dtype: mx.Dtype, bits: int) -> Any:
+    source = text.SOURCE.replace("@WRITE@", WRITE)
+    for turn in ("begin", "min(turn + 1, end - 1)"):
+        source = source.replace(f"@LOAD({turn})@", text.LOAD.replace("@", turn))
+    header = text.unpacking(bits, half=dtype == mx.float16)
+    return cuda_kernel(
+        f"packed_{bits}_{TYPES[dtype]}",
+        source,
+        ("x", "weight", "scales", "biases", "bias", "ends"),
+        (*PARTS, "pieces"),
+        header=tensor_cores(dtype) + header + text.HEADER,
+    )
+
+
+@cache
+def _gathering(dtype: mx.Dtype) -> Any:
+    return cuda_kernel(
+        f"packed_gather_{TYPES[dtype]}",
+        text.GATHER.replace("@WRITE@", WRITE),
+        ("pieces", "bias", "ends"),
+        PARTS,
+    )
+
+
+def product(
+    x: mx.array,
+    packed: Sequence[mx.array],
+    bias: mx.array | None = None,
+    *,
+    bits: int,
+    group_size: int,
+    ends: tuple[int, ...] = (),
+) -> list[mx.array]:
+    """x (..., K) times packed weights (N, K) transposed, plus bias (N,).
+
+    Summed in float32 and rounded once, the bias included.
+
+    Args:
+        x: bfloat16 or float16, and so are all others but the packed numbers.
+        packed: numbers, scales and biases of :func:`mx.quantize`, shapes
+            (N, K * bits / 32) and (N, K / group_size).
+        ends: the row of ``weight`` after which each of up to three stacked matrices
+            ends; each one's product is an array of its own.
+
+    Returns:
+        One array (..., N), or one for each matrix.
+    """
+    weight, scales, biases = packed
+    columns, length = weight.shape[0], x.shape[-1]
+    rows = x.size // length
+    wide = 1 if rows <= TILE else WIDEST
+    warps = WARPS[wide]
+    pieces = num_pieces(columns, length, bits)
+    ends = ends or (columns,)
+    shapes = shapes_of_parts(x.shape, ends)
+    # An array that is no vector stands for no bias: a kernel less to compile.
+    added = scales if bias is None else bias
+    limits = first_ends(ends)
+    results: list[mx.array] = _kernel(x.dtype, bits)(
+        inputs=[x, weight, scales, biases, added, limits],
+        template=[
+            ("T", x.dtype),
+            ("BITS", bits),
+            ("GROUP", group_size),
+            ("WIDE", wide),
+            ("WARPS", warps),
+            ("EIGHTS", scales.shape[1] % 8 == 0),
+        ],
+        grid=(
+            -(-columns // (COLUMNS * warps)) * 32 * warps,
+            pieces,
+            -(-rows // (TILE * wide)),
+        ),
+        threadgroup=(32 * warps, 1, 1),
+        output_shapes=[
+            *([(1,)] * MOST_PARTS if pieces > 1 else shapes),
+            (pieces, rows, columns) if pieces > 1 else (1,),
+        ],
+        output_dtypes=[*[x.dtype] * MOST_PARTS, mx.float32],
+    )
+    if pieces > 1:
+        results = _gathering(x.dtype)(
+            inputs=[results[-1], added, limits],
+            template=[("T", x.dtype)],
+            grid=(-(-columns // THREADS) * THREADS, rows, 1),
+            threadgroup=(THREADS, 1, 1),
+            output_shapes=shapes,
+            output_dtypes=[x.dtype] * MOST_PARTS,
+        )
+    return results[: len(ends)]
+
+
+def num_pieces(columns: int, length: int, bits: int) -> int:
+    """Blocks that share K: by the matrix alone, since a row's sum follows from it."""
+    turns = -(-length // (512 // bits))
+    blocks = -(-columns // BLOCK_COLUMNS)
+    return max(1, min(BLOCKS // blocks, turns // 2, MOST_PIECES))
+
+
+def of_layer(
+    layer: nn.Module, x: mx.array, ends: tuple[int, ...] = ()
+) -> list[mx.array]:
+    """The product of x (..., K) with a quantized layer, see :func:`product`.
+
+    For many rows the matrix is unpacked first. MLX compiles a kernel for such products
+    when it first meets a layer's bits, groups and type, which takes half a minute; its
+    dense products are there.
+    """
+    packed = layer["weight"], layer["scales"], layer["biases"]
+    bias, rows = layer.get("bias"), x.size // x.shape[-1]
+    bits, group_size = layer.bits, layer.group_size
+    if rows <= MOST_ROWS or layer["scales"].size * layer.group_size > MOST_UNPACKED:
+        return product(x, packed, bias, bits=bits, group_size=group_size, ends=ends)
+    dense = mx.dequantize(*packed, group_size, bits).T
+    whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
+    return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
+
+
+class Kind(NamedTuple):
+    """All that says how fast a layer's product is, besides the rows."""
+
+    dtype: mx.Dtype
+    bits: int
+    group_size: int
+    columns: int
+    length: int
+
+    @classmethod
+    def of(cls, layer: Any) -> Kind | None:
+        """That of a quantized layer; ``None``: the kernel does not know it."""
+        scales, biases = layer["scales"], layer.get("biases")
+        bits, group_size = layer.bits, layer.group_size
+        if (
+            layer.mode != "affine"
+            or bits not in BITS
+            or group_size not in GROUPS
+            or biases is None
+            or scales.dtype not in TYPES
+            or any(
+                layer[name].dtype != scales.dtype
+                for name in ("biases", "bias")
+                if name in layer
+            )
+        ):
+            return None
+        columns, groups = scales.shape
+        return cls(scales.dtype, bits, group_size, columns, groups * group_size)
+
+
+# For whose layers the kernel was tried, and is right. Functions that are traced ask for
+# it, and nothing can be tried in them.
+_proven: dict[tuple[mx.Dtype, int, int], bool] = {}
+
+
+def computes(layer: Any, x: mx.array) -> bool:
+    """Whether :func:`of_layer` is to compute the layer's product with x (..., K).
+
+    While a layer trains, MLX's product is used, which has a gradient.
+    """
+    if layer.training or not x.size:
+        return False
+    kind = Kind.of(layer)
+    if kind is not None and x.size == kind.length:
+        many = kind.columns * kind.length >= FEWEST_ALONE
+        if not (many and kind.bits == 4):
+            return False
+    return (
+        kind is not None
+        and x.dtype == kind.dtype
+        and x.shape[-1] == kind.length
+        and _proven.get(kind[:3], False)
+    )
+
+
+def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
+    """Whether the kernels run on this device, and compute what they should.
+
+    They are tried when that is first asked, not within a function that is traced.
+    """
+    kind = dtype, bits, group_size
+    if kind not in _proven:
+        known = dtype in TYPES and bits in BITS and group_size in GROUPS
+        _proven[kind] = known and _agree(*kind)
+    return _proven[kind]
+
+
+def tried(layer: Any) -> bool:
+    """Whether the kernel computes a quantized layer's products; it is tried here."""
+    kind = Kind.of(layer)
+    return kind is not None and proven(*kind[:3])
+
+
+def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
+    """Whether the kernels compute what they should.
+
+    Each that can be launched is tried: with few rows and many, with K shared among
+    blocks and not, with and without a bias, whole and in parts, and for an array that
+    begins where 16 bytes cannot be loaded at once.
+    """
+    try:
+        return all(
+            _agrees(columns, length, rows, dtype, bits, group_size)
+            for (columns, length), rows in product_of(_SIZES, (1, 5, 20))
+        )
+    except (RuntimeError, ValueError) as error:
+        logger.debug("no kernel for products with packed weights: %s", error)
+        return False
+
+
+# Of matrices: K shared among blocks, and not, with a turn that K ends within.
+_SIZES = ((72, 1152), (200, 128))
+
+
+def _agrees(
+    columns: int,
+    length: int,
+    rows: int,
+    dtype: mx.Dtype,
+    bits: int,
+    group_size: int,
+) -> bool:
+    """Whether a product is that of the numbers that the packed ones stand for."""
+    x, dense, bias = (
+        mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
+        for i, shape in enumerate([(rows, length), (columns, length), (columns,)])
+    )
+    packed = mx.quantize(dense, group_size, bits)
+    scales, biases = (p.astype(mx.float32) for p in packed[1:])
+    unpacked = mx.dequantize(packed[0], scales, biases, group_size, bits)
+    exact = x.astype(mx.float32) @ unpacked.T
+    if rows == 1:  # a view, which begins anywhere
+        x = mx.concatenate([x[:, :1], x], axis=1)[:, 1:]
+    whole = product(x, packed, bits=bits, group_size=group_size)
+    parts = product(
+        x, packed, bias, bits=bits, group_size=group_size, ends=(8, 11, columns)
+    )
+    both = (
+        (whole[0], exact),
+        (
+            mx.concatenate(parts, axis=-1),
+            exact + bias.astype(mx.float32),
+        ),
+    )
+    # Not the other way round: NaN is no agreement.
+    return all(
+        (
+            mx.abs(found.astype(mx.float32) - right).max() <= 0.01 * mx.abs(right).max()
+        ).item()
+        for found, right in both
+    )

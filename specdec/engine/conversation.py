@@ -1,0 +1,70 @@
+"""Conversations, side by side: a turn begins when the answer before it has ended."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..errors import SpecdecError
+from ..outputs import GenerationResult, StreamEvent
+from ..prompts import Encoding, Prompt
+from ..sampling_params import SamplingParams
+from .session import Session
+
+
+def user(text: str) -> list[Mapping[str, Any]]:
+    """A turn of the user."""
+    return [{"role": "user", "content": text}]
+
+
+@dataclass
+class Conversation:
+    """What was said so far, and what the user will say.
+
+    Args:
+        number: what its events and results are called by.
+        prompt: was added to the session; chat messages, where turns follow.
+        left: turns of the user that are still to come.
+        params: how to decode every turn.
+    """
+
+    number: int
+    prompt: Prompt
+    left: list[str]
+    params: SamplingParams
+    turn: int = 0
+
+
+def converse(
+    session: Session, talks: Sequence[Conversation], encoding: Encoding
+) -> Iterator[StreamEvent]:
+    """What the rows of conversations emit, by conversation and turn.
+
+    Args:
+        session: with the first turn of each, in their order, as requests 0, 1, ...
+        encoding: of every turn.
+    """
+    owners = dict(enumerate(talks))
+    begun = encoding.get("prefill_response") or ""
+    while session.busy:
+        for event in session.step():
+            talk, result = owners[event.index], event.result
+            yield event.renumbered(talk.number, talk.turn)
+            if result is None or not talk.left:
+                continue
+            if result.finish_reason not in ("stop", "length"):
+                talk.left.clear()
+                continue
+            answer = {"role": "assistant", "content": begun + result.text}
+            said = talk.left.pop(0)
+            talk.prompt = [*talk.prompt, answer, *user(said)]
+            talk.turn += 1
+            try:
+                owners[session.add(talk.prompt, talk.params, **encoding)] = talk
+            except SpecdecError as error:
+                talk.left.clear()
+                why = f"turn {talk.turn + 1}: {error}"
+                failed = GenerationResult.refused(talk.number, said, why)
+                event = StreamEvent(index=0, text="", token_ids=[], result=failed)
+                yield event.renumbered(talk.number, talk.turn)

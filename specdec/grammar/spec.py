@@ -1,0 +1,172 @@
+"""What users ask for: a JSON schema, a regular expression or a Lark grammar."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from ..errors import ConfigError
+from ..utils.checks import require
+from ..utils.data_files import DataError, parse_json
+from ..utils.printable import shorten
+
+GrammarKind = Literal["json_schema", "regex", "lark"]
+GRAMMAR_KINDS: tuple[GrammarKind, ...] = get_args(GrammarKind)
+#: Most bytes of a grammar's text. What compiles it takes stack by the length.
+MAX_GRAMMAR_BYTES = 1 << 17
+#: Most patterns that may have to hold together. What finds out whether a text matches
+#: all of them takes a second for ten, and minutes and gigabytes for twenty.
+MAX_JOINED_PATTERNS = 8
+_NAMES = {
+    "json_schema": "JSON schema",
+    "regex": "regular expression",
+    "lark": "Lark grammar",
+}
+
+
+@dataclass(frozen=True)
+class Grammar:
+    """What a request's output has to be: the whole of it, from its first token.
+
+    Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex` or :meth:`lark`,
+    and given as ``SamplingParams(grammar=...)``. It takes the package llguidance
+    (``pip install 'mlx-specdec[structured]'``).
+
+    Args:
+        kind: how ``text`` is to be read.
+        text: the schema as JSON, the expression, or the grammar; up to 128 KiB.
+
+    Raises:
+        ConfigError: the text is empty, too long or no Unicode; of a schema, it is no
+            JSON object, or nested deeper than 100; or it has more than 8 patterns that
+            may have to hold together. What else is wrong with it is found when a
+            request with it is added.
+    """
+
+    kind: GrammarKind
+    text: str
+
+    def __post_init__(self) -> None:
+        rule = f"{', '.join(GRAMMAR_KINDS[:-1])} or {GRAMMAR_KINDS[-1]}"
+        require(self.kind in GRAMMAR_KINDS, "grammar kind", self.kind, rule)
+        require(isinstance(self.text, str), self.name, self.text, "a text")
+        require(bool(self.text.strip()), self.name, self.text, "a text, not empty")
+        try:
+            size = len(self.text.encode())
+        except UnicodeEncodeError as error:
+            raise ConfigError(
+                f"the {self.name} has half of a surrogate pair (character "
+                f"{error.start}): give Unicode text"
+            ) from error
+        if size > MAX_GRAMMAR_BYTES:
+            raise ConfigError(
+                f"the {self.name} has {size} bytes: give one of at most "
+                f"{MAX_GRAMMAR_BYTES}"
+            )
+        joined = 0
+        if self.kind == "json_schema":
+            joined = _joined_patterns(self._schema())
+        elif self.kind == "lark":
+            joined = _joined_terminals(self.text)
+        if joined > MAX_JOINED_PATTERNS:
+            raise ConfigError(
+                f"the {self.name} has {joined} patterns, of which some have to hold "
+                f"together: give at most {MAX_JOINED_PATTERNS}, or none that join "
+                "others (allOf, & and the like)"
+            )
+
+    def _schema(self) -> dict[str, Any]:
+        try:
+            schema = parse_json(self.text)
+        except DataError as error:
+            raise ConfigError(f"the JSON schema cannot be read: {error}") from error
+        if not isinstance(schema, dict):
+            raise ConfigError(
+                f"the JSON schema is {shorten(self.text)}: it must be an object"
+            )
+        return schema
+
+    @property
+    def name(self) -> str:
+        """What it is, in words."""
+        return _NAMES[self.kind]
+
+    @classmethod
+    def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
+        """JSON that a schema describes.
+
+        Properties come in the order of the schema. Between tokens of JSON is one
+        space, a line break with up to 20 blanks, or nothing.
+
+        Args:
+            schema: the schema, or its JSON text.
+
+        Raises:
+            ConfigError: it is none; see the class.
+        """
+        if not isinstance(schema, str):
+            try:
+                schema = json.dumps(schema, allow_nan=False)
+            except (TypeError, ValueError, RecursionError) as error:
+                raise ConfigError(
+                    f"the JSON schema is no JSON: {shorten(error)}"
+                ) from error
+        return cls("json_schema", schema)
+
+    @classmethod
+    def json_object(cls) -> Grammar:
+        """Any JSON object."""
+        return cls("json_schema", '{"type": "object"}')
+
+    @classmethod
+    def regex(cls, pattern: str) -> Grammar:
+        """Text of which all matches a regular expression (Rust's syntax).
+
+        Raises:
+            ConfigError: see the class.
+        """
+        return cls("regex", pattern)
+
+    @classmethod
+    def lark(cls, text: str) -> Grammar:
+        """Text of a context-free grammar, in llguidance's variant of Lark's syntax.
+
+        Raises:
+            ConfigError: see the class.
+        """
+        return cls("lark", text)
+
+
+# Beside each other, or a pattern, they join what they say.
+_APPLICATORS = ("pattern", "$ref", "$dynamicRef", "anyOf", "oneOf")
+
+
+def _joined_patterns(schema: Any) -> int:
+    """Patterns of a schema, if any may have to hold together; else 0."""
+    patterns, joins, left = 0, False, [schema]
+    while left:
+        value = left.pop()
+        if isinstance(value, dict):
+            patterns += isinstance(value.get("pattern"), str)
+            some = sum(isinstance(value.get(key), str | list) for key in _APPLICATORS)
+            joins |= some > 1 or isinstance(value.get("allOf"), list)
+            left += value.values()
+        elif isinstance(value, list):
+            left += value
+    return patterns if joins else 0
+
+
+_LITERAL = re.compile(r'"(?:\\.|[^"\\\n])*"|/(?:\\.|[^/\\\n])+/')
+_ESCAPED = re.compile(r"\\u([0-9a-fA-F]{4})")
+
+
+def _joined_terminals(text: str) -> int:
+    """The same of a Lark grammar: terminals that ``&`` joins, patterns of ``%json``."""
+    joined = _LITERAL.sub("", text).count("&")
+    if "%json" in text:
+        plain = _ESCAPED.sub(lambda found: chr(int(found[1], 16)), text)
+        joined += plain.count('"pattern"')
+    return joined

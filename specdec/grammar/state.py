@@ -1,0 +1,79 @@
+"""Where one row is in its grammar."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from ..utils.printable import shorten
+
+if TYPE_CHECKING:
+    from llguidance import LLMatcher
+
+
+class GrammarState:
+    """A row's place in its grammar: after its committed tokens, or tokens ahead.
+
+    Args:
+        fresh: at the beginning of the grammar; not changed.
+        num_words: 32-bit words of a mask, a bit for each token.
+    """
+
+    def __init__(self, fresh: LLMatcher, num_words: int):
+        self.num_words = num_words
+        self._fresh = fresh
+        self._matcher = fresh.deep_copy()
+        self._committed: list[int] = []
+        # Tokens after the committed ones that the matcher has taken.
+        self._ahead: list[int] = []
+
+    def commit(self, tokens: Sequence[int]) -> None:
+        """Be after ``tokens``, all that the row has generated.
+
+        Those that were committed before begin them; of those ahead, some stand.
+        """
+        new = tokens[len(self._committed) :]
+        self.move(new)
+        self._committed += new
+        self._ahead = []
+
+    def move(self, ahead: Sequence[int]) -> None:
+        """Be after the committed tokens and ``ahead``, each allowed after the last."""
+        if self._matcher.is_error():  # by what was ahead, which may not stand
+            self._matcher, self._ahead = self._fresh.deep_copy(), []
+            self._matcher.consume_tokens(self._committed)
+        same = 0
+        for before, after in zip(self._ahead, ahead, strict=False):
+            if before != after:
+                break
+            same += 1
+        if len(self._ahead) > same:
+            self._matcher.rollback(len(self._ahead) - same)
+            del self._ahead[same:]
+        for token in ahead[same:]:
+            if not self._matcher.consume_token(token):
+                return
+            self._ahead.append(token)
+
+    def fill(self, address: int) -> bool:
+        """Write the mask of the next token to memory, ``num_words`` words.
+
+        Returns:
+            Whether there is one: else :attr:`error` says why, and what was written
+            means nothing.
+        """
+        if not self._matcher.is_error():
+            self._matcher.unsafe_compute_mask_ptr(address, 4 * self.num_words)
+        return not self._matcher.is_error()
+
+    def forced(self) -> list[int]:
+        """Tokens that must follow, in their usual spelling; often none.
+
+        A text that must follow may be spelled by other tokens, too.
+        """
+        return [] if self._matcher.is_error() else self._matcher.compute_ff_tokens()
+
+    @property
+    def error(self) -> str:
+        """Why nothing can be said of the next token: limits were reached, mostly."""
+        return shorten(self._matcher.get_error().replace("<non-verbose/>", ""))

@@ -1,0 +1,65 @@
+"""LoRA adapters, as mlx-lm trains them, put on a model that is loaded."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.utils import load_adapters
+
+from ..errors import ModelError
+from ..utils.data_files import DataError, check_shape, read_json
+from ..utils.files import NOT_PLAIN
+from ..utils.printable import shorten
+
+_CONFIG, _WEIGHTS = "adapter_config.json", "adapters.safetensors"
+# The most that an adapter may say; known ones have a hundredth.
+_MOST_RANK = 1 << 14
+
+
+def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
+    """Put the adapter of a folder on ``model``, in place; nothing is computed.
+
+    LoRA, DoRA and full fine-tunes, as ``mlx_lm.lora`` writes them. The adapter stays
+    beside the weights (it is not fused), so that the arithmetic is mlx-lm's own.
+
+    Raises:
+        ModelError: there is no adapter, it is damaged, or it was trained on another
+            model.
+    """
+    folder = Path(os.path.expanduser(adapter_path))
+    _check(folder)
+    try:
+        load_adapters(model, str(folder))
+    except Exception as error:  # its files may say anything
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        why = " ".join(line.strip() for line in lines)
+        raise ModelError(
+            f"adapter {folder} does not fit the model ({shorten(why)}): give the model "
+            "that it was trained on"
+        ) from error
+    model.eval()
+
+
+def _check(folder: Path) -> None:
+    """Refuse what mlx-lm could not read, or not in bounded time and memory."""
+    for name in (_CONFIG, _WEIGHTS):
+        path = folder / name
+        if not path.exists():
+            raise ModelError(
+                f"no adapter in {folder}: there is no {name}; give the folder that "
+                "mlx_lm.lora --adapter-path wrote"
+            )
+        if not path.is_file():
+            raise ModelError(f"{path}: {NOT_PLAIN}: give a folder of mlx_lm.lora")
+    path = folder / _CONFIG
+    try:
+        shape = {"lora_parameters?": {"rank?": int}}
+        config: dict[str, Any] = check_shape(read_json(path), shape)
+        rank = config.get("lora_parameters", {}).get("rank", 1)
+    except DataError as error:
+        raise ModelError(f"{path} cannot be read ({error}): train it again") from error
+    if not 1 <= rank <= _MOST_RANK:
+        raise ModelError(f"{path} says rank is {rank}: train it again")

@@ -1,0 +1,152 @@
+"""Which tokens the grammars of a round's rows allow, at each of its positions.
+
+Masks are made on the host, from tokens that it has to read: a row's committed ones, and
+those proposed after them. Whoever asks first, the draft or the target, has them made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+from ..grammar import GrammarState
+
+_ANY = np.uint32(0xFFFFFFFF)
+
+
+@dataclass
+class _Path:
+    """What a row's masks were made for.
+
+    Args:
+        state: where the row is in its grammar.
+        ends: tokens that end the row: nothing follows them.
+        most: proposals that it may accept.
+        tokens: proposals that each had a mask before it, and were allowed by it.
+        num_masks: positions that have their mask, the first ones.
+    """
+
+    state: GrammarState
+    ends: AbstractSet[int]
+    most: int
+    tokens: list[int] = field(default_factory=list)
+    num_masks: int = 0
+
+
+class GrammarMasks:
+    """The masks of one round; a row without a grammar may choose any token.
+
+    A position after a proposal that the grammar refuses, or that ends the row, is never
+    reached: its mask allows everything.
+
+    Args:
+        states: of the rows that follow one, each after the row's committed tokens.
+        ends: tokens that end each of these rows.
+        limits: most proposals that each row of the batch may accept.
+        num_tokens: positions of the round, k + 1.
+
+    Attributes:
+        errors: rows of which nothing can be said any more, and why.
+    """
+
+    def __init__(
+        self,
+        states: Mapping[int, GrammarState],
+        ends: Mapping[int, AbstractSet[int]],
+        limits: Sequence[int],
+        num_tokens: int,
+    ):
+        self._paths = {
+            row: _Path(state, ends[row], min(max(limits[row], 0), num_tokens - 1))
+            for row, state in states.items()
+        }
+        num_words = max(state.num_words for state in states.values())
+        self._bits = np.full((len(limits), num_tokens, num_words), _ANY)
+        self.errors: dict[int, str] = {}
+
+    def forced(self) -> tuple[list[list[int]], list[int]]:
+        """Tokens that must follow what is committed, and how many, of every row."""
+        num_rows, num_tokens, _ = self._bits.shape
+        tokens = [[0] * (num_tokens - 1) for _ in range(num_rows)]
+        lengths = [0] * num_rows
+        for row, path in self._paths.items():
+            found = path.state.forced()[: path.most]
+            tokens[row][: len(found)] = found
+            lengths[row] = len(found)
+        return tokens, lengths
+
+    def mask(self, logits: mx.array, proposed: mx.array) -> mx.array:
+        """Logits, minus infinity at what a row's grammar refuses.
+
+        Args:
+            logits: of all positions, shape (B, k + 1, V).
+            proposed: shape (B, k).
+        """
+        # The device goes on with them while the host reads and makes masks.
+        mx.async_eval(logits)
+        self._extend(proposed.tolist())
+        return mx.where(_expanded(self._bits, logits), logits, -mx.inf)
+
+    def mask_next(self, logits: mx.array, proposed: Sequence[mx.array]) -> mx.array:
+        """A draft's logits of the position after ``proposed``, in the same way.
+
+        Where a draft lacks all that is allowed, it may propose what is refused: draws
+        from its distribution stay draws from one.
+
+        Args:
+            logits: shape (B, 1, V' <= V).
+            proposed: each of shape (B, 1).
+        """
+        j = len(proposed)
+        tokens: Any = [[]] * logits.shape[0]
+        if proposed:
+            tokens = mx.concatenate(list(proposed), axis=1).tolist()
+        self._extend(tokens)
+        allowed = _expanded(self._bits[:, j : j + 1], logits) & (logits > -mx.inf)
+        allowed = allowed | ~allowed.any(axis=-1, keepdims=True)
+        return mx.where(allowed, logits, -mx.inf)
+
+    def _extend(self, proposed: Any) -> None:
+        """Have the masks of every position up to the one after ``proposed``."""
+        for row, path in self._paths.items():
+            tokens = proposed[row][: path.most]
+            same = 0
+            while same < min(len(tokens), len(path.tokens)) and (
+                tokens[same] == path.tokens[same]
+            ):
+                same += 1
+            bits = self._bits[row]
+            if same < len(path.tokens) and same < len(tokens):
+                # Made for other proposals.
+                del path.tokens[same:]
+                path.num_masks = same + 1
+                bits[same + 1 :] = _ANY
+            self._go_on(path, bits, tokens)
+            if not bits[0].any():
+                self.errors[row] = f"its grammar failed: {path.state.error}"
+
+    def _go_on(self, path: _Path, bits: Any, tokens: list[int]) -> None:
+        while path.num_masks <= len(tokens):
+            at = path.num_masks
+            if at:
+                token = tokens[at - 1]
+                refused = not bits[at - 1, token >> 5] >> (token & 31) & 1
+                if token in path.ends or refused:
+                    return
+                path.tokens.append(token)
+            path.state.move(path.tokens)
+            if not path.state.fill(bits[at].ctypes.data):
+                bits[at] = 0
+            path.num_masks += 1
+
+
+def _expanded(bits: Any, logits: mx.array) -> mx.array:
+    """Bits of tokens, shape (B, S, words), as truth values shaped like the logits."""
+    bytes_ = mx.array(np.ascontiguousarray(bits)).view(mx.uint8)
+    flags = (bytes_[..., None] >> mx.arange(8, dtype=mx.uint8)) & 1
+    return flags.reshape(*bits.shape[:2], -1)[..., : logits.shape[-1]].astype(mx.bool_)

@@ -1,0 +1,5 @@
+"""HTTP: requests of OpenAI's and Anthropic's protocols, decoded by one engine.
+
+A protocol reads a body into a :class:`~specdec.server.job.Job` and renders its events.
+What a job needs (a place, tokens, a time limit, tool calls) is the same for all.
+"""

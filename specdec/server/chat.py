@@ -1,0 +1,494 @@
+"""OpenAI's ``/v1/chat/completions``."""
+
+from __future__ import annotations
+
+import re
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ..sampling_params import SamplingParams
+from ..templates import template_of
+from ..utils.data_files import DataError, parse_json
+from ..utils.printable import quoted
+from .job import (
+    Begun,
+    Call,
+    Chat,
+    End,
+    Event,
+    Job,
+    Message,
+    Outcome,
+    Piece,
+    Tokens,
+    Tools,
+)
+from .parameters import Parameter, Table, read, shaped
+from .refusal import Refusal
+from .rendering import OpenAIRendering, sse
+from .sampling import LABELS, SAMPLING, constraint, sampling, stops
+from .service import Service
+
+_NO_MEDIA = "text is all that goes in and comes out: leave it out"
+TABLE: Table = {
+    "model": Parameter(str),
+    "messages": Parameter([dict], required=True, low=1),
+    "max_tokens": Parameter(int),
+    "max_completion_tokens": Parameter(int),
+    "n": Parameter(int, default=1, low=1, high=128),
+    "stop": Parameter((str, [str])),
+    "stream": Parameter(bool, default=False),
+    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
+    "logprobs": Parameter(bool, default=False),
+    "top_logprobs": Parameter(int, default=0, low=0, high=20),
+    "tools": Parameter([dict], default=[], high=1024),
+    "tool_choice": Parameter((str, dict)),
+    "parallel_tool_calls": Parameter(bool, default=True),
+    "response_format": Parameter({"type": str}),
+    "reasoning_effort": Parameter(
+        str, only=("none", "minimal", "low", "medium", "high", "xhigh", "max")
+    ),
+    "chat_template_kwargs": Parameter(dict, default={}),
+    "continue_final_message": Parameter(bool, default=False),
+    "modalities": Parameter([str], only=(["text"],), refused=_NO_MEDIA),
+    "audio": Parameter(dict, refused=_NO_MEDIA),
+    "web_search_options": Parameter(
+        dict, refused="nothing is searched here: use a tool"
+    ),
+    "functions": Parameter(list, refused="it is deprecated: use tools"),
+    "function_call": Parameter(object, refused="it is deprecated: use tool_choice"),
+    "store": Parameter(bool, only=(False,), refused="nothing is stored here"),
+    "prediction": Parameter(
+        dict, refused="drafts are made by the server: leave it out"
+    ),
+    "prompt_cache_retention": Parameter(
+        str, only=("in_memory", "in-memory"), refused="the server's options say it"
+    ),
+    "prompt_cache_options": Parameter(
+        dict, refused="common beginnings are kept by themselves"
+    ),
+    "moderation": Parameter(dict, refused="nothing is moderated here"),
+    "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
+    **SAMPLING,
+    **LABELS,
+}
+NAMES = {
+    "prompt": "messages",
+    "max_tokens": "max_completion_tokens",
+    "stop": "stop",
+    "top_logprobs": "top_logprobs",
+    "n": "n",
+    "grammar": "response_format",
+}
+_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
+#: What only the server may hand to a template.
+_OWN = frozenset(
+    ("conversations", "messages", "tools", "documents", "chat_template",
+     "add_generation_prompt", "continue_final_message", "tokenize", "padding",
+     "truncation", "max_length", "return_tensors", "return_dict",
+     "return_assistant_tokens_mask", "tokenizer_kwargs")
+)  # fmt: skip
+
+
+def parse(body: Any, service: Service) -> ChatRendering:
+    """A request.
+
+    Raises:
+        Refusal: a parameter cannot be used.
+    """
+    values = read(body, TABLE)
+    model = service.check_model(values["model"])
+    if values["top_logprobs"] and not values["logprobs"]:
+        raise Refusal("top_logprobs needs logprobs: add it", param="top_logprobs")
+    if values["stream_options"] is not None and not values["stream"]:
+        raise Refusal("stream_options needs stream: add it", param="stream_options")
+    most = values["max_completion_tokens"]
+    names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
+    params = sampling(
+        values,
+        service.config,
+        names,
+        max_tokens=values["max_tokens"] if most is None else most,
+        stop=stops(values["stop"], "stop"),
+        logprobs=values["logprobs"],
+        top_logprobs=values["top_logprobs"],
+        **constraint(values["response_format"], "response_format"),
+    )
+    tools = tools_of(values["tools"], values["tool_choice"], "tool_choice")
+    chat = Chat(
+        messages_of(values["messages"]),
+        Tools(
+            tools.functions, tools.required, tools.name, values["parallel_tool_calls"]
+        ),
+        continue_final=values["continue_final_message"],
+        formatted=params.grammar is not None,
+        variables=variables(
+            service, values["chat_template_kwargs"], values["reasoning_effort"]
+        ),
+    )
+    if chat.continue_final and chat.messages[-1]["role"] != "assistant":
+        raise Refusal(
+            "continue_final_message needs a last message of the assistant",
+            param="continue_final_message",
+        )
+    check_format(params, tools, "response_format")
+    job = Job([chat], params, values["n"], names)
+    options = values["stream_options"] or {}
+    usage = bool(options.get("include_usage"))
+    return ChatRendering(service, job, model, streamed=values["stream"], usage=usage)
+
+
+def variables(
+    service: Service,
+    given: Mapping[str, Any],
+    effort: str | None,
+    *,
+    where: str = "reasoning_effort",
+) -> dict[str, Any]:
+    """What the chat template reads beside messages and tools.
+
+    Raises:
+        Refusal: the template does not read it, or it is none of the client's.
+    """
+    for name in given:
+        if name in _OWN:
+            raise Refusal(
+                f"chat_template_kwargs cannot have {name}: leave it out",
+                param="chat_template_kwargs",
+                code="invalid_value",
+            )
+    made = {**service.config.chat_template_config, **given}
+    if effort is None:
+        return made
+    template = template_of(service.decoder.tokenizer) or ""
+    if "reasoning_effort" in template:
+        made["reasoning_effort"] = effort
+    elif "enable_thinking" in template:
+        made["enable_thinking"] = effort != "none"
+    elif effort != "none":
+        raise Refusal(
+            f"{where} is not supported: this model's chat template has no such setting",
+            param=where,
+            code="unsupported_parameter",
+        )
+    return made
+
+
+def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
+    """Tools in OpenAI's form, and what is to be called.
+
+    Raises:
+        Refusal: they cannot be used.
+    """
+    for i, tool in enumerate(given):
+        at = f"tools[{i}]"
+        shaped(tool, {"type": str}, at)
+        if tool["type"] != "function":
+            raise Refusal(
+                f"{at} of type {quoted(tool['type'])} is not supported: functions are "
+                "all that can be called",
+                param=f"{at}.type",
+                code="unsupported_parameter",
+            )
+        shape = {
+            "name": str,
+            "description?": (str, None),
+            "parameters?": (dict, None),
+            "strict?": (bool, None),
+        }
+        shaped(tool, {"function": shape}, at)
+        check_name(tool["function"]["name"], f"{at}.function.name")
+    names = [tool["function"]["name"] for tool in given]
+    if choice in (None, "auto"):
+        for i, tool in enumerate(given):
+            if tool["function"].get("strict"):
+                raise Refusal(
+                    "strict is not supported while the model may call nothing: use "
+                    f"{where} required, or leave strict out",
+                    param=f"tools[{i}].function.strict",
+                    code="unsupported_parameter",
+                )
+    if choice is None or choice in ("auto", "none", "required"):
+        if choice == "required" and not given:
+            raise Refusal(f"{where} is required: give tools", param=where)
+        return Tools([] if choice == "none" else given, required=choice == "required")
+    name = choice
+    if isinstance(choice, dict):
+        shaped(choice, {"type": str, "function": {"name": str}}, where)
+        name = choice["function"]["name"]
+    if not isinstance(choice, dict) or name not in names:
+        raise Refusal(
+            f"{where} must be auto, none, required or one of the tools, not "
+            f"{quoted(name)}",
+            param=where,
+            code="invalid_value",
+        )
+    return Tools(given, name=name)
+
+
+def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
+    """Refuse a format beside tools: an answer cannot be of it and call one."""
+    if params.grammar is not None and tools.functions:
+        raise Refusal(
+            f"{where} does not go with tools that may be called: leave one of them out",
+            param=where,
+            code="invalid_value",
+        )
+
+
+def check_name(name: str, where: str) -> None:
+    """Refuse names that calls cannot be written with."""
+    if not _NAME.fullmatch(name):
+        raise Refusal(
+            f"{where} must be 1 to 128 letters, digits, dashes, dots or underscores",
+            param=where,
+            code="invalid_value",
+        )
+
+
+def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
+    """Messages for the chat template.
+
+    Raises:
+        Refusal: one has a part that is no text.
+    """
+    called: dict[str, str] = {}
+    made = [_message(m, f"messages[{i}]", called) for i, m in enumerate(given)]
+    return [m for m in made if m["role"] != "system" or m["content"]]
+
+
+_MESSAGE = {"role": str, "content?": (str, [dict], None), "name?": (str, None)}
+_CALL = {"id?": (str, None), "function": {"name": str, "arguments": str}}
+
+
+def _message(given: dict[str, Any], where: str, called: dict[str, str]) -> Message:
+    shaped(given, _MESSAGE, where)
+    role = given["role"]
+    if role not in ("system", "developer", "user", "assistant", "tool"):
+        raise Refusal(
+            f"{where}.role is {quoted(role)}: it must be system, developer, user, "
+            "assistant or tool",
+            param=f"{where}.role",
+            code="invalid_value",
+        )
+    content = text_of(given.get("content"), f"{where}.content")
+    made: Message = {"role": "system" if role == "developer" else role}
+    made["content"] = content
+    if given.get("name") is not None:
+        made["name"] = given["name"]
+    if role == "assistant":
+        _assistant(given, where, made, called)
+    if role == "tool":
+        shaped(given, {"tool_call_id": str}, where)
+        made["tool_call_id"] = given["tool_call_id"]
+        if name := called.get(given["tool_call_id"]):
+            made["name"] = name
+    return made
+
+
+def _assistant(
+    given: dict[str, Any], where: str, made: Message, called: dict[str, str]
+) -> None:
+    for key in ("reasoning_content", "reasoning"):
+        if given.get(key) is not None:
+            made["reasoning_content"] = shaped(given[key], str, f"{where}.{key}")
+    calls = []
+    for i, call in enumerate(
+        shaped(given.get("tool_calls") or [], [dict], f"{where}.tool_calls")
+    ):
+        at = f"{where}.tool_calls[{i}]"
+        shaped(call, _CALL, at)
+        function = call["function"]
+        name = function["name"]
+        called[call.get("id") or ""] = name
+        made_call: dict[str, Any] = {"type": "function"}
+        if call.get("id"):
+            made_call["id"] = call["id"]
+        arguments = arguments_of(function["arguments"], f"{at}.function.arguments")
+        calls.append({**made_call, "function": {"name": name, "arguments": arguments}})
+    if calls:
+        made["tool_calls"] = calls
+
+
+def arguments_of(text: str, where: str) -> dict[str, Any]:
+    """Arguments of a call, as chat templates have them."""
+    try:
+        found = parse_json(text or "{}")
+    except DataError as error:
+        raise Refusal(f"{where}: {error}", param=where) from error
+    arguments: dict[str, Any] = shaped(found, dict, where)
+    return arguments
+
+
+def text_of(
+    content: Any, where: str, kinds: Sequence[str] = ("text", "refusal")
+) -> str:
+    """The text of a message's content, be it one text or parts.
+
+    Raises:
+        Refusal: a part is something else.
+    """
+    if content is None or isinstance(content, str):
+        return content or ""
+    texts = []
+    for i, part in enumerate(content):
+        at = f"{where}[{i}]"
+        shaped(part, {"type": str}, at)
+        if part["type"] not in kinds:
+            raise Refusal(
+                f"{at} of type {quoted(part['type'])} is not supported: this model "
+                "reads text",
+                param=at,
+                code="unsupported_content",
+            )
+        key = "refusal" if part["type"] == "refusal" else "text"
+        texts.append(shaped(part, {key: str}, at)[key])
+    return "".join(texts)
+
+
+def logprobs_of(service: Service, tokens: Tokens) -> list[dict[str, Any]]:
+    """Log-probabilities in the form of chat completions."""
+    return [
+        {
+            **_named(service, token, entry.logprob),
+            "top_logprobs": [_named(service, t, p) for t, p in entry.top],
+        }
+        for token, entry in tokens
+    ]
+
+
+def _named(service: Service, token: int, logprob: float) -> dict[str, Any]:
+    text = token_text(service, token)
+    whole = "\ufffd" not in text
+    return {
+        "token": text,
+        # JSON has no infinity; OpenAI writes this number for tokens of no chance.
+        "logprob": max(logprob, -9999.0),
+        "bytes": list(text.encode()) if whole else None,
+    }
+
+
+def token_text(service: Service, token: int) -> str:
+    """The text of one token; a part of a character is U+FFFD."""
+    return str(service.decoder.tokenizer.decode([token]))
+
+
+class ChatRendering(OpenAIRendering):
+    """A chat completion, whole or in chunks."""
+
+    def __init__(
+        self, service: Service, job: Job, model: str, *, streamed: bool, usage: bool
+    ):
+        super().__init__(job, model, streamed=streamed)
+        self._service = service
+        self._usage = usage
+        self._id = f"chatcmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+
+    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": kind,
+            "created": self._created,
+            "model": self.model,
+            "system_fingerprint": "specdec",
+            "choices": choices,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(i, outcome) for i, outcome in enumerate(self.outcomes)]
+        made = self._object("chat.completion", choices)
+        return {**made, "usage": usage_of(self)}
+
+    def _choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "refusal": None}
+        empty = outcome.calls and not outcome.text
+        message["content"] = None if empty else outcome.text
+        if outcome.reasoning:
+            message["reasoning_content"] = outcome.reasoning
+        if outcome.calls:
+            message["tool_calls"] = [_call(call) for call in outcome.calls]
+        logprobs = None
+        if self.job.params.logprobs:
+            content = logprobs_of(self._service, outcome.tokens)
+            logprobs = {"content": content, "refusal": None}
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": logprobs,
+            **ending(outcome.end),
+        }
+
+    def stream(self, event: Event) -> Iterator[bytes]:
+        delta: dict[str, Any] = {}
+        logprobs: dict[str, Any] | None = None
+        more: dict[str, Any] = {"finish_reason": None}
+        if isinstance(event, Begun):
+            delta = {"role": "assistant", "content": ""}
+        elif isinstance(event, Piece):
+            key = "content" if event.kind == "text" else "reasoning_content"
+            delta = {key: event.text}
+            if event.tokens:
+                content = logprobs_of(self._service, event.tokens)
+                logprobs = {"content": content, "refusal": None}
+        elif isinstance(event, Call):
+            begun = {"index": event.index, **_call(event)}
+            begun["function"] = {"name": event.name, "arguments": ""}
+            yield self._chunk(event.choice, {"tool_calls": [begun]}, None, more)
+            arguments = {"arguments": event.arguments}
+            delta = {"tool_calls": [{"index": event.index, "function": arguments}]}
+        else:
+            more = ending(event)
+        yield self._chunk(event.choice, delta, logprobs, more)
+
+    def _chunk(
+        self,
+        choice: int,
+        delta: dict[str, Any],
+        logprobs: dict[str, Any] | None,
+        more: Mapping[str, Any],
+    ) -> bytes:
+        made = {"index": choice, "delta": delta, "logprobs": logprobs, **more}
+        chunk = self._object("chat.completion.chunk", [made])
+        return sse({**chunk, "usage": None} if self._usage else chunk)
+
+    def end(self) -> Iterator[bytes]:
+        if self._usage:
+            chunk = self._object("chat.completion.chunk", [])
+            yield sse({**chunk, "usage": usage_of(self)})
+        yield b"data: [DONE]\n\n"
+
+
+def _call(call: Call) -> dict[str, Any]:
+    function = {"name": call.name, "arguments": call.arguments}
+    return {"id": call.id, "type": "function", "function": function}
+
+
+def ending(end: End) -> dict[str, Any]:
+    """How a choice ended, and what its draws came from."""
+    made: dict[str, Any] = {"finish_reason": end.reason}
+    if end.result.seed is not None:
+        made["seed"] = end.result.seed
+    if end.cut is not None:
+        made["cut"] = end.cut
+    if end.stop is not None:
+        made["stop_reason"] = end.stop
+    return made
+
+
+def usage_of(rendering: OpenAIRendering) -> dict[str, Any]:
+    """Tokens, in the form of completions."""
+    usage = rendering.usage
+    return {
+        "prompt_tokens": usage.prompt,
+        "completion_tokens": usage.generated,
+        "total_tokens": usage.prompt + usage.generated,
+        "prompt_tokens_details": {"cached_tokens": usage.cached},
+        "completion_tokens_details": {
+            "drafted_tokens": usage.drafted,
+            "accepted_prediction_tokens": usage.accepted,
+            "rejected_prediction_tokens": usage.drafted - usage.accepted,
+        },
+    }

@@ -1,0 +1,182 @@
+"""OpenAI's ``/v1/completions``."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from collections.abc import Iterator
+from itertools import accumulate
+from typing import Any
+
+from .chat import ending, token_text, usage_of
+from .job import Begun, End, Event, Job, Outcome, Piece, Text, Tokens
+from .parameters import Parameter, Table, read
+from .refusal import Refusal
+from .rendering import OpenAIRendering, sse
+from .sampling import LABELS, SAMPLING, constraint, sampling, stops
+from .service import Service
+
+#: OpenAI's own, where a request does not say.
+_MAX_TOKENS = 16
+TABLE: Table = {
+    "model": Parameter(str),
+    "prompt": Parameter((str, list), required=True),
+    "suffix": Parameter(str),
+    "max_tokens": Parameter(int, default=_MAX_TOKENS),
+    "n": Parameter(int, default=1, low=1, high=128),
+    "best_of": Parameter(
+        int, only=(1,), refused="candidates are not ranked here: ask for n and choose"
+    ),
+    "echo": Parameter(bool, default=False),
+    "logprobs": Parameter(int, low=0, high=20),
+    "stop": Parameter((str, [str])),
+    "stream": Parameter(bool, default=False),
+    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
+    "response_format": Parameter({"type": str}),
+    **SAMPLING,
+    **LABELS,
+}
+NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n",
+         "top_logprobs": "logprobs", "grammar": "response_format"}  # fmt: skip
+
+
+def parse(body: Any, service: Service) -> CompletionRendering:
+    """A request.
+
+    Raises:
+        Refusal: a parameter cannot be used.
+    """
+    values = read(body, TABLE)
+    model = service.check_model(values["model"])
+    if values["stream_options"] is not None and not values["stream"]:
+        raise Refusal("stream_options needs stream: add it", param="stream_options")
+    top, echo = values["logprobs"], values["echo"]
+    if top is not None and echo:
+        raise Refusal(
+            "echo with logprobs is not supported: prompts have no logprobs here; leave "
+            "one of them out",
+            param="echo",
+            code="unsupported_parameter",
+        )
+    if echo and values["suffix"] is not None:
+        raise Refusal("echo does not go with suffix: leave it out", param="echo")
+    values["logprobs"] = None
+    params = sampling(
+        values,
+        service.config,
+        NAMES,
+        max_tokens=values["max_tokens"],
+        stop=stops(values["stop"], "stop"),
+        logprobs=top is not None,
+        top_logprobs=top or 0,
+        **constraint(values["response_format"], "response_format"),
+    )
+    prompts = _prompts(values["prompt"])
+    sources = [Text(prompt, values["suffix"]) for prompt in prompts]
+    job = Job(sources, params, values["n"], NAMES)
+    usage = bool((values["stream_options"] or {}).get("include_usage"))
+    made = CompletionRendering(service, job, model, streamed=values["stream"])
+    made.echo, made.with_usage = echo, usage
+    return made
+
+
+def _prompts(given: Any) -> list[str | tuple[int, ...]]:
+    """One prompt or several, each a text or token ids."""
+    several = isinstance(given, list) and not all(_is_token(x) for x in given)
+    prompts = given if several else [given]
+    if given and len(prompts) <= 2048:
+        if all(isinstance(each, str) for each in prompts):
+            return list(prompts)
+        if all(
+            isinstance(each, list) and all(map(_is_token, each)) for each in prompts
+        ):
+            return [tuple(each) for each in prompts]
+    raise Refusal(
+        "prompt must be a text, a list of token ids, or a list of up to 2048 of these, "
+        "and not empty",
+        param="prompt",
+        code="invalid_value",
+    )
+
+
+def _is_token(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+class CompletionRendering(OpenAIRendering):
+    """A completion, whole or in chunks."""
+
+    echo = False
+    with_usage = False
+
+    def __init__(self, service: Service, job: Job, model: str, *, streamed: bool):
+        super().__init__(job, model, streamed=streamed)
+        self._service = service
+        self._id = f"cmpl-{uuid.uuid4().hex}"
+        self._created = int(time.time())
+        self._lengths: dict[int, int] = {}  # of the tokens of each choice so far
+
+    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self._id,
+            "object": "text_completion",
+            "created": self._created,
+            "model": self.model,
+            "system_fingerprint": "specdec",
+            "choices": choices,
+        }
+
+    def whole(self) -> dict[str, Any]:
+        choices = [self._choice(i, outcome) for i, outcome in enumerate(self.outcomes)]
+        return {**self._object(choices), "usage": usage_of(self)}
+
+    def _choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        text = outcome.begun.prompt + outcome.text if self.echo else outcome.text
+        logprobs = self._logprobs(index, outcome.tokens)
+        return {
+            "index": index,
+            "text": text,
+            "logprobs": logprobs,
+            **ending(outcome.end),
+        }
+
+    def _logprobs(self, choice: int, tokens: Tokens) -> dict[str, Any] | None:
+        if not self.job.params.logprobs:
+            return None
+        texts = [token_text(self._service, token) for token, _ in tokens]
+        begin = self._lengths.get(choice, 0)
+        *offsets, self._lengths[choice] = accumulate(map(len, texts), initial=begin)
+        return {
+            "tokens": texts,
+            "token_logprobs": [max(entry.logprob, -9999.0) for _, entry in tokens],
+            "top_logprobs": [
+                {token_text(self._service, t): max(p, -9999.0) for t, p in entry.top}
+                for _, entry in tokens
+            ],
+            "text_offset": offsets,
+        }
+
+    def stream(self, event: Event) -> Iterator[bytes]:
+        text, tokens = "", Tokens()
+        more: dict[str, Any] = {"finish_reason": None}
+        if isinstance(event, Begun):
+            if not self.echo:
+                return
+            text = event.prompt
+        elif isinstance(event, Piece):
+            text, tokens = event.text, event.tokens or []
+        elif isinstance(event, End):
+            more = ending(event)
+        made = {
+            "index": event.choice,
+            "text": text,
+            "logprobs": self._logprobs(event.choice, tokens) if tokens else None,
+            **more,
+        }
+        chunk = self._object([made])
+        yield sse({**chunk, "usage": None} if self.with_usage else chunk)
+
+    def end(self) -> Iterator[bytes]:
+        if self.with_usage:
+            yield sse({**self._object([]), "usage": usage_of(self)})
+        yield b"data: [DONE]\n\n"

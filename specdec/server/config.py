@@ -1,0 +1,78 @@
+"""Options of a server. No mlx here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..errors import ConfigError
+from ..sampling_params import MAX_TEMPERATURE
+from ..utils.checks import require, require_bytes, require_int, require_range
+
+DEFAULT_PORT = 8080
+DEFAULT_MAX_WAITING = 256
+DEFAULT_MAX_TOKENS = 2048
+_MOST_SECONDS = 10**7
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerConfig:
+    """How a server treats its clients.
+
+    Args:
+        names: what the model is called; ``*`` accepts every name. The first one is
+            that of responses; without any it is the target's own.
+        api_key: what clients have to send; ``None``: nothing.
+        cors: origins whose pages may call the server from a browser.
+        max_waiting: requests that may wait for a row; more are refused (429).
+        max_body_bytes: of a request.
+        max_prompt_tokens: of a prompt; ``None``: what the context leaves.
+        max_tokens: tokens to generate where a request does not say.
+        max_output_tokens: most that a request may ask for; ``None``: any number.
+        temperature: where a request does not say; OpenAI's own is 1.
+        request_timeout: seconds after which an answer is cut, waiting included.
+        stop_timeout: seconds that running requests have to end when the server stops.
+        keep_alive: seconds without an event after which a stream gets a comment.
+        chat_template_config: what the chat template reads beside messages and tools.
+        show_cached: report how much of a prompt was found in the prefix cache.
+
+    Raises:
+        ConfigError: a value is out of range.
+    """
+
+    names: tuple[str, ...] = ()
+    api_key: str | None = None
+    cors: tuple[str, ...] = ()
+    max_waiting: int = DEFAULT_MAX_WAITING
+    max_body_bytes: int = 16 * 2**20
+    max_prompt_tokens: int | None = None
+    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_output_tokens: int | None = None
+    temperature: float = 1.0
+    request_timeout: float = 600.0
+    stop_timeout: float = 30.0
+    keep_alive: float = 10.0
+    chat_template_config: Mapping[str, Any] = field(default_factory=dict)
+    show_cached: bool = True
+
+    def __post_init__(self) -> None:
+        require_int("max_waiting", self.max_waiting, 0)
+        require_bytes("max_body_bytes", self.max_body_bytes, 1)
+        for name in ("max_prompt_tokens", "max_output_tokens"):
+            if (value := getattr(self, name)) is not None:
+                require_int(name, value, 1)
+        require_int("max_tokens", self.max_tokens, 1)
+        most = self.max_output_tokens
+        if most is not None:
+            rule = f"at most max_output_tokens ({most})"
+            require(self.max_tokens <= most, "max_tokens", self.max_tokens, rule)
+        require_range("temperature", self.temperature, 0, MAX_TEMPERATURE)
+        require_range("stop_timeout", self.stop_timeout, 0, _MOST_SECONDS)
+        for name in ("request_timeout", "keep_alive"):
+            value = getattr(self, name)
+            require_range(name, value, 0, _MOST_SECONDS, open_low=True)
+        if self.api_key is not None and not self.api_key.strip():
+            raise ConfigError("api_key is empty: name a key, or leave it out")
+        if not all(name.strip() for name in self.names):
+            raise ConfigError("a name of the model is empty: leave it out")

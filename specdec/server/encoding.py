@@ -1,0 +1,221 @@
+"""Sources of a job as token ids: chat templates, tools, the middle of a text."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ..decoder import SpecDecoder
+from ..errors import PromptError
+from ..grammar import Grammar
+from ..prompts import EncodedPrompt, encode
+from ..templates import template_of
+from .job import Chat, Text, Tools
+from .refusal import Refusal
+
+#: Tokens around the text before and after a gap: first, between, last, and whether the
+#: text after the gap comes first. By the names of those who trained with them.
+_GAPS = (
+    ("<|fim_prefix|>", "<|fim_suffix|>", "<|fim_middle|>", False),
+    ("<fim_prefix>", "<fim_suffix>", "<fim_middle>", False),
+    ("<fim-prefix>", "<fim-suffix>", "<fim-middle>", False),
+    ("<|code_prefix|>", "<|code_suffix|>", "<|code_middle|>", False),
+    ("<\uff5cfim\u2581begin\uff5c>", "<\uff5cfim\u2581hole\uff5c>",
+     "<\uff5cfim\u2581end\uff5c>", False),
+    ("\u2581<PRE>", "\u2581<SUF>", "\u2581<MID>", False),
+    ("[SUFFIX]", "[PREFIX]", "", True),
+)  # fmt: skip
+#: Tokens with which such a model ends what is in the gap.
+_GAP_ENDS = (
+    "<|endoftext|>", "<|fim_pad|>", "<fim_pad>", "<|file_sep|>", "<file_sep>",
+    "<|file_separator|>", "<|repo_name|>", "\u2581<EOT>", "<EOT>",
+)  # fmt: skip
+
+#: How a call of a function ($) begins, by mlx-lm's parsers, after their own marker.
+_CALLS = {
+    "json_tools": '\n{"name": "$", "arguments": ',
+    "qwen3_coder": "\n<function=$>\n",
+    "mistral": "$[ARGS]",
+    "pythonic": "[$(",
+    "function_gemma": "call:${",
+    "gemma4": "call:${",
+    "minimax_m2": '\n<invoke name="$">\n',
+}
+
+
+@dataclass(frozen=True)
+class Encoded:
+    """A prompt for the model, and what is known of its answer.
+
+    Args:
+        thinks: the answer begins with reasoning.
+        begun: the beginning of the answer that the prompt ends with.
+        stop_token_ids: more tokens that end it.
+    """
+
+    prompt: EncodedPrompt
+    thinks: bool = False
+    begun: str = ""
+    stop_token_ids: tuple[int, ...] = ()
+
+
+def encode_source(decoder: SpecDecoder, source: Chat | Text) -> Encoded:
+    """Token ids of a source.
+
+    Raises:
+        PromptError, Refusal: it cannot be encoded.
+    """
+    if isinstance(source, Chat):
+        return _chat(decoder, source)
+    if source.suffix is not None:
+        return _gap(decoder, source)
+    return Encoded(
+        encode(
+            decoder.tokenizer,
+            source.prompt,
+            limit=decoder.prompt_limit,
+            ignore_chat_template=isinstance(source.prompt, str),
+        )
+    )
+
+
+def _chat(decoder: SpecDecoder, chat: Chat) -> Encoded:
+    tokenizer, tools = decoder.tokenizer, chat.tools
+    if tools.functions:
+        check_tools(tokenizer, tools)
+    prompt = encode(
+        tokenizer,
+        chat.messages,
+        limit=decoder.prompt_limit,
+        tools=list(tools.functions) or None,
+        continued=chat.continue_final,
+        chat_template_config=chat.variables,
+    )
+    thinks = _thinks(tokenizer, prompt.token_ids)
+    if not tools.forced and not (thinks and chat.formatted):
+        return Encoded(prompt, thinks)
+    begun = beginning(tokenizer, tools.name) if tools.forced else ""
+    written = f"{tokenizer.think_end}\n\n{begun}" if thinks else begun
+    more = tokenizer.encode(written, add_special_tokens=False)
+    text, token_ids = prompt.text + written, (*prompt.token_ids, *more)
+    return Encoded(EncodedPrompt(text, token_ids), begun=begun)
+
+
+def _thinks(tokenizer: Any, tokens: tuple[int, ...]) -> bool:
+    if not getattr(tokenizer, "has_thinking", False):
+        return False
+    start = tokenizer.rfind_think_start(tokens)
+    return bool(start > tokenizer.rfind_think_end(tokens))
+
+
+def check_tools(tokenizer: Any, tools: Tools) -> None:
+    """Refuse tools that the model's chat template or its parser cannot have.
+
+    Raises:
+        Refusal: with the parameter.
+    """
+    template = template_of(tokenizer, tools=tools.functions)
+    reads = template is None or "tools" in template
+    if not getattr(tokenizer, "has_tool_calling", False) or not reads:
+        raise Refusal(
+            "tools is not supported: the chat template of this model knows no tools; "
+            "use another model",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    if tools.forced:
+        beginning(tokenizer, tools.name)
+
+
+def beginning(tokenizer: Any, name: str | None) -> str:
+    """How an answer begins that calls the function ``name``, or any for ``None``.
+
+    Raises:
+        Refusal: nobody knows.
+    """
+    start: str = tokenizer.tool_call_start
+    if name is None:
+        return start
+    parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
+    if parser not in _CALLS:
+        raise Refusal(
+            f"tool_choice names a function, and calls of this model ({parser}) can "
+            "only be required: use required",
+            param="tool_choice",
+            code="unsupported_parameter",
+        )
+    return start + _CALLS[parser].replace("$", name)
+
+
+def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
+    """What an answer has to be that begins with a call of a strict function.
+
+    Raises:
+        Refusal: calls of this model are not written as JSON.
+    """
+    wanted = [
+        tool["function"]
+        for tool in tools.functions
+        if tools.name in (None, tool["function"]["name"])
+    ]
+    if not tools.forced or not any(each.get("strict") for each in wanted):
+        return None
+    if tokenizer.tool_parser.__module__.rpartition(".")[2] != "json_tools":
+        raise Refusal(
+            "strict is not supported: calls of this model are no JSON; leave it out",
+            param="tools",
+            code="unsupported_parameter",
+        )
+    rules = []
+    for i, each in enumerate(wanted):
+        schema = dict(each.get("parameters") or {"type": "object"})
+        schema["x-guidance"] = {"whitespace_pattern": r" |\n[ \t]{0,20}"}
+        begun = "" if tools.name else json.dumps(_CALLS["json_tools"]).replace(
+            "$", each["name"]
+        )  # fmt: skip
+        rules += [f'call{i}: {begun} arguments{i} "}}"',
+                  f"arguments{i}: %json {json.dumps(schema)}"]  # fmt: skip
+    start = " | ".join(f"call{i}" for i in range(len(wanted)))
+    return Grammar.lark("\n".join([f"start: {start}", *rules]))
+
+
+def _gap(decoder: SpecDecoder, source: Text) -> Encoded:
+    tokenizer, before, after = decoder.tokenizer, source.prompt, source.suffix
+    if not isinstance(before, str) or after is None:
+        raise Refusal("suffix needs a prompt that is a text", param="suffix")
+    vocabulary: Mapping[str, int] = tokenizer.get_vocab()
+    known = (
+        gap for gap in _GAPS if all(token in vocabulary for token in gap[:3] if token)
+    )
+    if (gap := next(known, None)) is None:
+        raise Refusal(
+            "suffix is not supported: this model's tokenizer has no tokens to fill the "
+            "middle with; use a model that was trained for it",
+            param="suffix",
+            code="unsupported_parameter",
+        )
+    first, between, last, reverse = gap
+    decoder.prompt_limit.check(before, after)
+    try:
+        parts = [
+            list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+            for text in ((after, before) if reverse else (before, after))
+        ]
+    except Exception as error:
+        raise PromptError("the tokenizer fails on it") from error
+    tokens = [vocabulary[first], *parts[0], vocabulary[between], *parts[1]]
+    if last:
+        tokens.append(vocabulary[last])
+    bos = getattr(tokenizer, "bos_token_id", None)
+    if bos is not None and tokenizer.encode("")[:1] == [bos]:
+        tokens.insert(0, bos)
+    decoder.prompt_limit.check_count(len(tokens))
+    ends = {
+        vocabulary[t] for t in (*_GAP_ENDS, first, between, last) if t in vocabulary
+    }
+    ends = {t for t in ends if t < decoder.bounds.vocab_size}
+    return Encoded(
+        EncodedPrompt(before, tuple(tokens)), stop_token_ids=tuple(sorted(ends))
+    )

@@ -1,0 +1,202 @@
+"""What all protocols have in common: a job, and the events that answer it.
+
+A protocol makes a :class:`Job` of a body. The service answers it with events, in the
+order Begun, Piece and Call, End for each choice; choices mix.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+from ..outputs import GenerationResult
+from ..request import TokenLogprobs
+from ..sampling_params import SamplingParams
+
+Message: TypeAlias = dict[str, Any]
+Tokens: TypeAlias = list[tuple[int, TokenLogprobs]]
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What the model may call, in OpenAI's form, and whether it has to.
+
+    Args:
+        functions: ``{"type": "function", "function": {...}}`` each.
+        required: it has to call one.
+        name: it has to call this one.
+        parallel: it may call several at once.
+    """
+
+    functions: Sequence[Mapping[str, Any]] = ()
+    required: bool = False
+    name: str | None = None
+    parallel: bool = True
+
+    @property
+    def forced(self) -> bool:
+        """Whether the answer begins with a call."""
+        return self.required or self.name is not None
+
+    @property
+    def single(self) -> bool:
+        """Whether the answer ends with its first call."""
+        return self.name is not None or not self.parallel
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Messages for the chat template, in mlx-lm's form.
+
+    Args:
+        continue_final: the last message is the beginning of the answer.
+        variables: more of what the template reads.
+        formatted: the answer has a format from its first token on.
+    """
+
+    messages: Sequence[Message]
+    tools: Tools = field(default_factory=Tools)
+    continue_final: bool = False
+    variables: Mapping[str, Any] = field(default_factory=dict)
+    formatted: bool = False
+
+
+@dataclass(frozen=True)
+class Text:
+    """A text, or token ids, to go on with; with ``suffix`` to fill the middle."""
+
+    prompt: str | tuple[int, ...]
+    suffix: str | None = None
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one request asks for.
+
+    Args:
+        sources: a prompt each.
+        params: how to decode them. Choice ``i`` draws with seed ``params.seed + i``.
+        n: choices of each prompt.
+        names: parameters of the protocol, by what they fill.
+    """
+
+    sources: Sequence[Chat | Text]
+    params: SamplingParams
+    n: int = 1
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def choices(self) -> int:
+        """Answers that it asks for, a row each."""
+        return len(self.sources) * self.n
+
+
+@dataclass(frozen=True)
+class Begun:
+    """A choice waits for its first token.
+
+    Args:
+        prompt: its text, as the tokenizer got it.
+        counts: its prompt is no other choice's.
+    """
+
+    choice: int
+    prompt: str
+    prompt_tokens: int
+    counts: bool
+
+
+@dataclass(frozen=True)
+class Piece:
+    """New text of a choice; ``tokens`` where log-probabilities were asked for."""
+
+    choice: int
+    kind: Literal["text", "reasoning"]
+    text: str
+    tokens: Tokens | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """A tool call of a choice, whole; ``arguments`` are JSON."""
+
+    choice: int
+    index: int
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True)
+class End:
+    """A choice has ended.
+
+    Args:
+        stop: the text of the client's that ended it.
+        cut: what ended it before its time: ``time limit`` or ``shutdown``.
+    """
+
+    choice: int
+    reason: Literal["stop", "length", "tool_calls"]
+    result: GenerationResult
+    stop: str | None = None
+    cut: str | None = None
+
+
+Event: TypeAlias = Begun | Piece | Call | End
+
+
+@dataclass
+class Outcome:
+    """What a choice has become so far."""
+
+    begun: Begun
+    text: str = ""
+    reasoning: str = ""
+    calls: list[Call] = field(default_factory=list)
+    tokens: Tokens = field(default_factory=list)
+    ended: End | None = None
+
+    @property
+    def end(self) -> End:
+        """How it ended."""
+        assert self.ended is not None
+        return self.ended
+
+    def take(self, event: Event) -> None:
+        """Add what is new."""
+        if isinstance(event, Piece):
+            if event.kind == "text":
+                self.text += event.text
+            else:
+                self.reasoning += event.text
+            self.tokens += event.tokens or ()
+        elif isinstance(event, Call):
+            self.calls.append(event)
+        elif isinstance(event, End):
+            self.ended = event
+
+
+@dataclass(frozen=True)
+class Usage:
+    """Tokens of all choices of a job."""
+
+    prompt: int
+    cached: int
+    generated: int
+    drafted: int
+    accepted: int
+
+    @classmethod
+    def of(cls, outcomes: Sequence[Outcome]) -> Usage:
+        """The sum; a prompt of several choices counts once."""
+        own = [o for o in outcomes if o.begun.counts]
+        results = [o.ended.result for o in outcomes if o.ended]
+        return cls(
+            prompt=sum(o.begun.prompt_tokens for o in own),
+            cached=sum(o.ended.result.prefix_tokens for o in own if o.ended),
+            generated=sum(r.generated_tokens for r in results),
+            drafted=sum(r.drafted for r in results),
+            accepted=sum(r.accepted for r in results),
+        )

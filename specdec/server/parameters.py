@@ -1,0 +1,121 @@
+"""The one checker of request bodies: tables of parameters, and how they are read.
+
+Each protocol has a table of all that its documentation names. A parameter is honoured,
+or refused by name; an unknown one is refused, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+from ..model_names import nearest
+from ..utils.data_files import DataError, Shape, check_shape
+from ..utils.printable import quoted
+from .refusal import Refusal
+
+
+@dataclass(frozen=True)
+class Parameter:
+    """One parameter of a request.
+
+    Args:
+        shape: of its value, as :func:`~specdec.utils.data_files.check_shape` has it.
+        default: its value where it is absent or ``null``.
+        low, high: least and most, of a number; of a list or a text, its length.
+        only: values that are possible; ``()``: all.
+        refused: why values that are not in ``only`` are refused, and the way out.
+        required: it has to be there.
+    """
+
+    shape: Shape
+    default: Any = None
+    low: float | None = None
+    high: float | None = None
+    only: tuple[Any, ...] = ()
+    refused: str = ""
+    required: bool = False
+
+    def check(self, name: str, value: Any) -> Any:
+        """The value, if it can be one.
+
+        Raises:
+            Refusal: it cannot.
+        """
+        if self.refused and value not in self.only:
+            raise Refusal(
+                f"{name} is not supported: {self.refused}",
+                param=name,
+                code="unsupported_parameter",
+            )
+        shaped(value, self.shape, name)
+        if self.only and value not in self.only:
+            allowed = ", ".join(map(str, self.only))
+            raise Refusal(
+                f"{name} is {quoted(value)}: it must be one of {allowed}",
+                param=name,
+                code="invalid_value",
+            )
+        self._check_range(name, value)
+        return value
+
+    def _check_range(self, name: str, value: Any) -> None:
+        sized = isinstance(value, list | str | dict)
+        number = len(value) if sized else value
+        low, high = self.low, self.high
+        if (low is None or number >= low) and (high is None or number <= high):
+            return
+        what = f"{name} has length {number}" if sized else f"{name} is {number}"
+        rules = [] if low is None else [f"{low:g} or more"]
+        rules += [] if high is None else [f"{high:g} at most"]
+        raise Refusal(
+            f"{what}: it must be {' and '.join(rules)}",
+            param=name,
+            code="invalid_value",
+        )
+
+
+Table: TypeAlias = Mapping[str, Parameter]
+
+
+def shaped(value: Any, shape: Shape, where: str) -> Any:
+    """``value``, if it is of the shape; ``where`` names it.
+
+    Raises:
+        Refusal: it is not.
+    """
+    try:
+        return check_shape(value, shape, where)
+    except DataError as error:
+        param = str(error).partition(" ")[0]
+        raise Refusal(str(error), param=param, code="invalid_type") from error
+
+
+def read(body: Any, table: Table) -> dict[str, Any]:
+    """The values of all parameters of the table.
+
+    Raises:
+        Refusal: one cannot be used, is not known, or is missing.
+    """
+    if not isinstance(body, dict):
+        raise Refusal("the body is no JSON object: send one", code="invalid_type")
+    values = {}
+    for name, value in body.items():
+        if name not in table:
+            near = nearest(name[:100], table)
+            meant = f": {near} is meant?" if near else ": leave it out"
+            raise Refusal(
+                f"{quoted(name)} is no parameter of this endpoint{meant}",
+                param=name[:100],
+                code="unknown_parameter",
+            )
+        if value is not None:
+            values[name] = table[name].check(name, value)
+    for name, parameter in table.items():
+        if parameter.required and name not in values:
+            raise Refusal(
+                f"{name} is missing: add it", param=name, code="missing_parameter"
+            )
+        values.setdefault(name, parameter.default)
+    return values

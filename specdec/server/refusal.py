@@ -1,0 +1,114 @@
+"""What a client is told where its request cannot be answered."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from ..errors import ConfigError, MemoryLimitError, PromptError, SpecdecError
+from ..utils.printable import one_line
+
+#: Kinds of errors by status, as OpenAI and Anthropic call them.
+_OPENAI = {401: "authentication_error", 404: "not_found_error",
+           429: "rate_limit_error"}  # fmt: skip
+_ANTHROPIC = {
+    401: "authentication_error",
+    404: "not_found_error",
+    413: "request_too_large",
+    429: "rate_limit_error",
+    503: "overloaded_error",
+}
+
+
+class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
+    """A request that is not answered, or not to its end.
+
+    Args:
+        message: one line that names the way out.
+        status: of the response.
+        param: the parameter at fault.
+        code: what programs compare with.
+        retry_after: seconds after which to ask again.
+    """
+
+    def __init__(
+        self,
+        message: object,
+        *,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,
+    ):
+        super().__init__(message)
+        self.status = status
+        self.param = param
+        self.code = code
+        self.retry_after = retry_after
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """Of the response."""
+        if self.status == 401:
+            return {"WWW-Authenticate": "Bearer"}
+        if self.retry_after is None:
+            return {}
+        return {"Retry-After": str(self.retry_after)}
+
+    def openai(self) -> dict[str, Any]:
+        """The error object of OpenAI's protocols."""
+        default = "invalid_request_error" if self.status < 500 else "server_error"
+        return {
+            "error": {
+                "message": str(self),
+                "type": _OPENAI.get(self.status, default),
+                "param": self.param,
+                "code": self.code,
+            }
+        }
+
+    def anthropic(self) -> dict[str, Any]:
+        """The error object of Anthropic's protocol."""
+        default = "invalid_request_error" if self.status < 500 else "api_error"
+        kind = _ANTHROPIC.get(self.status, default)
+        return {"type": "error", "error": {"type": kind, "message": str(self)}}
+
+
+def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
+    """What an error of the engine's says to a client.
+
+    Args:
+        names: parameters of the protocol, by the fields of ``SamplingParams``.
+    """
+    if isinstance(error, Refusal):
+        return error
+    text = str(error)
+    if isinstance(error, PromptError):
+        too_long = "context" in text and text.endswith("shorten it")
+        param = names.get("prompt")
+        code = "context_length_exceeded" if too_long else None
+        return Refusal(f"the prompt cannot be used: {text}", param=param, code=code)
+    if isinstance(error, ConfigError):
+        # What is wrong with a grammar is said of it, not of the field.
+        found = re.match(
+            r"(the|a) (JSON schema|regular expression|Lark grammar|grammar)\b", text
+        )
+        if found and "grammar" in names:
+            where = names["grammar"]
+            return Refusal(f"{where}: {text}", param=where, code="invalid_value")
+        found = re.match(r"\w+", text)
+        field = found.group() if found else ""
+        param = names.get(field, field)
+        known = param in names.values()
+        text = param + text[len(field) :] if known else text
+        return Refusal(text, param=param if known else None, code="invalid_value")
+    if isinstance(error, MemoryLimitError):
+        # The line names options of the command, which are none of the client's.
+        text = one_line(text).partition(": ")[0]
+        return Refusal(
+            f"{text}: shorten the prompt or ask for fewer tokens",
+            param=names.get("max_tokens"),
+            code="memory_limit_exceeded",
+        )
+    return Refusal(text, status=500, code="engine_failed")

@@ -1,0 +1,167 @@
+"""Parameters of requests that say how tokens are chosen, for all protocols."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import fields
+from typing import Any
+
+from ..errors import ConfigError
+from ..grammar import Grammar
+from ..sampling_params import VERIFICATIONS, SamplingParams
+from ..utils.printable import quoted
+from .config import ServerConfig
+from .parameters import Parameter, Table, shaped
+from .refusal import Refusal, refusal_of
+
+#: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
+MORE: Table = {
+    "top_k": Parameter(int),
+    "min_p": Parameter(float),
+    "xtc_probability": Parameter(float),
+    "xtc_threshold": Parameter(float),
+    "repetition_penalty": Parameter(float),
+    "repetition_context_size": Parameter(int),
+    "presence_context_size": Parameter(int),
+    "frequency_context_size": Parameter(int),
+    "min_tokens": Parameter(int),
+    "stop_token_ids": Parameter([int], high=128),
+    "num_draft_tokens": Parameter(int),
+    "verification": Parameter(str, only=VERIFICATIONS),
+}
+#: OpenAI's.
+SAMPLING: Table = {
+    "temperature": Parameter(float, low=0),
+    "top_p": Parameter(float),
+    "presence_penalty": Parameter(float, low=-2, high=2),
+    "frequency_penalty": Parameter(float, low=-2, high=2),
+    "logit_bias": Parameter(dict, high=1024),
+    "seed": Parameter(int),
+    **MORE,
+}
+#: Labels: they change no text, here or elsewhere.
+LABELS: Table = {
+    "user": Parameter(str),
+    "safety_identifier": Parameter(str),
+    "metadata": Parameter(dict),
+    "prompt_cache_key": Parameter(str),
+    "service_tier": Parameter(
+        str, only=("auto", "default"), refused="there is one tier: leave it out"
+    ),
+}
+_FIELDS = {field.name for field in fields(SamplingParams)}
+#: Of no effect where the likeliest token is taken: it passes all of them.
+_FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+
+
+def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
+    """What a wanted format of the answer adds to ``SamplingParams``.
+
+    Raises:
+        Refusal: it cannot be had.
+    """
+    if response_format is None or response_format.get("type") == "text":
+        return {}
+    kind = response_format.get("type")
+    try:
+        if kind == "json_object":
+            made = Grammar.json_object()
+        elif kind == "json_schema":
+            # Chat completions have the schema one level deeper than the others.
+            inner = response_format.get("json_schema", response_format)
+            shape = {"schema": dict, "strict?": (bool, None)}
+            made = Grammar.json_schema(shaped(inner, shape, where)["schema"])
+        elif kind == "regex":
+            made = Grammar.regex(
+                shaped(response_format, {"pattern": str}, where)["pattern"]
+            )
+        elif kind == "grammar":
+            made = Grammar.lark(
+                shaped(response_format, {"grammar": str}, where)["grammar"]
+            )
+        else:
+            raise Refusal(
+                f"{where}.type is {quoted(kind)}: it must be text, json_object, "
+                "json_schema, regex or grammar",
+                param=where,
+                code="invalid_value",
+            )
+    except ConfigError as error:
+        raise Refusal(f"{where}: {error}", param=where, code="invalid_value") from error
+    return {"grammar": made}
+
+
+def sampling(
+    values: Mapping[str, Any],
+    config: ServerConfig,
+    names: Mapping[str, str],
+    *,
+    max_tokens: int | None,
+    **more: Any,
+) -> SamplingParams:
+    """The parameters of a request.
+
+    Args:
+        values: of the request, by the names of tables above; ``None`` is not given.
+        names: parameters by the fields that they fill.
+        max_tokens: that the request asks for.
+        more: fields that the protocol has filled itself.
+
+    Raises:
+        Refusal: they cannot be.
+    """
+    limit, given = config.max_output_tokens, max_tokens
+    wanted = config.max_tokens if given is None else given
+    if limit is not None and wanted > limit:
+        param = names.get("max_tokens", "max_tokens")
+        raise Refusal(
+            f"{param} is {wanted}: this server allows {limit}",
+            param=param,
+            code="invalid_value",
+        )
+    found = {
+        name: value
+        for name, value in values.items()
+        if name in _FIELDS and value is not None
+    }
+    if "logit_bias" in found:
+        found["logit_bias"] = _biases(found["logit_bias"])
+    if "stop_token_ids" in found:
+        found["stop_token_ids"] = tuple(found["stop_token_ids"])
+    found = {"temperature": config.temperature, **found, "max_tokens": wanted, **more}
+    try:
+        if found["temperature"] == 0:
+            # Each is checked as it would be at another temperature.
+            SamplingParams(**{**found, "temperature": 1.0})
+            found = {k: v for k, v in found.items() if k not in _FILTERS}
+        return SamplingParams(**found)
+    except Exception as error:
+        raise refusal_of(error, {**{n: n for n in values}, **names}) from error
+
+
+def _biases(given: Mapping[str, Any]) -> dict[int, float]:
+    biases = {}
+    for token, bias in given.items():
+        number = isinstance(bias, int | float) and not isinstance(bias, bool)
+        if not number or not (token.isascii() and token.isdigit()) or len(token) > 10:
+            raise Refusal(
+                'logit_bias must map token ids to numbers, as in {"1234": -5}',
+                param="logit_bias",
+                code="invalid_value",
+            )
+        biases[int(token)] = bias
+    return biases
+
+
+def stops(given: str | list[Any] | None, where: str) -> tuple[str, ...]:
+    """Stop texts, of one text or of several."""
+    if given is None:
+        return ()
+    texts = [given] if isinstance(given, str) else given
+    if not all(isinstance(text, str) and text for text in texts):
+        raise Refusal(
+            f"{where} must be one text or several, none of them empty",
+            param=where,
+            code="invalid_value",
+        )
+    return tuple(texts)

@@ -1,0 +1,347 @@
+"""Jobs of all protocols on one engine: places, tokens, time limits, the end."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import secrets
+import time
+from collections.abc import AsyncGenerator, Iterator, Sequence
+from contextlib import aclosing, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+
+from ..decoder import SpecDecoder
+from ..engine.async_server import Server as Engine
+from ..model_names import short
+from ..output_text import stop_texts
+from ..outputs import GenerationResult, StreamEvent
+from ..sampling_params import SamplingParams
+from .config import ServerConfig
+from .encoding import Encoded, call_grammar, encode_source
+from .job import Begun, Chat, End, Event, Job, Text, Tokens, Tools
+from .metrics import Metrics
+from .parts import Parts
+from .refusal import Refusal, refusal_of
+
+#: Weight of the newest request in the mean time that a row takes.
+_NEWEST = 0.1
+_MOST_RETRY_AFTER = 60
+
+
+class _Inbox:
+    """Events of all choices of a job, as they come; ``None`` after a silence."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._puts = 0
+        self.get = self._queue.get
+
+    def put(self, event: Event | Exception | None) -> None:
+        self._puts += 1
+        self._queue.put_nowait(event)
+
+    async def note_silence(self, seconds: float) -> None:
+        """Put ``None`` whenever nothing was put for so long."""
+        while True:
+            before = self._puts
+            await asyncio.sleep(seconds)
+            if self._puts == before:
+                self.put(None)
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A job that is ready to be decoded.
+
+    Args:
+        began: when it arrived.
+        choices: prompt, parameters and tools of each.
+    """
+
+    job: Job
+    began: float
+    choices: Sequence[tuple[Encoded, SamplingParams, Tools]]
+
+
+class Service:
+    """Answers jobs; of one event loop.
+
+    Args:
+        decoder: loaded.
+        engine: its server, open.
+        config: limits.
+    """
+
+    def __init__(self, decoder: SpecDecoder, engine: Engine, config: ServerConfig):
+        self.decoder = decoder
+        self.engine = engine
+        self.config = config
+        self.created = int(time.time())
+        store = decoder.prefix_store
+        self.metrics = Metrics(
+            engine, lambda: self.waiting, lambda: 0 if store is None else store.nbytes
+        )
+        names = [name for name in config.names if name != "*"]
+        self.names = tuple(names) or (short(decoder.target_name),)
+        self._rows = 0  # of requests that were taken in and have not been answered
+        self._row_seconds = 1.0
+        self._draining = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    @property
+    def batch_size(self) -> int:
+        """Rows that decode together."""
+        return self.decoder.config.batch_size
+
+    @property
+    def waiting(self) -> int:
+        """Rows that were asked for and do not decode yet."""
+        return max(0, self._rows - self.batch_size)
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered."""
+        return self.engine.failure is None and not self._draining
+
+    def check_model(self, name: str | None) -> str:
+        """The model's name for a response to a request that calls it ``name``.
+
+        Raises:
+            Refusal: no model of that name is served.
+        """
+        if name is None or "*" in self.config.names or name in self.names:
+            return name or self.names[0]
+        raise Refusal(
+            f"no model {name!r} is served here: use {self.names[0]}",
+            status=404,
+            param="model",
+            code="model_not_found",
+        )
+
+    @contextmanager
+    def places(self, rows: int) -> Iterator[None]:
+        """Room for so many rows, running or waiting.
+
+        Raises:
+            Refusal: there is none now (429), or never (400).
+        """
+        most = self.batch_size + self.config.max_waiting
+        if self._draining:
+            raise Refusal(
+                "the server is stopping: ask another one",
+                status=503,
+                code="stopping",
+                retry_after=5,
+            )
+        if rows > most:
+            raise Refusal(
+                f"{rows} choices are asked for and {most} is the most: ask for fewer",
+                param="n",
+                code="invalid_value",
+            )
+        if self._rows + rows > most:
+            raise Refusal(
+                f"{self._rows} requests run or wait, as many as may: try again later",
+                status=429,
+                code="queue_full",
+                retry_after=self._retry_after(),
+            )
+        self._rows += rows
+        self._idle.clear()
+        began = time.monotonic()
+        try:
+            yield
+        finally:
+            self._rows -= rows
+            spent = time.monotonic() - began
+            self._row_seconds += _NEWEST * (spent - self._row_seconds)
+            if not self._rows:
+                self._idle.set()
+
+    def _retry_after(self) -> int:
+        """Seconds until a place is free, as far as requests were alike."""
+        seconds = self._row_seconds / self.batch_size
+        return min(_MOST_RETRY_AFTER, max(1, math.ceil(seconds)))
+
+    async def encode(self, sources: Sequence[Chat | Text]) -> list[Encoded]:
+        """Token ids of prompts, made in another thread.
+
+        Raises:
+            PromptError, Refusal: one cannot be used.
+        """
+        work = partial(_encode_all, self.decoder, sources)
+        return await self.engine.tokenize(work)
+
+    async def prepare(self, job: Job) -> Prepared:
+        """Check all that can be wrong with a job, before its answer begins.
+
+        Raises:
+            Refusal: something is.
+        """
+        began = time.monotonic()
+        work = partial(self._choices, job)
+        try:
+            async with asyncio.timeout(self.config.request_timeout):
+                choices = await self.engine.tokenize(work)
+        except TimeoutError as error:
+            raise _too_late() from error
+        except Exception as error:
+            raise refusal_of(error, job.names) from error
+        return Prepared(job, began, choices)
+
+    def _choices(self, job: Job) -> list[tuple[Encoded, SamplingParams, Tools]]:
+        """Prompts and parameters of all choices; in the tokenizing thread."""
+        encoded = _encode_all(self.decoder, job.sources)
+        choices = []
+        seed = job.params.seed
+        if seed is None and job.params.draws:
+            seed = secrets.randbits(32)
+        for i in range(job.choices):
+            source, prompt = job.sources[i // job.n], encoded[i // job.n]
+            tools = source.tools if isinstance(source, Chat) else Tools()
+            params = replace(
+                job.params,
+                grammar=job.params.grammar
+                or call_grammar(self.decoder.tokenizer, tools),
+                seed=None if seed is None else seed + i,
+                stop=(*job.params.stop, *self._ends(tools)),
+                stop_token_ids=(*job.params.stop_token_ids, *prompt.stop_token_ids),
+            )
+            self._check_size(prompt, job)
+            stop_texts(params.stop)  # kept, as is its grammar
+            params = self.decoder.bounds.check(prompt.prompt, params)
+            choices.append((prompt, params, tools))
+        return choices
+
+    def _ends(self, tools: Tools) -> tuple[str, ...]:
+        """The text that ends an answer with its first call."""
+        end = getattr(self.decoder.tokenizer, "tool_call_end", None)
+        return (end,) if end and tools.functions and tools.single else ()
+
+    def _check_size(self, encoded: Encoded, job: Job) -> None:
+        most, size = self.config.max_prompt_tokens, len(encoded.prompt.token_ids)
+        if most is not None and size > most:
+            raise Refusal(
+                f"the prompt has {size} tokens and {most} are allowed: shorten it",
+                param=job.names.get("prompt"),
+                code="context_length_exceeded",
+            )
+
+    async def events(self, prepared: Prepared) -> AsyncGenerator[Event | None, None]:
+        """Decode a job; closing the generator cancels what is left of it.
+
+        ``None`` comes where nothing else did for ``keep_alive`` seconds.
+
+        Raises:
+            Refusal: the engine failed, or a row did.
+        """
+        for i, (encoded, _, _) in enumerate(prepared.choices):
+            text, tokens = encoded.prompt.text, len(encoded.prompt.token_ids)
+            yield Begun(i, text, tokens, counts=i % prepared.job.n == 0)
+        inbox = _Inbox()
+        silence = asyncio.create_task(inbox.note_silence(self.config.keep_alive))
+        tasks = [
+            asyncio.create_task(self._decode(prepared, i, inbox))
+            for i in range(len(prepared.choices))
+        ]
+        left = len(tasks)
+        try:
+            while left:
+                event = await inbox.get()
+                if isinstance(event, Exception):
+                    raise refusal_of(event, prepared.job.names) from event
+                left -= isinstance(event, End)
+                yield event
+        finally:
+            for task in (silence, *tasks):
+                task.cancel()
+            await asyncio.gather(silence, *tasks, return_exceptions=True)
+
+    async def _decode(self, prepared: Prepared, choice: int, inbox: _Inbox) -> None:
+        """Put the events of one choice into the inbox."""
+        encoded, params, tools = prepared.choices[choice]
+        parts = Parts(choice, self.decoder.tokenizer, encoded, tools)
+        spent = time.monotonic() - prepared.began
+        timeout = max(0.0, self.config.request_timeout - spent)
+        first = True
+        try:
+            stream = self.engine.stream(encoded.prompt, params, timeout=timeout)
+            async with aclosing(stream) as events:
+                async for event in events:
+                    if first and event.token_ids:
+                        first = False
+                        spent = time.monotonic() - prepared.began
+                        self.metrics.first_token(spent)
+                    for part in parts.feed(event.text, _tokens(event)):
+                        inbox.put(part)
+                    if event.result is not None:
+                        self._end(prepared, choice, parts, event.result, inbox)
+        except Exception as error:
+            inbox.put(error)
+
+    def _end(
+        self,
+        prepared: Prepared,
+        choice: int,
+        parts: Parts,
+        result: GenerationResult,
+        inbox: _Inbox,
+    ) -> None:
+        self.metrics.ended(result)
+        if result.finish_reason == "error":
+            raise Refusal(
+                f"the request failed: {result.error}", status=500, code="row_failed"
+            )
+        cut = None
+        if result.finish_reason == "cancelled":
+            cut = "shutdown" if self._draining else "time limit"
+            if not result.token_ids and cut == "time limit":
+                raise _too_late()
+        for part in parts.finish(whole=result.finish_reason == "stop"):
+            inbox.put(part)
+        stop = result.stop_reason
+        asked = isinstance(stop, str) and stop in prepared.job.params.stop
+        ended = result.finish_reason == "stop"
+        inbox.put(
+            End(
+                choice,
+                "tool_calls" if parts.calls else "stop" if ended else "length",
+                result,
+                stop=str(stop) if asked else None,
+                cut=cut,
+            )
+        )
+
+    async def drain(self) -> None:
+        """Take no more requests; let those that run end, and cut them when it is time.
+
+        The engine is closed afterwards.
+        """
+        self._draining = True
+        try:
+            async with asyncio.timeout(self.config.stop_timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            pass
+        await self.engine.aclose()
+
+
+def _encode_all(decoder: SpecDecoder, sources: Sequence[Chat | Text]) -> list[Encoded]:
+    return [encode_source(decoder, source) for source in sources]
+
+
+def _tokens(event: StreamEvent) -> Tokens | None:
+    if event.logprobs is None:
+        return None
+    return list(zip(event.token_ids, event.logprobs, strict=True))
+
+
+def _too_late() -> Refusal:
+    return Refusal(
+        "the time limit of a request ended before its first token: try again later",
+        status=503,
+        code="timeout",
+        retry_after=5,
+    )

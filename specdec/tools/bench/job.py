@@ -1,0 +1,324 @@
+"""A job as it runs: what was asked, when what arrived, and the record of it.
+
+From the call to the last token: prompts are encoded, rows join as others end, text is
+made. Every system that is compared writes into the same :class:`Job`, so that a rate
+counts the same for all.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import random
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+
+from ...prompts import Prompt
+from ...request import acceptance_length, acceptance_rate
+from .recipe import Recipe
+from .tables import percentile
+
+Clock = Callable[[], float]
+#: k, and what each running row drafted and accepted in the round.
+TracedRound = tuple[int, list[tuple[int, int]]]
+
+_GOLDEN = 0.6180339887498949
+# What a profile has; building and waiting, each in milliseconds.
+_Part = tuple[float, float]
+
+
+@dataclass(frozen=True, kw_only=True)
+class RequestRecord:
+    """What became of a request.
+
+    Args:
+        tokens: generated.
+        rounds, drafted, accepted: rounds of its row, and draft tokens in them.
+        arrived, first, ended: seconds since the job began; without a token, the first
+            one is the end.
+        digest: of the tokens.
+        prefix_tokens: prompt tokens that a prefix cache had.
+    """
+
+    prompt_tokens: int
+    tokens: int
+    rounds: int
+    drafted: int
+    accepted: int
+    arrived: float
+    first: float
+    ended: float
+    digest: str
+    prefix_tokens: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Accepted over drafted."""
+        return acceptance_rate(self.drafted, self.accepted)
+
+    @property
+    def length(self) -> float:
+        """Mean tokens of a round, the extra token included; 1 without rounds."""
+        return acceptance_length(self.rounds, self.accepted)
+
+
+@dataclass(frozen=True, kw_only=True)
+class RoundTimes:
+    """Milliseconds of a job's rounds of one k, near a join or not."""
+
+    k: int
+    near_join: int
+    number: int
+    p10: float
+    p50: float
+    p90: float
+    mean: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class JobRecord:
+    """What one pass of a system measured.
+
+    Args:
+        seconds: from the call to the last token.
+        traced: every round, of a first pass of this engine.
+    """
+
+    seconds: float
+    requests: list[RequestRecord]
+    rounds: list[RoundTimes]
+    peak_memory_bytes: int
+    memory_before_bytes: int
+    traced: list[TracedRound] = field(default_factory=list)
+
+    @property
+    def rate(self) -> float:
+        """Tokens per second."""
+        return sum(r.tokens for r in self.requests) / self.seconds
+
+    @property
+    def last_arrival(self) -> float:
+        """When the last request arrived."""
+        return max(r.arrived for r in self.requests) or 1e-9
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a token when the last one arrived; the last one not."""
+        return sum(r.arrived < self.last_arrival < r.first for r in self.requests)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ProfiledRound:
+    """A round taken apart, in milliseconds: its parts as (building, waiting)."""
+
+    total: float
+    draft: _Part = (0.0, 0.0)
+    verify: _Part = (0.0, 0.0)
+    sampling: _Part = (0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class JobRequest:
+    """A prompt of a job.
+
+    Args:
+        prompt: as it was read; encoding it is part of the job.
+        max_tokens: of this prompt.
+        arrives: seconds after the job began.
+    """
+
+    prompt: Prompt
+    max_tokens: int
+    arrives: float = 0.0
+
+
+def requests_of(
+    prompts: Sequence[Prompt], recipe: Recipe, batch: int, rate: float = 0.0
+) -> list[JobRequest]:
+    """The requests of a job; the same for every system and in every run.
+
+    Args:
+        rate: requests that arrive in a second; 0: all are there at once.
+    """
+    run, n = recipe.run, len(prompts)
+    most = n if run.prompts_per_row is None else run.prompts_per_row * batch
+    chosen = [i * n // min(n, most) for i in range(min(n, most))]
+    least = run.max_tokens if run.least_tokens is None else run.least_tokens
+    span = run.max_tokens - least + 1
+    draw, at, requests = random.Random(run.seed), 0.0, []
+    for i in chosen:
+        # Multiples of the golden ratio lie as evenly as can be, in no order.
+        tokens = least + int((i * _GOLDEN + 0.5) % 1 * span)
+        requests.append(JobRequest(prompts[i], tokens, at))
+        at += draw.expovariate(rate) if rate else 0.0
+    return requests
+
+
+@dataclass
+class Received:
+    """What has come of a request so far."""
+
+    prompt_tokens: int = 0
+    prefix_tokens: int = 0
+    tokens: list[int] = field(default_factory=list)
+    first: float = 0.0
+    ended: float = 0.0
+    rounds: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+
+class Job:
+    """A job on its own clock: what has arrived, what has come of it.
+
+    Args:
+        requests: in the order in which they arrive.
+        clock: seconds.
+    """
+
+    def __init__(self, requests: Sequence[JobRequest], clock: Clock):
+        self.requests = requests
+        self.received = [Received() for _ in requests]
+        self.rounds = Rounds(lambda: self.now)
+        self._clock, self._start, self._taken = clock, clock(), 0
+
+    @property
+    def now(self) -> float:
+        """Seconds since it began."""
+        return self._clock() - self._start
+
+    @property
+    def all_taken(self) -> bool:
+        """Whether every request has been handed out."""
+        return self._taken == len(self.requests)
+
+    def arrived(self, *, wait: bool = False) -> list[int]:
+        """The requests that have arrived since it was last asked.
+
+        Args:
+            wait: sleep until one arrives, if none has.
+        """
+        if wait and not self.all_taken:
+            due = self.requests[self._taken].arrives
+            while (left := due - self.now) > 0:
+                time.sleep(left)
+        first, now = self._taken, self.now
+        while not self.all_taken and self.requests[self._taken].arrives <= now:
+            self._taken += 1
+        return list(range(first, self._taken))
+
+    def take(self, i: int, tokens: Sequence[int], now: float) -> None:
+        """Add tokens that have come for a request."""
+        received = self.received[i]
+        if tokens and not received.tokens:
+            received.first = now
+        received.tokens += tokens
+
+    def end(self, i: int, now: float) -> None:
+        """Note that a request has ended, and its text is there."""
+        received = self.received[i]
+        received.ended = now
+        received.first = received.first if received.tokens else now
+
+    def record(self, *, peak: int, before: int) -> JobRecord:
+        """What was measured, when everything has ended.
+
+        Args:
+            peak, before: bytes of memory at the most, and before it began.
+        """
+        seconds = self.now
+        return JobRecord(
+            seconds=seconds,
+            requests=[
+                RequestRecord(
+                    prompt_tokens=p.prompt_tokens,
+                    prefix_tokens=p.prefix_tokens,
+                    tokens=len(p.tokens),
+                    rounds=p.rounds,
+                    drafted=p.drafted,
+                    accepted=p.accepted,
+                    arrived=round(request.arrives, 6),
+                    first=round(p.first, 6),
+                    ended=round(p.ended, 6),
+                    digest=hashlib.sha256(repr(p.tokens).encode()).hexdigest()[:12],
+                )
+                for request, p in zip(self.requests, self.received, strict=True)
+            ],
+            rounds=self.rounds.times(),
+            peak_memory_bytes=peak,
+            memory_before_bytes=before,
+            traced=self.rounds.traced,
+        )
+
+
+@dataclass(frozen=True)
+class _Round:
+    k: int
+    milliseconds: float
+    joined: bool
+
+
+class Rounds:
+    """When rounds ended, by k, and whether a row joined near them.
+
+    A round is near a join when a row joined in it, in the one before or in the one
+    after: taking its prompt in may hold any of them up.
+
+    Args:
+        now: seconds.
+    """
+
+    def __init__(self, now: Clock):
+        self.traced: list[TracedRound] = []
+        self._now = now
+        # Rounds that follow each other.
+        self._runs: list[list[_Round]] = [[]]
+        self._last: float | None = None
+        self._joins = False
+
+    def begin(self) -> None:
+        """Rows begin where none ran: time counts from now."""
+        self._runs.append([])
+        self._last, self._joins = self._now(), False
+
+    def join(self) -> None:
+        """A row joins others: the round that ends next had it taken in."""
+        self._joins = True
+
+    def end(self, k: int) -> None:
+        """A round of k has ended."""
+        now = self._now()
+        if self._last is not None:
+            each = _Round(k, (now - self._last) * 1e3, self._joins)
+            self._runs[-1].append(each)
+        self._last, self._joins = now, False
+
+    def times(self) -> list[RoundTimes]:
+        """The rounds so far, by k and joins."""
+        found: dict[tuple[int, bool], list[float]] = defaultdict(list)
+        for run in self._runs:
+            for i, each in enumerate(run):
+                near = any(other.joined for other in run[max(i - 1, 0) : i + 2])
+                found[each.k, near].append(each.milliseconds)
+        made = []
+        for (k, near), ms in sorted(found.items()):
+            p10, p50, p90 = (round(percentile(ms, p), 3) for p in (10, 50, 90))
+            mean = round(sum(ms) / len(ms), 3)
+            made.append(
+                RoundTimes(
+                    k=k,
+                    near_join=int(near),
+                    number=len(ms),
+                    p10=p10,
+                    p50=p50,
+                    p90=p90,
+                    mean=mean,
+                )
+            )
+        return made
+
+
+def untraced(record: JobRecord) -> JobRecord:
+    """The record without its rounds one by one: they are alike in every pass."""
+    return replace(record, traced=[])

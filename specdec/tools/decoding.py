@@ -1,0 +1,93 @@
+"""Many prompts through the engine at once, to be looked at token by token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import mlx.nn as nn
+
+from ..decoder import SpecDecoder, wired_memory
+from ..models import LoadedModel
+from ..outputs import GenerationResult
+from ..prompts import EncodedPrompt
+from ..sampling_params import SamplingParams
+
+
+@dataclass(frozen=True)
+class Task:
+    """One prompt, and how to decode it."""
+
+    prompt: EncodedPrompt
+    params: SamplingParams
+
+    @classmethod
+    def of(cls, token_ids: Sequence[int], params: SamplingParams) -> Task:
+        """Of token ids alone."""
+        return cls(EncodedPrompt("", tuple(token_ids)), params)
+
+
+def decode(
+    decoder: SpecDecoder,
+    tasks: Iterable[Task],
+    stepped: Callable[[int], None] = lambda ended: None,
+) -> list[GenerationResult]:
+    """Decode through the engine, as many rows at once as its batch size says.
+
+    Args:
+        stepped: called before each step, with the number of tasks that have ended;
+            what it raises ends the decoding.
+    """
+    session = decoder.session()
+    for task in tasks:
+        session.add_encoded(task.prompt, task.params)
+    results: list[GenerationResult] = []
+    with wired_memory():
+        while session.busy:
+            stepped(len(results))
+            results += [e.result for e in session.step() if e.result is not None]
+    stepped(len(results))
+    session.stats.check_draft()
+    return sorted(results, key=lambda result: result.index)
+
+
+def with_end(result: GenerationResult) -> tuple[int, ...]:
+    """The tokens of a row, with the one that ended it."""
+    end = result.stop_token
+    return (*result.token_ids, *([] if end is None else [end]))
+
+
+class TokenIds:
+    """Stands in for a tokenizer where text plays no part and costs nothing."""
+
+    has_chat_template = False
+    last_segment = text = ""
+
+    def __init__(self, eos_token_ids: Iterable[int] = ()):
+        self.eos_token_ids = set(eos_token_ids)
+
+    @property
+    def detokenizer(self) -> TokenIds:
+        return self
+
+    def add_token(self, token: int) -> None:
+        pass
+
+    def finalize(self) -> None:
+        pass
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return ""
+
+    def get_vocab(self) -> dict[str, int]:
+        return {}
+
+    def __len__(self) -> int:
+        return 2**31
+
+
+def token_level(model: nn.Module, eos_token_ids: Iterable[int] = ()) -> LoadedModel:
+    """A model to be driven with token ids alone."""
+    tokenizer: Any = TokenIds(eos_token_ids)
+    return LoadedModel(model, tokenizer, {}, "model")

@@ -1,0 +1,229 @@
+"""Panels of lines, as PNG and SVG, with matplotlib: what all plots look like."""
+
+from __future__ import annotations
+
+import textwrap
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+MISSING = "no new plots without matplotlib: pip install matplotlib"
+# Okabe and Ito's palette, which the colour-blind can distinguish.
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+GREY = "#666666"
+STYLE = {
+    "font.size": 10,
+    "axes.titlesize": 10,
+    "axes.titlelocation": "left",
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.grid": True,
+    "grid.color": "#E5E5E5",
+    "axes.axisbelow": True,
+    "legend.frameon": False,
+    "figure.titlesize": 12,
+    "figure.titleweight": "bold",
+    "figure.constrained_layout.use": True,
+    "savefig.dpi": 150,
+    "svg.fonttype": "none",
+    # The same file for the same figures.
+    "svg.hashsalt": "specdec",
+}
+# Inches of a panel.
+_WIDTH, _HEIGHT = 3.4, 3.2
+# Characters to an inch: of a bold title, and of a legend, whose markers take some.
+_TITLE, _LEGEND, _MARKER = 10.0, 13.0, 7
+
+
+@dataclass(frozen=True)
+class Line:
+    """A line of a panel.
+
+    Args:
+        label: what the legend calls it.
+        points: (x, y), or (x, lowest, y, highest) with a bar; x counts ticks, if the
+            chart has them.
+        colour, dashed: how it is drawn.
+        numbers: which points have their value beside them.
+        above: whether that stands above the point.
+    """
+
+    label: str
+    points: Sequence[tuple[float, ...]]
+    colour: str
+    dashed: bool = False
+    numbers: Sequence[int] = ()
+    above: bool = True
+
+
+@dataclass(frozen=True, kw_only=True)
+class Chart:
+    """Panels that share both axes.
+
+    Args:
+        title: what the chart says.
+        x, y: what is along the axes.
+        panels: lines by the panel's title.
+        ticks: what stands at x = 0, 1, 2, ...; none: x is a number line from 0.
+        percent: y is a share.
+        baseline: label of a line at 1.
+        top: of the y axis.
+    """
+
+    title: str
+    x: str
+    y: str
+    panels: Mapping[str, Sequence[Line]] = field(default_factory=dict)
+    ticks: Sequence[object] = ()
+    percent: bool = False
+    baseline: str | None = None
+    top: float | None = None
+
+    @property
+    def size(self) -> tuple[float, float]:
+        """Inches, with what is written around the panels."""
+        return panel_size(len(self.panels))
+
+    def draw(self, figure: Any) -> None:
+        """Draw it into a figure of :attr:`size`."""
+        grid = panels(figure, len(self.panels), x=self.x, y=self.y)
+        for axes, (name, lines) in zip(grid, self.panels.items(), strict=True):
+            axes.set_title(name)
+            if self.baseline is not None:
+                axes.axhline(1.0, color="black", linewidth=1, label=self.baseline)
+            for i, line in enumerate(lines):
+                # Side by side, so that no bar hides another.
+                aside = 0.05 * (i - (len(lines) - 1) / 2) if self.baseline else 0.0
+                self._line(axes, line, aside)
+            if self.ticks:
+                axes.set_xticks(range(len(self.ticks)), list(map(str, self.ticks)))
+                axes.set_xlim(-0.5, len(self.ticks) - 0.5)
+            else:
+                axes.set_xlim(left=0)
+            axes.set_ylim(0, self.top)
+            if self.percent:
+                axes.set_yticks([0, 0.2, 0.4, 0.6, 0.8, 1])
+                axes.yaxis.set_major_formatter(lambda y, _: f"{y:.0%}")
+        legend_below(figure, grid)
+        headline(figure, self.title)
+
+    def _line(self, axes: Any, line: Line, aside: float) -> None:
+        points = sorted(line.points)
+        xs = [p[0] + aside for p in points]
+        ys = [p[len(p) // 2] for p in points]
+        bars = [[y - p[1], p[-1] - y] for p, y in zip(points, ys, strict=True)]
+        marked = "o" if self.ticks else ""
+        axes.errorbar(
+            xs,
+            ys,
+            yerr=list(zip(*bars, strict=True)) if self.baseline else None,
+            fmt=("s--" if line.dashed else f"{marked}-"),
+            color=line.colour,
+            capsize=3,
+            label=line.label,
+        )
+        for i in line.numbers:
+            # Below a point, but for those at the bottom.
+            low = not line.above and ys[i] > 0.08
+            axes.annotate(
+                f"{ys[i]:.0%}" if self.percent else f"{ys[i]:.2f}",
+                (xs[i], ys[i]),
+                xytext=(0, -15 if low else 7) if self.ticks else (4, -3),
+                textcoords="offset points",
+                ha="center" if self.ticks else "left",
+                color=line.colour,
+                fontsize=8,
+            )
+
+
+def style() -> AbstractContextManager[Any]:
+    """Within it, figures look alike.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    from matplotlib import rc_context
+
+    return rc_context(STYLE)  # type: ignore[arg-type]
+
+
+def save(path: Path, size: tuple[float, float], draw: Callable[[Any], None]) -> Path:
+    """Draw a figure and write it, as PNG and SVG.
+
+    Args:
+        path: of both files, without their suffix.
+
+    Returns:
+        The PNG file.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+    """
+    with style():
+        from matplotlib.backends.backend_agg import FigureCanvasAgg
+        from matplotlib.figure import Figure
+
+        figure = Figure(figsize=size)
+        FigureCanvasAgg(figure)
+        draw(figure)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        for suffix in ("svg", "png"):
+            still = {"Date": None} if suffix == "svg" else {"Software": None}
+            figure.savefig(path.with_suffix(f".{suffix}"), metadata=still)
+    return path.with_suffix(".png")
+
+
+def _grid(number: int) -> tuple[int, int]:
+    """Rows and columns of so many panels."""
+    across = 2 if number == 4 else max(1, min(number, 3))
+    return -(-number // across), across
+
+
+def panel_size(number: int) -> tuple[float, float]:
+    """Inches of a figure with so many panels, and what is written around them."""
+    down, across = _grid(number)
+    return max(8.0, _WIDTH * across), 1.4 + _HEIGHT * max(1, down)
+
+
+def panels(figure: Any, number: int, *, x: str, y: str) -> list[Any]:
+    """So many axes that share both directions, in rows.
+
+    Args:
+        x, y: what is along them, written once for each column and row.
+    """
+    down, across = _grid(number)
+    grid = figure.subplots(down, across, squeeze=False, sharex=True, sharey=True)
+    for i, axes in enumerate(grid.flat):
+        axes.set_visible(i < number)
+        if i % across == 0:
+            axes.set_ylabel(y)
+        # The lowest of its column that is there.
+        if i < number <= i + across:
+            axes.set_xlabel(x)
+            axes.tick_params(labelbottom=True)
+    return list(grid.flat)[:number]
+
+
+def headline(figure: Any, text: str) -> None:
+    """What the plot says, above it, in as many lines as it takes."""
+    width = int(figure.get_size_inches()[0] * _TITLE)
+    figure.suptitle(textwrap.fill(text, width), x=0.01, ha="left")
+
+
+def legend_below(figure: Any, axes: Sequence[Any]) -> None:
+    """What is drawn in any of the axes, each once, in columns that fit."""
+    named: dict[str, Any] = {}
+    for each in axes:
+        handles, names = each.get_legend_handles_labels()
+        for name, handle in zip(names, handles, strict=True):
+            named.setdefault(name, handle)
+    longest = max(map(len, named), default=0) + _MARKER
+    columns = max(1, int(figure.get_size_inches()[0] * _LEGEND) // longest)
+    figure.legend(
+        named.values(),
+        named.keys(),
+        loc="outside lower center",
+        ncols=min(columns, max(1, len(named))),
+    )

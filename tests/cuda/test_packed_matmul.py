@@ -1,0 +1,289 @@
+"""The kernel for packed weights: its source run on the CPU, and when it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+
+from specdec.cuda import kernels, packed_matmul, packed_matmul_source
+from specdec.cuda.flattened_matmul import flatten_products, slow_pairs
+from specdec.cuda.fused_linear import join_products, separated
+from specdec.cuda.kernels import TYPES
+from specdec.cuda.packed_matmul import BITS, GROUPS, Kind
+from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
+
+TinyModel = Callable[..., nn.Module]
+Packed = tuple[mx.array, ...]
+
+
+@pytest.fixture(autouse=True)
+def _kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    kept = packed_matmul._kernel, packed_matmul._gathering, kernels.cuda_kernel
+    monkeypatch.setattr(packed_matmul, "_proven", {})
+    yield from emulated(monkeypatch, *kept)
+
+
+def drawn(*shape: int, dtype: mx.Dtype = mx.bfloat16, seed: int = 0) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(seed)).astype(dtype)
+
+
+def packed(columns: int, length: int, bits: int, group: int, dtype: mx.Dtype) -> Packed:
+    return tuple(mx.quantize(drawn(columns, length, dtype=dtype, seed=1), group, bits))
+
+
+def product(
+    x: mx.array,
+    weight: Packed,
+    bias: mx.array | None = None,
+    bits: int = 4,
+    group: int = 64,
+    ends: tuple[int, ...] = (),
+) -> list[mx.array]:
+    return packed_matmul.product(
+        x, weight, bias, bits=bits, group_size=group, ends=ends
+    )
+
+
+def agrees(
+    rows: int,
+    columns: int,
+    length: int,
+    bits: int = 4,
+    group: int = 64,
+    dtype: mx.Dtype = mx.bfloat16,
+    *,
+    bias: bool = False,
+) -> bool:
+    """Whether it is the product, but for one rounding and float32's sums."""
+    x, weight = (
+        drawn(rows, length, dtype=dtype),
+        packed(columns, length, bits, group, dtype),
+    )
+    added = drawn(columns, dtype=dtype, seed=2) if bias else None
+    (found,) = product(x, weight, added, bits, group)
+    scales, biases = (a.astype(mx.float32) for a in weight[1:])
+    wide = mx.dequantize(weight[0], scales, biases, group, bits)
+    dense = np.array(wide).astype(np.float64)
+    exact, most = (
+        f(x.astype(mx.float32)).astype(np.float64) @ g(dense).T
+        for f, g in ((np.array, np.array), (lambda a: np.abs(np.array(a)), np.abs))
+    )
+    if added is not None:
+        exact = exact + np.array(added.astype(mx.float32))
+    half_unit = 2**-8 if dtype == mx.bfloat16 else 2**-11
+    off = np.abs(np.array(found.astype(mx.float32)) - exact)
+    # Not the other way round: NaN is no agreement.
+    return bool((off <= half_unit * np.abs(exact) * 1.001 + 2e-6 * most).all())
+
+
+@needs_compiler
+@pytest.mark.parametrize("group", GROUPS)
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_any_number_of_rows_and_columns(dtype: mx.Dtype, bits: int, group: int) -> None:
+    """Rows, columns, or a turn's columns that are left over are lost, or read twice."""
+    for rows, columns, turns in (
+        (1, 40, 1), (3, 33, 3), (8, 140, 2), (9, 21, 3), (17, 70, 1),
+        (40, 31, 2), (64, 8, 3), (70, 37, 2),
+    ):  # fmt: skip
+        sizes = rows, columns, group * (2 * turns - 1)
+        assert agrees(*sizes, bits, group, dtype, bias=rows % 2 == 1), sizes
+
+
+@needs_compiler
+def test_long_rows_that_blocks_share() -> None:
+    """What one of the blocks found is left out, or added twice."""
+    assert {packed_matmul.num_pieces(c, 1600, 4) for c in (40, 9000)} == {6, 3}
+    for rows, columns in ((2, 40), (12, 300)):
+        for bits in BITS:
+            assert agrees(rows, columns, 1600, bits, bias=True), (rows, bits)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("length", "bits"), [(1600, 4), (192, 8)])
+def test_a_row_s_bits_do_not_depend_on_what_is_beside_it(
+    length: int, bits: int
+) -> None:
+    x, weight = drawn(70, length), packed(45, length, bits, 64, mx.bfloat16)
+    (everything,) = product(x, weight, bits=bits)
+    for rows in (1, 8, 9, 24):
+        for first in (0, 70 - rows):
+            some = x[first : first + rows]
+            (found,) = product(some, weight, bits=bits)
+            assert mx.array_equal(found, everything[first : first + rows]), rows
+
+
+@needs_compiler
+@pytest.mark.parametrize("length", [1600, 128])
+def test_parts_have_the_same_bits(length: int) -> None:
+    x, weight = drawn(2, 6, length), packed(41, length, 4, 64, mx.bfloat16)
+    bias = drawn(41, seed=3)
+    (whole,) = product(x, weight, bias)
+    for ends in ((24, 41), (8, 11, 41)):
+        found = product(x, weight, bias, ends=ends)
+        sizes = np.diff((0, *ends)).tolist()
+        assert [part.shape for part in found] == [(2, 6, n) for n in sizes]
+        assert mx.array_equal(mx.concatenate(found, axis=-1), whole)
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", BITS)
+def test_a_view_begins_anywhere(bits: int) -> None:
+    """MLX does not copy it: 16 bytes cannot be loaded at once."""
+    x, weight = drawn(1, 1, 192 + 8), packed(19, 192, bits, 64, mx.bfloat16)
+    for offset in (1, 4, 3):
+        view = x[..., offset : offset + 192]
+        copy = mx.array(np.array(view.astype(mx.float32))).astype(x.dtype)
+        flat = mx.concatenate([weight[0].reshape(-1)[:offset], weight[0].reshape(-1)])
+        moved = flat[offset:].reshape(weight[0].shape), *weight[1:]
+        (right,) = product(copy, weight, bits=bits)
+        for one, other in ((view, weight), (copy, moved)):
+            (found,) = product(one, other, bits=bits)
+            off = mx.abs(found.astype(mx.float32) - right.astype(mx.float32))
+            assert (off <= 0.01 * mx.abs(right).max()).all().item()
+
+
+@needs_compiler
+@pytest.mark.parametrize("bits", BITS)
+@pytest.mark.parametrize("dtype", TYPES)
+def test_proven(dtype: mx.Dtype, bits: int) -> None:
+    assert packed_matmul.proven(dtype, bits, 64)
+
+
+def text_of(name: str) -> str:
+    text: str = getattr(packed_matmul_source, name, kernels.WRITE)
+    return text
+
+
+FAULTS = {
+    "half of the products": ("found[t], a[1][0]", "found[t], a[0][0]"),
+    "pairs of other columns": ("__byte_perm(v.x, v.z, 0x5410)", "v.x"),
+    "words not exchanged": ("specdec_exchange(next[t][i], part)", "next[t][i]"),
+    "the other row's scale": ("t * 2 + i, 4)", "t * 2, 4)"),
+    "the scale of another group": ("step * FOLD * 32 / GROUP]", "0]"),
+    "what was added stays": ("-SPECDEC_ADDED", "0.0f * SPECDEC_ADDED"),
+    "sums of other rows of x": ("c % 2 ? total.y", "c % 2 ? total.x"),
+    "rows beyond x": ("from < K && m < M)", "true)"),
+    "rows of x twice": ("8 * WIDE;\n  const int used", "8;\n  const int used"),
+    "too few rows of x": ("(M - top + 7) / 8", "(M - top) / 8"),
+    "columns beyond the matrix": ("i * 8 + of_eight, N - 1)", "i * 8 + of_eight, N)"),
+    "a column more": ("if (at >= N ||", "if (at > N ||"),
+    "blocks that begin late": ("begin = turns *", "begin = (turns + 2) *"),
+    "the wrong side is laid": ("laid[side ^ 1]", "laid[side]"),
+    "too soon read": ("    __syncthreads();\n", ""),
+    "no bias": ("bias_ndim == 1", "bias_ndim == 3"),
+    "pieces left out": ("i < count", "i + 1 < count"),
+    "scales of the first eight groups": (
+        "if (EIGHTS && (g % 8 == 0 ||",
+        "if (EIGHTS && (g < 0 ||",
+    ),
+    "scales asked for too late": (
+        "if (first_group % 8 == 0 ||",
+        "if (first_group % 8 == 2 ||",
+    ),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("name", FAULTS)
+def test_faults_are_found(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    old, new = FAULTS[name]
+    (text,) = (
+        each for each in ("SOURCE", "LOAD", "GATHER", "WRITE") if old in text_of(each)
+    )
+    module = packed_matmul if text == "WRITE" else packed_matmul_source
+    plant(monkeypatch, module, text, old, new)
+    try:
+        right = all(
+            agrees(*sizes, bias=True)
+            for sizes in ((1, 37, 704), (75, 33, 704), (5, 9000, 1024))
+        )
+    except KernelFault:
+        return
+    assert not right
+
+
+def model_of(tiny_model: TinyModel, **changed: object) -> nn.Module:
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "tie_word_embeddings": True}
+    model = tiny_model("llama", **{**sizes, **changed})
+    model.set_dtype(mx.float16)
+    nn.quantize(model, group_size=32, bits=4)
+    flatten_products(model)
+    return model.eval()
+
+
+@needs_compiler
+def test_a_model_s_products_are_the_kernel_s(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A layer is forgotten (the output, a joined one), or its numbers are others."""
+    model = model_of(tiny_model, attention_bias=True)
+    join_products(model)
+    tokens = mx.arange(6).reshape(2, 3)
+    twin = separated(model)
+    twin.set_dtype(mx.float32)
+    expected = twin(tokens)
+    asked = []
+    usual = packed_matmul.product
+
+    def counted(x: mx.array, packed: Packed, *rest: Any, **options: Any) -> Any:
+        asked.append(packed[0].shape)
+        return usual(x, packed, *rest, **options)
+
+    monkeypatch.setattr(packed_matmul, "product", counted)
+    found = model(tokens)
+    # q, k and v; o; gate and up; down; the output.
+    assert len(asked) == 4 * len(model.layers) + 1
+    np.testing.assert_allclose(found.astype(mx.float32), expected, atol=0.05)
+    assert not slow_pairs(model)
+
+
+@needs_compiler
+def test_products_that_the_kernel_does_not_know_are_mlx_s(
+    tiny_model: TinyModel,
+) -> None:
+    """A layer that trains loses its gradient, or numbers of another type are read."""
+    model = model_of(tiny_model)
+    layer = model.layers[0].self_attn.o_proj
+    kind = Kind.of(layer)
+    assert kind is not None
+    x = drawn(3, kind.length, dtype=mx.float16)
+    assert packed_matmul.computes(layer, x)
+    assert not packed_matmul.computes(layer, x.astype(mx.float32))
+    assert not packed_matmul.computes(layer, mx.concatenate([x, x], axis=1))
+    assert not packed_matmul.computes(layer, x[:0])
+    # One row is MLX's where that is faster.
+    assert not packed_matmul.computes(layer, x[:1])
+    layer.train()
+    assert not packed_matmul.computes(layer, x)
+    for changed in ({"bits": 3}, {"bits": 6}, {"mode": "mxfp4"}):
+        other = nn.QuantizedLinear(64, 32, group_size=32, **changed)
+        assert not packed_matmul.tried(other)
+
+
+@needs_compiler
+@pytest.mark.parametrize("ends", [(), (8, 11, 40)])
+def test_many_rows(ends: tuple[int, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unpacked for many rows: the bias, the parts or the order are lost."""
+    monkeypatch.setattr(packed_matmul, "MOST_ROWS", 2)
+    layer = nn.QuantizedLinear(64, 40, group_size=32, bits=4)
+    layer.set_dtype(mx.float16)
+    layer.bias = drawn(40, dtype=mx.float16)
+    x = drawn(3, 5, 64, dtype=mx.float16)
+    found = packed_matmul.of_layer(layer, x, ends)
+    weights = tuple(layer[name] for name in ("weight", "scales", "biases"))
+    few = product(x, weights, layer.bias, group=32, ends=ends)
+    assert len(found) == max(1, len(ends))
+    for one, other in zip(found, few, strict=True):
+        np.testing.assert_allclose(
+            one.astype(mx.float32), other.astype(mx.float32), atol=0.01, rtol=0.01
+        )
+
+
+def test_without_packed_layers_nothing_is_slow(tiny_model: TinyModel) -> None:
+    assert not slow_pairs(tiny_model("llama"))

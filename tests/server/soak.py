@@ -1,0 +1,229 @@
+"""Strangers for as long as is wanted: ``scripts/soak --server --minutes 10``.
+
+Clients of all protocols ask, leave, read slowly and send what is no request. Every
+whole answer is compared with ``generate``'s; when all is quiet no row is left, and
+memory, descriptors and threads are as many as before.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+
+from specdec import SamplingParams
+from tests.server.harness import Running, running, tiny_decoder
+
+CASES = 60
+CLIENTS = 24
+# In each epoch, after which all is quiet.
+REQUESTS = 240
+_GROWTH = 64 << 20
+
+
+@dataclass
+class Case:
+    """A request, and the text that answers it."""
+
+    messages: list[dict[str, str]]
+    params: dict[str, Any]
+    text: str = ""
+
+
+@dataclass
+class Counts:
+    """What was done."""
+
+    epochs: int = 0
+    whole: int = 0
+    left: int = 0
+    refused: int = 0
+    levels: list[tuple[int, int, int]] = field(default_factory=list)
+
+
+def cases(decoder: Any, rng: random.Random) -> list[Case]:
+    """Requests of many lengths, greedy and drawn."""
+    words = ["river", "lake", "sea", "hill", "road", "tree", "stone", "wind"]
+    made = []
+    for i in range(CASES):
+        text = " ".join(rng.choices(words, k=rng.choice((1, 5, 60))))
+        params: dict[str, Any] = {"max_tokens": rng.choice((1, 4, 12, 40))}
+        if i % 2:
+            params |= {"temperature": 0.9, "seed": i}
+        made.append(Case([{"role": "user", "content": text}], params))
+    results = decoder.generate(
+        [case.messages for case in made],
+        [SamplingParams(**case.params) for case in made],
+    )
+    for case, result in zip(made, results, strict=True):
+        case.text = result.text
+    return made
+
+
+def body_of(case: Case, path: str) -> dict[str, Any]:
+    """The request in the protocol of a path."""
+    params = {"model": "tiny", "temperature": 0, **case.params}
+    if path == "/v1/responses":
+        most = params.pop("max_tokens")
+        return {**params, "max_output_tokens": most, "input": case.messages}
+    return {**params, "messages": case.messages}
+
+
+def text_of(path: str, answer: dict[str, Any]) -> str:
+    """The text of a whole answer."""
+    if path == "/v1/chat/completions":
+        return str(answer["choices"][0]["message"]["content"])
+    parts = answer["content"] if path == "/v1/messages" else [
+        part for item in answer["output"] for part in item["content"]
+    ]  # fmt: skip
+    return "".join(part["text"] for part in parts)
+
+
+def piece_of(path: str, event: dict[str, Any]) -> str:
+    """The text that an event of a stream adds."""
+    if path == "/v1/chat/completions":
+        choices = event["choices"]
+        return str((choices[0]["delta"].get("content") or "") if choices else "")
+    if event["type"] in ("response.output_text.delta",):
+        return str(event["delta"])
+    return (
+        str((event.get("delta") or {}).get("text", ""))
+        if path == "/v1/messages"
+        else ""
+    )
+
+
+PATHS = ("/v1/chat/completions", "/v1/messages", "/v1/responses")
+
+
+async def one(
+    client: httpx.AsyncClient, case: Case, rng: random.Random, counts: Counts
+) -> None:
+    """One client of some kind, once."""
+    path, kind = rng.choice(PATHS), rng.random()
+    body = body_of(case, path)
+    if kind < 0.1:
+        data = json.dumps(body)[: rng.randrange(1, 60)]
+        headers = {"content-type": "application/json"}
+        answer = await client.post(path, content=data, headers=headers)
+        assert answer.status_code == 400, answer.text
+        counts.refused += 1
+        return
+    if kind < 0.35:
+        answer = await client.post(path, json=body)
+        assert answer.status_code == 200, answer.text
+        assert text_of(path, answer.json()) == case.text
+        counts.whole += 1
+        return
+    if kind < 0.45:  # it leaves while it waits
+        body |= {"max_output_tokens": 2000} if "input" in body else {"max_tokens": 2000}
+        try:
+            async with asyncio.timeout(rng.random() * 0.2):
+                await client.post(path, json=body)
+        except TimeoutError:
+            pass
+        counts.left += 1
+        return
+    stay = 10**6 if kind < 0.8 else rng.randrange(6)
+    pause = 0.005 if rng.random() < 0.2 else 0.0
+    text, lines = "", 0
+    async with client.stream("POST", path, json={**body, "stream": True}) as stream:
+        assert stream.status_code == 200
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                text += piece_of(path, json.loads(line[6:]))
+            await asyncio.sleep(pause)
+            lines += 1
+            if lines > stay:
+                break
+    if lines > stay:
+        assert case.text.startswith(text)
+        counts.left += 1
+    else:
+        assert text == case.text, (path, text, case.text)
+        counts.whole += 1
+
+
+async def epoch(
+    url: str, known: list[Case], rng: random.Random, counts: Counts
+) -> None:
+    """Many clients at once, until all have been served."""
+    limits = httpx.Limits(max_connections=CLIENTS)
+    left = REQUESTS
+
+    async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
+
+        async def work() -> None:
+            nonlocal left
+            while left > 0:
+                left -= 1
+                await one(client, rng.choice(known), rng, counts)
+
+        await asyncio.gather(*(work() for _ in range(CLIENTS)))
+
+
+def level() -> tuple[int, int, int]:
+    """Resident bytes, descriptors and threads of this process."""
+    if sys.platform != "linux":
+        return 0, 0, threading.active_count()
+    pages = int(Path("/proc/self/statm").read_text("ascii").split()[1])
+    descriptors = len(os.listdir("/proc/self/fd"))
+    return pages * os.sysconf("SC_PAGE_SIZE"), descriptors, threading.active_count()
+
+
+def settle(server: Running) -> None:
+    """Wait until nothing is left, which has to be soon."""
+    end = time.monotonic() + 60
+    service = server.service
+    while service.engine.pending or service.engine.load.running or service._rows:
+        assert time.monotonic() < end, "a row is left"
+        time.sleep(0.01)
+
+
+def soak(seed: int, seconds: float) -> Counts:
+    """Epochs until it is time, two or more."""
+    counts, rng = Counts(), random.Random(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        decoder = tiny_decoder(Path(folder), marked=False, prefix_cache_memory=1 << 20)
+        known = cases(decoder, rng)
+        with running(decoder) as server:
+            end = time.monotonic() + seconds
+            while counts.epochs < 2 or time.monotonic() < end:
+                asyncio.run(epoch(server.url, known, rng, counts))
+                settle(server)
+                counts.epochs += 1
+                counts.levels.append(level())
+    first, last = counts.levels[min(3, counts.epochs - 1)], counts.levels[-1]
+    assert last[0] <= first[0] + _GROWTH, f"memory grew: {counts.levels}"
+    assert last[1] <= first[1] + 4, f"descriptors are left: {counts.levels}"
+    assert last[2] <= first[2] + 1, f"threads are left: {counts.levels}"
+    return counts
+
+
+def main() -> None:
+    """Print what was done."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10)
+    parser.add_argument("--seed", type=int, default=0)
+    given = parser.parse_args()
+    counts = soak(given.seed, 60 * given.minutes)
+    print(
+        f"{counts.whole} answers equal generate's, {counts.left} clients left, "
+        f"{counts.refused} requests refused; after {counts.epochs} epochs "
+        f"{counts.levels[0]} became {counts.levels[-1]} (bytes, descriptors, threads)"
+    )
+
+
+if __name__ == "__main__":
+    main()

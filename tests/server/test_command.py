@@ -1,0 +1,153 @@
+"""``specdec serve`` and ``specdec chat``, as processes."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import IO
+
+import httpx
+import pytest
+
+from specdec import SamplingParams, SpecDecoder
+from tests.models.folders import write_folder
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    write_folder(path, "llama")
+    return path
+
+
+def specdec(*arguments: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "specdec", *arguments],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": ""},
+    )
+
+
+def line_of(stream: IO[str] | None, pattern: str) -> str:
+    """The first line that has the pattern; what comes after it is read, too."""
+    assert stream is not None
+    for line in stream:
+        if found := re.search(pattern, line):
+            threading.Thread(target=_drain, args=(stream,), daemon=True).start()
+            return found.group()
+    raise AssertionError("it ended before")
+
+
+def _drain(stream: IO[str]) -> None:
+    with stream:
+        stream.read()
+
+
+def test_serve_and_its_end(model: Path) -> None:
+    """By curl, with the texts of generate; SIGTERM cuts what runs and ends well."""
+    process = specdec(
+        "serve", "--target", str(model), "--draft", "ngram", "--port", "0", "--temp",
+        "0", "--stop-timeout", "0.2", "--name", "small",
+    )  # fmt: skip
+    try:
+        url = line_of(process.stderr, r"http://\S+")
+        body = {"messages": [{"role": "user", "content": "Hi"}], "max_tokens": 9}
+        curl = ["curl", "-sS", "-N", f"{url}/v1/chat/completions", "--json"]
+        said = subprocess.run(
+            [*curl, json.dumps(body)], capture_output=True, check=True
+        )
+        decoder = SpecDecoder.from_pretrained(model)
+        (expected,) = decoder.generate(
+            [body["messages"]],  # type: ignore[arg-type]
+            SamplingParams(max_tokens=9),
+        )
+        (choice,) = json.loads(said.stdout)["choices"]
+        assert choice["message"]["content"] == expected.text
+        assert "<title>" in httpx.get(url).text
+        long = {**body, "max_tokens": 100_000, "stream": True}
+        with subprocess.Popen([*curl, json.dumps(long)], stdout=subprocess.PIPE) as one:
+            assert one.stdout is not None
+            assert one.stdout.readline().startswith(b"data: ")
+            process.send_signal(signal.SIGTERM)
+            text = one.stdout.read().decode()
+        assert text.endswith("data: [DONE]\n\n")
+        assert '"cut":"shutdown"' in text or '"finish_reason":"length"' in text
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--port", "70000"], "70000"),
+        (["--max-tokens", "9", "--max-output-tokens", "5"], "--max-tokens is 9"),
+        (["--chat-template-config", "[]"], "--chat-template-config"),
+        (["--host", "999.1.1.1"], "999.1.1.1"),
+        (["--api-key", " "], "empty"),
+        (["--max-body", "much"], "much"),
+    ],
+)
+def test_what_cannot_be_is_said_before_a_model_is_loaded(
+    arguments: list[str], message: str
+) -> None:
+    from click.testing import CliRunner
+
+    from specdec.cli import main
+
+    done = CliRunner().invoke(main, ["serve", "--target", "no/such", *arguments])
+    assert done.exit_code == 2
+    assert message in done.output
+    assert done.output.count("\n") == 1
+
+
+def test_chat(model: Path, tmp_path: Path) -> None:
+    """Turns build on each other; Ctrl-C stops an answer, and the next one comes."""
+    saved = tmp_path / "talk.jsonl"
+    process = specdec(
+        "chat", "--target", str(model), "--draft", "ngram", "--max-tokens", "400"
+    )
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write("/system Be brief.\nHi\n")
+        process.stdin.flush()
+        assert process.stdout.read(1)
+        process.send_signal(signal.SIGINT)
+        process.stdin.write(
+            f"/clear\nAnd \\\nthere?\n/stats\n/nothing\n/save {saved}\n"
+        )
+        process.stdin.close()
+        text = process.stdout.read()
+        assert process.wait(60) == 0
+        assert process.stderr is not None
+        notes = process.stderr.read()
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
+    messages = json.loads(saved.read_text())["messages"]
+    assert [m["role"] for m in messages] == ["system", "user", "assistant"]
+    assert messages[1]["content"] == "And \nthere?"
+    decoder = SpecDecoder.from_pretrained(model)
+    (expected,) = decoder.generate([messages[:2]], SamplingParams(max_tokens=400))
+    assert messages[2]["content"] == expected.text
+    assert text
+    assert notes.count(" a second") == 2
+    assert int(notes.partition(" tokens")[0].split()[-1]) < 800
+    assert "there is no /nothing" in notes

@@ -1,0 +1,162 @@
+"""The page at ``/``, as a browser shows it."""
+
+from __future__ import annotations
+
+import base64
+import json
+import re
+import shutil
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from websockets.sync.client import ClientConnection, connect
+
+from specdec import SamplingParams, SpecDecoder
+from tests.server.harness import Running
+
+CHROMIUM = next(
+    (found for name in ("chromium", "chromium-browser", "google-chrome")
+     if (found := shutil.which(name))), None,
+)  # fmt: skip
+
+
+class Browser:
+    """A tab of headless Chromium, by its DevTools protocol."""
+
+    def __init__(self, connection: ClientConnection):
+        self._connection = connection
+        self._number = 0
+
+    def call(self, method: str, **params: Any) -> dict[str, Any]:
+        self._number += 1
+        message = {"id": self._number, "method": method, "params": params}
+        self._connection.send(json.dumps(message))
+        while True:
+            answer = json.loads(self._connection.recv(timeout=60))
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer
+                return dict(answer["result"])
+
+    def run(self, script: str) -> Any:
+        result = self.call(
+            "Runtime.evaluate",
+            expression=script,
+            awaitPromise=True,
+            returnByValue=True,
+        )
+        assert "exceptionDetails" not in result, result
+        return result["result"].get("value")
+
+    def until(self, script: str) -> Any:
+        end = time.monotonic() + 60
+        while not (found := self.run(script)):
+            assert time.monotonic() < end, script
+            time.sleep(0.05)
+        return found
+
+
+@pytest.fixture
+def browser(tmp_path: Path) -> Iterator[Browser]:
+    if CHROMIUM is None:
+        pytest.skip("chromium is not installed: apt-get install chromium")
+    with subprocess.Popen(
+        [
+            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu",
+            "--disable-dev-shm-usage", "--no-first-run", "--disable-extensions",
+            "--disable-background-networking", "--remote-debugging-port=0",
+            f"--user-data-dir={tmp_path}", "about:blank",
+        ],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:  # fmt: skip
+        assert process.stderr is not None
+        line = next(each for each in process.stderr if "DevTools listening" in each)
+        port = re.findall(r":(\d+)/", line)[0]
+        url = f"http://127.0.0.1:{port}/json"
+        tab = next(t for t in httpx.get(url).json() if t["type"] == "page")
+        try:
+            with connect(tab["webSocketDebuggerUrl"], max_size=None) as connection:
+                yield Browser(connection)
+        finally:
+            process.kill()
+
+
+def test_the_page(
+    server: Running, decoder: SpecDecoder, browser: Browser, tmp_path: Path
+) -> None:
+    """A chat of two turns, the figures, both colours, and no scrolling on a phone."""
+    browser.call("Page.enable")
+    browser.call("Page.navigate", url=server.url)
+    browser.until("document.readyState === 'complete' && !!document.title")
+    messages: Any = [{"role": "user", "content": "Name a river."}]
+    browser.run("document.getElementById('most').value = 12")
+    for turn in range(2):
+        (expected,) = decoder.generate([messages], SamplingParams(max_tokens=12))
+        said = json.dumps(messages[-1]["content"])
+        browser.run(
+            f"document.getElementById('text').value = {said};"
+            "document.getElementById('send').click()"
+        )
+        browser.until(f"document.querySelectorAll('.note').length === {turn + 1}")
+        shown = browser.run(
+            "[...document.querySelectorAll('.said')].at(-1).textContent"
+        )
+        assert shown == expected.text
+        messages += [{"role": "assistant", "content": expected.text},
+                     {"role": "user", "content": "And one more?"}]  # fmt: skip
+    browser.until("document.getElementById('length').textContent > '0'")
+    assert browser.until("document.querySelectorAll('#positions i').length") == 2
+    assert browser.run("document.getElementById('model').textContent").startswith(
+        "tiny"
+    )
+    colours = set()
+    for scheme in ("light", "dark"):
+        feature = [{"name": "prefers-color-scheme", "value": scheme}]
+        browser.call("Emulation.setEmulatedMedia", features=feature)
+        colours.add(
+            browser.run("getComputedStyle(document.documentElement).backgroundColor")
+        )
+        for width in (360, 1200):
+            browser.call(
+                "Emulation.setDeviceMetricsOverride",
+                width=width,
+                height=720,
+                deviceScaleFactor=1,
+                mobile=width < 500,
+            )
+            assert browser.run("document.documentElement.scrollWidth") <= width
+            shown = browser.run(
+                "getComputedStyle(document.getElementById('figures')).display"
+            )
+            assert (shown == "none") is (width < 500)
+            picture = browser.call("Page.captureScreenshot")["data"]
+            name = f"{scheme}-{width}.png"
+            (tmp_path / name).write_bytes(base64.b64decode(picture))
+    assert len(colours) == 2
+    browser.run("document.getElementById('new').click()")
+    assert browser.run("document.querySelectorAll('article').length") == 0
+    # An error of the server's is shown, and what was asked can be asked again.
+    browser.run(
+        "document.getElementById('most').value = -1;"
+        "document.getElementById('text').value = 'Hi';"
+        "document.getElementById('send').click()"
+    )
+    error = browser.until("document.querySelector('.error')?.textContent")
+    assert "max_tokens is -1" in error
+    assert browser.run("messages.length") == 0
+    # What is left of an answer is no part of the chat that was begun meanwhile.
+    browser.run(
+        "document.getElementById('most').value = 3000;"
+        "document.getElementById('text').value = 'Hi';"
+        "document.getElementById('send').click()"
+    )
+    browser.until("!!document.querySelector('.said')?.textContent")
+    browser.run("document.getElementById('new').click()")
+    browser.until("current === null")
+    assert browser.run("messages.length") == 0

@@ -1,0 +1,333 @@
+"""Strangers: many at once, those who leave, those who do not read, the server's end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from specdec import SamplingParams, SpecDecoder
+from specdec.server import app, chat
+from specdec.server.config import ServerConfig
+from specdec.server.service import Service
+from tests.server.harness import Running, Scripted, running, tiny_decoder
+from tests.server.soak import soak
+
+ENDLESS = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 3000}
+
+
+def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+    """Wait for what comes without being asked for."""
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.005)
+
+
+def endless(server: Running) -> socket.socket:
+    """A client whose request goes on until it leaves."""
+    port = int(server.url.rpartition(":")[2])
+    made = socket.create_connection(("127.0.0.1", port))
+    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+    made.sendall(
+        f"{head}application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
+    )
+    made.sendall(body)
+    return made
+
+
+def test_five_hundred_at_once(tmp_path: Path) -> None:
+    """A text that depends on its neighbours, a request that is lost, a row that stays.
+
+    Every fifth client leaves when it has read something.
+    """
+    decoder = tiny_decoder(tmp_path, batch_size=32)
+    prompts = [f"Prompt {i % 25} of many" for i in range(500)]
+    params: list[dict[str, Any]] = [
+        {"max_tokens": 3 + i % 5, "temperature": (i % 2) * 1.0, "seed": i % 25}
+        for i in range(25)
+    ]
+    expected = [
+        result.text
+        for result in decoder.generate(
+            prompts[:25],
+            [SamplingParams(**p) for p in params],
+            ignore_chat_template=True,
+        )
+    ]
+
+    async def ask(client: httpx.AsyncClient, i: int) -> str | None:
+        body = {"prompt": prompts[i], **params[i % 25]}
+        if i % 5:
+            answer = await client.post("/v1/completions", json=body)
+            assert answer.status_code == 200, answer.text
+            return str(answer.json()["choices"][0]["text"])
+        body = {**body, "stream": True, "max_tokens": 200}
+        async with client.stream("POST", "/v1/completions", json=body) as stream:
+            async for line in stream.aiter_lines():
+                if '"text":"' in line:
+                    return None
+        return None
+
+    async def ask_all(url: str) -> list[str | None]:
+        limits = httpx.Limits(max_connections=500)
+        async with httpx.AsyncClient(
+            base_url=url, limits=limits, timeout=300
+        ) as client:
+            return await asyncio.gather(*(ask(client, i) for i in range(500)))
+
+    with running(decoder, max_waiting=500) as server:
+        texts = asyncio.run(ask_all(server.url))
+        for i, text in enumerate(texts):
+            assert text is None or text == expected[i % 25]
+        until(lambda: server.service.engine.pending == 0)
+        until(lambda: server.service.engine.load.running == 0)
+        assert server.service.waiting == 0
+        metrics = httpx.get(f"{server.url}/metrics").text
+        assert "specdec_requests_waiting 0.0" in metrics
+        (answered,) = re.findall(r'total.*outcome="answered"} (\d+)', metrics)
+        assert int(answered) >= 400
+
+
+def test_a_full_queue_and_one_who_leaves(decoder: SpecDecoder) -> None:
+    """The next one is refused with a time to wait; the place of the leaver is free."""
+    with running(decoder, max_waiting=1) as server:
+        clients = [endless(server) for _ in range(5)]
+        until(lambda: server.service.engine.pending == 5)
+        assert server.service.waiting == 1
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            full = client.post("/v1/chat/completions", json=ENDLESS)
+            assert full.status_code == 429
+            assert 1 <= int(full.headers["retry-after"]) <= 60
+            assert full.json()["error"]["code"] == "queue_full"
+            many = client.post("/v1/chat/completions", json={**ENDLESS, "n": 7})
+            assert many.json()["error"]["param"] == "n"
+            assert many.status_code == 400
+            # One that runs, and one that waits.
+            for left in (clients[4], clients[0]):
+                rows = server.service.engine.pending
+                left.close()
+                until(lambda rows=rows: server.service.engine.pending < rows)  # type: ignore[misc]
+            short = {**ENDLESS, "max_tokens": 2}
+            assert client.post("/v1/chat/completions", json=short).status_code == 200
+        for each in clients:
+            each.close()
+        until(lambda: server.service.engine.pending == 0)
+
+
+def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:
+    """In the headers, in the body, while it waits, and after the answer has begun."""
+    with running(decoder, max_waiting=9) as server:
+        for _ in range(3):
+            port = int(server.url.rpartition(":")[2])
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            kind = b"Content-Type: application/json\r\nContent-Length: 90\r\n\r\n"
+            for part in (head, head + kind, head + kind + b'{"prompt": "a"'):
+                with socket.create_connection(("127.0.0.1", port)) as made:
+                    made.sendall(part)
+            clients = [endless(server) for _ in range(6)]
+            until(lambda: server.service.waiting == 2)
+            assert clients[0].recv(1)
+            for each in reversed(clients):
+                each.close()
+            until(lambda: server.service._rows == 0)
+        until(lambda: server.service.engine.load.running == 0)
+        assert httpx.get(f"{server.url}/health").json() == {"status": "ok"}
+        text = httpx.get(f"{server.url}/metrics").text
+        assert 'endpoint="/v1/completions",outcome="left"} 6.0' in text
+        assert 'endpoint="/v1/chat/completions",outcome="left"} 18.0' in text
+
+
+def test_a_huge_body_holds_nobody_up(server: Running) -> None:
+    """Megabytes of messages are looked at beside the event loop, and refused."""
+    many = [{"role": "user", "content": "a"}] * 200_000
+
+    async def ask() -> tuple[httpx.Response, float]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = json.dumps({"messages": many}).encode()
+            headers = {"content-type": "application/json"}
+            path = "/v1/chat/completions"
+            asked = asyncio.create_task(
+                client.post(path, content=body, headers=headers)
+            )
+            healthy = 0
+            while not asked.done():
+                healthy += (await client.get("/health")).is_success
+            return await asked, healthy
+
+    answer, healthy = asyncio.run(ask())
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert healthy > 3
+
+
+def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
+    """An answer that nobody takes ends by itself, and others go on meanwhile."""
+    before = server.service.engine.stats.prompts
+    lazy = endless(server)
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        for _ in range(3):
+            answer = client.post(
+                "/v1/chat/completions", json={**ENDLESS, "max_tokens": 4}
+            )
+            assert answer.status_code == 200
+    # The row does not wait for its reader.
+    until(lambda: server.service.engine.stats.prompts == before + 4)
+    lazy.close()
+    until(lambda: server.service.waiting == 0 and server.service._rows == 0)
+
+
+def test_a_place_is_not_kept_by_one_who_never_reads(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few hundred of them would let nobody else in, for good."""
+    monkeypatch.setattr(app, "_READ_SECONDS", 0.05)
+
+    async def never(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    async def ask() -> bytes:
+        async with decoder.serve() as engine:
+            service = Service(decoder, engine, ServerConfig(request_timeout=0.5))
+            body = {**ENDLESS, "max_tokens": 2, "stream": True}
+            answer = app._Answer(service, chat.parse(body, service), "/v1")
+            await answer({}, never, never)
+            assert service._rows == 0
+            return service.metrics.text()
+
+    assert b'endpoint="/v1",outcome="left"} 1.0' in asyncio.run(ask())
+
+
+def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
+    """An answer that takes too long says so, and is what it had come to."""
+    decoder.generate([ENDLESS["messages"]], max_tokens=2)  # type: ignore[arg-type]
+    with running(decoder, request_timeout=1.0) as server:
+        url = f"{server.url}/v1/chat/completions"
+        answer = httpx.post(
+            url, json={**ENDLESS, "max_tokens": 4000}, timeout=60
+        ).json()
+        (choice,) = answer["choices"]
+        assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
+        assert 0 < answer["usage"]["completion_tokens"] < 4000
+        (whole,) = decoder.generate(
+            [ENDLESS["messages"]],  # type: ignore[arg-type]
+            SamplingParams(max_tokens=answer["usage"]["completion_tokens"]),
+        )
+        assert choice["message"]["content"] == whole.text
+
+
+def test_a_stream_that_waits_stays_open(decoder: SpecDecoder) -> None:
+    """A proxy closes what is silent for long: comments, and Anthropic's pings."""
+    with running(Scripted(decoder, str, pause=0.3), keep_alive=0.05) as server:
+        body = {"messages": ENDLESS["messages"], "max_tokens": 9, "stream": True}
+        for path, comment in (
+            ("/v1/chat/completions", ": keep-alive\n\n"),
+            ("/v1/messages", 'event: ping\ndata: {"type":"ping"}\n\n'),
+        ):
+            text = httpx.post(server.url + path, json={**body, "model": "tiny"}).text
+            assert text.count(comment) >= 2
+
+
+@pytest.mark.parametrize("stop_timeout", [30.0, 0.1])
+def test_the_end(decoder: SpecDecoder, stop_timeout: float) -> None:
+    """Answers end, or are cut when it is time; new requests are refused meanwhile."""
+    with running(decoder, stop_timeout=stop_timeout) as server:
+        tokens = 300 if stop_timeout > 1 else 4000
+
+        async def ask() -> tuple[Any, Any]:
+            async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+                body = {**ENDLESS, "max_tokens": tokens}
+                running = asyncio.create_task(
+                    client.post("/v1/chat/completions", json=body)
+                )
+                stats = server.service.engine.stats.generated_tokens
+                while server.service.engine.stats.generated_tokens < stats + 3:
+                    await asyncio.sleep(0.005)
+                assert server.loop is not None
+                drained = asyncio.run_coroutine_threadsafe(
+                    server.service.drain(), server.loop
+                )
+                await asyncio.sleep(0.02)
+                late = await client.post("/v1/chat/completions", json=body)
+                answer = await running
+                await asyncio.wrap_future(drained)
+                return answer.json(), late
+
+        answer, late = asyncio.run(ask())
+        assert late.status_code == 503
+        assert late.json()["error"]["code"] == "stopping"
+        count = answer["usage"]["completion_tokens"]
+        if stop_timeout > 1:
+            assert count == tokens
+        else:
+            assert answer["choices"][0]["cut"] == "shutdown"
+            assert 0 < count < tokens
+        assert httpx.get(f"{server.url}/health").status_code == 503
+
+
+def test_an_engine_that_fails(tmp_path: Any) -> None:
+    """Clients get an error object, whole or in the stream, and health says so."""
+    decoder = tiny_decoder(tmp_path, batch_size=2)
+
+    class Fails:
+        def __init__(self, model: Any):
+            self.model, self.left = model, 12
+
+        def __call__(self, *args: Any, **options: Any) -> Any:
+            self.left -= 1
+            if not self.left:
+                raise RuntimeError("the device is gone")
+            return self.model(*args, **options)
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self.model, name)
+
+    runner: Any = decoder._target
+    runner.model = Fails(runner.model)
+    with running(decoder) as server:
+        url = f"{server.url}/v1/chat/completions"
+        text = httpx.post(url, json={**ENDLESS, "stream": True}, timeout=60).text
+        assert '"code":"engine_failed"' in text
+        assert "[DONE]" not in text
+        later = httpx.post(url, json=ENDLESS, timeout=60)
+        assert later.status_code == 500
+        assert "the device is gone" in later.json()["error"]["message"]
+        assert httpx.get(f"{server.url}/health").json() == {"status": "failed"}
+
+
+def test_a_long_prompt_starves_nobody(decoder: SpecDecoder) -> None:
+    """Between two chunks of a joining prompt, every running row gets its round.
+
+    The bound of the docs: a running row waits for one chunk of prefill at most.
+    """
+    session = decoder.session()
+    first = session.add([5, 6, 7], SamplingParams(max_tokens=200, temperature=0.0))
+    while session.stats.generated_tokens < 10:
+        session.step()
+    long = session.add(list(range(100, 200)) * 12, SamplingParams(max_tokens=1))
+    chunk = decoder.config.prefill_step_size
+    steps, tokens = 0, 0
+    while session.stats.prefilled < 2:
+        steps += 1
+        tokens += sum(len(e.token_ids) for e in session.step() if e.index == first)
+    assert steps >= 1200 // chunk
+    # At least one token in every step but those that fill and drain the pipeline.
+    assert tokens >= steps - 4
+    session.cancel(first)
+    session.cancel(long)
+
+
+def test_a_bounded_part_of_the_soak() -> None:
+    """The long run is ``scripts/soak --server``."""
+    counts = soak(seed=1, seconds=0)
+    assert counts.whole > 150
+    assert min(counts.left, counts.refused) > 20

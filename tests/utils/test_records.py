@@ -1,0 +1,75 @@
+"""Dataclasses from JSON that anyone may have written."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal
+
+import pytest
+
+from specdec.utils.data_files import DataError
+from specdec.utils.records import read_record
+
+
+@dataclass(frozen=True)
+class Inner:
+    x: float
+    pair: tuple[int, str] = (0, "")
+
+
+@dataclass(frozen=True)
+class Outer:
+    name: str
+    kind: Literal["a", "b"]
+    inner: Inner
+    many: list[Inner] = field(default_factory=list)
+    by_name: dict[str, int] = field(default_factory=dict)
+    maybe: int | str | None = None
+    free: Any = None
+
+
+WHOLE: dict[str, Any] = {
+    "name": "n",
+    "kind": "b",
+    "inner": {"x": 1, "pair": [2, "c"]},
+    "many": [{"x": 0.5, "of no field": 1}],
+    "by_name": {"y": 3},
+    "maybe": "auto",
+    "free": [None],
+}
+
+
+def test_what_was_written_is_read() -> None:
+    made = Outer(
+        "n", "b", Inner(1, (2, "c")), [Inner(0.5)], {"y": 3}, maybe="auto", free=[None]
+    )
+    assert read_record(Outer, WHOLE) == made
+    assert read_record(Outer, json.loads(json.dumps(asdict(made)))) == made
+    least = {key: WHOLE[key] for key in ("name", "kind", "inner")}
+    assert read_record(Outer, least) == Outer("n", "b", Inner(1, (2, "c")))
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"name": 1}, "name is 1, not a text"),
+        ({"kind": "c"}, "kind is 'c', none of"),
+        ({"kind": True}, "kind is True"),
+        ({"inner": None}, "inner is None, not a table"),
+        ({"inner": {}}, "inner.x is missing"),
+        ({"inner": {"x": "1"}}, "inner.x is '1', not a number"),
+        ({"inner": {"x": float("nan")}}, "inner.x is nan"),
+        ({"inner": {"x": 1, "pair": [2]}}, "inner.pair has 1 values, not 2"),
+        ({"inner": {"x": 1, "pair": [2, 3]}}, "inner.pair[1] is 3, not a text"),
+        ({"many": [{"x": 1}, {"x": []}]}, "many[1].x is [], not a number"),
+        ({"by_name": {"y": 1.5}}, "by_name.y is 1.5, not a whole number"),
+        ({"maybe": 1.5}, "maybe is 1.5, not a whole number"),
+        ({"maybe": 10**40}, "maybe is 1000"),
+    ],
+)
+def test_what_cannot_be_is_named(change: dict[str, Any], message: str) -> None:
+    """A value of another kind gets into figures, or ends in a TypeError there."""
+    with pytest.raises(DataError) as caught:
+        read_record(Outer, {**WHOLE, **change})
+    assert message in str(caught.value)
