@@ -18,7 +18,10 @@ from specdec import SamplingParams, SpecDecoder
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
-ENDLESS = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 3000}
+ENDLESS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Go on"}],
+    "max_tokens": 3000,
+}
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
@@ -185,7 +188,7 @@ def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     """An answer that takes too long says so, and is what it had come to."""
-    decoder.generate([ENDLESS["messages"]], max_tokens=2)  # type: ignore[list-item]
+    decoder.generate([ENDLESS["messages"]], max_tokens=2)
     with running(decoder, request_timeout=1.0) as server:
         url = f"{server.url}/v1/chat/completions"
         answer = httpx.post(
