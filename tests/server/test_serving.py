@@ -198,7 +198,7 @@ def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
         assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
         assert 0 < answer["usage"]["completion_tokens"] < 4000
         (whole,) = decoder.generate(
-            [ENDLESS["messages"]],  # type: ignore[arg-type]
+            [ENDLESS["messages"]],
             SamplingParams(max_tokens=answer["usage"]["completion_tokens"]),
         )
         assert choice["message"]["content"] == whole.text
