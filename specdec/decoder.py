@@ -35,6 +35,7 @@ from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encod
 from .sampling_params import SamplingParams, require_params
 from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
 from .spec_decode.draft_length import Forwards
+from .utils.printable import quoted
 
 # What mlx_lm.load returns: model, tokenizer, and the configuration if asked for.
 LoadedPair: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, Any]]
@@ -502,7 +503,16 @@ def _later_turns(
     """What the users say after each prompt's answer."""
     if turns is None:
         return [()] * len(prompts)
-    found = [tuple(each) for each in turns]
+    found = []
+    for each in turns:
+        # A text alone would be a turn for each of its characters.
+        if not isinstance(each, list | tuple) or not all(
+            isinstance(turn, str) for turn in each
+        ):
+            raise ConfigError(
+                f"turns has {quoted(each)}: give a list of texts for each prompt"
+            )
+        found.append(tuple(each))
     if len(found) != len(prompts):
         raise ConfigError(f"{len(found)} lists of turns for {len(prompts)} prompts")
     for i, (prompt, later) in enumerate(zip(prompts, found, strict=True)):

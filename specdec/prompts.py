@@ -415,8 +415,8 @@ def _check_messages(
                 f"not {quoted(message)}"
             )
         _check_unicode(message["role"])
-        # What a tool returns may be nothing, as what comes with a call of one.
-        if message["role"] == "tool" or message.get("tool_calls"):
+        # A tool may return nothing, and a model may say nothing.
+        if message["role"] in ("assistant", "tool"):
             _check_unicode(_content(message))
         else:
             _check_text(_content(message))

@@ -157,8 +157,10 @@ class BatchRecurrentCache(BatchCache):
         # What was written since: calls of layers, and the tokens of a row.
         self._written: list[tuple[int, Write]] = []
         self._num_written = 0
-        # Tokens that are left of those: all (None), or of each row.
+        # Tokens that are left of those: all (None), or of each row; and as many as any
+        # row is known to have.
         self._kept: Kept | None = None
+        self._left = 0
         # Of the forward under way: layers that took part, and states so far; offsets
         # before it; tokens of every row, padding left out.
         self._layers: list[Any] = []
@@ -185,6 +187,9 @@ class BatchRecurrentCache(BatchCache):
         self._layers.append(write.layer)
         slots = self._now
         output, self._now = write.run(slots, self._offset_now, self._valid)
+        if self._lengths is not None and max(self._valid, default=0) > 1:
+            # A window is a view of all inputs of a prompt's chunk, and would keep them.
+            self._now = [None if a is None else mx.contiguous(a) for a in self._now]
         if self._num_written:
             begin = self._num_written - max(self._valid, default=0)
             self._written.append((begin, write))
@@ -204,6 +209,7 @@ class BatchRecurrentCache(BatchCache):
         self._advance(width, self._longest + width)
         if len(set(self._valid)) > 1:  # of ragged writes nothing is taken back
             self._num_written = 0
+        self._left = self._num_written
 
     def _store(self, slots: Slots) -> None:
         """Hold states, once every layer has written its own."""
@@ -317,7 +323,7 @@ class BatchRecurrentCache(BatchCache):
 
     def is_trimmable(self) -> bool:
         """Whether there are tokens of the last write to take back."""
-        return self._num_written > 0
+        return self._left > 0
 
     def trim_per_sequence(
         self, n: RowCounts, at_most: int | None = None, fewest: int = 0
@@ -329,24 +335,28 @@ class BatchRecurrentCache(BatchCache):
         Raises:
             CacheError: as there, or those are more tokens than were last written.
         """
-        super().trim_per_sequence(n, at_most, fewest)
         if not isinstance(n, mx.array):
-            at_most = max(n, default=0)
-            if not at_most:
-                return
-        width = self._num_written
-        if at_most is not None and at_most > width:
-            raise CacheError(
-                f"{at_most} tokens cannot be taken back: {width} were written last, "
-                "and states before those are gone"
-            )
+            at_most = max((whole("a count", v) for v in n), default=0)
+        elif at_most is None:
+            at_most = int(n.max()) if n.size else 0
         kept = self._kept
         if kept is None:
-            kept = [width] * self.batch_size
-        if isinstance(n, mx.array) or isinstance(kept, mx.array):
-            self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
-        else:
-            self._kept = [max(0, k - c) for k, c in zip(kept, n, strict=True)]
+            kept = [self._num_written] * self.batch_size
+        left = [self._left - at_most]
+        bounded = isinstance(n, mx.array) or isinstance(kept, mx.array)
+        if not (isinstance(n, mx.array) or isinstance(kept, mx.array)):
+            left = [k - c for k, c in zip(kept, n, strict=False)]
+        if min(left, default=0) < 0:
+            raise CacheError(
+                f"{at_most} tokens cannot be taken back: {self._num_written} were "
+                "written last, and states before those are gone"
+            )
+        super().trim_per_sequence(n, at_most, fewest)
+        if at_most > 0:
+            self._left = min(left, default=0)
+            self._kept = left
+            if bounded:
+                self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
 
     # -- rows ----------------------------------------------------------------
 

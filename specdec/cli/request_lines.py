@@ -5,11 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields, replace
+from functools import lru_cache
 from typing import Any
 from uuid import uuid4
 
 from ..errors import ConfigError, PromptFileError
-from ..grammar import Grammar
+from ..grammar import Grammar, check_grammar
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
 from ..sampling_params import SamplingParams
@@ -59,8 +60,8 @@ def requests_of(
         except ConfigError as error:
             raise PromptFileError(f"{record.where}: {error}") from error
     # One number for all lines that draw and have none.
-    drawing = (p for p in found if p.draws)
-    first = next(drawing, params).seeded().seed
+    unseeded = (p for p, s in zip(found, each, strict=True) if _needs_seed(p, s))
+    first = next(unseeded, params).seeded().seed
     return [
         replace(p, seed=first + i) if _needs_seed(p, s) and first is not None else p
         for i, (p, s) in enumerate(zip(found, each, strict=True))
@@ -92,6 +93,8 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
             raise PromptFileError(f"{record.where}: {key} is one grammar too many")
         try:
             found = _grammar_of(key, record.fields[key])
+            if found is not None:
+                _check(found)
         except (ConfigError, LookupError, TypeError) as error:
             why = error if isinstance(error, ConfigError) else "it is incomplete"
             raise PromptFileError(f"{record.where}: {key}: {why}") from error
@@ -101,6 +104,10 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
         name = _ALIASES.get(key, key)
         if value is None:
             continue
+        if name != key and record.fields.get(name) is not None:
+            raise PromptFileError(
+                f"{record.where}: {key} is {name}, which is there, too: leave one out"
+            )
         if name == "n" and value != 1:
             raise PromptFileError(
                 f"{record.where}: n is {shorten(value)}: one output is generated for a "
@@ -129,6 +136,10 @@ def _grammar_of(key: str, value: Any) -> Grammar | None:
     if key == "json_schema":
         return Grammar.json_schema(value)
     return Grammar.regex(value) if key == "regex" else Grammar.lark(value)
+
+
+# Lines mostly have the same one.
+_check = lru_cache(maxsize=64)(check_grammar)
 
 
 def _token(text: str) -> int | str:

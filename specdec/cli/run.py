@@ -299,7 +299,7 @@ def run(
                 err=True,
             )
         if not quiet:
-            show(_summary(decoder, params, len(sink.errors)), err=True)
+            show(_summary(decoder, each, len(sink.errors)), err=True)
 
     interrupted = False
     each = requests if isinstance(requests, list) else [requests]
@@ -423,7 +423,9 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
     )
 
 
-def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> str:
+def _summary(
+    decoder: SpecDecoder, requests: Sequence[SamplingParams], num_failed: int
+) -> str:
     from ..model_names import short
 
     stats, draft = decoder.stats, decoder.draft_name
@@ -459,8 +461,8 @@ def _summary(decoder: SpecDecoder, params: SamplingParams, num_failed: int) -> s
         lines["acceptance"] = "nothing was drafted: it is not worth it here"
     if decoder.config.kv_bits is not None:
         lines["KV cache"] = f"{decoder.config.kv_bits} bits"
-    if params.draws:
-        lines["seed"] = str(params.seed)
+    if seeds := [str(params.seed) for params in requests if params.draws]:
+        lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
     if num_failed:
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"

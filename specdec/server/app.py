@@ -36,6 +36,8 @@ log = logging.getLogger("specdec.server")
 
 #: Seconds that a body may take to arrive.
 _BODY_SECONDS = 60
+#: Seconds that a client may take to read its answer, beside the time that it takes.
+_READ_SECONDS = 60
 #: A body is parsed in the event loop up to this size.
 _SMALL = 1 << 18
 _OPEN = frozenset(("/", "/health"))  # no key is asked for
@@ -323,7 +325,11 @@ class _Answer(Response):
         gone = asyncio.create_task(_gone(receive))
         outcome = "left"
         try:
-            await asyncio.wait({answer, gone}, return_when=asyncio.FIRST_COMPLETED)
+            # One that does not read keeps its place no longer than others.
+            limit = self._service.config.request_timeout + _READ_SECONDS
+            await asyncio.wait(
+                {answer, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
+            )
             if answer.done():
                 outcome = answer.result()
         finally:

@@ -75,6 +75,10 @@ def test_settings_of_each_line() -> None:
     assert greedy.seed is None
     assert first.seed is not None
     assert second.seed == first.seed + 1
+    # A seed of a line's own is nobody else's.
+    own = [record(temp=1, seed=7), record(temp=1)]
+    found = requests_of(own, SamplingParams(seed=40))
+    assert [params.seed for params in found] == [7, 41]  # type: ignore[union-attr]
 
 
 def test_a_grammar_of_each_line() -> None:
@@ -104,6 +108,8 @@ def test_a_grammar_of_each_line() -> None:
     ("fields", "message"),
     [
         ({"regex": 5}, "f.jsonl:3: regex: "),
+        ({"regex": "[a-z"}, "f.jsonl:3: regex: the regular expression cannot be used"),
+        ({"temp": 1, "temperature": 0.5}, "f.jsonl:3: temp is temperature, which is"),
         ({"regex": "a", "json_schema": {}}, "f.jsonl:3: regex is one grammar too many"),
         ({"response_format": {"type": "x"}}, "f.jsonl:3: response_format: its type is"),
         ({"response_format": 5}, "f.jsonl:3: response_format: it is incomplete"),

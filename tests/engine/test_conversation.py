@@ -51,6 +51,21 @@ def test_turns_are_what_they_are_alone(tmp_path: Path) -> None:
         decoder.stream([[1, 2]], turns=[("a",)])
     with pytest.raises(ConfigError, match="2 lists of turns for 1 prompts"):
         decoder.stream(["a"], turns=[(), ()])
+    for wrong in ("And then?", [5], None):
+        given: Any = [wrong]
+        with pytest.raises(ConfigError, match="give a list of texts for each prompt"):
+            decoder.stream(["a"], turns=given)
+
+
+def test_an_answer_without_text_does_not_end_a_conversation(tmp_path: Path) -> None:
+    """Its last turns would be lost to a model that once has nothing to say."""
+    decoder = tiny_decoder(tmp_path)
+    (first,) = decoder.generate(["Hello"], max_tokens=1)
+    params = SamplingParams(max_tokens=3, stop_token_ids=tuple(first.token_ids))
+    events = decoder.stream(["Hello"], params, turns=[["And then?"]])
+    silent, answer = [e.result for e in events if e.result is not None]
+    assert (silent.text, silent.finish_reason) == ("", "stop")
+    assert (answer.turn, answer.error) == (1, None)
 
 
 def test_a_turn_that_does_not_fit_is_an_error_of_its_own(tmp_path: Path) -> None:

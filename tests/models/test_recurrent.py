@@ -344,6 +344,40 @@ def test_what_cannot_be_taken_back_is_refused() -> None:
         first.trim_per_sequence([0, 1])
 
 
+@pytest.mark.parametrize("given", [list, mx.array])
+def test_a_trim_that_is_refused_or_takes_nothing_changes_nothing(given: Any) -> None:
+    """Offsets and states would part: a row would go on with states of other tokens."""
+    twin: Any = with_recurrent_rows(model_of("mamba"))
+    (first, *_) = caches = make_batch_caches(twin, 2, CacheOptions(max_write=4))
+    twin(mx.array([[1, 2, 3], [4, 5, 6]]), cache=caches)
+    twin(mx.array([[1, 2], [4, 5]]), cache=caches)
+    with pytest.raises(CacheError, match="3 tokens cannot be taken back: 2 were"):
+        first.trim_per_sequence(given([3, 0]))
+    first.trim_per_sequence(given([1, 0]))
+    first.trim_per_sequence(given([1, 0]))
+    with pytest.raises(CacheError, match="1 tokens cannot be taken back: 2 were"):
+        first.trim_per_sequence(given([1, 0]))
+    assert first.offset.tolist() == [3, 5]
+    first.filter([0, 1])
+    states = [mx.array(a) for a in first.arrays]
+    first.trim_per_sequence(given([0, 0]))
+    assert all(map(mx.array_equal, first.arrays, states))
+
+
+def test_windows_do_not_keep_the_chunk_that_they_are_of() -> None:
+    """Views of it would: gigabytes, for long prompts, that no plan counts."""
+    twin: Any = with_recurrent_rows(model_of("mamba2"))
+    before = mx.get_active_memory()
+    caches = make_batch_caches(twin, 2, CacheOptions(max_write=512))
+    for each in caches:
+        each.prepare(lengths=[512, 512])
+    twin(mx.ones((2, 512), mx.int32), cache=caches)
+    for each in caches:
+        each.finalize()
+    mx.eval([each.state for each in caches])
+    assert mx.get_active_memory() - before < 2 * sum(c.nbytes for c in caches)
+
+
 def test_a_model_is_not_changed() -> None:
     """Others who use it would find their layers asking for batch caches."""
     model = model_of("qwen3_5")

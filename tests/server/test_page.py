@@ -150,3 +150,13 @@ def test_the_page(
     error = browser.until("document.querySelector('.error')?.textContent")
     assert "max_tokens is -1" in error
     assert browser.run("messages.length") == 0
+    # What is left of an answer is no part of the chat that was begun meanwhile.
+    browser.run(
+        "document.getElementById('most').value = 3000;"
+        "document.getElementById('text').value = 'Hi';"
+        "document.getElementById('send').click()"
+    )
+    browser.until("!!document.querySelector('.said')?.textContent")
+    browser.run("document.getElementById('new').click()")
+    browser.until("current === null")
+    assert browser.run("messages.length") == 0

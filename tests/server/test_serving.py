@@ -15,6 +15,9 @@ import httpx
 import pytest
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.server import app, chat
+from specdec.server.config import ServerConfig
+from specdec.server.service import Service
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
@@ -184,6 +187,27 @@ def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
     until(lambda: server.service.engine.stats.prompts == before + 4)
     lazy.close()
     until(lambda: server.service.waiting == 0 and server.service._rows == 0)
+
+
+def test_a_place_is_not_kept_by_one_who_never_reads(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A few hundred of them would let nobody else in, for good."""
+    monkeypatch.setattr(app, "_READ_SECONDS", 0.05)
+
+    async def never(*_: object) -> Any:
+        await asyncio.Event().wait()
+
+    async def ask() -> bytes:
+        async with decoder.serve() as engine:
+            service = Service(decoder, engine, ServerConfig(request_timeout=0.5))
+            body = {**ENDLESS, "max_tokens": 2, "stream": True}
+            answer = app._Answer(service, chat.parse(body, service), "/v1")
+            await answer({}, never, never)
+            assert service._rows == 0
+            return service.metrics.text()
+
+    assert b'endpoint="/v1",outcome="left"} 1.0' in asyncio.run(ask())
 
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
