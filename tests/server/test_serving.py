@@ -21,7 +21,10 @@ from specdec.server.service import Service
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
-ENDLESS = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 3000}
+ENDLESS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Go on"}],
+    "max_tokens": 3000,
+}
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
@@ -209,7 +212,7 @@ def test_a_place_is_not_kept_by_one_who_never_reads(
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     """An answer that takes too long says so, and is what it had come to."""
-    decoder.generate([ENDLESS["messages"]], max_tokens=2)  # type: ignore[arg-type]
+    decoder.generate([ENDLESS["messages"]], max_tokens=2)
     with running(decoder, request_timeout=1.0) as server:
         url = f"{server.url}/v1/chat/completions"
         answer = httpx.post(
@@ -219,7 +222,7 @@ def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
         assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
         assert 0 < answer["usage"]["completion_tokens"] < 4000
         (whole,) = decoder.generate(
-            [ENDLESS["messages"]],  # type: ignore[arg-type]
+            [ENDLESS["messages"]],
             SamplingParams(max_tokens=answer["usage"]["completion_tokens"]),
         )
         assert choice["message"]["content"] == whole.text
