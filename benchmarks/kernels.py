@@ -23,7 +23,6 @@ from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
 from benchmarks.common import Script, header_of, write_report
-from benchmarks.verify_forward import prompts
 from specdec import EngineConfig, SpecDecoder
 from specdec.backend import defaults
 from specdec.cuda import decode_attention, packed_matmul, skinny_matmul
@@ -389,6 +388,13 @@ def packed(
         "kernel's largest, over the largest number. Bold where it is faster.\n\n"
     )
     write_report(out, raw, intro + markdown_table(header, table))
+
+
+def prompts(batch: int, context: int, vocab_size: int) -> list[list[int]]:
+    """Rows of different lengths, as prompts have; the longest has ``context``."""
+    draw = np.random.default_rng(0)
+    lengths = [max(1, context - i) for i in range(batch)]
+    return [draw.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
 def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:

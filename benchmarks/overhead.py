@@ -63,6 +63,7 @@ class StubRows:
         self.runner = runner
         self.num_rows = len(lengths)
         self.hidden = None
+        self.new_shapes = 0
         self.reused, self.written = [0] * len(lengths), lengths
         self.offset = mx.array(lengths, mx.int32)
 
@@ -77,6 +78,9 @@ class StubRows:
         self.offset = self.offset - n
 
     def note_lengths(self, longest: int, shortest: int) -> None:
+        pass
+
+    def checkpoint(self) -> None:
         pass
 
     def filter(self, rows: Sequence[int]) -> None:

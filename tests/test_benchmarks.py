@@ -72,16 +72,9 @@ def test_steps(tmp_path: Path) -> None:
     assert {at for at, r in found.items() if "mlx_lm" in r} == {(1, 1), (8, 1), (32, 1)}
 
 
-@pytest.mark.parametrize("draft_tokens", [1, 4])
-def test_verify_forward(tmp_path: Path, draft_tokens: int) -> None:
-    raw = run(
-        "verify_forward",
-        tmp_path / "verify",
-        *("--shape", "tiny", "--batch", "2", "--draft-tokens", str(draft_tokens)),
-        *("--context", "16", "--steps", "3"),
-    )
-    assert {len(f["blocking_ms"]) for f in raw["forwards"].values()} == {3}
-    assert set(raw["ratios"]) == {"exact verify", "bucket 256 verify", "mlx-lm verify"}
+def test_hybrid(tmp_path: Path) -> None:
+    raw = run("hybrid", tmp_path / "hybrid", "--tiny", "--rows", "2", "--repeat", "2")
+    assert [r["tokens"] for r in raw["milliseconds"]] == [1, 1, 2, 3, 5] * 2
 
 
 def test_profile_round(tmp_path: Path) -> None:

@@ -40,6 +40,7 @@ class Settings(TypedDict, total=False):
     read_bucket: int
     additive_mask: bool
     unpacks: bool | None
+    exact_alone: bool
     memo: Memo | None
 
 
@@ -69,6 +70,8 @@ class CacheCore:
         unpacks: hand attention dense keys and values where packed ones are stored,
             made anew from the columns that it reads; ``None``: as the backend's
             products with packed ones ask for it.
+        exact_alone: hand the only query of a row whose length is known just what the
+            row holds, which needs no mask; else its shapes repeat as others do.
         memo: shared by the caches of one model, see :class:`specdec.cache.memo.Memo`.
         options: further arguments of the subclass's constructor, all plain.
 
@@ -87,6 +90,7 @@ class CacheCore:
         read_bucket: int = 1,
         additive_mask: bool = False,
         unpacks: bool | None = None,
+        exact_alone: bool = True,
         memo: Memo | None = None,
         options: Options | None = None,
     ):
@@ -109,6 +113,7 @@ class CacheCore:
             "read_bucket": read_bucket,
             "additive_mask": additive_mask,
             "unpacks": unpacks,
+            "exact_alone": exact_alone,
         }
         self._memo = Memo() if memo is None else memo
         self._storage = Storage(codec)
@@ -197,11 +202,11 @@ class CacheCore:
     def _exact(self, num_tokens: int) -> bool:
         """Whether attention reads just what a row holds.
 
-        So does the only query of a row whose length is known: it needs no mask, and
+        So may the only query of a row whose length is known: it needs no mask, and
         attention without one has fast kernels for any length.
         """
         alone = num_tokens == 1 and self.batch_size == 1 and self._uniform
-        return self.read_bucket == 1 or alone
+        return self.read_bucket == 1 or bool(alone and self._options["exact_alone"])
 
     def _extent(self, longest: int, capacity: int, num_tokens: int) -> int:
         """Columns that attention reads when rows are up to ``longest`` long."""
@@ -269,7 +274,10 @@ class CacheCore:
         self._longest = longest - num_tokens + max(valid, default=0)
         self._uniform = self._uniform and len(set(valid)) <= 1
         self.offset = self._memo.get(
-            "advance", (offset,), tuple(valid), lambda: offset + mx.array(valid)
+            "advance",
+            (offset,),
+            tuple(valid),
+            lambda: unfused(mx.add, offset, mx.array(valid)),
         )
         self._note_trim(num_tokens - min(valid, default=num_tokens))
 

@@ -60,7 +60,7 @@ class CacheOptions:
         additive_mask: make masks of 0 and minus infinity, in the type of the
             scores (faster on a GPU), in place of boolean ones; not for a model of
             which :func:`reads_boolean_masks` is true.
-        unpacks: see :class:`~specdec.cache.core.CacheCore`.
+        unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -75,6 +75,7 @@ class CacheOptions:
     max_kv_size: int | None = None
     additive_mask: bool = False
     unpacks: bool | None = None
+    exact_alone: bool = True
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
@@ -254,6 +255,7 @@ def make_batch_caches(
         "read_bucket": options.read_bucket,
         "additive_mask": options.additive_mask,
         "unpacks": options.unpacks,
+        "exact_alone": options.exact_alone,
         "memo": Memo() if memo is None else memo,
     }
     return [_make(cache, batch_size, options, settings) for cache in caches]

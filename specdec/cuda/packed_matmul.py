@@ -1,12 +1,12 @@
 """Products of few rows with packed weights, by a CUDA kernel of our own.
 
-MLX's kernel for one row reads 4 bits a weight at a fifteenth of the memory's rate (one
-H200), and every row reads all weights again. This one reads each weight once for up to
-64 rows, with tensor cores; see :mod:`.packed_matmul_source`.
+Of several rows, MLX's kernels take as many times as long as one does, or are compiled
+for half a minute. This one reads each weight once for up to 64 rows, with tensor cores;
+see :mod:`.packed_matmul_source`. A single row is MLX's where that is faster.
 
-Each row is summed in float32 in an order that depends on the matrix alone. So a row's
-product has the same bits whatever is computed beside it: alone, in a batch, or as one
-of the tokens of a verification.
+Each row is summed in float32 in an order that depends on the matrix alone. So what the
+kernel makes of a row has the same bits whatever is computed beside it: in a batch, or
+as one of the tokens of a verification.
 """
 
 from __future__ import annotations
@@ -38,7 +38,10 @@ logger = logging.getLogger(__name__)
 BITS, GROUPS = (4, 8), (32, 64, 128)
 # The most rows of a product that the kernel computes; for more the matrix is unpacked,
 # if it has no more than so many numbers.
-MOST_ROWS, MOST_UNPACKED = 256, 2**27
+MOST_ROWS, MOST_UNPACKED = 192, 2**27
+# Of one row, MLX's kernel, which is compiled, computes sooner with fewer numbers of 4
+# bits than so many, and with any of 8 (one H200).
+FEWEST_ALONE = 2**25
 # A tensor core's product takes so many rows of x; a block so many times as many, or one
 # of them where there are no more: a kernel for each. It has so many warps, each for so
 # many columns of the result.
@@ -205,13 +208,17 @@ _proven: dict[tuple[mx.Dtype, int, int], bool] = {}
 
 
 def computes(layer: Any, x: mx.array) -> bool:
-    """Whether :func:`of_layer` computes the layer's product with x (..., K).
+    """Whether :func:`of_layer` is to compute the layer's product with x (..., K).
 
     While a layer trains, MLX's product is used, which has a gradient.
     """
     if layer.training or not x.size:
         return False
     kind = Kind.of(layer)
+    if kind is not None and x.size == kind.length:
+        many = kind.columns * kind.length >= FEWEST_ALONE
+        if not (many and kind.bits == 4):
+            return False
     return (
         kind is not None
         and x.dtype == kind.dtype

@@ -26,7 +26,7 @@ from ..cache import (
     check_caches,
     make_batch_caches,
 )
-from ..models.recurrent import with_recurrent_rows
+from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
 
@@ -91,7 +91,8 @@ def geometry_of(
         # copies of its queries and eight residual streams.
         token_bytes=elem_bytes * _layer_width(model, settings)
         + 24 * queries
-        + 32 * hidden,
+        + 32 * hidden
+        + scan_bytes(model),
         # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
         score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
         column_bytes=elem_bytes * unfolded + _copied_bytes(caches),

@@ -72,12 +72,15 @@ class ModelRunner:
         model = with_recurrent_rows(with_row_positions(model))
         self.name = name
         self.prefill_step_size = config.prefill_step_size
+        single = backend.pad_single_token and takes_single(model)
+        if single or slow_pairs(model):
+            backend = replace(backend, pad_single_token=False)
         self.options = replace(
-            cache_options(config, backend), additive_mask=not reads_boolean_masks(model)
+            cache_options(config, backend),
+            additive_mask=not reads_boolean_masks(model),
+            exact_alone=not single,
         )
         check_caches(model, name, self.options)
-        if takes_single(model) or slow_pairs(model):
-            backend = replace(backend, pad_single_token=False)
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)

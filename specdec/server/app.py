@@ -11,7 +11,7 @@ import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
-from typing import Any
+from typing import Any, TypeVar
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -43,6 +43,7 @@ _SMALL = 1 << 18
 _OPEN = frozenset(("/", "/health"))  # no key is asked for
 
 Parse = Callable[[Any, Service], Rendering]
+T = TypeVar("T")
 
 
 def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starlette:
@@ -200,7 +201,7 @@ async def _model(request: Request) -> Response:
 async def _count_tokens(request: Request) -> Response:
     service = _service(request)
     try:
-        source = messages.parse_count(await _body(request), service)
+        source = await _read(request, messages.parse_count)
         with service.places(1):
             (encoded,) = await service.encode([source])
     except Exception as error:
@@ -237,11 +238,30 @@ def _error(refusal: Refusal, path: str) -> Response:
 # -- bodies -------------------------------------------------------------------------
 
 
-async def _body(request: Request) -> Any:
-    """The JSON of a request.
+async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
+    """What a request asks for, by its JSON.
 
     Raises:
-        Refusal: it is too large, too slow, or no JSON.
+        Refusal: the body is too large, too slow, or no JSON; or what ``parse`` raises.
+    """
+    data = await _body(request)
+
+    def parsed() -> T:
+        try:
+            body = parse_json(data)
+        except DataError as error:
+            raise Refusal(f"the body: {error}", code="invalid_json") from error
+        return parse(body, _service(request))
+
+    # Many megabytes take a second, in which the event loop answers others.
+    return parsed() if len(data) <= _SMALL else await asyncio.to_thread(parsed)
+
+
+async def _body(request: Request) -> bytes:
+    """The bytes of a request.
+
+    Raises:
+        Refusal: they are too many, too slow, or said to be no JSON.
     """
     # Of another type, a page of any site could send it from a browser, unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -265,12 +285,7 @@ async def _body(request: Request) -> Any:
                     )
     except TimeoutError as error:
         raise Refusal("the body did not arrive in time", status=408) from error
-    try:
-        if len(data) <= _SMALL:
-            return parse_json(bytes(data))
-        return await asyncio.to_thread(parse_json, bytes(data))
-    except DataError as error:
-        raise Refusal(f"the body: {error}", code="invalid_json") from error
+    return bytes(data)
 
 
 # -- answers ------------------------------------------------------------------------
@@ -283,7 +298,7 @@ def _endpoint(path: str, parse: Parse) -> Route:
         service = _service(request)
         began = time.monotonic()
         try:
-            rendering = parse(await _body(request), service)
+            rendering = await _read(request, parse)
         except ClientDisconnect:
             service.metrics.answered(path, "left", time.monotonic() - began)
             return Response(status_code=499)

@@ -161,6 +161,7 @@ class History:
             "additive_mask": choices.integer(0, 1) == 1,
             "unpacks": choices.integer(0, 1) == 1,
         }
+        settings["exact_alone"] = not settings["unpacks"]
         if kind.window is not None:
             settings["max_write"] = max_write
         cache = kind.make(batch_size, **settings)

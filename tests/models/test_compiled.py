@@ -18,6 +18,7 @@ from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
 from specdec.models import compiled
+from specdec.models import runner as runner_module
 from specdec.models.compiled import CompiledForwards
 from specdec.models.hidden_states import record_layers
 from specdec.models.runner import ModelRunner
@@ -340,3 +341,31 @@ def test_replaced_weights_are_those_that_graphs_compute_with(
     assert decoded() == [greedy(model, p, 20) for p in prompts]
     model.update(other.parameters())
     assert decoded() == [greedy(other, p, 20) for p in prompts]
+
+
+def test_steps_of_one_row_are_compiled_where_attention_takes_a_mask(
+    tiny_model: TinyModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its columns are read exactly: other shapes, and so no graph, in every step."""
+    monkeypatch.setattr(runner_module, "takes_single", lambda model: True)
+    made = []
+    make = CompiledForwards._make
+
+    def counted(*arguments: Any) -> Any:
+        made.append(arguments)
+        return make(*arguments)
+
+    monkeypatch.setattr(CompiledForwards, "_make", counted)
+    model = built(tiny_model, "full")
+    runner = ModelRunner(model, "it", EngineConfig(), BEHIND)
+    assert not runner.backend.pad_single_token
+    prompt = [3, 1, 4, 1, 5]
+    rows = runner.rows([prompt], max_round=1, max_length=40)
+    for _ in rows.prefill():
+        pass
+    for token in (7, 2, 8, 6):
+        found = rows.forward(mx.array([[token]]))
+        prompt.append(token)
+        expected = model(mx.array([prompt]))[:, -1:]
+        np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-5)
+    assert len(made) == 1

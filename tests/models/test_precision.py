@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,9 @@ from mlx.utils import tree_flatten
 from specdec.draft_names import SELF_DRAFTS
 from specdec.errors import UnsupportedModelError
 from specdec.models import load, load_draft
+from specdec.models.draft_folder import take_type
 from specdec.models.precision import cast, quantized_copy
+from specdec.tools.bench.models import token_level
 
 from .folders import write_folder
 from .gguf_files import random_model
@@ -171,3 +174,23 @@ def test_memory_holds_no_third_copy() -> None:
     assert 0.25 * total < added < 0.35 * total
     assert extra < 0.1 * total
     del draft
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_draft_of_layers_takes_the_target_s_type(
+    tiny_model: Callable[..., nn.Module], packed: bool
+) -> None:
+    """Of bfloat16 and float16 MLX makes float32, which no fast kernel computes."""
+    for theirs, expected in (
+        (mx.float16, mx.float16),
+        (mx.bfloat16, mx.bfloat16),
+        (mx.float32, mx.bfloat16),
+    ):
+        target, draft = tiny_model("llama"), tiny_model("llama")
+        target.set_dtype(theirs)
+        draft.set_dtype(mx.bfloat16)
+        if packed:
+            nn.quantize(draft, group_size=32, bits=4)
+        take_type(draft, token_level(target))
+        dtypes = {array.dtype for array in arrays(draft).values()}
+        assert dtypes - {mx.uint32} == {expected}

@@ -390,6 +390,18 @@ def test_a_model_is_not_changed() -> None:
     assert all(value for _, value in flat)
 
 
+def test_weights_that_are_replaced_reach_the_rows() -> None:
+    """Merged adapters would be half in use: the twin has modules of its own."""
+    model, other = build("qwen3_5"), slightly_off("qwen3_5")
+    config = EngineConfig(batch_size=2, num_draft_tokens=0)
+    runner = ModelRunner(model, "target", config, AT_ONCE)
+    model.update(other.parameters())
+    rows = runner.rows([[], []], max_round=1, max_length=8)
+    tokens = mx.array([[3], [7]])
+    want = mx.concatenate([other(tokens[:1]), other(tokens[1:])])
+    assert mx.allclose(rows.forward(tokens), want, atol=1e-4)
+
+
 # -- planted faults --------------------------------------------------------------
 
 Fault = Callable[[pytest.MonkeyPatch], None]

@@ -21,7 +21,10 @@ from specdec.server.service import Service
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
 
-ENDLESS = {"messages": [{"role": "user", "content": "Go on"}], "max_tokens": 3000}
+ENDLESS: dict[str, Any] = {
+    "messages": [{"role": "user", "content": "Go on"}],
+    "max_tokens": 3000,
+}
 
 
 def until(condition: Callable[[], bool], seconds: float = 30) -> None:
@@ -102,7 +105,8 @@ def test_a_full_queue_and_one_who_leaves(decoder: SpecDecoder) -> None:
     """The next one is refused with a time to wait; the place of the leaver is free."""
     with running(decoder, max_waiting=1) as server:
         clients = [endless(server) for _ in range(5)]
-        until(lambda: server.service.waiting == 1)
+        until(lambda: server.service.engine.pending == 5)
+        assert server.service.waiting == 1
         with httpx.Client(base_url=server.url, timeout=60) as client:
             full = client.post("/v1/chat/completions", json=ENDLESS)
             assert full.status_code == 429
@@ -146,6 +150,29 @@ def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:
         assert 'endpoint="/v1/chat/completions",outcome="left"} 18.0' in text
 
 
+def test_a_huge_body_holds_nobody_up(server: Running) -> None:
+    """Megabytes of messages are looked at beside the event loop, and refused."""
+    many = [{"role": "user", "content": "a"}] * 200_000
+
+    async def ask() -> tuple[httpx.Response, float]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            body = json.dumps({"messages": many}).encode()
+            headers = {"content-type": "application/json"}
+            path = "/v1/chat/completions"
+            asked = asyncio.create_task(
+                client.post(path, content=body, headers=headers)
+            )
+            healthy = 0
+            while not asked.done():
+                healthy += (await client.get("/health")).is_success
+            return await asked, healthy
+
+    answer, healthy = asyncio.run(ask())
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "context_length_exceeded"
+    assert healthy > 3
+
+
 def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
     """An answer that nobody takes ends by itself, and others go on meanwhile."""
     before = server.service.engine.stats.prompts
@@ -185,7 +212,8 @@ def test_a_place_is_not_kept_by_one_who_never_reads(
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     """An answer that takes too long says so, and is what it had come to."""
-    with running(decoder, request_timeout=0.4) as server:
+    decoder.generate([ENDLESS["messages"]], max_tokens=2)
+    with running(decoder, request_timeout=1.0) as server:
         url = f"{server.url}/v1/chat/completions"
         answer = httpx.post(
             url, json={**ENDLESS, "max_tokens": 4000}, timeout=60
@@ -194,7 +222,7 @@ def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
         assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
         assert 0 < answer["usage"]["completion_tokens"] < 4000
         (whole,) = decoder.generate(
-            [ENDLESS["messages"]],  # type: ignore[arg-type]
+            [ENDLESS["messages"]],
             SamplingParams(max_tokens=answer["usage"]["completion_tokens"]),
         )
         assert choice["message"]["content"] == whole.text

@@ -156,7 +156,7 @@ def requests_of(
 
 
 @dataclass
-class Progress:
+class Received:
     """What has come of a request so far."""
 
     prompt_tokens: int = 0
@@ -179,7 +179,7 @@ class Job:
 
     def __init__(self, requests: Sequence[JobRequest], clock: Clock):
         self.requests = requests
-        self.progress = [Progress() for _ in requests]
+        self.received = [Received() for _ in requests]
         self.rounds = Rounds(lambda: self.now)
         self._clock, self._start, self._taken = clock, clock(), 0
 
@@ -210,16 +210,16 @@ class Job:
 
     def take(self, i: int, tokens: Sequence[int], now: float) -> None:
         """Add tokens that have come for a request."""
-        progress = self.progress[i]
-        if tokens and not progress.tokens:
-            progress.first = now
-        progress.tokens += tokens
+        received = self.received[i]
+        if tokens and not received.tokens:
+            received.first = now
+        received.tokens += tokens
 
     def end(self, i: int, now: float) -> None:
         """Note that a request has ended, and its text is there."""
-        progress = self.progress[i]
-        progress.ended = now
-        progress.first = progress.first if progress.tokens else now
+        received = self.received[i]
+        received.ended = now
+        received.first = received.first if received.tokens else now
 
     def record(self, *, peak: int, before: int) -> JobRecord:
         """What was measured, when everything has ended.
@@ -243,7 +243,7 @@ class Job:
                     ended=round(p.ended, 6),
                     digest=hashlib.sha256(repr(p.tokens).encode()).hexdigest()[:12],
                 )
-                for request, p in zip(self.requests, self.progress, strict=True)
+                for request, p in zip(self.requests, self.received, strict=True)
             ],
             rounds=self.rounds.times(),
             peak_memory_bytes=peak,

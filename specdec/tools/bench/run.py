@@ -34,7 +34,7 @@ from .systems import Options, System, mlx_lm_batch, mlx_lm_step, run_job, specde
 from .wrong import WrongDrafter
 
 #: Brackets each new unit.
-Progress = Callable[[Unit], AbstractContextManager[Any]]
+Bracket = Callable[[Unit], AbstractContextManager[Any]]
 
 
 class Bench:
@@ -196,7 +196,7 @@ def run_recipe(
     *,
     command: str,
     clock: Clock = time.perf_counter,
-    progress: Callable[[int, int], Progress] | None = None,
+    progress: Callable[[int, int], Bracket] | None = None,
     trust_remote_code: bool = False,
 ) -> Results:
     """Run what of a recipe has not been run yet; results stay in ``folder``.

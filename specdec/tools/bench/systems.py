@@ -61,7 +61,7 @@ class Options:
             ignore_chat_template=not self.chat_template,
         )
         for i, prompt in zip(chosen, encoded, strict=True):
-            job.progress[i].prompt_tokens = len(prompt.token_ids)
+            job.received[i].prompt_tokens = len(prompt.token_ids)
         return encoded
 
     def sampler(self, first: int) -> Callable[[mx.array], mx.array] | None:
@@ -135,7 +135,7 @@ def specdec(decoder: SpecDecoder, options: Options) -> System:
             for event in events:
                 job.take(event.index, event.token_ids, now)
                 if event.result is not None:
-                    result, done = event.result, job.progress[event.index]
+                    result, done = event.result, job.received[event.index]
                     job.end(event.index, now)
                     done.rounds, done.drafted = result.rounds, result.drafted
                     done.accepted = result.accepted
@@ -172,7 +172,7 @@ def mlx_lm_step(
         mx.synchronize(generation_stream)
 
     def one(job: Job, i: int, prompt: EncodedPrompt) -> None:
-        done, text = job.progress[i], options.tokenizer.detokenizer
+        done, text = job.received[i], options.tokenizer.detokenizer
         max_tokens = job.requests[i].max_tokens
         generated = generate(prompt, i, max_tokens)
         begins = True
@@ -226,7 +226,7 @@ def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
                 running += len(indices)
             responses = generator.next_generated()
             now = job.now
-            new = [r for r in responses if not job.progress[index[r.uid]].tokens]
+            new = [r for r in responses if not job.received[index[r.uid]].tokens]
             if len(new) == len(responses):
                 job.rounds.begin()
             else:
@@ -238,7 +238,7 @@ def mlx_lm_batch(model: nn.Module, options: Options, batch_size: int) -> System:
                 if response.finish_reason != "stop":
                     job.take(i, [response.token], now)
                 if response.finish_reason is not None:
-                    options.tokenizer.decode(job.progress[i].tokens)
+                    options.tokenizer.decode(job.received[i].tokens)
                     job.end(i, now)
                     running -= 1
         mx.synchronize(generator.stream)
