@@ -300,7 +300,6 @@ class BatchRecurrentCache(BatchCache):
         self._begin()
         self._before, self._offset_before = list(arrays[n : 2 * n]), before
         self._num_written, written = form
-        self._left = self._num_written
         self._written = _written(written, arrays[2 * n :])
 
     def make_mask(
