@@ -157,10 +157,8 @@ class BatchRecurrentCache(BatchCache):
         # What was written since: calls of layers, and the tokens of a row.
         self._written: list[tuple[int, Write]] = []
         self._num_written = 0
-        # Tokens that are left of those: all (None), or of each row; and as many as any
-        # row is known to have.
+        # Tokens that are left of those: all (None), or of each row.
         self._kept: Kept | None = None
-        self._left = 0
         # Of the forward under way: layers that took part, and states so far; offsets
         # before it; tokens of every row, padding left out.
         self._layers: list[Any] = []
@@ -209,7 +207,6 @@ class BatchRecurrentCache(BatchCache):
         self._advance(width, self._longest + width)
         if len(set(self._valid)) > 1:  # of ragged writes nothing is taken back
             self._num_written = 0
-        self._left = self._num_written
 
     def _store(self, slots: Slots) -> None:
         """Hold states, once every layer has written its own."""
@@ -303,7 +300,6 @@ class BatchRecurrentCache(BatchCache):
         self._begin()
         self._before, self._offset_before = list(arrays[n : 2 * n]), before
         self._num_written, written = form
-        self._left = self._num_written
         self._written = _written(written, arrays[2 * n :])
 
     def make_mask(
@@ -324,7 +320,7 @@ class BatchRecurrentCache(BatchCache):
 
     def is_trimmable(self) -> bool:
         """Whether there are tokens of the last write to take back."""
-        return self._left > 0
+        return self._num_written > 0
 
     def trim_per_sequence(
         self, n: RowCounts, at_most: int | None = None, fewest: int = 0
@@ -343,10 +339,11 @@ class BatchRecurrentCache(BatchCache):
         kept = self._kept
         if kept is None:
             kept = [self._num_written] * self.batch_size
-        left = [self._left - at_most]
-        bounded = isinstance(n, mx.array) or isinstance(kept, mx.array)
-        if not (isinstance(n, mx.array) or isinstance(kept, mx.array)):
-            left = [k - c for k, c in zip(kept, n, strict=False)]
+        elif isinstance(kept, mx.array):  # a second trim, which is rare
+            found: list[int] = kept.tolist()  # type: ignore[assignment]
+            kept = found
+        counts = [at_most] * len(kept) if isinstance(n, mx.array) else n
+        left = [k - c for k, c in zip(kept, counts, strict=False)]
         if min(left, default=0) < 0:
             raise CacheError(
                 f"{at_most} tokens cannot be taken back: {self._num_written} were "
@@ -354,9 +351,8 @@ class BatchRecurrentCache(BatchCache):
             )
         super().trim_per_sequence(n, at_most, fewest)
         if at_most > 0:
-            self._left = min(left, default=0)
             self._kept = left
-            if bounded:
+            if isinstance(n, mx.array):
                 self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
 
     # -- rows ----------------------------------------------------------------
