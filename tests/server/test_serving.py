@@ -39,7 +39,8 @@ def endless(server: Running) -> socket.socket:
     """A client whose request goes on until it leaves."""
     port = int(server.url.rpartition(":")[2])
     made = socket.create_connection(("127.0.0.1", port))
-    body = json.dumps({**ENDLESS, "stream": True}).encode()
+    most = ENDLESS["max_tokens"]
+    body = json.dumps({**ENDLESS, "min_tokens": most, "stream": True}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
     made.sendall(
         f"{head}application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -212,20 +213,18 @@ def test_a_place_is_not_kept_by_one_who_never_reads(
 
 def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     """An answer that takes too long says so, and is what it had come to."""
-    decoder.generate([ENDLESS["messages"]], max_tokens=2)
+    decoder.generate(["Go on"], max_tokens=2)
     with running(decoder, request_timeout=1.0) as server:
-        url = f"{server.url}/v1/chat/completions"
-        answer = httpx.post(
-            url, json={**ENDLESS, "max_tokens": 4000}, timeout=60
-        ).json()
-        (choice,) = answer["choices"]
-        assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
-        assert 0 < answer["usage"]["completion_tokens"] < 4000
-        (whole,) = decoder.generate(
-            [ENDLESS["messages"]],
-            SamplingParams(max_tokens=answer["usage"]["completion_tokens"]),
-        )
-        assert choice["message"]["content"] == whole.text
+        url = f"{server.url}/v1/completions"
+        body = {"prompt": "Go on", "max_tokens": 4000, "min_tokens": 4000}
+        answer = httpx.post(url, json=body, timeout=60).json()
+    (choice,) = answer["choices"]
+    assert (choice["finish_reason"], choice["cut"]) == ("length", "time limit")
+    n = answer["usage"]["completion_tokens"]
+    assert 0 < n < 4000
+    params = SamplingParams(max_tokens=n, min_tokens=n)
+    (whole,) = decoder.generate(["Go on"], params, ignore_chat_template=True)
+    assert choice["text"] == whole.text
 
 
 def test_a_stream_that_waits_stays_open(decoder: SpecDecoder) -> None:
