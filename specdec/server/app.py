@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import ipaddress
 import json
 import logging
+import re
 import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
@@ -90,7 +92,11 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
 
 
 class _Guard:
-    """Names every request, and asks for the key."""
+    """Names every request, asks for the key, and refuses pages of other sites.
+
+    A page whose name was rebound to this machine could call a server that has no key:
+    browsers let it, as it calls its own name (DNS rebinding).
+    """
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app = app
@@ -108,15 +114,24 @@ class _Guard:
                 message["headers"] = [*message.get("headers", ()), *headers]
             await send(message)
 
-        if self._admits(scope):
+        refusal = None
+        if not self._admits(scope):
+            refusal = Refusal(
+                "the API key is missing or wrong: send it as Authorization: Bearer "
+                "KEY, or as x-api-key",
+                status=401,
+                code="invalid_api_key",
+            )
+        elif self._key is None and _is_rebound(scope):
+            refusal = Refusal(
+                "the Host header names another machine: call the server as localhost "
+                "or by its address, or start it with --api-key",
+                status=403,
+                code="wrong_host",
+            )
+        if refusal is None:
             await self._app(scope, receive, named)
             return
-        refusal = Refusal(
-            "the API key is missing or wrong: send it as Authorization: Bearer KEY, "
-            "or as x-api-key",
-            status=401,
-            code="invalid_api_key",
-        )
         response = _error(refusal, scope["path"])
         await response(scope, receive, named)
 
@@ -127,6 +142,24 @@ class _Guard:
         bearer = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
         keys = (bearer, given.get(b"x-api-key", b""))
         return any(hmac.compare_digest(key, self._key) for key in keys)
+
+
+def _is_rebound(scope: Scope) -> bool:
+    """Whether a request over the loopback interface asks for a name of elsewhere."""
+    server = scope.get("server")
+    if server is None or not _is_address(server[0], loopback=True):
+        return False
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    name = name.strip("[]")
+    return not (name == "localhost" or name.endswith(".localhost") or _is_address(name))
+
+
+def _is_address(host: str, *, loopback: bool = False) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback or not loopback
+    except ValueError:
+        return False
 
 
 # -- what answers at once -----------------------------------------------------------

@@ -41,7 +41,7 @@ def endless(server: Running) -> socket.socket:
     made = socket.create_connection(("127.0.0.1", port))
     most = ENDLESS["max_tokens"]
     body = json.dumps({**ENDLESS, "min_tokens": most, "stream": True}).encode()
-    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: x\r\nContent-Type: "
+    head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
     made.sendall(
         f"{head}application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
     )
@@ -128,12 +128,33 @@ def test_a_full_queue_and_one_who_leaves(decoder: SpecDecoder) -> None:
         until(lambda: server.service.engine.pending == 0)
 
 
+def test_a_page_of_another_site_is_refused(decoder: SpecDecoder) -> None:
+    """A name that was rebound to this machine: its pages would use a keyless server."""
+    with running(decoder) as server:
+        port = server.url.rpartition(":")[2]
+        for host, status in (
+            ("evil.example", 403),
+            (f"evil.example:{port}", 403),
+            (f"localhost:{port}", 200),
+            ("app.localhost", 200),
+            ("127.0.0.1", 200),
+            (f"[::1]:{port}", 200),
+            ("192.168.0.7", 200),
+        ):
+            answer = httpx.get(server.url + "/v1/models", headers={"Host": host})
+            assert answer.status_code == status, host
+    with running(decoder, api_key="k") as server:
+        headers = {"Host": "proxy.example", "x-api-key": "k"}
+        answer = httpx.get(server.url + "/v1/models", headers=headers)
+        assert answer.status_code == 200
+
+
 def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:
     """In the headers, in the body, while it waits, and after the answer has begun."""
     with running(decoder, max_waiting=9) as server:
         for _ in range(3):
             port = int(server.url.rpartition(":")[2])
-            head = b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n"
+            head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
             kind = b"Content-Type: application/json\r\nContent-Length: 90\r\n\r\n"
             for part in (head, head + kind, head + kind + b'{"prompt": "a"'):
                 with socket.create_connection(("127.0.0.1", port)) as made:
