@@ -440,14 +440,15 @@ class Server:
                 wrong there is its ``__cause__``.
         """
         worker = self._checked_worker()
-        encode = partial(self._encode, prompt, **encoding)
         params = SamplingParams() if params is None else require_params(params)
-        request = _Request(encode, params)
+        encoded = prompt if isinstance(prompt, EncodedPrompt) else None
+        encode = partial(self._encode, prompt, **encoding)
+        request = _Request(encode if encoded is None else lambda: encoded, params)
         self._open.add(request)
-        if isinstance(prompt, EncodedPrompt):
-            worker.add_encoded(request, prompt)
+        if encoded is not None and params.grammar is None:
+            worker.add_encoded(request, encoded)
         else:
-            worker.add(request)
+            worker.add(request)  # a grammar is compiled where prompts are tokenized
         timer: asyncio.TimerHandle | None = None
         if timeout is not None:
             loop = asyncio.get_running_loop()
@@ -468,7 +469,10 @@ class Server:
                 worker.cancel(request)
 
     async def generate(
-        self, prompt: Prompt, params: SamplingParams | None = None, **options: Any
+        self,
+        prompt: Prompt | EncodedPrompt,
+        params: SamplingParams | None = None,
+        **options: Any,
     ) -> GenerationResult:
         """As :meth:`stream`, with the result alone.
 

@@ -27,6 +27,7 @@ from specdec.grammar.spec import MAX_GRAMMAR_BYTES
 from specdec.models import LoadedModel
 from specdec.models.gguf.header import read_header
 from specdec.models.gguf.tokenizer import build_tokenizer
+from specdec.prompts import encode
 from tests.byte_tokenizer import byte_tokenizer
 from tests.models.gguf_files import Vocabulary, byte_level, write_gguf
 from tests.models.test_gguf_tokenizer import sentencepiece_vocabulary
@@ -289,12 +290,13 @@ def test_a_server_compiles_beside_the_rows(
         async with decoder.serve() as server:
             return await asyncio.gather(
                 *(
-                    server.generate("x", SamplingParams(grammar=Grammar.regex(text)))
-                    for text in ("aaa", "b(", "ccc")
+                    server.generate(each, SamplingParams(grammar=Grammar.regex(text)))
+                    for each, text in (("x", "aaa"), ("x", "b("), (encoded, "ccc"))
                 ),
                 return_exceptions=True,
             )
 
+    encoded = encode(decoder.tokenizer, "x")  # a prompt that needs no tokenizing
     first, bad, last = asyncio.run(serve())
     assert (first.text, last.text) == ("aaa", "ccc")
     assert isinstance(bad, ConfigError)
