@@ -262,6 +262,7 @@ _NEAR = 0.74
 # beside one that is spelt alike.
 _ELSEWHERE = {
     "ctx-size": None,
+    "draft-max": "num-draft-tokens",
     "file": "prompts",
     "gpu-memory-utilization": "memory-limit",
     "input": "prompts",
@@ -270,7 +271,7 @@ _ELSEWHERE = {
     "lora": "adapter-path",
     "lora-path": "adapter-path",
     "max-batch-size": "batch",
-    "max-model-len": "max-kv-size",
+    "max-model-len": "max-prompt-tokens",
     "max-new-tokens": "max-tokens",
     "max-num-seqs": "batch",
     "max-seq-len": None,
@@ -284,6 +285,7 @@ _ELSEWHERE = {
     "prompts-file": "prompts",
     "quantize": None,
     "spec-draft-model": "draft",
+    "speculative-config": "draft",
     "speculative-model": "draft",
     "stream": None,
     "system": "system-prompt",

@@ -249,7 +249,14 @@ def serve(
             if not quiet:
                 show(f"specdec: {_described(decoder)} at {url_of(listener)}", err=True)
 
-        serve(decoder, config, listener, started)
+        def stopping(running: int) -> None:
+            if running and not quiet:
+                answers = "1 answer has" if running == 1 else f"{running} answers have"
+                most = f"{config.stop_timeout:g} seconds"
+                again = "Ctrl-C again ends at once"
+                show(f"specdec: stopping: {answers} up to {most}; {again}", err=True)
+
+        serve(decoder, config, listener, started, stopping)
 
 
 def check_extra(*modules: str) -> None:
@@ -257,7 +264,7 @@ def check_extra(*modules: str) -> None:
     if all(importlib.util.find_spec(module) for module in modules):
         return
     raise click.ClickException(
-        "specdec serve needs more packages: pip install 'mlx-specdec[server]'"
+        "specdec serve needs more packages: pip install '.[server]' in a checkout"
     )
 
 

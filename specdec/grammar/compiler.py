@@ -116,7 +116,7 @@ def _library() -> Any:
     except ImportError as error:
         raise ConfigError(
             "a grammar needs the package llguidance: "
-            "pip install 'mlx-specdec[structured]'"
+            "pip install '.[structured]' in a checkout"
         ) from error
 
 

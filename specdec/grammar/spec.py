@@ -33,7 +33,7 @@ class Grammar:
 
     Made by :meth:`json_schema`, :meth:`json_object`, :meth:`regex` or :meth:`lark`,
     and given as ``SamplingParams(grammar=...)``. It takes the package llguidance
-    (``pip install 'mlx-specdec[structured]'``).
+    (``pip install '.[structured]'`` in a checkout).
 
     Args:
         kind: how ``text`` is to be read.

@@ -78,6 +78,12 @@ class Parameter:
 
 Table: TypeAlias = Mapping[str, Parameter]
 
+#: Parameters of vLLM and llama.cpp that have another name here.
+_ELSEWHERE = dict.fromkeys(
+    ("grammar", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
+    "response_format",
+)
+
 
 def shaped(value: Any, shape: Shape, where: str) -> Any:
     """``value``, if it is of the shape; ``where`` names it.
@@ -103,7 +109,8 @@ def read(body: Any, table: Table) -> dict[str, Any]:
     values = {}
     for name, value in body.items():
         if name not in table:
-            near = nearest(name[:100], table)
+            near = _ELSEWHERE.get(name) or nearest(name[:100], table)
+            near = near if near in table else None
             meant = f": {near} is meant?" if near else ": leave it out"
             raise Refusal(
                 f"{quoted(name)} is no parameter of this endpoint{meant}",

@@ -60,11 +60,13 @@ def serve(
     config: ServerConfig,
     listener: socket.socket,
     started: Callable[[], None] = lambda: None,
+    stopping: Callable[[int], None] = lambda running: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then answers end, or are cut when it is time.
 
     Args:
         started: called when requests are answered.
+        stopping: called with the number of answers that still run when it stops.
 
     Raises:
         ServerError: the engine failed.
@@ -84,6 +86,7 @@ def serve(
         ),
         app,
         started,
+        stopping,
     )
     web.run(sockets=[listener])
     if web.failure is not None:
@@ -96,11 +99,15 @@ class _Web(uvicorn.Server):
     """A web server whose end is the service's."""
 
     def __init__(
-        self, config: uvicorn.Config, app: Starlette, started: Callable[[], None]
+        self,
+        config: uvicorn.Config,
+        app: Starlette,
+        started: Callable[[], None],
+        stopping: Callable[[int], None],
     ):
         super().__init__(config)
         self._app = app
-        self._started = started
+        self._started, self._stopping = started, stopping
         self.failure: BaseException | None = None
 
     @property
@@ -117,6 +124,7 @@ class _Web(uvicorn.Server):
         return await super().on_tick(counter) or self.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._stopping(self._service.engine.pending)
         drained = asyncio.create_task(self._service.drain())
         await super().shutdown(sockets)
         await drained

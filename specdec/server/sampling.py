@@ -69,8 +69,9 @@ def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[st
         elif kind == "json_schema":
             # Chat completions have the schema one level deeper than the others.
             inner = response_format.get("json_schema", response_format)
+            place = where + ".json_schema" * (where == "response_format")
             shape = {"schema": dict, "strict?": (bool, None)}
-            made = Grammar.json_schema(shaped(inner, shape, where)["schema"])
+            made = Grammar.json_schema(shaped(inner, shape, place)["schema"])
         elif kind == "regex":
             made = Grammar.regex(
                 shaped(response_format, {"pattern": str}, where)["pattern"]
