@@ -100,8 +100,14 @@ class Estimate:
                 return "as they are" if bits is None else bits
         return None
 
-    def suggested_weight_bits(self) -> int | None:
-        """Bits for the target's weights, all else as it is; ``None``: none fits."""
+    def suggested_weight_bits(self) -> int | str | None:
+        """Bits for the target's weights, all else as it is.
+
+        Returns:
+            ``"as they are"`` where it fits, the most that would fit, or ``None``.
+        """
+        if self.fits:
+            return "as they are"
         weights = self.plan.target.weight_bytes
         rest = max(m.total for m in self.moments if m.name != "loading") - weights
         return recommend_quantization(
