@@ -123,7 +123,8 @@ def check_output(
             check_line(row["error"])
     if answer.code == 2 or (answer.code == 1 and not rows):
         return
-    by_index = {row["index"]: row for row in rows}
+    # Of a conversation, the answer to the prompt; its other turns say more.
+    by_index = {row["index"]: row for row in rows if not row.get("turn")}
     for index, prompt in good.items():
         if index not in by_index:
             fail(f"prompt {index} has no result: {answer.err}")
