@@ -111,7 +111,7 @@ def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
         *(f"## {s.title}\n\n{s.table}\n{s.note}\n" for s in found[:1]),
         *(f"![{title}]({file})\n" for title, file in plots),
         *map(_folded, found[1:]),
-        _METHOD,
+        _method(figures),
     ]
     return "\n".join(parts)
 
@@ -142,12 +142,21 @@ def _folded(section: Section) -> str:
     )
 
 
-_METHOD = (
-    "Systems take turns within one process on the same weights and prompts, and a "
-    "ratio is taken pass by pass before its median: what slows the machine meanwhile "
-    "falls on all alike. docs/benchmarks.md says what is counted; `specdec report` "
-    "makes this page from raw.jsonl.\n"
-)
+def _method(figures: Figures) -> str:
+    text = (
+        "Systems take turns within one process on the same weights and prompts, and a "
+        "ratio is taken pass by pass before its median: what slows the machine "
+        "meanwhile falls on all alike. "
+    )
+    if len(figures.results.starts) > 1:
+        text += (
+            "Not so where a pass was cut between two parts of the run: its ratios also "
+            "hold what the machine did in either. "
+        )
+    return (
+        f"{text}docs/benchmarks.md says what is counted; `specdec report` makes this "
+        "page from raw.jsonl.\n"
+    )
 
 
 def _origin(figures: Figures) -> str:
@@ -167,7 +176,9 @@ def _origin(figures: Figures) -> str:
     if len(starts) > 1:
         lines.append(f"Run in {len(starts)} parts.\n")
     if len({s.place for s in starts}) > 1:
-        lines.append("**The parts differ in machine, versions or commit.**\n")
+        same = len({replace(s, commit="").place for s in starts}) == 1
+        what = "commit" if same else "machine or versions"
+        lines.append(f"**The parts differ in {what}.**\n")
     lines.append(_busy(starts))
     return "\n".join(filter(None, lines))
 
@@ -179,12 +190,16 @@ def _busy(starts: Sequence[Start]) -> str:
         for start in starts
         if start.load_average is not None
     ]
-    load, cores = max(loads, default=(0.0, 1))
-    if load < 0.5 * cores:
+    most, cores = max(loads, default=(0.0, 1))
+    if most < 0.5 * cores:
         return ""
+    least = min(load for load, _ in loads)
+    load, began = f"{most}", "it began"
+    if len(loads) > 1:
+        load, began = f"{least} to {most}", "its parts began"
     return (
-        f"**The machine was shared**: load average {load} on {cores} cores when it "
-        "began. Ratios stand up to that better than rates.\n"
+        f"**The machine was shared**: load average {load} on {cores} cores when "
+        f"{began}. Ratios stand up to that better than rates; one pass says little.\n"
     )
 
 
@@ -262,9 +277,9 @@ def _finding(figures: Figures, key: str, f: CellFigures) -> str:
     )
     against = f.ratios(figures.mlx_lm(f))
     if against:
-        text += f", {_median(against):.2f} times mlx-lm"
+        text += f", {_median(against):.2f} times mlx-lm without a draft"
     if not a.drafted:
-        return f"{text}; it drafted nothing."
+        return f"{text}; it drafted nothing, and decodes as without a draft."
     return (
         f"{text}; {a.accepted} of {a.drafted} draft tokens accepted, {a.length:.2f} "
         f"tokens per row and round (n = {a.rounds})."

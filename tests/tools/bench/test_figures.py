@@ -141,8 +141,8 @@ def test_the_report_says_what_was_found(figures: Figures) -> None:
     (line,) = findings(figures)
     assert line == (
         "- **batch 2**: random:tiny:1, k = 2: 1.50 times no draft (1.00 to 2.00), "
-        "0.62 times mlx-lm; 3 of 10 draft tokens accepted, 1.60 tokens per row and "
-        "round (n = 5)."
+        "0.62 times mlx-lm without a draft; 3 of 10 draft tokens accepted, 1.60 tokens "
+        "per row and round (n = 5)."
     )
     text = report(figures)
     assert "2 of 5 prompts of 3 to 4 tokens" in text
