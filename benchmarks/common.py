@@ -1,14 +1,18 @@
-"""What every script here shares: one-line errors, reports, raw results."""
+"""What every script here shares: one-line errors, reports, raw results, times."""
 
 from __future__ import annotations
 
 import shlex
+import statistics
 import sys
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Mapping
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
+import mlx.core as mx
 
 from specdec.errors import ConfigError, SpecdecError
 from specdec.model_names import short
@@ -67,3 +71,20 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
     # Appended, not with_suffix(): a name may hold a dot, as in "qwen2.5".
     replace_file(Path(f"{out}.md"), text.encode())
     write_line(Path(f"{out}.json"), raw, mode="w")
+
+
+def pipelined(run: Callable[[], Any], repeat: int) -> float:
+    """Median seconds of runs, each built while the one before runs."""
+    for _ in range(3):
+        mx.eval(run())
+    waiting = run()
+    mx.async_eval(waiting)
+    ends = []
+    for _ in range(repeat + 1):
+        following = run()
+        mx.async_eval(following)
+        mx.eval(waiting)
+        ends.append(time.perf_counter())
+        waiting = following
+    mx.eval(waiting)
+    return statistics.median(b - a for a, b in pairwise(ends))

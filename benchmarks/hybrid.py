@@ -9,11 +9,8 @@ step keeps another number of tokens in every row: the next one begins by rolling
 from __future__ import annotations
 
 import importlib
-import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from itertools import pairwise
 from typing import Any
 
 import click
@@ -27,7 +24,7 @@ from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
 from specdec.utils.tables import markdown_table
 
-from .common import Script, header_of, write_report
+from .common import Script, header_of, pipelined, write_report
 
 CONTEXT = 100
 TOKENS = (1, 2, 3, 5)
@@ -89,22 +86,6 @@ def random_model(name: str, *, tiny: bool) -> nn.Module:
     return model
 
 
-def step_ms(step: Callable[[], Any], repeat: int) -> float:
-    """Median milliseconds of a step, each built while the one before runs."""
-    for _ in range(3):
-        mx.eval(step())
-    waiting, ends = step(), []
-    mx.async_eval(waiting)
-    for _ in range(repeat + 1):
-        following = step()
-        mx.async_eval(following)
-        mx.eval(waiting)
-        ends.append(time.perf_counter())
-        waiting = following
-    mx.eval(waiting)
-    return 1e3 * statistics.median(b - a for a, b in pairwise(ends))
-
-
 def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
     """Forwards of ``s`` tokens, of which row ``i`` keeps all but ``i % s``."""
     runner = ModelRunner(model, "model", EngineConfig(), defaults())
@@ -159,10 +140,10 @@ def main(rows: tuple[int, ...], repeat: int, tiny: bool, out: str | None) -> Non
     for name in SHAPES:
         model = random_model(name, tiny=tiny)
         for b in rows:
-            ms = step_ms(peer_step(model, b), repeat)
+            ms = 1e3 * pipelined(peer_step(model, b), repeat)
             found = [{"shape": name, "rows": b, "tokens": 1, "of": "mlx-lm", "ms": ms}]
             for s in TOKENS:
-                ms = step_ms(engine_step(model, b, s), repeat)
+                ms = 1e3 * pipelined(engine_step(model, b, s), repeat)
                 kind = {"shape": name, "rows": b, "tokens": s, "of": "specdec"}
                 found.append({**kind, "ms": ms})
             records += found

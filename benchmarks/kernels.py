@@ -10,7 +10,6 @@ import tempfile
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import BatchKVCache, make_prompt_cache
 
-from benchmarks.common import Script, header_of, write_report
+from benchmarks.common import Script, header_of, pipelined, write_report
 from specdec import EngineConfig, SpecDecoder
 from specdec.backend import defaults
 from specdec.cuda import decode_attention, packed_matmul, skinny_matmul
@@ -74,23 +73,6 @@ def chain_us(
     """
     compiled = mx.compile(chain)
     return pipelined(lambda: compiled(x), repeat) / length * 1e6
-
-
-def pipelined(run: Callable[[], Any], repeat: int) -> float:
-    """Median seconds of runs, each built while the one before runs."""
-    for _ in range(3):
-        mx.eval(run())
-    waiting = run()
-    mx.async_eval(waiting)
-    ends = []
-    for _ in range(repeat + 1):
-        following = run()
-        mx.async_eval(following)
-        mx.eval(waiting)
-        ends.append(time.perf_counter())
-        waiting = following
-    mx.eval(waiting)
-    return statistics.median(b - a for a, b in pairwise(ends))
 
 
 def marked(microseconds: float, used: bool) -> str:

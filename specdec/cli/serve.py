@@ -16,13 +16,10 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
+from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
 from ..utils.sizes import parse_size
 from . import options
 from .output import show, show_warnings, silence_third_parties
-
-_PORT = 8080
-_MAX_WAITING = 256
-_MAX_TOKENS = 2048
 
 
 def _seconds(
@@ -53,7 +50,7 @@ def _seconds(
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=_PORT,
+    default=DEFAULT_PORT,
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
@@ -81,13 +78,13 @@ def _seconds(
 )
 @options.positive(
     "--max-waiting",
-    default=_MAX_WAITING,
+    default=DEFAULT_MAX_WAITING,
     low=0,
     text="Requests that may wait for a place; more are refused with 429.",
 )
 @options.positive(
     "--max-tokens",
-    default=_MAX_TOKENS,
+    default=DEFAULT_MAX_TOKENS,
     text="Tokens to generate where a request does not say.",
 )
 @options.positive(

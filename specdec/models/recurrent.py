@@ -411,7 +411,7 @@ def _watched(cache: Any, found: list[_Watched]) -> Any:
 def with_recurrent_rows(model: nn.Module) -> nn.Module:
     """The model, or a twin that shares its weights, whose recurrent layers keep rows.
 
-    The model itself does not change. Where its recurrent layers cannot be told, it is
+    The model itself does not change. Where its recurrent layers are not found, it is
     returned as it is, and its caches refuse it. Weights that are replaced later reach
     the twin by :func:`share_weights`.
     """

@@ -1,4 +1,4 @@
-"""What a client is told where its request cannot be answered."""
+"""What a client gets where its request cannot be answered."""
 
 from __future__ import annotations
 

@@ -127,7 +127,7 @@ class Trainer:
         progress.tokens += block.num_tokens
         self.whole = True
         mx.async_eval(self.parameters, self._optimizer.state, found.loss, found.agreed)
-        # One step behind, so that the host is never far ahead of the device.
+        # One step late, so that the host is never far ahead of the device.
         if self._last is not None:
             mx.eval(self._last.loss)
         self._last = found
