@@ -33,7 +33,13 @@ from .outputs import GenerationResult, RunStats, StreamEvent
 from .prefix_cache.store import PrefixStore, open_store
 from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encode_all
 from .sampling_params import SamplingParams, require_params
-from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
+from .spec_decode import (
+    DrafterFactory,
+    NamedDrafter,
+    describe,
+    factory_of,
+    vocabulary_share,
+)
 from .spec_decode.draft_length import Forwards
 from .utils.printable import quoted
 
@@ -54,8 +60,8 @@ class SpecDecoder:
         target: the model whose output is wanted: a
             :class:`~specdec.models.LoadedModel`, or a model, its tokenizer and, if
             you have it, its configuration, as ``mlx_lm.load`` returns them.
-        draft: a model of the same vocabulary that proposes tokens; the same, what
-            ``mlx_lm.load`` returns as one tuple.
+        draft: a model that proposes tokens; the same, what ``mlx_lm.load`` returns as
+            one tuple.
         drafter: makes what proposes, in place of ``draft``, or the name of a draft as
             for :meth:`from_pretrained` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
@@ -69,7 +75,7 @@ class SpecDecoder:
         prompt_limit: the largest prompt.
 
     Raises:
-        VocabularyMismatchError: target and draft do not share a vocabulary.
+        VocabularyMismatchError: target and draft share too few tokens.
         UnsupportedModelError: a model needs a cache that is not supported, or the
             drafter asks for hidden states that the target does not give.
         MemoryLimitError: the models do not fit in memory.
@@ -133,7 +139,6 @@ class SpecDecoder:
         model: LoadedModel | None = None
         if factory is not None:
             self.draft_name, model = describe(factory)
-        self.stats = RunStats()
         self._backend = backend.defaults()
         self.prefix_store: PrefixStore | None = open_store(self.config)
         ngram = factory.ngram if isinstance(factory, NamedDrafter) else None
@@ -148,6 +153,7 @@ class SpecDecoder:
             backend=self._backend,
             store=self.prefix_store,
         )
+        self.stats = RunStats(vocabulary_share=vocabulary_share(self._drafter))
         self.bounds = Bounds(
             self._target.vocab_size,
             context_length(target.config),

@@ -302,6 +302,11 @@ def name_of(index: int, records: Sequence[PromptRecord]) -> str:
     return f"prompt {index}" if where is None else f"{where} (prompt {index})"
 
 
+def share_text(share: float | None) -> str:
+    """What follows the name of a draft with another vocabulary than the target's."""
+    return "" if share is None else f", which has {share:.1%} of the target's tokens"
+
+
 @contextmanager
 def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
     """Within the block, errors of a prompt name its file and line."""

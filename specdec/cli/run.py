@@ -33,6 +33,7 @@ from .output import (
     name_of,
     open_output,
     places_named,
+    share_text,
     show,
     show_error,
     show_warnings,
@@ -434,9 +435,10 @@ def _summary(
     if k != "auto":
         length = f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
+    shared = share_text(stats.vocabulary_share)
     lines = {
         "target": short(decoder.target_name),
-        "draft": f"{short(draft)}, {length}{failed}" if draft else "none",
+        "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
     if stats.calibration_seconds >= 0.05:
         seconds = stats.calibration_seconds

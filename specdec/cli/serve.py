@@ -19,7 +19,7 @@ from ..config import (
 from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
 from ..utils.sizes import parse_size
 from . import options
-from .output import show, show_warnings, silence_third_parties
+from .output import share_text, show, show_warnings, silence_third_parties
 
 
 def _seconds(
@@ -276,4 +276,5 @@ def _described(decoder: Any) -> str:
     from ..model_names import short
 
     draft = short(decoder.draft_name) if decoder.draft_name else "no draft"
-    return f"{short(decoder.target_name)} with {draft}"
+    shared = share_text(decoder.stats.vocabulary_share)
+    return f"{short(decoder.target_name)} with {draft}{shared}"

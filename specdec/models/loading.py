@@ -203,8 +203,8 @@ def load_draft(
 
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
     target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
-    it, and shares its weights. The target does not change. Whether a draft's
-    vocabulary fits is :func:`check_same_vocabulary`'s question.
+    it, and shares its weights. The target does not change. What a draft's
+    vocabulary shares with the target's, :func:`map_vocabulary` says.
 
     Raises:
         ConfigError: another ``self:`` draft, or layers that there are not.
