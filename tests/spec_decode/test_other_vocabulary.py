@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -158,10 +159,14 @@ def test_ratio_rules_keep_the_distribution(
         np.array([7, 2, 5, 0], np.int32), np.array([True, True, False, True]), 0.75
     )
 
+    drafter = drafter_of(draft, vocabulary, BEHIND, 2, kind)
+    found: Any = drafter.proposable(mx.arange(9.0)).tolist()
+    assert found == [7.0, 2.0, -math.inf, 0.0]
+
     def check() -> int:
         return check_distribution(
             model,
-            drafter_of(draft, vocabulary, BEHIND, 2, kind),
+            drafter,
             SamplingParams(temperature=1.0, verification=verification),
             BEHIND,
             prompt=[1, 2, 0],
