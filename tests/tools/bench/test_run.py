@@ -486,9 +486,9 @@ def test_a_draft_with_another_vocabulary(tmp_path: Path, tiny: Tiny) -> None:
     """
     other = byte_level()
     other.tokens[:256] = other.tokens[128:256] + other.tokens[:128]
-    for name, vocabulary in (("target", None), ("draft", other)):
+    for name, tokens in (("target", None), ("draft", other)):
         mx.random.seed(1)
-        write_folder(tmp_path / name, vocabulary=vocabulary)
+        write_folder(tmp_path / name, vocabulary=tokens)
     target, draft = (load(str(tmp_path / name)) for name in ("target", "draft"))
     vocabulary = map_vocabulary(target, draft)
     assert vocabulary is not None
