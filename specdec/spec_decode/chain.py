@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, new_shapes
+from .drafter import (
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+    backlog,
+    method,
+    new_shapes,
+    separate,
+)
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
@@ -91,6 +100,11 @@ class ChainRows:
             return hidden, None
         width = hidden.shape[-1] * first // (first + second)
         return hidden[..., :width], hidden[..., width:]
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Both share prompts among rows of the same salt alone."""
+        separate(self._first, salts)
+        separate(self._second, salts)
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts."""
