@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat
 from specdec.server.config import ServerConfig
 from specdec.server.service import Service
@@ -354,6 +356,35 @@ def test_a_bounded_part_of_the_soak() -> None:
     counts = soak(seed=1, seconds=0)
     assert counts.whole > 150
     assert min(counts.left, counts.refused) > 20
+
+
+def test_a_slow_grammar_holds_nobody_up(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts wait for a schema of another client's that takes long to compile."""
+    begun, go, make = threading.Event(), threading.Event(), GrammarCompiler._compiled
+
+    def slow(self: GrammarCompiler, grammar: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return make(self, grammar)
+
+    async def ask() -> tuple[Any, Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            path, short = "/v1/chat/completions", {**ENDLESS, "max_tokens": 2}
+            format_ = {"response_format": {"type": "regex", "pattern": "slow"}}
+            waits = asyncio.create_task(client.post(path, json={**short, **format_}))
+            await asyncio.to_thread(begun.wait)
+            other = await client.post(path, json=short)
+            assert not waits.done()
+            go.set()
+            return (await waits).json(), other.json()
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
+    with running(decoder) as server:
+        waited, other = asyncio.run(ask())
+    assert other["usage"]["completion_tokens"] == 2
+    assert waited["choices"][0]["message"]["content"] == "slow"[:2]
 
 
 def test_who_finds_whose_prefixes(decoder: SpecDecoder) -> None:
