@@ -421,7 +421,7 @@ class SpecDecoder:
 
         Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
-        return Server(self._session_at_work, self._encode, self.bounds.grammar)
+        return Server(self._session_at_work, self._encode, self.bounds.grammars)
 
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:

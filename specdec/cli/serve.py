@@ -16,7 +16,12 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
+from ..server.config import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_MAX_WAITING,
+    DEFAULT_PORT,
+    PREFIX_SHARING,
+)
 from ..utils.sizes import parse_size
 from . import options
 from .output import share_text, show, show_warnings, silence_third_parties
@@ -56,10 +61,13 @@ def _seconds(
 )
 @click.option(
     "--api-key",
+    "api_keys",
+    multiple=True,
     metavar="KEY",
     envvar="SPECDEC_API_KEY",
     show_envvar=True,
-    help="Key that clients have to send. [default: none]",
+    help="Key that clients have to send; repeat it for more, any of which is good. "
+    "[default: none]",
 )
 @click.option(
     "--cors",
@@ -137,6 +145,14 @@ def _seconds(
 )
 @options.kv_group_size()
 @options.prefix_cache
+@click.option(
+    "--prefix-sharing",
+    type=click.Choice(PREFIX_SHARING),
+    default="all",
+    show_default=True,
+    help="Whose prompts begin with what is kept of one: all clients', or those of the "
+    "same client (its key, else its address, and the user that it names).",
+)
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
@@ -227,7 +243,7 @@ def serve(
         from ..decoder import SpecDecoder
 
         notes = [check_compiler()]
-        if config.api_key is None and not _is_loopback(host):
+        if not config.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
         for note in notes:
             if note and not quiet:

@@ -197,6 +197,11 @@ class ModelRows:
         if runner.prefixes is not None:
             self._session = runner.prefixes.begin(prompts, max_write=options.max_write)
 
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share prefixes among rows of the same salt alone; before :meth:`prefill`."""
+        if self._session is not None:
+            self._session.separate(salts)
+
     @property
     def offset(self) -> mx.array:
         """Tokens kept by every row, shape (B,)."""
