@@ -117,7 +117,8 @@ def test_a_rehearsal_leaves_nothing_behind(
     called: list[Any] = []
 
     def processor(tokens: mx.array, logits: mx.array) -> mx.array:
-        called.extend(tokens[:1].tolist())
+        first: Any = tokens[:1].tolist()
+        called.extend(first)
         return logits
 
     config = EngineConfig(batch_size=3, num_draft_tokens=2, prefix_cache_memory=1 << 24)
