@@ -22,6 +22,7 @@ from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
+from .engine.rehearsal import Rehearsal
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
@@ -161,6 +162,7 @@ class SpecDecoder:
             GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self._rehearsal = Rehearsal(self._backend)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config, self._target, self._drafter, self._backend
@@ -413,6 +415,7 @@ class SpecDecoder:
             observer,
             self._preflight,
             self._length,
+            self._rehearsal,
         )
         return Session(engine, self.tokenizer, self.bounds, self.prompt_limit)
 
@@ -426,7 +429,9 @@ class SpecDecoder:
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:
         with wired_memory():
-            yield self.session()
+            session = self.session()
+            session.warm_up()
+            yield session
 
 
 def _name(what: str, name: object) -> str:

@@ -25,6 +25,7 @@ from ..errors import PromptFileError
 from ..prompts import PromptRecord, read_records, read_text
 from ..utils.printable import one_line
 from ..utils.sizes import parse_size
+from ..utils.warm_up import warm_up
 from . import grammar, options
 from .interrupts import last_words
 from .output import (
@@ -440,6 +441,8 @@ def _summary(
         "target": short(decoder.target_name),
         "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
+    if warm_up.seconds >= 0.05:
+        lines["warm-up"] = f"{warm_up.seconds:.1f} s to have kernels compiled"
     if stats.calibration_seconds >= 0.05:
         seconds = stats.calibration_seconds
         lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"

@@ -135,6 +135,13 @@ class Session:
         """What was counted and measured since the session began."""
         return self._engine.stats
 
+    def warm_up(self) -> None:
+        """Compile what requests will need, where a GPU's kernels are compiled.
+
+        Otherwise the first request waits for that.
+        """
+        self._engine.warm_up()
+
     def add(
         self,
         prompt: Prompt,

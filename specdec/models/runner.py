@@ -120,11 +120,16 @@ class ModelRunner:
         """
         if not layers:
             return self
-        runner = copy.copy(self)
+        runner = self.without_prefixes()
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
-        runner.prefixes = None
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
+        return runner
+
+    def without_prefixes(self) -> ModelRunner:
+        """The same; prefixes of prompts are neither stored nor looked for."""
+        runner = copy.copy(self)
+        runner.prefixes = None
         return runner
 
     def rows(
