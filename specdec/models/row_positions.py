@@ -107,7 +107,9 @@ class _GPTBigCode(gpt_bigcode.GPTBigCodeModel):
         if cache is None:
             usual: mx.array = super().__call__(inputs)
             return usual
-        vars(self.wpe)["rows"] = cache[0].offset
+        offset = cache[0].offset
+        one = not isinstance(offset, mx.array)  # mlx-lm's caches have one for all
+        vars(self.wpe)["rows"] = mx.array([offset]) if one else offset
         hidden: mx.array = super().__call__(inputs, [_FromZero(c) for c in cache])
         return hidden
 

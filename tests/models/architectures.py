@@ -16,7 +16,7 @@ import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
-from specdec.models.layers import has_trunk
+from specdec.models.layers import caches_of_layers, has_text_model
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 
@@ -548,8 +548,9 @@ def line(arch: str, model: Any) -> str:
     if reason is not None:
         return f"| {arch} | no: {reason} | {caches} | |"
     assert model is not None
-    drafts = "`layers:`, distilled, any other" if has_trunk(model) else "any other"
-    return f"| {arch} | yes | {caches} | {drafts} |"
+    drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
+    drafts += ["distilled"] * has_text_model(model)
+    return f"| {arch} | yes | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 
 def _kinds(caches: Sequence[Any]) -> set[str]:
