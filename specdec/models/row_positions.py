@@ -127,7 +127,7 @@ class _Scaled(nn.Module):
     """A projection whose output is scaled, by the position of the token."""
 
     def __init__(self, projection: nn.Module):
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.projection = projection
         vars(self)["scales"] = None
 
@@ -140,9 +140,7 @@ class _Scaled(nn.Module):
 class _Llama4Attention(llama4.Attention):
     """It scales queries by a range of the offset, in layers without RoPE."""
 
-    def __call__(
-        self, x: mx.array, mask: Any = None, cache: Any | None = None
-    ) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         if of_rows(cache):
             tokens = queries_at(cache.offset + 1, x.shape[1]) / self.floor_scale
             scales = mx.log(mx.floor(tokens) + 1.0) * self.attn_scale + 1.0

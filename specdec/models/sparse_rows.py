@@ -33,15 +33,16 @@ class _MiniMaxM3Attention(minimax_m3_vl.Attention):
     counts_by_row = True
 
     def _block_mask(
-        self, x: mx.array, mask: mx.array | None, offset: Any, cache: Any | None
+        self, x: mx.array, mask: mx.array | None, offset: Any, cache: Any
     ) -> mx.array | None:
         if not of_rows(cache):
             usual: Any = super()
             alone: mx.array | None = usual._block_mask(x, mask, offset, cache)
             return alone
-        assert cache is not None
         rows, tokens, _ = x.shape
-        heads, size = self.index_n_heads, self.index_block_size
+        heads: Any = self.index_n_heads
+        size: Any = self.index_block_size
+        most: Any = self.index_topk_blocks
 
         def projected(project: Any, norm: Any, count: int) -> mx.array:
             each = norm(project(x).reshape(rows, tokens, count, -1))
@@ -53,7 +54,7 @@ class _MiniMaxM3Attention(minimax_m3_vl.Attention):
         keys, _ = cache.update_and_fetch(keys, nothing)
         columns = keys.shape[2]
         blocks = -(-columns // size)
-        if blocks <= self.index_topk_blocks:
+        if blocks <= most:
             return mask
         at = queries_at(offset, tokens)[:, None, :, None]
         if not isinstance(mask, mx.array):  # none, or in words
@@ -67,7 +68,7 @@ class _MiniMaxM3Attention(minimax_m3_vl.Attention):
         behind = at // size - mx.arange(blocks)
         local = (behind >= 0) & (behind < self.index_local_blocks)
         best = mx.where(local, mx.inf, best)
-        least = mx.topk(best, self.index_topk_blocks, axis=-1).min(-1, keepdims=True)
+        least = mx.topk(best, most, axis=-1).min(-1, keepdims=True)
         chosen = mx.repeat(best >= least, size, axis=-1)[..., :columns] & mask
         return mx.repeat(chosen, self.num_attention_heads // heads, axis=1)
 
@@ -95,14 +96,11 @@ class _Phi3SmallAttention(phi3small.Attention):
 
     counts_by_row = True
 
-    def __call__(
-        self, x: mx.array, mask: Any = None, cache: Any | None = None
-    ) -> mx.array:
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
         usual: Any = super()
         if not self.block_sparse or not of_rows(cache):
             alone: mx.array = usual.__call__(x, mask, cache)
             return alone
-        assert cache is not None
         if isinstance(mask, mx.array):
             if mask.dtype == mx.bool_:
                 hidden = mx.array(mx.finfo(x.dtype).min, x.dtype)
