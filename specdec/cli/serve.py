@@ -18,7 +18,7 @@ from ..config import (
 )
 from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
 from ..utils.sizes import parse_size
-from . import options
+from . import options, ranks
 from .output import show, show_warnings, silence_third_parties
 
 
@@ -140,6 +140,7 @@ def _seconds(
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -168,6 +169,7 @@ def serve(
     draft_adapter_path: str | None,
     revision: str | None,
     trust_remote_code: bool,
+    tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -224,7 +226,6 @@ def serve(
 
     with bind(host, port) as listener:
         from ..backend import check_compiler
-        from ..decoder import SpecDecoder
 
         notes = [check_compiler()]
         if config.api_key is None and not _is_loopback(host):
@@ -233,9 +234,10 @@ def serve(
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         templates.start()
-        decoder = SpecDecoder.from_pretrained(
-            target,
-            draft,
+        decoder = ranks.load(
+            tensor_parallel,
+            target=target,
+            draft=draft,
             dtype=dtype,
             config=engine,
             trust_remote_code=trust_remote_code,
