@@ -185,7 +185,8 @@ class Leader(Ranks):
             where = json.dumps([host, server.getsockname()[1], key]).encode()
             _shared(self.group, where)
             own = _facts()
-            peers, sizes = [], [own.pop("memory_size")]
+            peers: list[_Peer] = []
+            sizes = [own.pop("memory_size")]
             while len(peers) < self.size - 1:
                 connection, _ = server.accept()
                 connection.settimeout(_MEETING)

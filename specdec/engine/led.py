@@ -13,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import count
-from typing import Any
+from typing import Any, ClassVar
 from weakref import WeakSet
 
 from ..errors import ConfigError, SessionError, SpecdecError
@@ -107,7 +107,7 @@ class LeadingSession(Session):
     """
 
     _numbers = count()
-    _alive: WeakSet[LeadingSession] = WeakSet()
+    _alive: ClassVar[WeakSet[LeadingSession]] = WeakSet()
 
     def __init__(self, leader: Leader, *own: Any):
         super().__init__(*own)
