@@ -113,6 +113,13 @@ class Ranks(ABC):
         """Whether this is rank 0."""
         return self.rank == 0
 
+    def release(self) -> None:  # noqa: B027 - nothing, on most ranks
+        """Let the other ranks leave :meth:`specdec.SpecDecoder.follow`.
+
+        They do at the end of rank 0, too. Another decoder can be made after it. On a
+        rank other than 0 it does nothing.
+        """
+
     @abstractmethod
     def decide(self, what: str, make: Callable[[], T]) -> T:
         """What ``make`` returns on rank 0, where alone it is called.
@@ -211,6 +218,9 @@ class Leader(Ranks):
         peers.sort(key=lambda peer: peer.rank)
         self._send(peers, ("memory", self.memory_size))
         return peers
+
+    def release(self) -> None:
+        self.say(("release",))
 
     def say(self, message: tuple[Any, ...]) -> None:
         """Send a message to the other ranks, which hear all in their order."""

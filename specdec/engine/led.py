@@ -172,7 +172,7 @@ def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
     """
     sessions: dict[int, tuple[Session, _Commits]] = {}
     with follower.reporting():
-        while (message := follower.hear())[0] != "end":
+        while (message := follower.hear())[0] not in ("release", "end"):
             match message:
                 case ("session", number, alive):
                     sessions = {n: s for n, s in sessions.items() if n in alive}
