@@ -13,13 +13,12 @@ from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-import specdec.build
-import specdec.decoder
 from specdec import (
     ConfigError,
     EngineConfig,
@@ -77,7 +76,8 @@ def model_of(arch: str, **changes: Any) -> nn.Module:
     if arch == "qwen3_5":
         own = {"vocab_size": VOCABULARY, **RECURRENT}
         text = {**SMALLEST, **own, "model_type": arch}
-        return _tiny_model(arch, text_config=text, **own)
+        changes = {"text_config": text, **own}
+        return _tiny_model(arch, **changes)
     return _tiny_model(arch, vocab_size=VOCABULARY, **changes)
 
 
@@ -209,7 +209,6 @@ def refusals(shown: Shown, folder: Path) -> None:
     def never(*args: Any, **kwargs: Any) -> Any:
         raise AssertionError("weights were loaded")
 
-    load, specdec.decoder.load = specdec.decoder.load, never  # type: ignore[assignment]
     cases: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         ("no-shard", UnsupportedModelError, "cannot shard gemma3_text models", {}),
         ("odd-heads", UnsupportedModelError, "n_kv_heads is 3", {}),
@@ -223,13 +222,13 @@ def refusals(shown: Shown, folder: Path) -> None:
     ]
     for name, kind, text, options in cases:
         try:
-            SpecDecoder.from_pretrained(
-                folder / name, draft="none", ranks=shown.ranks, **options
-            )
+            with patch("specdec.decoder.load", never):
+                SpecDecoder.from_pretrained(
+                    folder / name, draft="none", ranks=shown.ranks, **options
+                )
         except kind as error:
             named = kind is ConfigError or name in str(error)
             shown(f"refusal: {text}", holds=named and text in str(error))
-    specdec.decoder.load = load
 
 
 def conversation(shown: Shown, folder: Path) -> None:
@@ -378,14 +377,11 @@ def forgive(leader: Leader) -> None:
 @contextmanager
 def rounds_ahead() -> Iterator[None]:
     """Compiled forwards, handed over ahead, as on a GPU."""
-    defaults, replaced = specdec.decoder.backend.defaults, specdec.build.replace
-    specdec.decoder.backend.defaults = lambda: BEHIND
-    specdec.build.replace = lambda backend, **changes: backend  # type: ignore[assignment]
-    try:
+    with (
+        patch("specdec.backend.defaults", lambda: BEHIND),
+        patch("specdec.build.replace", lambda backend, **changes: backend),
+    ):
         yield
-    finally:
-        specdec.decoder.backend.defaults = defaults
-        specdec.build.replace = replaced
 
 
 def main(folder: Path) -> None:

@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -59,47 +61,49 @@ CHECKS = {
 }
 
 
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        made = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        return [stack.enter_context(each).getsockname()[1] for each in made]
+
+
 def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": str(ROOT)}
 
 
-def test_ranks_decode_what_one_device_does(folder: Path) -> None:
-    """Under mlx.launch, in float32: four architectures, and all kinds of drafts.
+def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None:
+    """In float32: four architectures, and all kinds of drafts.
 
     The bits of all ranks are the same, and the tokens are those of the whole model,
     with rows that join, end and are cancelled; a planted fault is an error that says
     where. A sum that is left out, a head that is counted twice, a decision that each
     rank makes by its own clock, or a seed that is drawn twice shows here.
     """
-    launch = Path(sys.executable).with_name("mlx.launch")
-    program = [sys.executable, "-m", "tests.parallel.program", str(folder)]
-    with subprocess.Popen(
-        [launch, "-n", "2", "--backend", "ring", *program],
-        cwd=ROOT,
-        env=environment(),
-        stdin=subprocess.PIPE,  # at its end mlx.launch takes a core to wait
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    ) as process:
-        assert process.stdout is not None
-        assert process.stderr is not None
-        output, errors = process.stdout.read(), process.stderr.read()
+    ports = free_ports(2)
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    own = environment() | {"MLX_HOSTFILE": str(hosts)}
+    ranks = [
+        begin(["tests.parallel.program", str(folder)], own | {"MLX_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    (output, errors), (followed, also) = (r.communicate(timeout=200) for r in ranks)
+    assert not followed
     lines = output.splitlines()
     assert [line for line in lines if line.endswith("FAILS")] == [], errors
     holds = {line.removesuffix(": holds") for line in lines if line.endswith("holds")}
     assert holds >= CHECKS, output + errors
     other = [line for line in lines if not line.endswith(": holds")]
     numbers = re.compile(r"is \d+ here and (\d+|nothing) there")
-    begin, end = "rank 1 has parted from rank 0: ", ": start all ranks again"
-    places = [numbers.sub("differs", e).replace(begin, "") for e in other]
-    assert [place.removesuffix(end) for place in places] == [
+    places = [numbers.sub("differs", each).split(": ") for each in other]
+    assert [f"{place[0]}: {place[2]}" for place in places] == [
         "found: request 1, token 2 differs",
         "found: request 0, token 0 differs",
         "found: rows [0, 1] are rows [1, 0] there",
         "ended: request 0, token 0 differs",
     ]
-    assert "rank 0 exited with code 1" in errors
+    assert ranks[0].returncode == 1, also
+    assert ranks[1].returncode == 1, "it has not heard of it"
 
 
 def lines_of(file: Path) -> list[dict[str, Any]]:
@@ -109,20 +113,24 @@ def lines_of(file: Path) -> list[dict[str, Any]]:
     return found
 
 
-def start(folder: Path, prompts: list[dict[str, Any]], *more: str) -> Any:
-    """``specdec run --tensor-parallel 2``; its rank 1 is a child of it."""
-    file = folder / "prompts.jsonl"
-    file.write_text("".join(json.dumps(p) + "\n" for p in prompts))
-    command = ["run", "--target", str(folder / "llama"), "--prompts", str(file)]
+def begin(module: list[str], own: dict[str, str]) -> Any:
     return subprocess.Popen(
-        [sys.executable, "-m", "specdec", *command, "--tensor-parallel", "2", *more],
+        [sys.executable, "-m", *module],
         cwd=ROOT,
-        env=environment(),
+        env=own,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
     )
+
+
+def command(folder: Path, prompts: list[dict[str, Any]], *more: str) -> list[str]:
+    """Of ``specdec run``."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    target = str(folder / "llama")
+    return ["specdec", "run", "--target", target, "--prompts", str(file), *more]
 
 
 def listed(*what: str) -> list[str]:
@@ -146,31 +154,44 @@ def ended(pid: int) -> bool:
     return False
 
 
-PROMPTS = [
+PROMPTS: list[dict[str, Any]] = [
     {"prompt": "Hello", "max_tokens": 6},
     {"prompt": "Name a river.", "max_tokens": 24, "temperature": 0.8, "seed": 3},
     {"prompt": "abc", "max_tokens": 9},
 ]
 
 
-def test_a_command_starts_its_ranks(folder: Path, tmp_path: Path) -> None:
-    """--tensor-parallel: the same text as of one process, printed once."""
-    file = tmp_path / "out.jsonl"
-    with start(folder, PROMPTS, "--output", str(file), "--draft", "ngram") as process:
-        output, errors = process.communicate(timeout=100)
-    assert process.returncode == 0, errors
+def texts(folder: Path) -> dict[int, str]:
+    """What one process makes of the prompts."""
     decoder = SpecDecoder.from_pretrained(folder / "llama", "none")
-    wanted = decoder.generate(
-        [str(p["prompt"]) for p in PROMPTS],
-        [
-            SamplingParams(**{k: v for k, v in p.items() if k != "prompt"})
-            for p in PROMPTS
-        ],  # type: ignore[arg-type]
+    params = [SamplingParams().updated({**p}) for p in map(without_prompt, PROMPTS)]
+    results = decoder.generate([p["prompt"] for p in PROMPTS], params)
+    return {each.index: each.text for each in results}
+
+
+def without_prompt(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "prompt"}
+
+
+def test_a_command_under_mlx_launch(folder: Path, tmp_path: Path) -> None:
+    """The same text as of one process, printed once; standard input is not read."""
+    file = tmp_path / "out.jsonl"
+    run = command(folder, PROMPTS, "--output", str(file), "--draft", "ngram")
+    launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2"]
+    done = subprocess.run(
+        [*launch, "--backend", "ring", sys.executable, "-m", *run],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
     )
     found = {line["index"]: line["text"] for line in lines_of(file)}
-    assert found == {each.index: each.text for each in wanted}
-    assert output.count("== [0]") == 1
-    assert errors.count("target:") == 1
+    assert found == texts(folder), done.stderr
+    assert done.stdout.count("== [0]") == 1
+    assert done.stderr.count("target:") == 1
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -180,7 +201,8 @@ def test_a_rank_that_dies_ends_the_other(
     """Within seconds, whatever it waits for; what had finished is in the file."""
     file = tmp_path / "out.jsonl"
     prompts = [PROMPTS[0], {"prompt": "abc", "max_tokens": 3000}]
-    with start(folder, prompts, "--output", str(file), "--quiet") as process:
+    run = command(folder, prompts, "--output", str(file), "--quiet")
+    with begin([*run, "--tensor-parallel", "2"], environment()) as process:
         while not lines_of(file):
             assert process.poll() is None, process.communicate()
             time.sleep(0.05)
