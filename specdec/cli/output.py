@@ -301,6 +301,7 @@ _ELSEWHERE = {
     "speculative-model": "draft",
     "stream": None,
     "system": "system-prompt",
+    "tensor-parallel-size": "tensor-parallel",
 }
 
 

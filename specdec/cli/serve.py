@@ -23,7 +23,7 @@ from ..server.config import (
     PREFIX_SHARING,
 )
 from ..utils.sizes import parse_size
-from . import options
+from . import options, ranks
 from .output import share_text, show, show_warnings, silence_third_parties
 
 
@@ -156,6 +156,7 @@ def _seconds(
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -184,6 +185,7 @@ def serve(
     draft_adapter_path: str | None,
     revision: str | None,
     trust_remote_code: bool,
+    tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -240,7 +242,6 @@ def serve(
 
     with bind(host, port) as listener:
         from ..backend import check_compiler
-        from ..decoder import SpecDecoder
 
         notes = [check_compiler()]
         if not config.api_keys and not _is_loopback(host):
@@ -249,9 +250,10 @@ def serve(
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         templates.start()
-        decoder = SpecDecoder.from_pretrained(
-            target,
-            draft,
+        decoder = ranks.load(
+            tensor_parallel,
+            target=target,
+            draft=draft,
             dtype=dtype,
             config=engine,
             trust_remote_code=trust_remote_code,
