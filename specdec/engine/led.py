@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 from ..errors import ConfigError, SessionError, SpecdecError
+from ..grammar import GrammarState
 from ..outputs import StreamEvent
 from ..parallel import Follower, Leader, Ranks
 from ..prompts import EncodedPrompt
@@ -128,7 +129,12 @@ class LeadingSession(Session):
         self._leader.raise_failure()
         self._leader.say((what, self._number, *content))
 
-    def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
+    def add_encoded(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        grammar: GrammarState | None = None,
+    ) -> int:
         self._check_whole()
         params = self._completed(params)
         try:
@@ -140,7 +146,7 @@ class LeadingSession(Session):
             ) from error
         with self._leader.turn:
             self._say("add", prompt, params)
-            return super().add_encoded(prompt, params)
+            return super().add_encoded(prompt, params, grammar)
 
     def cancel(self, index: int) -> bool:
         self._check_whole()

@@ -306,8 +306,8 @@ def _drops_a_token(session: Session) -> None:
 def _draws_otherwise(session: Session) -> None:
     add = session.add_encoded
 
-    def added(prompt: Any, params: SamplingParams) -> int:
-        return add(prompt, params.updated({"seed": 99}))
+    def added(prompt: Any, params: SamplingParams, grammar: Any = None) -> int:
+        return add(prompt, params.updated({"seed": 99}), grammar)
 
     session.add_encoded = added  # type: ignore[method-assign]
 
