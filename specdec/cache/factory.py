@@ -197,7 +197,7 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
         options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
     )
     caches = make_batch_caches(model, 3, options, name)
-    tokens = mx.zeros((3, 2), mx.int32)
+    tokens, module = mx.zeros((3, 2), mx.int32), type(model).__module__
     try:
         model(tokens, cache=caches)
         for cache in caches:
@@ -206,31 +206,38 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
     except GroupSizeError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
     except Exception as error:  # whatever a model's code raises
-        stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
-        otherwise = "" if stored else "; mlx_lm.generate runs it"
-        raise UnsupportedModelError(
-            f"{name}: its code ({type(model).__module__}) does not work with batch "
-            f"caches{stored}: {reason}{otherwise}"
+        if options.kv_bits is not None:
+            raise UnsupportedModelError(
+                f"{name}: its code ({module}) does not work with batch "
+                f"caches with kv bits {options.kv_bits}: {reason}"
+            ) from error
+        raise _unsupported_layers(
+            name, f"layers ({module}) that fail in batch caches: {reason}"
         ) from error
     dense = make_batch_caches(model, 3, replace(options, kv_bits=None), name)
     if counts_columns(model, dense):
-        raise UnsupportedModelError(
-            f"{name}: its code ({type(model).__module__}) works out positions from the "
-            "number of columns that attention reads, and the rows of a batch each have "
-            "their own; mlx_lm.generate runs it"
+        raise _unsupported_layers(
+            name,
+            f"layers ({module}) that take the number of columns which attention reads "
+            "for the position of every row",
         )
 
 
 def _check_classes(caches: list[Any], name: str) -> None:
     for layer, cache in enumerate(caches):
         if unsupported := _unsupported(cache):
-            raise UnsupportedModelError(
-                f"{name}: layer {layer} asks for a {unsupported}, which specdec does "
-                "not support; mlx_lm.generate runs it"
+            raise _unsupported_layers(
+                name, f"{unsupported} layers, from layer {layer} on"
             )
+
+
+def _unsupported_layers(name: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} has {what}, which specdec does not support; mlx_lm.generate runs it"
+    )
 
 
 def make_batch_caches(

@@ -16,10 +16,15 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
+from ..server.config import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_MAX_WAITING,
+    DEFAULT_PORT,
+    PREFIX_SHARING,
+)
 from ..utils.sizes import parse_size
-from . import options
-from .output import show, show_warnings, silence_third_parties
+from . import options, ranks
+from .output import share_text, show, show_warnings, silence_third_parties
 
 
 def _seconds(
@@ -56,10 +61,13 @@ def _seconds(
 )
 @click.option(
     "--api-key",
+    "api_keys",
+    multiple=True,
     metavar="KEY",
     envvar="SPECDEC_API_KEY",
     show_envvar=True,
-    help="Key that clients have to send. [default: none]",
+    help="Key that clients have to send; repeat it for more, any of which is good. "
+    "[default: none]",
 )
 @click.option(
     "--cors",
@@ -137,9 +145,18 @@ def _seconds(
 )
 @options.kv_group_size()
 @options.prefix_cache
+@click.option(
+    "--prefix-sharing",
+    type=click.Choice(PREFIX_SHARING),
+    default="all",
+    show_default=True,
+    help="Whose prompts begin with what is kept of one: all clients', or those of the "
+    "same client (its key, else its address, and the user that it names).",
+)
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -168,6 +185,7 @@ def serve(
     draft_adapter_path: str | None,
     revision: str | None,
     trust_remote_code: bool,
+    tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -224,18 +242,18 @@ def serve(
 
     with bind(host, port) as listener:
         from ..backend import check_compiler
-        from ..decoder import SpecDecoder
 
         notes = [check_compiler()]
-        if config.api_key is None and not _is_loopback(host):
+        if not config.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
         for note in notes:
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         templates.start()
-        decoder = SpecDecoder.from_pretrained(
-            target,
-            draft,
+        decoder = ranks.load(
+            tensor_parallel,
+            target=target,
+            draft=draft,
             dtype=dtype,
             config=engine,
             trust_remote_code=trust_remote_code,
@@ -276,4 +294,5 @@ def _described(decoder: Any) -> str:
     from ..model_names import short
 
     draft = short(decoder.draft_name) if decoder.draft_name else "no draft"
-    return f"{short(decoder.target_name)} with {draft}"
+    shared = share_text(decoder.stats.vocabulary_share)
+    return f"{short(decoder.target_name)} with {draft}{shared}"

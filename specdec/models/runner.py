@@ -120,11 +120,16 @@ class ModelRunner:
         """
         if not layers:
             return self
-        runner = copy.copy(self)
+        runner = self.without_prefixes()
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
-        runner.prefixes = None
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
+        return runner
+
+    def without_prefixes(self) -> ModelRunner:
+        """The same; prefixes of prompts are neither stored nor looked for."""
+        runner = copy.copy(self)
+        runner.prefixes = None
         return runner
 
     def rows(
@@ -196,6 +201,11 @@ class ModelRows:
         self._session = None
         if runner.prefixes is not None:
             self._session = runner.prefixes.begin(prompts, max_write=options.max_write)
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share prefixes among rows of the same salt alone; before :meth:`prefill`."""
+        if self._session is not None:
+            self._session.separate(salts)
 
     @property
     def offset(self) -> mx.array:

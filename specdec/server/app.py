@@ -10,7 +10,7 @@ import logging
 import re
 import time
 import uuid
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -100,7 +100,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app = app
-        self._key = None if config.api_key is None else config.api_key.encode()
+        self._keys = config.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -115,14 +115,15 @@ class _Guard:
             await send(message)
 
         refusal = None
-        if not self._admits(scope):
+        is_open = scope["path"] in _OPEN
+        if self._keys and not is_open and _key_of(scope, self._keys) is None:
             refusal = Refusal(
                 "the API key is missing or wrong: send it as Authorization: Bearer "
                 "KEY, or as x-api-key",
                 status=401,
                 code="invalid_api_key",
             )
-        elif self._key is None and _is_rebound(scope):
+        elif not self._keys and _is_rebound(scope):
             refusal = Refusal(
                 "the Host header names another machine: call the server as localhost "
                 "or by its address, or start it with --api-key",
@@ -135,13 +136,23 @@ class _Guard:
         response = _error(refusal, scope["path"])
         await response(scope, receive, named)
 
-    def _admits(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] in _OPEN:
-            return True
-        given = dict(scope["headers"])
-        bearer = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        keys = (bearer, given.get(b"x-api-key", b""))
-        return any(hmac.compare_digest(key, self._key) for key in keys)
+
+def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
+    """The key that a request has sent; all are compared, so that time says nothing."""
+    sent = dict(scope["headers"])
+    bearer = sent.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+    found = None
+    for key in keys:
+        for given in (bearer, sent.get(b"x-api-key", b"")):
+            if hmac.compare_digest(given, key.encode()):
+                found = key
+    return found
+
+
+def _client_of(scope: Scope, keys: Sequence[str]) -> str:
+    """Who asks: by the key, where there are keys, else by the address."""
+    host, _ = scope.get("client") or ("", 0)
+    return _key_of(scope, keys) or "" if keys else host
 
 
 def _is_rebound(scope: Scope) -> bool:
@@ -338,6 +349,9 @@ def _endpoint(path: str, parse: Parse) -> Route:
         except Refusal as refusal:
             service.metrics.answered(path, "refused", time.monotonic() - began)
             return _error(refusal, path)
+        if service.config.prefix_sharing == "client":
+            client = _client_of(request.scope, service.config.api_keys)
+            rendering.job = rendering.job.of_client(client)
         return _Answer(service, rendering, path)
 
     return Route(path, endpoint, methods=["POST"])

@@ -7,8 +7,10 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 
 import uvicorn
 from starlette.applications import Starlette
@@ -21,6 +23,8 @@ from .service import Service
 
 #: Seconds that connections have to close once all answers have ended.
 _LAST_BYTES = 5
+#: Seconds in which a second SIGTERM is the first: ``timeout`` sends two at once.
+_ONE_REQUEST = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -63,6 +67,8 @@ def serve(
     stopping: Callable[[int], None] = lambda running: None,
 ) -> None:
     """Serve until SIGINT or SIGTERM; then answers end, or are cut when it is time.
+
+    A second signal ends the process at once.
 
     Args:
         started: called when requests are answered.
@@ -109,6 +115,7 @@ class _Web(uvicorn.Server):
         self._app = app
         self._started, self._stopping = started, stopping
         self.failure: BaseException | None = None
+        self._asked = 0.0  # when the first signal came
 
     @property
     def _service(self) -> Service:
@@ -135,6 +142,7 @@ class _Web(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # Of a script's background, SIGINT comes here ignored; who sends it means it.
         heard = (signal.SIGINT, signal.SIGTERM)
         before = {each: signal.signal(each, self.handle_exit) for each in heard}
         try:
@@ -142,3 +150,12 @@ class _Web(uvicorn.Server):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal end as if there were nothing to stop."""
+        now = time.monotonic()
+        if not self.should_exit:
+            self.should_exit, self._asked = True, now
+        elif sig == signal.SIGINT or now > self._asked + _ONE_REQUEST:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -27,6 +28,7 @@ MORE: Table = {
     "min_tokens": Parameter(int),
     "stop_token_ids": Parameter([int], high=128),
     "num_draft_tokens": Parameter(int),
+    "cache_salt": Parameter(str),
     "verification": Parameter(str, only=VERIFICATIONS),
 }
 #: OpenAI's.
@@ -39,7 +41,7 @@ SAMPLING: Table = {
     "seed": Parameter(int),
     **MORE,
 }
-#: Labels: they change no text, here or elsewhere.
+#: Labels: they change no text. Those of a user can keep prefixes apart.
 LABELS: Table = {
     "user": Parameter(str),
     "safety_identifier": Parameter(str),
@@ -127,6 +129,8 @@ def sampling(
     }
     if "logit_bias" in found:
         found["logit_bias"] = _biases(found["logit_bias"])
+    if config.prefix_sharing == "client":
+        found["cache_salt"] = _salt(values)
     if "stop_token_ids" in found:
         found["stop_token_ids"] = tuple(found["stop_token_ids"])
     found = {"temperature": config.temperature, **found, "max_tokens": wanted, **more}
@@ -138,6 +142,13 @@ def sampling(
         return SamplingParams(**found)
     except Exception as error:
         raise refusal_of(error, {**{n: n for n in values}, **names}) from error
+
+
+def _salt(values: Mapping[str, Any]) -> str:
+    """What a request says of whose it is."""
+    user = (values.get("metadata") or {}).get("user_id")
+    names = ("cache_salt", "user", "safety_identifier")
+    return json.dumps([user, *(values.get(name) for name in names)])
 
 
 def _biases(given: Mapping[str, Any]) -> dict[int, float]:

@@ -185,6 +185,9 @@ class Service:
         try:
             async with asyncio.timeout(self.config.request_timeout):
                 choices = await self.engine.tokenize(work)
+                for grammar in {params.grammar for _, params, _ in choices}:
+                    if grammar is not None:
+                        await self.engine.compile(grammar)
         except TimeoutError as error:
             raise _too_late() from error
         except Exception as error:
@@ -210,7 +213,7 @@ class Service:
                 stop_token_ids=(*job.params.stop_token_ids, *prompt.stop_token_ids),
             )
             self._check_size(prompt, job)
-            stop_texts(params.stop)  # kept, as is its grammar
+            stop_texts(params.stop)  # kept
             params = self.decoder.bounds.check(prompt.prompt, params)
             choices.append((prompt, params, tools))
         return choices

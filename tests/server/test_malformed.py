@@ -114,7 +114,7 @@ def guarded(decoder: Any) -> Iterator[Running]:
     limits = {"max_body_bytes": 3000, "max_prompt_tokens": 50, "max_output_tokens": 40}
     with running(
         decoder,
-        api_key="secret",
+        api_keys=("other", "secret"),
         names=("small", "tiny"),
         cors=("http://a.b",),
         **limits,
