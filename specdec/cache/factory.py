@@ -180,32 +180,37 @@ def reads_boolean_masks(model: Any) -> bool:
     return False
 
 
-def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> None:
+def check_caches(
+    model: Any, name: str, options: CacheOptions | None = None
+) -> CacheOptions:
     """Refuse a model that the batch caches cannot serve, before any work.
 
     Beside the classes that the model asks for, its own code is tried: a forward
     of rows with different lengths is built, not computed. That shows models
     which read ``cache.offset`` as one number, or work out positions from the columns
     that attention reads; head sizes that the quantization group does not divide; and
-    attention that takes no quantized keys.
+    code that takes no packed keys: latent attention, attention sinks, layers that use
+    the keys of others. Keys and values are unpacked for that, a layer at a time.
+
+    Returns:
+        The options, with ``unpacks`` where the model needs it.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
     """
     options = options or CacheOptions(max_write=2)
-    options = replace(
+    small = replace(
         options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
     )
-    caches = make_batch_caches(model, 3, options, name)
-    tokens = mx.zeros((3, 2), mx.int32)
     try:
-        model(tokens, cache=caches)
-        for cache in caches:
-            cache.trim_per_sequence([0, 1, 2])
-        model(tokens, cache=caches)
+        _try(model, make_batch_caches(model, 3, small, name))
     except GroupSizeError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # whatever a model's code raises
+        if options.kv_bits is not None and not options.unpacks:
+            return check_caches(model, name, replace(options, unpacks=True))
         stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if not isinstance(error, CacheError):
@@ -215,13 +220,23 @@ def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> 
             f"{name}: its code ({type(model).__module__}) does not work with batch "
             f"caches{stored}: {reason}{otherwise}"
         ) from error
-    dense = make_batch_caches(model, 3, replace(options, kv_bits=None), name)
+    dense = make_batch_caches(model, 3, replace(small, kv_bits=None), name)
     if counts_columns(model, dense):
         raise UnsupportedModelError(
             f"{name}: its code ({type(model).__module__}) works out positions from the "
             "number of columns that attention reads, and the rows of a batch each have "
             "their own; mlx_lm.generate runs it"
         )
+    return options
+
+
+def _try(model: Any, caches: list[Any]) -> None:
+    """Build forwards of rows with different lengths, of several tokens and of one."""
+    model(mx.zeros((3, 2), mx.int32), cache=caches)
+    for cache in caches:
+        cache.trim_per_sequence([0, 1, 2])
+    for width in (2, 1):
+        model(mx.zeros((3, width), mx.int32), cache=caches)
 
 
 def _check_classes(caches: list[Any], name: str) -> None:

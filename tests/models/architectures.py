@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from specdec.models.layers import has_trunk
 from specdec.sampling_params import SamplingParams
@@ -23,6 +23,8 @@ from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 from ..plain import AT_ONCE, run_rows
 
 VOCABULARY = 61
+#: Of packed keys and values.
+GROUP_SIZE = 32
 
 #: By the names that mlx-lm's arguments have; an architecture takes those that it knows.
 COMMON: dict[str, Any] = {
@@ -402,10 +404,10 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def build(arch: str, seed: int = 0) -> nn.Module:
-    """A small random model in float32."""
+def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
-    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {})}
+    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {}), **changes}
     arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
@@ -497,9 +499,47 @@ PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
 NEW_TOKENS = 6
 
 
-def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> list[int]:
+class Rounding:
+    """A cache of mlx-lm's that holds what packed keys and values can hold.
+
+    Attributes that a model reads or sets are the cache's.
+    """
+
+    def __init__(self, cache: Any, bits: int):
+        vars(self).update(cache=cache, bits_=bits)
+
+    def update_and_fetch(self, *arrays: mx.array) -> Any:
+        return self.cache.update_and_fetch(*map(self._rounded, arrays))
+
+    def _rounded(self, array: mx.array) -> mx.array:
+        packing = {"group_size": GROUP_SIZE, "bits": self.bits_}
+        return mx.dequantize(*mx.quantize(array, **packing), **packing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cache, name, value)
+
+
+def rounding(cache: Any, bits: int) -> Any:
+    """The cache, or those of a list, that keep keys and values rounded."""
+    if isinstance(cache, CacheList):
+        return CacheList(*(rounding(each, bits) for each in cache.caches))
+    return cache if isinstance(cache, ArraysCache) else Rounding(cache, bits)
+
+
+def plain(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    by_token: bool = False,
+    kv_bits: int | None = None,
+) -> list[int]:
     """Greedy tokens of one sequence, with mlx-lm's own caches."""
     caches = make_prompt_cache(model)
+    if kv_bits is not None:
+        caches = [rounding(cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
     inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
     tokens: list[int] = []
@@ -512,7 +552,9 @@ def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> list[
     return tokens
 
 
-def differences(arch: str, model: Any) -> list[int]:
+def differences(
+    arch: str, model: Any, kv_bits: int | None = None, backend: Any = AT_ONCE
+) -> list[int]:
     """Prompts whose tokens are others in a batch than alone; none is exact.
 
     A batch of two rows for three prompts, of 1 to 12 tokens, prefilled in chunks; a
@@ -522,7 +564,8 @@ def differences(arch: str, model: Any) -> list[int]:
         UnsupportedModelError: the architecture is refused.
     """
     # Its window depends on the size of a chunk in mlx-lm.
-    wanted = [plain(model, p, by_token=arch == "plamo3") for p in PROMPTS]
+    by_token = arch == "plamo3"
+    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in PROMPTS]
     assert len({tuple(tokens) for tokens in wanted}) > 1
     got = run_rows(
         model,
@@ -533,7 +576,9 @@ def differences(arch: str, model: Any) -> list[int]:
         num_draft_tokens=3,
         drafter=Guesses([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]),
         prefill_step_size=5,
-        backend=AT_ONCE,
+        backend=backend,
+        kv_bits=kv_bits,
+        kv_group_size=GROUP_SIZE,
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
     return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
