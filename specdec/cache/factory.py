@@ -61,6 +61,8 @@ class CacheOptions:
             scores (faster on a GPU), in place of boolean ones; not for a model of
             which :func:`reads_boolean_masks` is true.
         unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
+        packs_members: quantize all caches of a layer that has several; else the first
+            alone, as others may be an indexer's, which reads and sets its own.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -76,6 +78,7 @@ class CacheOptions:
     additive_mask: bool = False
     unpacks: bool | None = None
     exact_alone: bool = True
+    packs_members: bool = True
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
@@ -119,7 +122,10 @@ def _make(
 ) -> LayerCache:
     """The batch counterpart of mlx-lm's ``cache``, empty."""
     if isinstance(cache, mlx_lm_cache.CacheList):
-        made = [_make(m, batch_size, options, settings) for m in cache.caches]
+        others = options if options.packs_members else replace(options, kv_bits=None)
+        first, *rest = cache.caches
+        made = [_make(first, batch_size, options, settings)]
+        made += [_make(m, batch_size, others, settings) for m in rest]
         return BatchCacheList(*made)  # type: ignore[arg-type]  # lists do not nest
     if isinstance(cache, mlx_lm_cache.ArraysCache):
         return BatchRecurrentCache(batch_size, size=len(cache.cache), **settings)
@@ -193,7 +199,8 @@ def check_caches(
     the keys of others. Keys and values are unpacked for that, a layer at a time.
 
     Returns:
-        The options, with ``unpacks`` where the model needs it.
+        The options, with ``unpacks`` or without ``packs_members`` where the model needs
+        it.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
@@ -211,6 +218,8 @@ def check_caches(
     except Exception as error:  # whatever a model's code raises
         if options.kv_bits is not None and not options.unpacks:
             return check_caches(model, name, replace(options, unpacks=True))
+        if options.kv_bits is not None and options.packs_members:
+            return check_caches(model, name, replace(options, packs_members=False))
         stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if not isinstance(error, CacheError):
@@ -292,7 +301,7 @@ def maybe_quantize(
     Returns:
         Whether anything changed.
     """
-    if options.kv_bits is None or not any(map(_is_dense, caches)):
+    if options.kv_bits is None or not any(_is_dense(c, options) for c in caches):
         return False
     if longest is None:
         longest = max(int(c.offset.max()) if c.batch_size else 0 for c in caches)
@@ -333,15 +342,24 @@ def _like(cache: Any, other: Any) -> Any:
     return cache
 
 
-def _is_dense(cache: LayerCache) -> bool:
+def _to_pack(cache: BatchCacheList, options: CacheOptions) -> int:
+    """How many caches of the list are quantized, the first ones."""
+    return len(cache.caches) if options.packs_members else 1
+
+
+def _is_dense(cache: LayerCache, options: CacheOptions) -> bool:
+    """Whether something of it is to be quantized."""
     if isinstance(cache, BatchCacheList):
-        return any(map(_is_dense, cache.caches))
+        packed = cache.caches[: _to_pack(cache, options)]
+        return any(_is_dense(c, options) for c in packed)
     return isinstance(cache, Dense)
 
 
 def _quantized(cache: Any, options: CacheOptions) -> Any:
     if isinstance(cache, BatchCacheList):
-        return BatchCacheList(*(_quantized(c, options) for c in cache.caches))
-    if not _is_dense(cache):
+        n = _to_pack(cache, options)
+        packed = [_quantized(c, options) for c in cache.caches[:n]]
+        return BatchCacheList(*packed, *cache.caches[n:])
+    if not _is_dense(cache, options):
         return cache
     return cache.to_quantized(group_size=options.kv_group_size, bits=options.kv_bits)

@@ -488,6 +488,8 @@ NOT_RUN = {
     "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
     "those of qwen3_5",
 }
+#: Those whose second cache of a layer is an indexer's, which stays as it is.
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
     "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
@@ -522,10 +524,12 @@ class Rounding:
         setattr(self.cache, name, value)
 
 
-def rounding(cache: Any, bits: int) -> Any:
+def rounding(arch: str, cache: Any, bits: int) -> Any:
     """The cache, or those of a list, that keep keys and values rounded."""
     if isinstance(cache, CacheList):
-        return CacheList(*(rounding(each, bits) for each in cache.caches))
+        n = 1 if arch in INDEXED else None
+        rounded = [rounding(arch, each, bits) for each in cache.caches[:n]]
+        return CacheList(*rounded, *cache.caches[len(rounded) :])
     return cache if isinstance(cache, ArraysCache) else Rounding(cache, bits)
 
 
@@ -539,7 +543,7 @@ def plain(
     """Greedy tokens of one sequence, with mlx-lm's own caches."""
     caches = make_prompt_cache(model)
     if kv_bits is not None:
-        caches = [rounding(cache, kv_bits) for cache in caches]
+        caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
     inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
     tokens: list[int] = []
