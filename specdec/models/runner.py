@@ -80,7 +80,7 @@ class ModelRunner:
             additive_mask=not reads_boolean_masks(model),
             exact_alone=not single,
         )
-        check_caches(model, name, self.options)
+        self.options = check_caches(model, name, self.options)
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)
