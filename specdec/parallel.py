@@ -155,6 +155,7 @@ class _Peer:
         self.mine: deque[tuple[Facts, Explain]] = deque()
         self.theirs: deque[Facts] = deque()
         self.thread: threading.Thread | None = None
+        self.gone = False
 
 
 class Leader(Ranks):
@@ -177,6 +178,7 @@ class Leader(Ranks):
         self._changed = threading.Condition()
         self._heard = threading.Event()
         self._closing = False
+        self._released = False  # the others may end
         self._peers = self._meet()
         for peer in self._peers:
             peer.thread = threading.Thread(
@@ -221,9 +223,15 @@ class Leader(Ranks):
 
     def release(self) -> None:
         self.say(("release",))
+        self._released = True
 
     def say(self, message: tuple[Any, ...]) -> None:
         """Send a message to the other ranks, which hear all in their order."""
+        with self._changed:
+            self._released = False
+            for peer in self._peers:
+                if peer.gone:
+                    self._fail(f"rank {peer.rank} of {self.size} has ended")
         self._send(self._peers, message)
 
     @staticmethod
@@ -288,7 +296,8 @@ class Leader(Ranks):
                         self._compare(peer)
                     self._changed.notify_all()
         with self._changed:
-            if not self._closing:
+            peer.gone = True
+            if not self._released:
                 self._fail(f"rank {peer.rank} of {self.size} has ended")
             self._changed.notify_all()
 
