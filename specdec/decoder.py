@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
@@ -42,7 +40,7 @@ from .outputs import GenerationResult, RunStats, StreamEvent
 from .parallel import Follower, Leader, Ranks
 from .prefix_cache.store import PrefixStore, open_store
 from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encode_all
-from .sampling_params import SamplingParams, require_params
+from .sampling_params import SamplingParams, per_prompt
 from .spec_decode import (
     DrafterFactory,
     NamedDrafter,
@@ -374,13 +372,13 @@ class SpecDecoder:
         session = self.session()
         refused: list[GenerationResult] = []
         if keep_going:
-            each = _per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(given), settings)
             served = _add_those_that_can(session, asked, each, encoding, refused)
         else:
             encoded = encode_all(
                 self.tokenizer, asked, limit=self.prompt_limit, **encoding
             )
-            each = _per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(given), settings)
             session.add_all(encoded, each)
             served = list(range(len(given)))
         self.stats = session.stats
@@ -630,28 +628,6 @@ def _add_those_that_can(
         else:
             served.append(index)
     return served
-
-
-def _per_prompt(
-    params: SamplingParams | Iterable[SamplingParams] | None,
-    n: int,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> list[SamplingParams]:
-    """One set of options per prompt; shared ones differ in their seed."""
-    if params is None or isinstance(params, SamplingParams):
-        shared = (params or SamplingParams()).updated(settings).seeded()
-        if shared.seed is None:
-            return [shared] * n
-        return [replace(shared, seed=shared.seed + i) for i in range(n)]
-    one = isinstance(params, dict) or not isinstance(params, Iterable)
-    each: list[Any] = [params] if one else list(params)
-    for p in each:
-        require_params(p, ", one, or one for each prompt")
-    if len(each) != n:
-        raise ConfigError(
-            f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
-        )
-    return [p.updated(settings) for p in each]
 
 
 @contextmanager

@@ -65,7 +65,10 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
         "prefix_cache_memory", "prefix_sharing",
     ),
-    "Output": ("output_format", "top_logprobs", "json_file", "as_json", "help"),
+    "Many devices": ("replicas", "ray", "ray_workers"),
+    "Output": (
+        "output_format", "resumed", "top_logprobs", "json_file", "as_json", "help",
+    ),
 }  # fmt: skip
 # A page of fewer options is read at a glance.
 _FEW = 10

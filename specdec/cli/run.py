@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -22,12 +22,15 @@ from ..config import (
     NumDraftTokens,
 )
 from ..errors import PromptFileError, RankError
+from ..model_names import target_name
 from ..parallel import launched_rank
 from ..prompts import PromptRecord, read_records, read_text
+from ..sampling_params import per_prompt
 from ..utils.printable import one_line
 from ..utils.sizes import parse_size
 from ..utils.warm_up import warm_up
 from . import grammar, options, ranks
+from .by_ray import RayJob
 from .interrupts import last_words
 from .output import (
     FAILURE,
@@ -43,11 +46,12 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
+from .resume import keep_finished
 from .sink import Sink
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
-    from ..outputs import RunStats
+    from ..outputs import RunStats, StreamEvent
     from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
@@ -132,6 +136,24 @@ _PATIENCE = 2.0
     show_default=True,
     help="Form of the lines of --output; openai: as OpenAI's batch files have them.",
 )
+@click.option(
+    "--resume",
+    "resumed",
+    is_flag=True,
+    help="Go on where an earlier run with the same prompts ended: those with a result "
+    "in --output are skipped, those that failed run again.",
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Decode on a Ray cluster: auto, HOST:PORT, or local, which starts one here. "
+    "[default: in this process]",
+)
+@options.positive(
+    "--ray-workers",
+    text="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
+    "or for each machine]",
+)
 @options.quiet("No progress and no summary.")
 def run(
     *,
@@ -163,6 +185,9 @@ def run(
     memory_limit: str | None,
     output_file: str | None,
     output_format: str,
+    resumed: bool,
+    ray: str | None,
+    ray_workers: int | None,
     quiet: bool,
     json_schema: str | None,
     regex: str | None,
@@ -249,6 +274,24 @@ def run(
         # What a turn says again of the one before is not computed again.
         memory = DEFAULT_PREFIX_CACHE_MEMORY
         config = replace(config, prefix_cache_memory=memory)
+    if turns and (ray is not None or resumed):
+        raise click.UsageError(
+            "turns are decoded in one process and one run: leave out --ray and --resume"
+        )
+    if ray is not None and tensor_parallel is not None:
+        raise click.UsageError(
+            "workers of --ray have whole models: leave out --tensor-parallel"
+        )
+    if ray_workers is not None and ray is None:
+        raise click.UsageError("--ray-workers has no effect without --ray")
+    done: set[int] = set()
+    if resumed:
+        if output_file is None or output_format != "specdec":
+            raise click.UsageError("--resume needs --output, in specdec's own form")
+        done = keep_finished(output_file, records)
+        if len(done) == len(records):
+            show(f"specdec: all {len(done)} prompts have their results", err=True)
+            return
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -261,34 +304,54 @@ def run(
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             show(f"specdec: note: {note}", err=True)
-    if not ignore_chat_template:
-        templates.start()
-    decoder = ranks.load(
-        tensor_parallel,
-        target=target,
-        draft=draft,
-        dtype=dtype,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        **loading,
-    )
+    loading |= {
+        "dtype": dtype,
+        "config": config,
+        "trust_remote_code": trust_remote_code,
+    }
+    left = [index for index in range(len(records)) if index not in done]
+    if done or ray is not None:
+        of_all = per_prompt(requests, len(records))
+        requests = [of_all[index] for index in left]
+    prompts = [records[index].prompt for index in left]
+    events: Iterator[StreamEvent]
+    summary: Callable[[], str]
+    if ray is not None:
+        job = RayJob(ray, ray_workers, {"target": target, "draft": draft, **loading})
+        name = target_name(target)
+        assert isinstance(requests, list)
+        events = job.events(left, prompts, requests, encoding)
+        under_way, summary = job.under_way, job.summary
+    else:
+        if not ignore_chat_template:
+            templates.start()
+        decoder = ranks.load(tensor_parallel, target=target, draft=draft, **loading)
+        name = decoder.target_name
+        with places_named(records):
+            events = decoder.stream(
+                prompts,
+                requests,
+                turns=[records[index].turns for index in left],
+                keep_going=len(records) > 1,
+                **encoding,
+            )
+        if done:
+            events = (e.renumbered(left[e.index], e.turn) for e in events)
 
-    with places_named(records):
-        events = decoder.stream(
-            [record.prompt for record in records],
-            requests,
-            turns=[record.turns for record in records],
-            keep_going=len(records) > 1,
-            **encoding,
-        )
-    total = len(records) + turns
+        def under_way() -> dict[str, str]:
+            return _under_way(decoder.stats)
+
+        def summary() -> str:
+            return _summary(decoder, each, len(sink.errors))
+
+    total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
     what = "turn" if turns else "prompt"
     progress = Progress(what, total, quiet=quiet or streaming)
     line_of = None
     if output_format == "openai":
-        line_of = partial(openai_line, model=decoder.target_name)
-    sink = Sink(records, output, progress.aside, line_of)
+        line_of = partial(openai_line, model=name)
+    sink = Sink(records, output, progress.aside, line_of, done)
 
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
         """Close what is open, and report how it ended."""
@@ -306,24 +369,25 @@ def run(
                 err=True,
             )
         if not quiet:
-            show(_summary(decoder, each, len(sink.errors)), err=True)
+            show(summary(), err=True)
 
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
-    ranks.last_words(decoder, partial(conclude, interrupted=True))
+    if ray is None:
+        ranks.last_words(decoder, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
             for event in events:
                 sink.take(event)
-                done = event.result is not None
+                ended = event.result is not None
                 share.take(
                     event.index * (turns + 1) + event.turn,
                     len(event.token_ids),
-                    done=done,
+                    done=ended,
                 )
-                progress.add(done, **_under_way(decoder.stats), share=share)
+                progress.add(ended, **under_way(), share=share)
         except KeyboardInterrupt:
             interrupted = True
         except RankError as error:
