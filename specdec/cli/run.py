@@ -293,8 +293,9 @@ def run(
             show_error(f"{name_of(index, records)}: {error}")
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
+            left = total - sink.dropped
             show(
-                f"specdec: interrupted: {sink.finished} of {total} {what}s "
+                f"specdec: interrupted: {sink.finished} of {left} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
@@ -308,14 +309,21 @@ def run(
         try:
             progress.add(0, what="prefill")
             for event in events:
+                dropped = sink.dropped
                 sink.take(event)
                 done = event.result is not None
+                share.drop(sink.dropped - dropped)
                 share.take(
                     event.index * (turns + 1) + event.turn,
                     len(event.token_ids),
                     done=done,
                 )
-                progress.add(done, **_under_way(decoder.stats), share=share)
+                progress.show(
+                    progress.done + done,
+                    total - sink.dropped,
+                    **_under_way(decoder.stats),
+                    share=share,
+                )
         except KeyboardInterrupt:
             interrupted = True
         except BaseException:

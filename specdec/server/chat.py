@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..prompts import OWN_VARIABLES
 from ..sampling_params import SamplingParams
 from ..templates import template_of
 from ..utils.data_files import DataError, parse_json
@@ -114,13 +115,6 @@ NAMES = {
     "grammar": "response_format",
 }
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
-#: What only the server may hand to a template.
-_OWN = frozenset(
-    ("conversations", "messages", "tools", "documents", "chat_template",
-     "add_generation_prompt", "continue_final_message", "tokenize", "padding",
-     "truncation", "max_length", "return_tensors", "return_dict",
-     "return_assistant_tokens_mask", "tokenizer_kwargs")
-)  # fmt: skip
 
 
 def parse(body: Any, service: Service) -> ChatRendering:
@@ -181,7 +175,7 @@ def variables(
         Refusal: the template does not read it, or it is none of the client's.
     """
     for name in given:
-        if name in _OWN:
+        if name in OWN_VARIABLES or name == "tools":
             raise Refusal(
                 f"chat_template_kwargs cannot have {name}: leave it out",
                 param="chat_template_kwargs",
