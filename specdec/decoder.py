@@ -382,7 +382,10 @@ class SpecDecoder:
             session.add_all(encoded, each)
             served = list(range(len(given)))
         self.stats = session.stats
-        talks = [Conversation(i, asked[i], list(later[i]), each[i]) for i in served]
+        talks = {
+            request: Conversation(i, asked[i], list(later[i]), each[i])
+            for request, i in enumerate(served)
+        }
         return _events(session, talks, encoding, refused)
 
     def import_prompt_cache(
@@ -571,7 +574,7 @@ def _shown(
 
 def _events(
     session: Session,
-    talks: list[Conversation],
+    talks: dict[int, Conversation],
     encoding: Encoding,
     refused: list[GenerationResult],
 ) -> Iterator[StreamEvent]:

@@ -363,8 +363,9 @@ def run(
             show_error(str(lost))
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
+            left = total - sink.dropped
             show(
-                f"specdec: interrupted: {sink.finished} of {total} {what}s "
+                f"specdec: interrupted: {sink.finished} of {left} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
@@ -380,14 +381,21 @@ def run(
         try:
             progress.add(0, what="prefill")
             for event in events:
+                dropped = sink.dropped
                 sink.take(event)
                 ended = event.result is not None
+                share.drop(sink.dropped - dropped)
                 share.take(
                     event.index * (turns + 1) + event.turn,
                     len(event.token_ids),
                     done=ended,
                 )
-                progress.add(ended, **under_way(), share=share)
+                progress.show(
+                    progress.done + ended,
+                    total - sink.dropped,
+                    **under_way(),
+                    share=share,
+                )
         except KeyboardInterrupt:
             interrupted = True
         except RankError as error:

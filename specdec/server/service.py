@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .parts import Parts
 from .refusal import Refusal, refusal_of
 
-#: Weight of the newest request in the mean time that a row takes.
+#: Weight of the newest row that has ended in the mean time that one takes.
 _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
 
@@ -160,13 +160,10 @@ class Service:
             )
         self._rows += rows
         self._idle.clear()
-        began = time.monotonic()
         try:
             yield
         finally:
             self._rows -= rows
-            spent = time.monotonic() - began
-            self._row_seconds += _NEWEST * (spent - self._row_seconds)
             if not self._rows:
                 self._idle.set()
 
@@ -303,6 +300,8 @@ class Service:
         inbox: _Inbox,
     ) -> None:
         self.metrics.ended(result)
+        spent = time.monotonic() - prepared.began
+        self._row_seconds += _NEWEST * (spent - self._row_seconds)
         if result.finish_reason == "error":
             raise Refusal(
                 f"the request failed: {result.error}", status=500, code="row_failed"

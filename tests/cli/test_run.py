@@ -574,6 +574,17 @@ def test_an_error_of_an_interrupted_run_is_told(
     )
 
 
+def test_turns_that_never_come_are_not_waited_for(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """Those after an answer that failed count as missing to the end."""
+    decoder.raises = (3, KeyboardInterrupt())
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["a", "b"]}\n{"turns": ["failing", "x", "y"]}\n')
+    result = specdec("run", "--quiet", "--prompts", str(path))
+    assert "specdec: interrupted: 1 of 3 turns finished\n" in result.stderr
+
+
 def test_ctrl_c_while_loading(specdec: Specdec, decoder: FakeDecoder) -> None:
     decoder.raises = KeyboardInterrupt()
     result = specdec("run", "-p", "a")

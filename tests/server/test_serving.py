@@ -387,6 +387,20 @@ def test_a_slow_grammar_holds_nobody_up(
     assert waited["choices"][0]["message"]["content"] == "slow"[:2]
 
 
+def test_only_rows_count_for_the_time_to_wait(server: Running) -> None:
+    """What takes no row, or is refused, would say that places are free at once."""
+    service, said = server.service, {"model": "tiny", **ENDLESS}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        before = service._row_seconds
+        count = {"model": "tiny", "messages": ENDLESS["messages"]}
+        assert client.post("/v1/messages/count_tokens", json=count).is_success
+        long = {**said, "messages": [{"role": "user", "content": "a " * 9000}]}
+        assert client.post("/v1/messages", json=long).status_code == 400
+        assert service._row_seconds == before
+        assert client.post("/v1/messages", json={**said, "max_tokens": 1}).is_success
+        assert service._row_seconds != before
+
+
 def test_who_finds_whose_prefixes(decoder: SpecDecoder) -> None:
     """A client that is told, by ``cached_tokens``, what another one has asked before.
 
