@@ -120,6 +120,8 @@ class CacheCore:
         self.offset = self._memo.get(
             ("zeros", batch_size), (), None, lambda: mx.zeros((batch_size,), mx.int32)
         )
+        # Slots that the first write allocates at least.
+        self._first_capacity = 0
         # Host knowledge: no row is longer than _longest; none is shorter
         # either while _uniform. Neither needs the device.
         self._longest = 0
@@ -199,6 +201,16 @@ class CacheCore:
             return self.capacity
         return grown_capacity(needed, self._limit())
 
+    def begin_like(self, other: CacheCore) -> None:
+        """Let the first write allocate as many slots as ``other`` has.
+
+        Then the rows are placed into it as they are. Not where that is far more than
+        they can ever need.
+        """
+        if self.max_length is not None and self.layout.num_slots is None:
+            most = grown_capacity(self.max_length)
+            self._first_capacity = other.capacity if other.capacity <= most else 0
+
     def _exact(self, num_tokens: int) -> bool:
         """Whether attention reads just what a row holds.
 
@@ -237,6 +249,7 @@ class CacheCore:
         updates = self._storage.codec.encode(keys, values)
         capacity = self._capacity_for(longest)
         if self.empty():  # so all rows start in slot 0
+            capacity = max(capacity, self._first_capacity)
             self._storage.write_first(updates, capacity)
         else:
             self._storage.grow(capacity)
