@@ -195,7 +195,7 @@ class ModelRows:
         self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
-        beside = runner.joined and runner.joined()
+        beside = None if runner.joined is None else runner.joined()
         if beside is not None:
             for cache, other in zip(self._caches, beside._caches, strict=True):
                 cache.begin_like(other)
