@@ -120,8 +120,6 @@ class CacheCore:
         self.offset = self._memo.get(
             ("zeros", batch_size), (), None, lambda: mx.zeros((batch_size,), mx.int32)
         )
-        # Slots that the first write allocates at least.
-        self._first_capacity = 0
         # Host knowledge: no row is longer than _longest; none is shorter
         # either while _uniform. Neither needs the device.
         self._longest = 0
@@ -209,7 +207,7 @@ class CacheCore:
         """
         if self.max_length is not None and self.layout.num_slots is None:
             most = grown_capacity(self.max_length)
-            self._first_capacity = other.capacity if other.capacity <= most else 0
+            self._storage.least = other.capacity if other.capacity <= most else 0
 
     def _exact(self, num_tokens: int) -> bool:
         """Whether attention reads just what a row holds.
@@ -249,7 +247,6 @@ class CacheCore:
         updates = self._storage.codec.encode(keys, values)
         capacity = self._capacity_for(longest)
         if self.empty():  # so all rows start in slot 0
-            capacity = max(capacity, self._first_capacity)
             self._storage.write_first(updates, capacity)
         else:
             self._storage.grow(capacity)

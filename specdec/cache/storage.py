@@ -137,11 +137,15 @@ class Storage:
 
     ``arrays`` is ``None`` until the first write, which fixes heads, features
     and dtypes.
+
+    Attributes:
+        least: slots that the first write allocates at least.
     """
 
     def __init__(self, codec: Codec, arrays: Arrays | None = None):
         self.codec = codec
         self.arrays = arrays
+        self.least = 0
 
     @property
     def capacity(self) -> int:
@@ -178,8 +182,8 @@ class Storage:
         )
 
     def write_first(self, updates: Arrays, capacity: int) -> None:
-        """Allocate ``capacity`` slots; the first of them hold ``updates``."""
-        self.arrays = _widened(updates, capacity)
+        """Allocate ``capacity`` slots or more; the first of them hold ``updates``."""
+        self.arrays = _widened(updates, max(capacity, self.least))
 
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""

@@ -291,7 +291,7 @@ def draft_length(
             target, drafter, num_rows, max_draft_tokens=config.max_draft_tokens
         ),
         # Where tokens cost time, those of one row show what any number costs.
-        measured_rows=None if defaults.static_shapes else 1,
+        measured_rows=1 if defaults.costs_by_token else None,
         save=lambda costs: kept.save(key, costs),
     )
 
