@@ -377,7 +377,7 @@ def test_a_draft_on_a_cpu_is_noted(
     noted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+    cpu = backend._DEFAULTS["cpu"]
     monkeypatch.setattr(backend, "defaults", lambda: cpu)
     result = specdec("run", "-p", "Hi", *arguments)
     assert ("slower there; the output is the same" in result.stderr) is noted

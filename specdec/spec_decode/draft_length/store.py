@@ -8,7 +8,7 @@ from typing import Any
 from ...utils.kept import KeptEntries, kept_path
 from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
-VERSION = 4
+VERSION = 5
 # Pairs of models that are remembered; beyond, the oldest are forgotten.
 MOST_ENTRIES = 64
 
