@@ -26,6 +26,7 @@ from ..model_names import locate_target
 from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
+from .draft_heads.loading import convert, open_head, read_head_config
 from .folder import check_folder, check_sizes, has_weights, read_config
 from .gguf.config import build_config
 from .gguf.header import read_header
@@ -134,6 +135,8 @@ def outline_draft(
     if draft.bits is None and has_layers_only(read_card(draft.source)):
         check_no_adapter(draft)
         return _outline_layers(draft, target, parse_dtype(dtype), trust_remote_code)
+    if (found := _outline_head(draft, target, parse_dtype(dtype))) is not None:
+        return found
     if draft.bits is None:
         found = outline(
             draft.source,
@@ -148,6 +151,25 @@ def outline_draft(
     _fit(model, conversions)
     size = conversions.peak(model)
     return ModelOutline(model, target.config, draft.name, size, target.tokens)
+
+
+def _outline_head(
+    draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
+) -> ModelOutline | None:
+    """Of a draft head; ``None`` where the draft is none."""
+    path = Path(os.path.expanduser(draft.source))
+    if draft.bits is not None or is_gguf(draft.source):
+        return None
+    if not path.exists():
+        path = _folder(draft.source, path)
+    config = read_head_config(path)
+    if config is None:
+        return None
+    check_no_adapter(draft)
+    head = open_head(path, config, draft.name, target)
+    convert(head, dtype, lazy=True)
+    conversions = Conversions()
+    return ModelOutline(head, config, draft.name, conversions.peak(head), target.tokens)
 
 
 def _outline_layers(
