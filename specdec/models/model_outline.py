@@ -26,7 +26,7 @@ from ..model_names import locate_target
 from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
-from .draft_heads.loading import convert, open_head, read_head_config
+from .draft_heads.loading import convert, flat, open_head, read_head_config
 from .folder import check_folder, check_sizes, has_weights, read_config
 from .gguf.config import build_config
 from .gguf.header import read_header
@@ -167,9 +167,12 @@ def _outline_head(
         return None
     check_no_adapter(draft)
     head = open_head(path, config, draft.name, target)
+    conversions, before = Conversions(), weights_of(head)
     convert(head, dtype, lazy=True)
-    conversions = Conversions()
-    return ModelOutline(head, config, draft.name, conversions.peak(head), target.tokens)
+    if dtype is not None:
+        conversions.casting(before, weights_of(head), dtype)
+    size = conversions.peak(head)
+    return ModelOutline(head, flat(config), draft.name, size, target.tokens)
 
 
 def _outline_layers(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -122,6 +123,9 @@ class ModelRunner:
             return self
         runner = copy.copy(self)
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
+        caches = make_batch_caches(self.model, 1, self.options, self.name)
+        runner.model(mx.array([[0]]), cache=caches)  # built, not computed
+        runner.recorder.check(self.name)
         runner.prefixes = None
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
@@ -189,8 +193,10 @@ class ModelRows:
         #: Hidden states of the last forward, shape (B, S, D), where layers are
         #: listened to.
         self.hidden: mx.array | None = None
-        #: Tokens of every row that the last chunk of prefill wrote.
+        #: Tokens of every row that the last chunk of prefill wrote, and that the
+        #: caches have since.
         self.written: Sequence[int] = [0] * len(prompts)
+        self.done: Sequence[int] = [0] * len(prompts)
         #: Tokens of every row that prefill found in the prefix store.
         self.reused = [0] * len(prompts)
         self._session = None
@@ -243,7 +249,7 @@ class ModelRows:
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
             self.evaluate()
-            self.written = valid
+            self.written, self.done = valid, done
             if self._session is not None:
                 self._session.record(self._caches, before, done, width)
             yield done != lengths
@@ -303,12 +309,32 @@ class ModelRows:
 
     def _padded_forward(self, tokens: mx.array, valid: Sequence[int]) -> mx.array:
         """Write the first ``valid[i]`` tokens of row ``i``; those after are padding."""
+        with self._padded(valid):
+            return self._forward(tokens)
+
+    @contextmanager
+    def _padded(self, valid: Sequence[int]) -> Iterator[None]:
+        """Of what is written within, row ``i`` keeps the first ``valid[i]`` tokens."""
         for cache in self._caches:
             cache.prepare(lengths=valid)
-        logits = self._forward(tokens)
+        yield
         for cache in self._caches:
             cache.finalize()
-        return logits
+
+    def call(
+        self, name: str, *arrays: mx.array, lengths: Sequence[int] | None = None
+    ) -> Any:
+        """Call a method of the model that takes arrays, and then the caches.
+
+        Args:
+            lengths: tokens of each row that it keeps of what is written; ``None``:
+                all of them.
+        """
+        method = getattr(self.runner.model, name)
+        if lengths is None:
+            return method(*arrays, self._caches)
+        with self._padded(lengths):
+            return method(*arrays, self._caches)
 
     def checkpoint(self) -> None:
         """Let the next trim take back all that several forwards from now on write."""

@@ -179,4 +179,4 @@ class TargetEnds:
 
 
 def _stop(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise _ReachedError(args[0])
+    raise _ReachedError(args[0] if args else next(iter(kwargs.values())))

@@ -72,13 +72,15 @@ class ChainRows:
         """Of both together."""
         return new_shapes(self._first) + new_shapes(self._second)
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """Show each its layers."""
         first, second = self._shared_out(hidden)
         if first is not None:
-            self._first.observe(first, lengths)
+            self._first.observe(first, following, lengths)
         if second is not None:
-            self._second.observe(second, lengths)
+            self._second.observe(second, following, lengths)
 
     def _shared_out(
         self, hidden: mx.array | None

@@ -163,7 +163,9 @@ class DraftModelRows:
         self._rows.trim_per_sequence(dropped, written + self._ahead)
         self._ahead = 0
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:

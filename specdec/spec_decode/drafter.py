@@ -113,6 +113,36 @@ class Round:
             chosen = mx.where(meant, self.given.tokens[:, j : j + 1], chosen)
         return chosen, probabilities
 
+    def choose_all(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Choose all proposals as :meth:`choose` does, where none changes the logits.
+
+        Args:
+            logits: of the next positions, shape (B, k, V' <= V), k up to
+                ``num_draft_tokens``.
+
+        Returns:
+            The tokens, shape (B, k), and what they were drawn from, shape (B, k, V),
+            or ``None`` where no row needs it.
+        """
+        k = logits.shape[1]
+        if self.sampling.adjustments is not None or self.grammar is not None:
+            tokens, drawn_from = list[mx.array](), list[mx.array]()
+            for j in range(k):
+                chosen, each = self.choose(logits[:, j : j + 1], tokens)
+                tokens.append(chosen)
+                if each is not None:
+                    drawn_from.append(each)
+            found = mx.concatenate(drawn_from, axis=1) if drawn_from else None
+            return mx.concatenate(tokens, axis=1), found
+        draws, probabilities = self.draws.first(k), None
+        if self.needs_probabilities:
+            probabilities = self.sampling.probabilities(logits, draws)
+        chosen = self.sampling.choose(logits, draws)
+        if self.given is not None:
+            meant = self.given.meant[:, :k]
+            chosen = mx.where(meant, self.given.tokens[:, :k], chosen)
+        return chosen, probabilities
+
 
 class DraftRows(Protocol):
     """What a drafter knows of some rows that decode together.
@@ -125,7 +155,9 @@ class DraftRows(Protocol):
     do, an attribute ``backlog``, see :func:`backlog`.
     """
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """See the target's hidden states of a chunk of the prompts.
 
         Called before :meth:`prefill`, chunk after chunk up to the prompts' last
@@ -134,6 +166,8 @@ class DraftRows(Protocol):
         Args:
             hidden: shape (B, S, D), as in
                 :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
+            following: the token after each, shape (B, S): of a prompt's last token the
+                first that the row emits.
             lengths: tokens of the chunk that each row has; what follows them is
                 padding.
         """

@@ -10,10 +10,12 @@ from typing import Protocol, runtime_checkable
 from ..draft_names import DraftSpec, named_draft
 from ..errors import ConfigError
 from ..models import LoadedModel, check_same_vocabulary, context_length, load_draft
+from ..models.draft_heads import DraftHead
 from ..models.runner import ModelRunner
 from .chain import ChainDrafter
 from .draft_model import DraftModel
 from .drafter import Drafter
+from .head_drafter import HeadDrafter
 from .ngram import NgramDrafter, NgramOptions
 
 # Beside a model that can propose as well, two tokens that occurred before are a
@@ -119,8 +121,10 @@ class NamedDrafter:
             found.append(NgramDrafter(self.ngram))
         if self.model is not None:
             check_same_vocabulary(context.target, self.model)
+            head = isinstance(self.model.model, DraftHead)
+            kind = HeadDrafter if head else DraftModel
             found.append(
-                DraftModel(
+                kind(
                     context.runner(self.model),
                     vocab_size=context.vocab_size,
                     max_draft_tokens=context.max_draft_tokens,

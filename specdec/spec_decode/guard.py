@@ -113,8 +113,10 @@ class _GuardedRows(DraftRows):
     def new_shapes(self) -> int:
         return self._ask(new_shapes, 0)
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
-        self._ask(lambda rows: rows.observe(hidden, lengths), None)
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        self._ask(lambda rows: rows.observe(hidden, following, lengths), None)
 
     def prefill(self) -> Iterator[None]:
         none: Iterator[None] = iter(())

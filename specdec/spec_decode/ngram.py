@@ -156,7 +156,9 @@ class NgramRows:
             mx.async_eval(self._ring)
             self._unwritten = 0
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:

@@ -151,7 +151,12 @@ def load_head(
     head = open_head(folder, config, source, target)
     convert(head, dtype)
     mx.eval(head)
-    return LoadedModel(head, target.tokenizer, dict(config), source)
+    return LoadedModel(head, target.tokenizer, flat(config), source)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, with what it says of its layers where a model says it."""
+    return {**config, **config.get("transformer_layer_config", {})}
 
 
 def convert(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:

@@ -143,12 +143,12 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
         shapes["input_norm.weight"] = (size * len(READS),)
     if config.get("fc_norm"):
         shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(READS))}
-    some = config.get("draft_vocab_size")
+    some, vocab_size = config.get("draft_vocab_size"), layers["vocab_size"]
     if some:
         shapes["lm_head.weight"] = (some, size)
     if rank := config.get("markov_rank"):
-        shapes["markov_head.markov_w1.weight"] = (VOCAB, rank)
-        shapes["markov_head.markov_w2.weight"] = (some or VOCAB, rank)
+        shapes["markov_head.markov_w1.weight"] = (vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (some or vocab_size, rank)
     if config.get("enable_confidence_head"):
         both = config.get("confidence_head_with_markov")
         width = size + (config["markov_rank"] if both else 0)
@@ -162,9 +162,9 @@ def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
             weights[name] = rng.normal(size=shape) * 2 * shape[-1] ** -0.5
     weights = {name: a.astype(np.float32) for name, a in weights.items()}
     if some:
-        tokens = np.array(SOME_TOKENS)
+        tokens = np.array(SOME_TOKENS if vocab_size == VOCAB else range(1, some + 1))
         weights["d2t"] = (tokens - np.arange(some)).astype(np.int64)
-        weights["t2d"] = np.isin(np.arange(VOCAB), tokens)
+        weights["t2d"] = np.isin(np.arange(vocab_size), tokens)
     return weights
 
 

@@ -1,0 +1,235 @@
+"""Draft heads in whole runs: what they propose, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec.backend import BackendDefaults
+from specdec.config import EngineConfig
+from specdec.models import LoadedModel
+from specdec.models.draft_heads import load_head
+from specdec.models.runner import ModelRunner
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import Proposals, Round
+from specdec.spec_decode.head_drafter import BlockRows, ChainedRows, HeadDrafter
+from tests.models.draft_heads import published
+from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
+from tests.plain import AT_ONCE, BACKENDS, BEHIND, drafts_of, exact, greedy
+from tests.spec_decode.by_hand import layer_outputs
+from tests.spec_decode.repetitive import check_distribution, make_prompts
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dflash": published.dflash_config(
+        layer_types=["sliding_attention", "full_attention"], sliding_window=9
+    ),
+    "dspark": published.dspark_config(),
+    "eagle3": published.eagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
+    "dflash of few tokens": published.speculators_config("dflash"),
+}
+K = 3
+
+
+@pytest.fixture(scope="module")
+def lender(tiny_model: Callable[..., Any]) -> LoadedModel:
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS)
+    return LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
+
+
+def drafter_of(
+    path: Path,
+    config: dict[str, Any],
+    target: LoadedModel,
+    backend: BackendDefaults = AT_ONCE,
+    k: int = K,
+) -> tuple[HeadDrafter, dict[str, Any]]:
+    """A drafter of a head that was written, and what was."""
+    weights = write_head(path, config)
+    head = load_head(path, config, "the draft", target).model
+    runner = ModelRunner(head, "the draft", EngineConfig(prefill_step_size=16), backend)
+    drafter = HeadDrafter(runner, vocab_size=runner.vocab_size, max_draft_tokens=k)
+    return drafter, weights
+
+
+def proposals(
+    name: str, w: dict[str, Any], model: Any, tokens: Sequence[int], k: int = K
+) -> list[int]:
+    """What a head proposes greedily after ``tokens``, by numpy and a plain forward."""
+    embedding = np.array(model.model.embed_tokens.weight)
+    outputs = layer_outputs(model, range(LAYERS), mx.array([list(tokens)]))
+    features = np.concatenate([np.array(outputs[i][0]) for i in READS], -1)[:-1]
+    if name == "eagle3":
+        following = np.array(tokens[1:])
+        found, _ = published.eagle_chain(
+            w, features, following, embedding, k, config=CONFIGS[name]
+        )
+        return found
+    anchored = name == "dspark"
+    mask = {"dflash": 96, "dspark": 95}.get(name, 94)
+    block = embedding[[tokens[-1], *[mask] * (k - anchored)]]
+    how: dict[str, Any] = {}
+    if name == "dflash":
+        how = {"windows": (9, None), "causal": (True, False)}
+    states = published.block_states(w, features, block, **how)
+    states = states if anchored else states[1:]
+    proposed: list[int] = []
+    for state in states:
+        if "lm_head.weight" in w:
+            logits = np.full(VOCAB, -np.inf)
+            logits[published.SOME_TOKENS] = w["lm_head.weight"] @ state
+        else:
+            logits = embedding @ state
+        if anchored:
+            before = proposed[-1] if proposed else tokens[-1]
+            bias = w["markov_head.markov_w2.weight"]
+            logits = logits + bias @ w["markov_head.markov_w1.weight"][before]
+        proposed.append(int(logits.argmax()))
+    return proposed
+
+
+class Noted:
+    """Notes what rows of heads propose, and has most of it accepted.
+
+    What is handed on is mostly how the row goes on, so that rounds keep one to all of
+    their tokens; heads of random weights are hardly ever right.
+
+    Args:
+        whole: prompts, with what follows them.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, whole: Sequence[list[int]]):
+        self.whole = whole
+        #: Texts that a row may have had, and what it proposed.
+        self.found: list[tuple[list[list[int]], list[int]]] = []
+        for kind in (BlockRows, ChainedRows):
+            patch.setattr(kind, "propose", self.noting(kind.propose))
+
+    def noting(self, usual: Callable[..., Proposals]) -> Callable[..., Proposals]:
+        def propose(rows: Any, round_: Round) -> Proposals:
+            made = usual(rows, round_)
+            arrays: list[Any] = [
+                round_.lengths, round_.recent, round_.active, made.tokens,
+            ]  # fmt: skip
+            handed_on = []
+            each = zip(*(a.tolist() for a in arrays), strict=True)
+            for n, recent, active, tokens in each:
+                newest = [t for t in recent[-2:] if t >= 0]
+                texts = [
+                    t for t in self.whole
+                    if active and n <= len(t) and t[:n][-2:] == newest
+                ]  # fmt: skip
+                if texts:
+                    self.found.append(([t[:n] for t in texts], tokens))
+                    tokens = [*texts[0][n : n + len(tokens)], *tokens][: len(tokens)]
+                    tokens[n % len(tokens)] = (tokens[n % len(tokens)] + n % 3) % VOCAB
+                handed_on.append(tokens)
+            return replace(made, tokens=mx.array(handed_on, mx.int32))
+
+        return propose
+
+
+@BACKENDS
+@pytest.mark.parametrize("name", CONFIGS)
+def test_proposals_are_those_of_a_plain_forward(
+    name: str,
+    backend: BackendDefaults,
+    lender: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every round of rows that join, leave and begin with one token.
+
+    Features of a wrong layer or position, a context that kept what was rejected, or
+    one of another row, would show here; none of them changes what is emitted.
+    """
+    drafter, weights = drafter_of(tmp_path, CONFIGS[name], lender, backend)
+    prompts = make_prompts()[:6]
+    lengths = [9 + 2 * i for i in range(len(prompts))]
+    whole = [
+        [*p, *greedy(lender.model, p, n)] for p, n in zip(prompts, lengths, strict=True)
+    ]
+    noted = Noted(monkeypatch, whole)
+    rows = exact(
+        lender.model, None, prompts, lengths,
+        batch_size=3, num_draft_tokens=K, backend=backend, drafter=drafter,
+    )  # fmt: skip
+    drafted, accepted = drafts_of(rows)
+    assert drafted / 4 < accepted < drafted
+    assert len(noted.found) > 25
+    for texts, proposed in noted.found[:: 1 if backend is AT_ONCE else 3]:
+        k = len(proposed)  # the last rounds of a row are narrower
+        wanted = [proposals(name, weights, lender.model, text, k) for text in texts]
+        assert proposed in wanted, (len(texts[0]), proposed, wanted)
+
+
+def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
+    """The configuration for a target of so many tokens."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.get("transformer_layer_config", config)["vocab_size"] = vocab_size
+    config.get("dflash_config", config)["mask_token_id"] = vocab_size - 1
+    if "draft_vocab_size" in config:
+        config["draft_vocab_size"] = vocab_size - 1
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "verification"),
+    [*zip(CONFIGS, ("rejection", "block", "block", "rejection"), strict=True)],
+)
+def test_sampled_rows_follow_the_target(
+    name: str, verification: Any, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The distribution of the first three tokens, against exact enumeration.
+
+    It would be another one if a head named other probabilities than it draws from.
+    """
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS, vocab_size=4)
+    target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
+    config = of_few_tokens(name, 4)
+    accepted = check_distribution(
+        model,
+        drafter_of(tmp_path, config, target, BEHIND, k=2)[0],
+        SamplingParams(temperature=1.0, verification=verification),
+        BEHIND,
+        prompt=[1, 2, 0, 3],
+        vocab_size=4,
+        num_rows=512,
+    )
+    assert accepted > 50
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_sampled_rows_are_those_without_a_draft(
+    name: str, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """With penalties, bias and filters too, which choose proposals one by one."""
+    drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, k=K)
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.9, seed=3),
+        SamplingParams(max_tokens=9, temperature=0.6, top_p=0.8, seed=4),
+        SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias={7: 2.0}),
+    ]
+    rows = exact(
+        lender.model, None, make_prompts()[1:4], params,
+        num_draft_tokens=K, drafter=drafter,
+    )  # fmt: skip
+    assert drafts_of(rows)[0] > 30
+
+
+def test_a_block_has_an_end(lender: LoadedModel, tmp_path: Path) -> None:
+    """Rounds of more tokens than it has propose what it has, and count no more."""
+    config = CONFIGS["dspark"] | {"block_size": 2}
+    drafter, _ = drafter_of(tmp_path, config, lender, k=4)
+    (row,) = exact(
+        lender.model, None, [[5, 6, 7]],
+        SamplingParams(max_tokens=20, temperature=1.0, seed=1, verification="coupled"),
+        num_draft_tokens=4, drafter=drafter,
+    )  # fmt: skip
+    assert len(row.num_draft_tokens_per_pos) == 2
