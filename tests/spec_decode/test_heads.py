@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,25 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+from specdec import SpecDecoder, UnsupportedModelError
 from specdec.backend import BackendDefaults
+from specdec.build import check_before_loading
 from specdec.config import EngineConfig
+from specdec.draft_names import named_draft
+from specdec.engine.admission import row_needs
+from specdec.engine.engine import Engine
+from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel
 from specdec.models.draft_heads import load_head
 from specdec.models.runner import ModelRunner
+from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Proposals, Round
 from specdec.spec_decode.head_drafter import BlockRows, ChainedRows, HeadDrafter
 from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
+from tests.models.folders import write_folder
+from tests.models.gguf_files import VOCAB as VOCABULARY
 from tests.plain import AT_ONCE, BACKENDS, BEHIND, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import layer_outputs
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -233,3 +243,68 @@ def test_a_block_has_an_end(lender: LoadedModel, tmp_path: Path) -> None:
         num_draft_tokens=4, drafter=drafter,
     )  # fmt: skip
     assert len(row.num_draft_tokens_per_pos) == 2
+
+
+def test_by_name(tmp_path: Path) -> None:
+    """A folder is known by its configuration, checked before loading, and drafts.
+
+    A chain with n-grams takes it too.
+    """
+    write_folder(tmp_path / "target", "qwen3", num_hidden_layers=LAYERS)
+    size = {"hidden_size": 64, "vocab_size": VOCABULARY}
+    write_head(tmp_path / "head", published.dflash_config(**size))
+    write_head(tmp_path / "other", published.eagle_config())
+    config = EngineConfig(num_draft_tokens=2, batch_size=2)
+    prompts = [[5, 9, 11, 40], [7], [3, 4]]
+    target, wanted = str(tmp_path / "target"), []
+    for draft in ("none", str(tmp_path / "head"), f"ngram+{tmp_path / 'head'}"):
+        decoder = SpecDecoder.from_pretrained(target, draft, config=config)
+        results = decoder.generate(prompts, max_tokens=9)
+        wanted.append([r.token_ids for r in results])
+        if draft != "none":
+            assert sum(r.drafted for r in results) > 0
+    assert wanted[1:] == wanted[:1] * 2
+    with pytest.raises(UnsupportedModelError, match=r"other was made for .* width 32"):
+        check_before_loading(target, named_draft(str(tmp_path / "other")), None, config)
+
+
+def test_memory_stays_within_the_plan(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Features of prompts, contexts, and logits of whole blocks.
+
+    Left out of the plan, rows would be admitted that do not fit.
+    """
+    sizes = {"hidden_size": 128, "vocab_size": 1000, "intermediate_size": 256}
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS, head_dim=32, **sizes)
+    described = {**sizes, "num_attention_heads": 4, "head_dim": 32}
+    target = LoadedModel(model, None, described, "target")  # type: ignore[arg-type]
+    head_config = published.dflash_config(
+        **sizes, num_hidden_layers=1, layer_types=None, dflash={"mask_token_id": 9}
+    )
+    write_head(tmp_path, head_config)
+    draft = load_head(tmp_path, head_config, "head", target)
+    config = EngineConfig(batch_size=4, num_draft_tokens=5, prefill_step_size=64)
+    plan = plan_memory(target, draft, config, AT_ONCE)
+    assert plan.draft is not None
+    assert plan.draft.feature_bytes >= 4 * 3 * 128
+    assert len(plan.draft.caches) == 1
+    runner = ModelRunner(model, "target", config, AT_ONCE)
+    drafter = HeadDrafter(
+        ModelRunner(draft.model, "head", config, AT_ONCE),
+        vocab_size=1000,
+        max_draft_tokens=5,
+    )
+    runner = runner.recording(drafter.hidden_layers)
+    gc.collect()
+    mx.synchronize()
+    others = mx.get_active_memory() - plan.weight_bytes
+    mx.reset_peak_memory()
+    engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
+    params = SamplingParams(max_tokens=20)
+    for i in range(4):
+        engine.add(Request(i, "", (5 + i,) * 150, params))
+    while engine.busy:
+        engine.step()
+    planned = plan.peak([row_needs(150, params)] * 4)
+    assert planned / 3 < mx.get_peak_memory() - others < planned
