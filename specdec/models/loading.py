@@ -40,7 +40,8 @@ from .draft_folder import (
     read_card,
     take_type,
 )
-from .draft_heads.loading import load_head, read_head_config
+from .draft_heads.loading import load_head, read_head_config, ready
+from .draft_heads.mtp import open_mtp
 from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
@@ -209,8 +210,9 @@ def load_draft(
 
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
     target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
-    it, and shares its weights. The target does not change. Whether a draft's
-    vocabulary fits is :func:`check_same_vocabulary`'s question.
+    it, and shares its weights; ``mtp`` is the MTP head in its checkpoint. A draft head
+    is bound to the target. The target does not change. Whether a draft's vocabulary
+    fits is :func:`check_same_vocabulary`'s question.
 
     Raises:
         ConfigError: another ``self:`` draft, or layers that there are not.
@@ -221,6 +223,11 @@ def load_draft(
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return LoadedModel(skipping, target.tokenizer, target.config, draft.name)
+    if draft.mtp:
+        head = open_mtp(folder_of(locate_target(target.name)), target)
+        loaded = ready(head, target.config, draft.name, target, parse_dtype(dtype))
+        fit(loaded.model, joins=False)
+        return loaded
     if draft.bits is None:
         return _load_made(draft, target, dtype, trust_remote_code)
     model, quantization = quantized_copy(target.model, draft.bits)

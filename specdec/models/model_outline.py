@@ -27,6 +27,7 @@ from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
 from .draft_heads.loading import convert, flat, open_head, read_head_config
+from .draft_heads.mtp import open_mtp
 from .folder import check_folder, check_sizes, has_weights, read_config
 from .gguf.config import build_config
 from .gguf.header import read_header
@@ -157,16 +158,20 @@ def _outline_head(
     draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
 ) -> ModelOutline | None:
     """Of a draft head; ``None`` where the draft is none."""
-    path = Path(os.path.expanduser(draft.source))
-    if draft.bits is not None or is_gguf(draft.source):
+    source = locate_target(target.name) if draft.mtp else draft.source
+    path = Path(os.path.expanduser(source))
+    if draft.bits is not None or is_gguf(source):
         return None
     if not path.exists():
-        path = _folder(draft.source, path)
-    config = read_head_config(path)
+        path = _folder(source, path)
+    config = target.config if draft.mtp else read_head_config(path)
     if config is None:
         return None
     check_no_adapter(draft)
-    head = open_head(path, config, draft.name, target)
+    if draft.mtp:
+        head = open_mtp(path, target)
+    else:
+        head = open_head(path, config, draft.name, target)
     conversions, before = Conversions(), weights_of(head)
     convert(head, dtype, lazy=True)
     if dtype is not None:

@@ -160,6 +160,14 @@ class TargetEnds:
         """The module that embeds, calls the layers, and norms."""
         return self._trunk.of(self._model)
 
+    @property
+    def owner(self) -> nn.Module:
+        """The module that has the trunk, and multiplies by the output head."""
+        part = self._model
+        for name in self._trunk.path[:-1]:
+            part = part[name]
+        return part
+
     def embed(self, tokens: mx.array) -> mx.array:
         """What the first layer is given for ``tokens`` (B, S): (B, S, D)."""
         try:

@@ -106,7 +106,7 @@ def open_head(
     head.bind(ends)
     if found.draft_vocab_size < found.vocab_size:
         _take_offsets(head, offsets, source)
-    _fill(head, weights, config.get("quantization"), source)
+    fill(head, weights, config.get("quantization"), source)
     head.eval()
     return head
 
@@ -130,6 +130,19 @@ def make_head(config: HeadConfig) -> DraftHead:
     return made
 
 
+def ready(
+    head: DraftHead,
+    config: Mapping[str, Any],
+    source: str,
+    target: LoadedModel,
+    dtype: mx.Dtype | None,
+) -> LoadedModel:
+    """A head with its weights computed; its tokenizer is the target's."""
+    convert(head, dtype)
+    mx.eval(head)
+    return LoadedModel(head, target.tokenizer, flat(config), source)
+
+
 def load_head(
     folder: Path,
     config: Mapping[str, Any],
@@ -149,9 +162,7 @@ def load_head(
         UnsupportedModelError, ModelError: see :func:`open_head`.
     """
     head = open_head(folder, config, source, target)
-    convert(head, dtype)
-    mx.eval(head)
-    return LoadedModel(head, target.tokenizer, flat(config), source)
+    return ready(head, config, source, target, dtype)
 
 
 def flat(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -239,7 +250,7 @@ def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> Non
     head.take_offsets(offsets, vocab_size)
 
 
-def _fill(
+def fill(
     head: DraftHead, weights: dict[str, mx.array], packing: Any, source: str
 ) -> None:
     """Give a head its arrays: each that it has, of the right shape, and no other."""
