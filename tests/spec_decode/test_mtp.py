@@ -32,7 +32,8 @@ PLACES = {"qwen3_5": 1, "glm4_moe": 3}  # of a layer like that of the head
 def random(array: mx.array, key: Any = None) -> mx.array:
     if array.ndim < 2:
         return mx.random.uniform(0.5, 1.5, array.shape)
-    return mx.random.normal(array.shape) * 2 * array.shape[-1] ** -0.5
+    drawn: mx.array = mx.random.normal(array.shape) * 2 * array.shape[-1] ** -0.5
+    return drawn
 
 
 def arrays_of(module: Any) -> list[tuple[str, mx.array]]:
