@@ -24,7 +24,7 @@ from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.drafter import backlog, new_shapes, peek
+from ..spec_decode.drafter import backlog, context, new_shapes, peek
 from ..spec_decode.ready import verify_inputs
 from ..spec_decode.verifier import Verifier
 from .in_flight import InFlight
@@ -87,11 +87,13 @@ class DecodeBatch:
             [p[:-1] for p in prompts],
             max_round=self._limits.most + 1,
             max_length=self._max_length(),
+            last=[p[-1] if p else 0 for p in prompts],
         )
         self._drafter = drafter
         self._draft: DraftRows | None = None
         if self._wants_draft():
             self._draft = self._begin_draft()
+            self._target.beside = context(self._draft)
         self._note_rows()
         # On the device, after all rounds that were handed out.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)

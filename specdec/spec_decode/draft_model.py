@@ -26,6 +26,7 @@ class DraftModel:
     """
 
     hidden_layers: tuple[int, ...] = ()
+    context: ModelRunner | None = None
 
     def __init__(
         self,

@@ -31,6 +31,7 @@ class HeadDrafter:
 
     Attributes:
         hidden_layers: layers of the target that the head reads.
+        context: the head.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class HeadDrafter:
         head: Any = runner.model
         self.head: DraftHead = head
         self.hidden_layers = self.head.args.target_layers
+        self.context: ModelRunner | None = runner
         self.max_round = max_draft_tokens + 1
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
         """Begin rows for ``prompts``."""
         known = [p[:-1] for p in prompts]
-        rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
+        rows = self.runner.rows(
+            known, max_round=self.max_round, max_length=max_length, reuses=False
+        )
         kind = BlockRows if isinstance(self.head, BlockHead) else ChainedRows
         return kind(self, rows)
 
@@ -71,6 +75,11 @@ class HeadRows:
         size = drafter.head.args.sizes.hidden_size
         # Of each row's last entry, where the head gives anything, shape (B, 1, D).
         self._state = mx.zeros((rows.num_rows, 1, size))
+
+    @property
+    def context(self) -> ModelRows:
+        """The caches of the context."""
+        return self._rows
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
