@@ -16,6 +16,7 @@ from .drafter import (
     backlog,
     context,
     method,
+    nbytes,
     new_shapes,
 )
 from .rejection_sampler import Accepted
@@ -86,6 +87,11 @@ class ChainRows:
     def backlog(self) -> int:
         """Of the one that has more."""
         return max(backlog(self._first), backlog(self._second))
+
+    @property
+    def nbytes(self) -> int:
+        """Of both together."""
+        return nbytes(self._first) + nbytes(self._second)
 
     @property
     def new_shapes(self) -> int:

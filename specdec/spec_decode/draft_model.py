@@ -82,6 +82,11 @@ class DraftModelRows:
         """Forwards of the model so far whose shapes were not ready."""
         return self._rows.new_shapes
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._rows.nbytes
+
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
         for more in self._rows.prefill():

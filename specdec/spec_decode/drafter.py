@@ -246,6 +246,11 @@ def backlog(rows: DraftRows) -> int:
     return int(getattr(rows, "backlog", 0))
 
 
+def nbytes(rows: DraftRows) -> int:
+    """Bytes that rows keep, where their attribute ``nbytes`` says it."""
+    return int(getattr(rows, "nbytes", 0))
+
+
 def context(rows: DraftRows) -> ModelRows | None:
     """What rows of :attr:`Drafter.context` hold: their attribute ``context``."""
     found: ModelRows | None = getattr(rows, "context", None)

@@ -19,6 +19,7 @@ from .drafter import (
     backlog,
     context,
     method,
+    nbytes,
     new_shapes,
     peek,
 )
@@ -115,6 +116,10 @@ class _GuardedRows(DraftRows):
     @property
     def context(self) -> ModelRows | None:
         return self._ask(context, None)
+
+    @property
+    def nbytes(self) -> int:
+        return self._ask(nbytes, 0)
 
     @property
     def new_shapes(self) -> int:

@@ -99,7 +99,8 @@ class HeadRows:
             return
         last = mx.maximum(kept - 1, 0)[:, None, None]
         new = mx.take_along_axis(given, last, axis=1)
-        self._state = mx.where((kept > 0)[:, None, None], new, self._state)
+        state = self._state.astype(new.dtype)
+        self._state = mx.where((kept > 0)[:, None, None], new, state)
 
     def _evaluate(self) -> None:
         """Hand what was written to the device: no graph grows, no chunk is held."""
@@ -133,6 +134,11 @@ class HeadRows:
         """Keep just the given rows."""
         self._rows.filter(rows)
         self._state = self._state[mx.array(list(rows), mx.int32)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the context."""
+        return self._rows.nbytes + self._state.nbytes
 
     def extend(self, other: HeadRows) -> None:
         """Append the rows of ``other``."""

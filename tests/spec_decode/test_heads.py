@@ -20,6 +20,7 @@ from specdec.config import EngineConfig
 from specdec.draft_names import named_draft
 from specdec.engine.admission import row_needs
 from specdec.engine.engine import Engine
+from specdec.engine.profiler import measure_forwards
 from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel
 from specdec.models.draft_heads import load_head
@@ -378,3 +379,28 @@ def test_prefixes_are_kept_with_the_context(
         if stored:
             assert reused == expected
     assert made[True] == made[False]
+
+
+def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
+    """Drafting is timed for one token and for several: a block is no row of steps.
+
+    In bfloat16 nothing of a head is wider: it would be slower, and caches larger.
+    """
+    model = copy.deepcopy(lender.model)
+    model.set_dtype(mx.bfloat16)
+    target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
+    for i, name in enumerate(("dspark", "eagle3")):
+        drafter, _ = drafter_of(tmp_path / name, CONFIGS[name], target)
+        runner = ModelRunner(model, "target", EngineConfig(), AT_ONCE)
+        runner = runner.recording(drafter.hidden_layers)
+        forwards = measure_forwards(
+            runner, drafter, 2, max_draft_tokens=K, budget_seconds=0.05
+        )
+        assert forwards.draft_step + forwards.draft_once > 0
+        rows = drafter.rows([[1, 2, 3], [4]], max_length=40)
+        hidden = mx.zeros((2, 1, 32 * len(READS)), mx.bfloat16)
+        rows.observe(hidden, mx.array([[5], [6]]), [1, 1])
+        for cache in rows.context._caches:
+            assert cache.keys.dtype == mx.bfloat16
+        assert rows._state.dtype == (mx.bfloat16 if i else mx.float32)
+        assert rows.nbytes > rows.context.nbytes > 0
