@@ -302,6 +302,8 @@ class BatchRecurrentCache(BatchCache):
         N: int,  # noqa: N803 - mlx-lm's name
         return_array: bool = False,
         window_size: int | None = None,
+        *,
+        both_ways: bool = False,
     ) -> None:
         """``None``: layers are shown masks where they need them."""
 

@@ -62,6 +62,9 @@ class ModelGeometry:
         column_bytes: copies that attention makes of one cached column of a row.
         loading_bytes: most that is held while the model is loaded, its weights
             included; 0 when it is loaded already.
+        feature_bytes: of the target's hidden states of one token that it reads, where
+            it is a draft head: recorded, joined and normed.
+        proposes_blocks: whether one forward of it computes all proposals' logits.
     """
 
     name: str
@@ -75,6 +78,8 @@ class ModelGeometry:
     score_bytes: int
     column_bytes: int = 0
     loading_bytes: int = 0
+    feature_bytes: int = 0
+    proposes_blocks: bool = False
 
     def layer_bytes(
         self,

@@ -26,6 +26,7 @@ from ..cache import (
     check_caches,
     make_batch_caches,
 )
+from ..models.draft_heads import BlockHead, DraftHead
 from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
@@ -36,6 +37,8 @@ from .geometry import CacheGeometry, ModelGeometry
 UNDER_WAY = 10
 # States of a recurrent layer that are held at once: now, before the last write, next.
 STATE_COPIES = 3
+# Of what a draft head reads of the target: as it is recorded, joined, and normed.
+FEATURE_COPIES = 3
 
 
 def geometry_of(
@@ -97,7 +100,16 @@ def geometry_of(
         score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
         column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
         loading_bytes=loading_bytes,
+        feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
+        proposes_blocks=isinstance(model, BlockHead),
     )
+
+
+def _features(model: nn.Module) -> int:
+    """Numbers of the target's hidden states of one token that a draft head reads."""
+    if not isinstance(model, DraftHead):
+        return 0
+    return len(model.args.target_layers) * model.args.target_size
 
 
 def _forward(

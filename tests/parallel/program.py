@@ -112,7 +112,9 @@ class ReadingRows(DraftRows):
         self.table = table
         self.hidden = mx.zeros((num_rows, table.shape[1]))
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         self._take(hidden, mx.array(list(lengths)))
 
     def commit(self, round_: Round, accepted: Accepted) -> None:

@@ -15,7 +15,7 @@ from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode import ChainDrafter, Drafter, Round
 from specdec.spec_decode.rejection_sampler import Accepted
-from tests.models.architectures import build as build_arch
+from tests.models import architectures
 from tests.plain import AT_ONCE, BACKENDS, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
 from tests.spec_decode.repetitive import Knowing, KnowingRows, make_prompts
@@ -52,11 +52,17 @@ class ListeningRows(KnowingRows):
         for prompt in prompts:
             drafter.heard[prompt] = {}
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         assert self.drafter.hidden_layers
-        states = np.array(hidden)
+        states, after = np.array(hidden), np.array(following)
         for i, n in enumerate(lengths):
             heard = self.drafter.heard[self.prompts[i]]
+            if n:
+                tokens = self.drafter.whole[self.prompts[i]]
+                first = self.seen[i] + 1
+                assert after[i, :n].tolist() == tokens[first : first + n]
             heard.update(
                 zip(range(self.seen[i], self.seen[i] + n), states[i], strict=False)
             )
@@ -147,10 +153,16 @@ def test_the_models_own_layers_stay(tiny_model: Callable[..., Any]) -> None:
         runner.recording((6,))
 
 
-def test_architectures_that_hand_on_more_are_refused() -> None:
-    runner = ModelRunner(build_arch("rwkv7"), "mine", EngineConfig(), AT_ONCE)
-    with pytest.raises(
-        UnsupportedModelError,
-        match="mine: reading hidden states of rwkv7 models is not supported: their",
-    ):
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("afm7", "mine: reading hidden states of afm7 models is not supported"),
+        ("gemma3n", "mine: layer 0 does not put out one state for each token"),
+    ],
+)
+def test_layers_that_cannot_be_listened_to_are_refused(arch: str, message: str) -> None:
+    """Before any work: their states would be of other layers, or of other shapes."""
+    model = architectures.build(arch)
+    runner = ModelRunner(model, "mine", EngineConfig(), AT_ONCE)
+    with pytest.raises(UnsupportedModelError, match=message):
         runner.recording((0,))
