@@ -46,7 +46,7 @@ Explain = Callable[[Facts, Facts], str]
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
 # Seconds that ranks have to meet, once they have found each other.
 _MEETING = 60.0
-# Seconds that the main thread has to hear that the run is over.
+# Seconds that the thread which steps has to hear that the run is over.
 PATIENCE = 2.0
 # Bytes of the note that says where rank 0 listens.
 _NOTE = 512
@@ -264,17 +264,18 @@ class Leader(Ranks):
             RankError: it is over.
         """
         if self.failure is not None:
-            self._heard.set()
-            raise self.failure
+            raise self._fresh()
+
+    def _fresh(self) -> RankError:
+        """The failure for one more thread: a traceback belongs to one."""
+        self._heard.set()
+        return RankError(self.failure)
 
     def lost(self, error: Exception) -> Exception:
         """What to raise for an error of a step: why a rank has ended, if one has."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, PATIENCE / 2)
-        if self.failure is None:
-            return error
-        self._heard.set()
-        return self.failure
+        return error if self.failure is None else self._fresh()
 
     def _compare(self, peer: _Peer) -> None:
         while peer.mine and peer.theirs:

@@ -85,7 +85,6 @@ def follow() -> NoReturn:
     # A Ctrl-C ends rank 0, and that ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence_third_parties()
-    from .. import templates
     from ..decoder import SpecDecoder
 
     ranks = Ranks.join()
@@ -94,7 +93,6 @@ def follow() -> NoReturn:
     try:
         with ranks.reporting():
             settings: dict[str, Any] = ranks.decide("models", dict)
-            templates.start()
             decoder = SpecDecoder.from_pretrained(**settings, ranks=ranks)
         decoder.follow()
     except Exception:  # which rank 0 has heard of

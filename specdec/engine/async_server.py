@@ -25,7 +25,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import mlx.core as mx
 
-from ..errors import PromptError, ServerError, reason_of
+from ..errors import PromptError, RankError, ServerError, reason_of
 from ..output_text import stop_texts
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import EncodedPrompt, Encoding, Prompt
@@ -190,8 +190,9 @@ class _Worker(threading.Thread):
         if failure is not None:
             # Its frames would keep the caches alive for as long as the error.
             traceback.clear_frames(failure.__traceback__)
-        # A process that ends while a thread has any aborts.
-        mx.clear_streams()
+        if not isinstance(failure, RankError):
+            # A process that ends while a thread has any aborts.
+            mx.clear_streams()
         atexit.unregister(self._end)
         with suppress(RuntimeError):  # the loop has gone, and all who could hear
             self._loop.call_soon_threadsafe(self._hear_end, failure)
@@ -288,10 +289,19 @@ def _stream() -> Iterator[None]:
     mx.set_default_stream(stream)
     try:
         yield
-    finally:
-        with suppress(Exception):  # of a device that failed, which was reported
-            mx.synchronize(stream)
-        idle.append(stream)
+    except RankError:
+        raise  # what waits for a rank that has ended may never be done
+    except BaseException:
+        _settle_stream(stream)
+        raise
+    _settle_stream(stream)
+
+
+def _settle_stream(stream: mx.Stream) -> None:
+    """Wait for what a thread has computed; then another one may use its stream."""
+    with suppress(Exception):  # of a device that failed, which was reported
+        mx.synchronize(stream)
+    _idle_streams[str(stream.device)].append(stream)
 
 
 class Server:
