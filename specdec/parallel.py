@@ -173,7 +173,7 @@ class Leader(Ranks):
         super().__init__(group)
         self.turn = threading.RLock()
         self.failure: RankError | None = None
-        self.last_words: Callable[[RankError], None] = _say
+        self.last_words: Callable[[RankError], None] = say_error
         self.broken = False
         self._changed = threading.Condition()
         self._heard = threading.Event()
@@ -451,7 +451,8 @@ def _named(versions: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def _say(error: RankError) -> None:
+def say_error(error: RankError) -> None:
+    """Print it to standard error, as the command line does."""
     print(f"specdec: error: {error}", file=sys.stderr)
 
 

@@ -46,6 +46,7 @@ from .sink import Sink
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
     from ..outputs import RunStats
+    from ..parallel import Ranks
     from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
@@ -448,7 +449,7 @@ def _summary(
         length = f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     lines = {
-        "target": short(decoder.target_name),
+        "target": short(decoder.target_name) + _divided(decoder.target.ranks),
         "draft": f"{short(draft)}, {length}{failed}" if draft else "none",
     }
     if stats.calibration_seconds >= 0.05:
@@ -480,6 +481,10 @@ def _summary(
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+
+
+def _divided(ranks: Ranks | None) -> str:
+    return "" if ranks is None else f", divided between {ranks.size} ranks"
 
 
 def _reused(n: int) -> str:

@@ -132,6 +132,11 @@ class _Worker(threading.Thread):
         self._commands.put(self._cancel_all)
         self._prompts.put(None)
 
+    def give_up(self, failure: BaseException | None) -> None:
+        """Let the loop know that nothing comes any more; called by any thread."""
+        with suppress(RuntimeError):  # the loop has gone, and all who could hear
+            self._loop.call_soon_threadsafe(self._hear_end, failure)
+
     # -- in the tokenizing thread ------------------------------------------
 
     def _tokenize(self) -> None:
@@ -194,8 +199,7 @@ class _Worker(threading.Thread):
             # A process that ends while a thread has any aborts.
             mx.clear_streams()
         atexit.unregister(self._end)
-        with suppress(RuntimeError):  # the loop has gone, and all who could hear
-            self._loop.call_soon_threadsafe(self._hear_end, failure)
+        self.give_up(failure)
 
     def _end(self) -> None:
         """End the thread, in the last moments of the process."""
@@ -397,6 +401,11 @@ class Server:
     def failure(self) -> BaseException | None:
         """What went wrong in the engine, if it failed."""
         return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Give up, as any thread may say: the engine's own does not come back."""
+        if self._worker is not None:
+            self._worker.give_up(error)
 
     async def tokenize(self, work: Callable[[], T]) -> T:
         """Call ``work``, which tokenizes something, in the thread that does.

@@ -7,6 +7,7 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,13 +15,16 @@ import uvicorn
 from starlette.applications import Starlette
 
 from ..decoder import SpecDecoder
-from ..errors import ConfigError, ServerError, reason_of
+from ..errors import ConfigError, RankError, ServerError, reason_of
+from ..parallel import Leader, say_error
 from .app import make_app
 from .config import ServerConfig
 from .service import Service
 
 #: Seconds that connections have to close once all answers have ended.
 _LAST_BYTES = 5
+#: Seconds that answers have where a rank of the target has ended.
+_ANSWERING = 1.0
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -88,6 +92,9 @@ def serve(
         started,
         stopping,
     )
+    ranks = decoder.target.ranks
+    if isinstance(ranks, Leader):
+        ranks.last_words = web.last_words
     web.run(sockets=[listener])
     if web.failure is not None:
         raise ServerError(
@@ -114,6 +121,12 @@ class _Web(uvicorn.Server):
     def _service(self) -> Service:
         service: Service = self._app.state.service
         return service
+
+    def last_words(self, error: RankError) -> None:
+        """Answer what is open: the engine waits for a rank that has ended."""
+        self._service.engine.fail(error)
+        time.sleep(_ANSWERING)
+        say_error(error)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)

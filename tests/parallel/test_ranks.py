@@ -100,6 +100,7 @@ def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None
         "found: request 1, token 2 differs",
         "found: request 0, token 0 differs",
         "found: rows [0, 1] are rows [1, 0] there",
+        "found: another configuration",
         "ended: request 0, token 0 differs",
     ]
     assert ranks[0].returncode == 1, also
@@ -140,9 +141,13 @@ def listed(*what: str) -> list[str]:
 
 def rank_1(pid: int) -> int:
     """The rank that a command has started."""
-    lines = listed("-o", "pid=,command=", "--ppid", str(pid))
-    (found,) = (line for line in lines if line.endswith("-m specdec"))
-    return int(found.split()[0])
+    lines = [line.split(maxsplit=2) for line in listed("-Ao", "pid=,ppid=,command=")]
+    (found,) = (
+        int(own)
+        for own, parent, command in lines
+        if int(parent) == pid and command.endswith("-m specdec")
+    )
+    return found
 
 
 def ended(pid: int) -> bool:
@@ -155,9 +160,8 @@ def ended(pid: int) -> bool:
 
 
 PROMPTS: list[dict[str, Any]] = [
-    {"prompt": "Hello", "max_tokens": 6},
-    {"prompt": "Name a river.", "max_tokens": 24, "temperature": 0.8, "seed": 3},
-    {"prompt": "abc", "max_tokens": 9},
+    {"prompt": "Hello", "max_tokens": 3},
+    {"prompt": "Name a river.", "max_tokens": 8, "temperature": 0.8, "seed": 3},
 ]
 
 
@@ -192,6 +196,7 @@ def test_a_command_under_mlx_launch(folder: Path, tmp_path: Path) -> None:
     assert found == texts(folder), done.stderr
     assert done.stdout.count("== [0]") == 1
     assert done.stderr.count("target:") == 1
+    assert "llama, divided between 2 ranks" in done.stderr
 
 
 @pytest.mark.parametrize("killed", [0, 1])
