@@ -46,7 +46,7 @@ from .sink import Sink
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
     from ..outputs import RunStats
-    from ..parallel import Ranks
+    from ..parallel import Leader
     from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
@@ -262,7 +262,7 @@ def run(
             show(f"specdec: note: {note}", err=True)
     if not ignore_chat_template:
         templates.start()
-    decoder = ranks.load(
+    decoder, leader = ranks.load(
         tensor_parallel,
         target=target,
         draft=draft,
@@ -305,12 +305,12 @@ def run(
                 err=True,
             )
         if not quiet:
-            show(_summary(decoder, each, len(sink.errors)), err=True)
+            show(_summary(decoder, leader, each, len(sink.errors)), err=True)
 
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
-    ranks.last_words(decoder, partial(conclude, interrupted=True))
+    ranks.last_words(leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
@@ -438,7 +438,10 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _summary(
-    decoder: SpecDecoder, requests: Sequence[SamplingParams], num_failed: int
+    decoder: SpecDecoder,
+    leader: Leader | None,
+    requests: Sequence[SamplingParams],
+    num_failed: int,
 ) -> str:
     from ..model_names import short
 
@@ -449,7 +452,7 @@ def _summary(
         length = f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     lines = {
-        "target": short(decoder.target_name) + _divided(decoder.target.ranks),
+        "target": short(decoder.target_name) + _divided(leader),
         "draft": f"{short(draft)}, {length}{failed}" if draft else "none",
     }
     if stats.calibration_seconds >= 0.05:
@@ -483,8 +486,8 @@ def _summary(
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
 
 
-def _divided(ranks: Ranks | None) -> str:
-    return "" if ranks is None else f", divided between {ranks.size} ranks"
+def _divided(leader: Leader | None) -> str:
+    return "" if leader is None else f", divided between {leader.size} ranks"
 
 
 def _reused(n: int) -> str:

@@ -234,7 +234,7 @@ def serve(
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         templates.start()
-        decoder = ranks.load(
+        decoder, _ = ranks.load(
             tensor_parallel,
             target=target,
             draft=draft,

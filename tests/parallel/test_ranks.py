@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.cli import main
 from specdec.engine.led import parted
+from specdec.parallel import _greeting
 from tests.models.folders import write_folder
 
 ROOT = Path(__file__).parents[2]
@@ -238,3 +241,38 @@ def test_where_ranks_part() -> None:
         "None here and stop there"
     )
     assert parted([row], []) == "rows [4] are rows [] there"
+
+
+def test_only_ranks_are_listened_to() -> None:
+    """Bytes of others are never unpickled, whatever they say."""
+    right = {"key": "k", "rank": 1, "mlx": "1"}
+    for said in (b"", b"\n", b"GET / HTTP/1.1\n", b"[1]\n", b'{"key": 3}\n', b"{}\n"):
+        assert greeted(said) is None
+    assert greeted(json.dumps({**right, "key": "l"}).encode() + b"\n") is None
+    assert greeted(json.dumps(right).encode() + b"\n") == {"rank": 1, "mlx": "1"}
+
+
+def greeted(said: bytes) -> dict[str, Any] | None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as reader:
+        theirs.sendall(said)
+        theirs.shutdown(socket.SHUT_WR)
+        return _greeting(ours, reader, "k")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["bench", "acceptance-quick"], "bench runs on one device"),
+        (["run", "--prompts", "-"], "leaves standard input open"),
+        (["run"], "leaves standard input open"),
+    ],
+)
+def test_what_a_launcher_cannot_start(
+    command: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of it would do everything twice, or wait for an end that never comes."""
+    monkeypatch.setenv("MLX_RANK", "0")
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)
