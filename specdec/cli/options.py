@@ -19,7 +19,6 @@ from ..draft_names import DraftSpec, draft_for
 from ..errors import ConfigError
 from ..grammar import Grammar
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
-from ..parallel import launched_rank
 from ..prompts import Encoding
 from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json
@@ -92,15 +91,6 @@ def grouped(
 
 class Command(click.Command):
     """A command whose help page shows its options in groups."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        several = any(param.name == "tensor_parallel" for param in self.params)
-        if launched_rank() is not None and not several:
-            raise click.UsageError(
-                f"{ctx.command_path} runs on one device: start it without mlx.launch",
-                ctx,
-            )
-        return super().invoke(ctx)
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter

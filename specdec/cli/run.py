@@ -52,6 +52,7 @@ from .sink import Sink
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
     from ..outputs import RunStats, StreamEvent
+    from ..parallel import Leader
     from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
@@ -326,7 +327,9 @@ def run(
     else:
         if not ignore_chat_template:
             templates.start()
-        decoder = ranks.load(tensor_parallel, target=target, draft=draft, **loading)
+        decoder, leader = ranks.load(
+            tensor_parallel, target=target, draft=draft, **loading
+        )
         name = decoder.target_name
         with places_named(records):
             events = decoder.stream(
@@ -343,7 +346,7 @@ def run(
             return _under_way(decoder.stats)
 
         def summary() -> str:
-            return _summary(decoder, each, len(sink.errors))
+            return _summary(decoder, leader, each, len(sink.errors))
 
     total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
@@ -377,7 +380,7 @@ def run(
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
     if ray is None:
-        ranks.last_words(decoder, partial(conclude, interrupted=True))
+        ranks.last_words(leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
@@ -512,7 +515,10 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _summary(
-    decoder: SpecDecoder, requests: Sequence[SamplingParams], num_failed: int
+    decoder: SpecDecoder,
+    leader: Leader | None,
+    requests: Sequence[SamplingParams],
+    num_failed: int,
 ) -> str:
     from ..model_names import short
 
@@ -524,7 +530,7 @@ def _summary(
     failed = ", until it failed" if stats.draft_error else ""
     shared = share_text(stats.vocabulary_share)
     lines = {
-        "target": short(decoder.target_name),
+        "target": short(decoder.target_name) + _divided(leader),
         "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
     if warm_up.seconds >= 0.05:
@@ -558,6 +564,10 @@ def _summary(
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+
+
+def _divided(leader: Leader | None) -> str:
+    return "" if leader is None else f", divided between {leader.size} ranks"
 
 
 def _reused(n: int) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import ipaddress
 import socket
 import sys
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,8 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..errors import ServerError, reason_of
+from ..errors import RankError, ServerError, reason_of
+from ..parallel import say_error
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
@@ -31,7 +33,12 @@ from . import options, ranks
 from .output import share_text, show, show_warnings, silence_third_parties
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from ..server.config import ServerConfig
+
+#: Seconds that answers have where a rank of the target has ended.
+_ANSWERING = 1.0
 
 
 def _seconds(
@@ -295,7 +302,7 @@ def _serve_here(
     from ..server.running import run, url_of
 
     templates.start()
-    decoder = ranks.load(tensor_parallel, **loading)
+    decoder, leader = ranks.load(tensor_parallel, **loading)
 
     def started() -> None:
         if not quiet:
@@ -303,9 +310,18 @@ def _serve_here(
 
     stopping = partial(_show_stopping, config, quiet=quiet)
     app = make_app(decoder, config)
+    ranks.last_words(leader, partial(_lose_rank, app))
     failure = run(app, config.stop_timeout, listener, started, stopping)
     if failure is not None:
         raise engine_failed(failure) from failure
+
+
+def _lose_rank(app: Starlette, lost: RankError) -> None:
+    """Answer what is open: the engine waits for a rank that has ended."""
+    if (service := getattr(app.state, "service", None)) is not None:
+        service.engine.fail(lost)
+        time.sleep(_ANSWERING)
+    say_error(lost)
 
 
 def _serve_by(

@@ -342,6 +342,12 @@ def faults(shown: Shown) -> None:
     else:
         assert isinstance(ranks, Leader)
         find(decoder, ranks)
+    try:
+        take_shard(model_of("llama"), {"rank": ranks.rank}, ranks, "llama")
+    except RankError as error:
+        print(f"found: {error}", flush=True)
+        assert isinstance(ranks, Leader)
+        forgive(ranks)
     take_shard(model, {}, ranks, "llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
