@@ -107,9 +107,7 @@ _PATIENCE = 2.0
     help="Quantize once the longest row holds N tokens, with --kv-bits.",
 )
 @options.prefix_cache
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
     "cannot fit is refused. [default: all that the device has]"
@@ -150,11 +148,7 @@ def run(
     prefix_cache: str | None,
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     memory_limit: str | None,
     output_file: str | None,
     output_format: str,
@@ -209,12 +203,7 @@ def run(
         chat_template_config=chat_template_config,
         ignore_chat_template=ignore_chat_template,
     )
-    loading: dict[str, Any] = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     if chat_template is not None:
         if ignore_chat_template:
             raise click.UsageError(
@@ -259,14 +248,7 @@ def run(
             show(f"specdec: note: {note}", err=True)
     if not ignore_chat_template:
         templates.start()
-    decoder = SpecDecoder.from_pretrained(
-        target,
-        draft,
-        dtype=dtype,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        **loading,
-    )
+    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
 
     with places_named(records):
         events = decoder.stream(

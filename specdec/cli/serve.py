@@ -153,9 +153,7 @@ def _seconds(
     help="Whose prompts begin with what is kept of one: all clients', or those of the "
     "same client (its key, else its address, and the user that it names).",
 )
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -179,11 +177,7 @@ def serve(
     prefix_cache: str | None,
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -203,12 +197,7 @@ def serve(
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
     check_extra("starlette", "uvicorn", "prometheus_client")
-    origin = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
@@ -249,14 +238,7 @@ def serve(
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         templates.start()
-        decoder = SpecDecoder.from_pretrained(
-            target,
-            draft,
-            dtype=dtype,
-            config=engine,
-            trust_remote_code=trust_remote_code,
-            **origin,
-        )
+        decoder = SpecDecoder.from_pretrained(target, draft, config=engine, **loading)
 
         def started() -> None:
             if not quiet:
