@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -347,25 +348,43 @@ _ORIGIN = (
 )
 
 
-def origin(command: F) -> F:
-    """Give ``command`` the options; it hands their values to :func:`origin_of`."""
-    return added(command, _ORIGIN)
+_LOADING = ("dtype", "trust_remote_code")
+_ORIGINS = ("adapter_path", "draft_adapter_path", "revision")
 
 
-def origin_of(*, drafts: bool, **given: str | None) -> dict[str, Any]:
-    """Those that are given, as arguments of ``SpecDecoder.from_pretrained``.
+def loading(*text: str) -> Option[Any]:
+    """How models are loaded: the command gets ``loading``, to be checked.
+
+    These are arguments of ``SpecDecoder.from_pretrained``; ``text`` is the help of
+    ``--dtype``.
+    """
+
+    def give(command: F) -> F:
+        @wraps(command)
+        def packed(**values: Any) -> Any:
+            found = {name: values.pop(name) for name in _LOADING}
+            origins = {name: values.pop(name) for name in _ORIGINS}
+            given = {k: v for k, v in origins.items() if v is not None}
+            return command(loading={**found, **given}, **values)
+
+        some = (dtype(*text), *_ORIGIN, trust_remote_code())
+        return added(cast(F, packed), some)
+
+    return give
+
+
+def check_loading(loading: Mapping[str, Any], *, drafts: bool) -> None:
+    """Check what :func:`loading` gave, before anything is loaded.
 
     Raises:
         click.UsageError: one is empty, or needs a draft.
     """
-    found = {name: value for name, value in given.items() if value is not None}
-    for name, value in found.items():
-        if not value.strip():
+    for name in _ORIGINS:
+        if name in loading and not loading[name].strip():
             what = "branch, tag or commit" if name == "revision" else "folder"
             raise click.UsageError(f"{dashed(name)} is empty: name a {what}")
-    if "draft_adapter_path" in found and not drafts:
+    if "draft_adapter_path" in loading and not drafts:
         raise click.UsageError("--draft-adapter-path needs --draft: name a draft")
-    return found
 
 
 def chat_template_config() -> Option[Any]:

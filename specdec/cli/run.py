@@ -116,9 +116,7 @@ _PATIENCE = 2.0
     help="Quantize once the longest row holds N tokens, with --kv-bits.",
 )
 @options.prefix_cache
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
@@ -178,11 +176,7 @@ def run(
     prefix_cache: str | None,
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     tensor_parallel: int | None,
     memory_limit: str | None,
     output_file: str | None,
@@ -241,12 +235,7 @@ def run(
         chat_template_config=chat_template_config,
         ignore_chat_template=ignore_chat_template,
     )
-    loading: dict[str, Any] = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     if chat_template is not None:
         if ignore_chat_template:
             raise click.UsageError(
@@ -306,11 +295,6 @@ def run(
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             show(f"specdec: note: {note}", err=True)
-    loading |= {
-        "dtype": dtype,
-        "config": config,
-        "trust_remote_code": trust_remote_code,
-    }
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
@@ -318,8 +302,9 @@ def run(
     prompts = [records[index].prompt for index in left]
     events: Iterator[StreamEvent]
     summary: Callable[[], str]
+    loading |= {"target": target, "draft": draft, "config": config}
     if ray is not None:
-        job = RayJob(ray, ray_workers, {"target": target, "draft": draft, **loading})
+        job = RayJob(ray, ray_workers, loading)
         name = target_name(target)
         assert isinstance(requests, list)
         events = job.events(left, prompts, requests, encoding)
@@ -327,9 +312,7 @@ def run(
     else:
         if not ignore_chat_template:
             templates.start()
-        decoder, leader = ranks.load(
-            tensor_parallel, target=target, draft=draft, **loading
-        )
+        decoder, leader = ranks.load(tensor_parallel, **loading)
         name = decoder.target_name
         with places_named(records):
             events = decoder.stream(

@@ -172,9 +172,7 @@ def _seconds(
     help="Whose prompts begin with what is kept of one: all clients', or those of the "
     "same client (its key, else its address, and the user that it names).",
 )
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
@@ -200,11 +198,7 @@ def serve(
     prefix_cache: str | None,
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
@@ -231,12 +225,7 @@ def serve(
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
     check_extra("starlette", "uvicorn", "prometheus_client", "httpx")
-    origin = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
@@ -262,14 +251,7 @@ def serve(
         chat_template_config=options.template_variables(chat_template_config),
         **limits,
     )
-    loading = {
-        "target": target,
-        "draft": draft,
-        "dtype": dtype,
-        "config": engine,
-        "trust_remote_code": trust_remote_code,
-        **origin,
-    }
+    loading |= {"target": target, "draft": draft, "config": engine}
     silence_third_parties()
     show_warnings()
     from ..server.running import bind
