@@ -411,10 +411,10 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def build(arch: str, seed: int = 0) -> nn.Module:
+def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A small random model in float32."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
-    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {})}
+    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {}), **changes}
     arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
