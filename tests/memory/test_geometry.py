@@ -194,7 +194,7 @@ def test_nothing_is_computed(tiny_model: TinyModel) -> None:
 
 def test_states_of_recurrent_layers_do_not_grow_with_the_rows() -> None:
     """Counted per token, a plan would be far too large; left out, too small."""
-    model = architectures.build("mamba")
+    model = architectures.build("mamba", num_hidden_layers=4)
     found = geometry_of(model, HEADS, "mamba")
     window, state = 3 * 48, 48 * 8
     states = STATE_COPIES * 4 * (window + state)

@@ -223,6 +223,7 @@ def hybrid(arch: str, seed: int = 0) -> LoadedModel:
     """A model with recurrent layers, wide enough for what they hold to show."""
     sizes = {
         "vocab_size": 500,
+        "num_hidden_layers": 4,
         "hidden_size": 128,
         "intermediate_size": 256,
         "head_dim": 32,
