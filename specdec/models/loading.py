@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
 from ..cuda import attention_patch, flattened_matmul, skinny_matmul
-from ..cuda.fused_linear import join_products
+from ..cuda.fused_linear import choices_of, join_products
 from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
@@ -192,7 +192,8 @@ def fit(model: Any) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
-        join_products(model)
+            join_products(model)
+            warm_up.run(choices_of(model))
 
 
 def load_draft(
