@@ -221,7 +221,9 @@ class Engine:
         """
         if self._rehearsal.due:
             drawn = SamplingParams(temperature=1.0, top_p=0.9)
+            begun = time.perf_counter()
             self._rehearse(self._scheduler.batch_size, [SamplingParams(), drawn])
+            self.stats.warmup_seconds += time.perf_counter() - begun
 
     def _rehearse(self, num_rows: int, params: Sequence[SamplingParams]) -> None:
         slots = self._backend.rows_to_keep(self._scheduler.batch_size, num_rows)

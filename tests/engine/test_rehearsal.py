@@ -132,6 +132,7 @@ def test_a_rehearsal_leaves_nothing_behind(
     session = decoder.session()
     session.warm_up()
     assert not rehearsal.due
+    assert session.stats.warmup_seconds > 0
     assert decoder.prefix_store is not None
     assert decoder.prefix_store.nbytes == 0
     assert session.stats.rounds == session.stats.generated_tokens == 0
