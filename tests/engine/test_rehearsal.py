@@ -15,6 +15,7 @@ import specdec.backend
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine import pacing
 from specdec.engine.rehearsal import Rehearsal
+from specdec.engine.scheduler import Scheduler
 from specdec.models.runner import ModelRows
 from specdec.request import Request
 from specdec.spec_decode.draft_length import StepTimer
@@ -159,6 +160,19 @@ def test_a_rehearsal_that_fails_is_no_loss(
 
     monkeypatch.setattr("specdec.engine.rehearsal._Show._round", fail)
     exact(target, None, PROMPTS, 5, batch_size=2, backend=COMPILES)
+
+
+def test_no_more_rows_are_rehearsed_than_memory_has(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would run out of memory before its first request."""
+    slots: list[int] = []
+    monkeypatch.setattr(Rehearsal, "run", lambda *given: slots.append(given[3]))
+    for budget in (None, 100, 7, 1, 0):
+        engine = engine_of(target, None, batch_size=8, backend=COMPILES)
+        engine._scheduler = Scheduler(8, budget=budget, cost=len)
+        engine.warm_up()
+    assert slots == [8, 8, 4, 1, 1]
 
 
 def test_nothing_is_rehearsed_where_shapes_are_cheap() -> None:
