@@ -17,7 +17,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
 from ..cuda import attention_patch, flattened_matmul, skinny_matmul
-from ..cuda.fused_linear import join_products
+from ..cuda.fused_linear import choices_of, join_products
 from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
@@ -239,6 +239,7 @@ def fit(model: Any, *, joins: bool = True) -> None:
             attention_patch.take_few_queries(model)
         if joins:
             join_products(model)
+        warm_up.run(choices_of(model))
 
 
 def load_draft(

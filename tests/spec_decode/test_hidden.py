@@ -139,7 +139,7 @@ def test_states_of_prompts_and_rounds_equal_a_plain_forward(
 
 def test_states_of_a_hybrid_equal_a_plain_forward() -> None:
     """Layers of a twin that keeps rows are listened to, not the model's own."""
-    model = build_arch("qwen3_5", vocab_size=97)
+    model = architectures.build("qwen3_5", vocab_size=97)
     drafter = Listening(outputs_of(model), (0, -1))
     run(model, AT_ONCE, drafter)
     check(model, drafter, hybrid_layers)
