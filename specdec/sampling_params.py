@@ -90,6 +90,9 @@ class SamplingParams:
             the row ends where it allows an end. ``None``: any text.
         num_draft_tokens: most tokens to draft for this row in a round: 0 does
             not speculate; ``None`` leaves it to the engine.
+        cache_salt: prefixes are kept for, and found by, requests with the same text
+            here alone, so that others cannot learn from their time what this
+            prompt begins with. ``None``: shared with all that have none.
         verification: how draft tokens of a sampling row are accepted. All keep
             the target's distribution. ``coupled``: when equal to the target's
             own choice under noise that the draft shares; the output is the same
@@ -130,6 +133,7 @@ class SamplingParams:
     top_logprobs: int = 0
     grammar: Grammar | None = None
     num_draft_tokens: int | None = None
+    cache_salt: str | None = None
     verification: Verification = "coupled"
 
     def __post_init__(self) -> None:
@@ -209,6 +213,9 @@ class SamplingParams:
         require(few, "min_tokens", self.min_tokens, rule)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 0)
+        if self.cache_salt is not None:
+            valid = isinstance(self.cache_salt, str) and self.cache_salt != ""
+            require(valid, "cache_salt", self.cache_salt, "a text, not empty")
         self._check_stop()
         for name in ("stop_token_ids", "xtc_special_tokens"):
             for token in getattr(self, name) or ():

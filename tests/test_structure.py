@@ -34,6 +34,7 @@ LAYERS = (
     ("request",),
     ("output_text", "prompts"),
     ("config", "cuda", "draft_names", "sampling_params", "templates"),
+    ("parallel",),
     ("backend", "grammar", "model_names"),
     ("errors", "utils"),
 )

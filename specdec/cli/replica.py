@@ -57,7 +57,7 @@ def command(
     """
     from ..server.replicas import Command
 
-    config = replace(config, api_key=None, cors=())
+    config = replace(config, api_keys=(), cors=())
     program = [sys.executable, "-m", "specdec.cli.replica"]
     greeting = pickle.dumps((path, dict(loading), config))
     return Command(program, environments[index], greeting)

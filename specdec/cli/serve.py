@@ -20,10 +20,15 @@ from ..config import (
     NumDraftTokens,
 )
 from ..errors import ServerError, reason_of
-from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
+from ..server.config import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_MAX_WAITING,
+    DEFAULT_PORT,
+    PREFIX_SHARING,
+)
 from ..utils.sizes import parse_size
-from . import options
-from .output import show, show_warnings, silence_third_parties
+from . import options, ranks
+from .output import share_text, show, show_warnings, silence_third_parties
 
 if TYPE_CHECKING:
     from ..server.config import ServerConfig
@@ -63,10 +68,13 @@ def _seconds(
 )
 @click.option(
     "--api-key",
+    "api_keys",
+    multiple=True,
     metavar="KEY",
     envvar="SPECDEC_API_KEY",
     show_envvar=True,
-    help="Key that clients have to send. [default: none]",
+    help="Key that clients have to send; repeat it for more, any of which is good. "
+    "[default: none]",
 )
 @click.option(
     "--cors",
@@ -149,9 +157,18 @@ def _seconds(
 )
 @options.kv_group_size()
 @options.prefix_cache
+@click.option(
+    "--prefix-sharing",
+    type=click.Choice(PREFIX_SHARING),
+    default="all",
+    show_default=True,
+    help="Whose prompts begin with what is kept of one: all clients', or those of the "
+    "same client (its key, else its address, and the user that it names).",
+)
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -181,6 +198,7 @@ def serve(
     draft_adapter_path: str | None,
     revision: str | None,
     trust_remote_code: bool,
+    tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -197,6 +215,11 @@ def serve(
       SPECDEC_API_KEY=secret specdec serve --host 0.0.0.0 --port 8000
       specdec serve --target MODEL --replicas 8
     """  # noqa: D301 - click's mark for lines to keep
+    if replicas is not None and tensor_parallel is not None:
+        raise click.UsageError(
+            "--replicas and --tensor-parallel are two ways to use several devices: "
+            "give one"
+        )
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
@@ -248,13 +271,13 @@ def serve(
         from ..backend import check_compiler
 
         notes = [check_compiler()]
-        if config.api_key is None and not _is_loopback(host):
+        if not config.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
         for note in notes:
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         if replicas is None:
-            _serve_here(loading, config, listener, quiet=quiet)
+            _serve_here(loading, config, listener, tensor_parallel, quiet=quiet)
         else:
             _serve_by(replicas, loading, config, listener, quiet=quiet)
 
@@ -263,16 +286,16 @@ def _serve_here(
     loading: dict[str, Any],
     config: ServerConfig,
     listener: socket.socket,
+    tensor_parallel: int | None,
     *,
     quiet: bool,
 ) -> None:
     """Load the model, and serve it."""
-    from ..decoder import SpecDecoder
     from ..server.app import make_app
     from ..server.running import run, url_of
 
     templates.start()
-    decoder = SpecDecoder.from_pretrained(**loading)
+    decoder = ranks.load(tensor_parallel, **loading)
 
     def started() -> None:
         if not quiet:
@@ -359,4 +382,5 @@ def described(decoder: Any) -> str:
     from ..model_names import short
 
     draft = short(decoder.draft_name) if decoder.draft_name else "no draft"
-    return f"{short(decoder.target_name)} with {draft}"
+    shared = share_text(decoder.stats.vocabulary_share)
+    return f"{short(decoder.target_name)} with {draft}{shared}"

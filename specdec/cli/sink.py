@@ -30,6 +30,7 @@ class Sink:
     Attributes:
         finished: results taken.
         errors: of prompts that ended with one, by their index.
+        dropped: turns that never come, as the answer before them failed or was cut.
     """
 
     def __init__(
@@ -54,6 +55,7 @@ class Sink:
         self._ended: set[int] = set()  # no more answers come to these prompts
         self.finished = 0
         self.errors: dict[int, str] = {}
+        self.dropped = 0
         self._done = frozenset(done)
         if output is not None and os.path.isfile(output.name) and not done:
             output.truncate(0)
@@ -71,9 +73,10 @@ class Sink:
         self.finished += 1
         if event.result.finish_reason == "error":
             self.errors[event.index] = event.result.error or "no reason was given"
-        last = event.turn == len(self._prompts[event.index].turns)
-        if last or event.result.finish_reason not in ("stop", "length"):
+        left = len(self._prompts[event.index].turns) - event.turn
+        if not left or event.result.finish_reason not in ("stop", "length"):
             self._ended.add(event.index)
+            self.dropped += left
         self._waiting.setdefault(event.index, []).append(event.result)
         if self._output is not None:
             self._write_line(self._output, event.result)

@@ -26,7 +26,14 @@ from .job import Begun, Event
 from .refusal import Refusal, refusal_of
 from .rendering import Rendering
 from .service import Service
-from .web import HANDLERS, error_response, middleware, read_body, until_gone
+from .web import (
+    HANDLERS,
+    client_of,
+    error_response,
+    middleware,
+    read_body,
+    until_gone,
+)
 
 log = logging.getLogger("specdec.server")
 
@@ -191,6 +198,9 @@ def _endpoint(path: str, parse: Parse) -> Route:
         except Refusal as refusal:
             service.metrics.answered(path, "refused", time.monotonic() - began)
             return error_response(refusal, path)
+        if service.config.prefix_sharing == "client":
+            client = client_of(request.scope, service.config.api_keys)
+            rendering.job = rendering.job.of_client(client)
         return _Answer(service, rendering, path)
 
     return Route(path, endpoint, methods=["POST"])

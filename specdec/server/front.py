@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha256
 
 import httpx
 from prometheus_client import CollectorRegistry, generate_latest
@@ -27,7 +28,15 @@ from .refusal import Refusal
 from .rendering import sse
 from .replicas import Replica, Replicas
 from .routing import Blocks, blocks_of, choose
-from .web import HANDLERS, error_response, middleware, read_body, until_gone
+from .web import (
+    CLIENT_HEADER,
+    HANDLERS,
+    client_of,
+    error_response,
+    middleware,
+    read_body,
+    until_gone,
+)
 
 #: Replicas that a request is given to, one after the other, while nothing was sent.
 _ATTEMPTS = 2
@@ -39,7 +48,8 @@ _SMALL = 1 << 18
 _NOT_PASSED_ON = frozenset(
     (b"authorization", b"connection", b"content-length", b"cookie", b"date", b"expect",
      b"host", b"keep-alive", b"origin", b"proxy-authorization", b"request-id", b"te",
-     b"trailer", b"transfer-encoding", b"upgrade", b"x-api-key", b"x-request-id")
+     b"trailer", b"transfer-encoding", b"upgrade", b"x-api-key", b"x-request-id",
+     CLIENT_HEADER)
 )  # fmt: skip
 Headers = list[tuple[bytes, bytes]]
 
@@ -239,7 +249,9 @@ class _Forwarded(Response):
         if client is None:
             raise httpx.ConnectError("it has just ended")
         url = httpx.URL(path=request.url.path, query=request.url.query.encode())
-        headers = _passed_on(request.headers.raw)
+        client_name = client_of(request.scope, self._front.config.api_keys)
+        digest = sha256(client_name.encode()).hexdigest().encode()
+        headers = [*_passed_on(request.headers.raw), (CLIENT_HEADER, digest)]
         asked = client.build_request(
             request.method, url, headers=headers, content=self._body
         )

@@ -7,8 +7,10 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
 from typing import Protocol
 
 import uvicorn
@@ -18,6 +20,8 @@ from ..errors import ConfigError
 
 #: Seconds that connections have to close once all answers have ended.
 _LAST_BYTES = 5
+#: Seconds in which a second SIGTERM is the first: ``timeout`` sends two at once.
+_ONE_REQUEST = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -80,6 +84,8 @@ def run(
 ) -> BaseException | None:
     """Serve until SIGINT or SIGTERM; then answers end, or are cut when it is time.
 
+    A second signal ends the process at once.
+
     Args:
         app: its ``state.service`` is a :class:`Serving` while its lifespan runs.
         stop_timeout: seconds that running answers have to end.
@@ -124,6 +130,7 @@ class _Web(uvicorn.Server):
         self._tell_started: Callable[[], None] | None = started
         self._stopping = stopping
         self.failure: BaseException | None = None
+        self._asked = 0.0  # when the first signal came
 
     @property
     def _service(self) -> Serving:
@@ -149,6 +156,7 @@ class _Web(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # Of a script's background, SIGINT comes here ignored; who sends it means it.
         heard = (signal.SIGINT, signal.SIGTERM)
         before = {each: signal.signal(each, self.handle_exit) for each in heard}
         try:
@@ -156,3 +164,12 @@ class _Web(uvicorn.Server):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal end as if there were nothing to stop."""
+        now = time.monotonic()
+        if not self.should_exit:
+            self.should_exit, self._asked = True, now
+        elif sig == signal.SIGINT or now > self._asked + _ONE_REQUEST:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)

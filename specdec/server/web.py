@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import re
 import uuid
-from collections.abc import Awaitable, Mapping
+from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -24,6 +24,8 @@ from .refusal import Refusal
 _BODY_SECONDS = 60
 T = TypeVar("T")
 
+#: By which the server before replicas says who asks.
+CLIENT_HEADER = b"x-specdec-client"
 _OPEN = frozenset(("/", "/health"))  # no key is asked for
 
 
@@ -51,7 +53,7 @@ class _Guard:
 
     def __init__(self, app: ASGIApp, config: ServerConfig):
         self._app = app
-        self._key = None if config.api_key is None else config.api_key.encode()
+        self._keys = config.api_keys
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -66,14 +68,15 @@ class _Guard:
             await send(message)
 
         refusal = None
-        if not self._admits(scope):
+        is_open = scope["path"] in _OPEN
+        if self._keys and not is_open and _key_of(scope, self._keys) is None:
             refusal = Refusal(
                 "the API key is missing or wrong: send it as Authorization: Bearer "
                 "KEY, or as x-api-key",
                 status=401,
                 code="invalid_api_key",
             )
-        elif self._key is None and _is_rebound(scope):
+        elif not self._keys and _is_rebound(scope):
             refusal = Refusal(
                 "the Host header names another machine: call the server as localhost "
                 "or by its address, or start it with --api-key",
@@ -86,13 +89,28 @@ class _Guard:
         response = error_response(refusal, scope["path"])
         await response(scope, receive, named)
 
-    def _admits(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] in _OPEN:
-            return True
-        given = dict(scope["headers"])
-        bearer = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        keys = (bearer, given.get(b"x-api-key", b""))
-        return any(hmac.compare_digest(key, self._key) for key in keys)
+
+def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
+    """The key that a request has sent; all are compared, so that time says nothing."""
+    sent = dict(scope["headers"])
+    bearer = sent.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+    found = None
+    for key in keys:
+        for given in (bearer, sent.get(b"x-api-key", b"")):
+            if hmac.compare_digest(given, key.encode()):
+                found = key
+    return found
+
+
+def client_of(scope: Scope, keys: Sequence[str]) -> str:
+    """Who asks: by the key, where there are keys, else by the address.
+
+    A replica is reached by the server before it alone, which says who asks.
+    """
+    if not scope.get("client"):  # a Unix socket
+        sent: dict[bytes, bytes] = dict(scope["headers"])
+        return sent.get(CLIENT_HEADER, b"").decode("latin-1")
+    return _key_of(scope, keys) or "" if keys else str(scope["client"][0])
 
 
 def _is_rebound(scope: Scope) -> bool:

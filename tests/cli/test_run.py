@@ -377,7 +377,7 @@ def test_a_draft_on_a_cpu_is_noted(
     noted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+    cpu = backend._DEFAULTS["cpu"]
     monkeypatch.setattr(backend, "defaults", lambda: cpu)
     result = specdec("run", "-p", "Hi", *arguments)
     assert ("slower there; the output is the same" in result.stderr) is noted
@@ -572,6 +572,17 @@ def test_an_error_of_an_interrupted_run_is_told(
         "specdec: error: prompt 1: the logits are NaN\n"
         "specdec: interrupted: 1 of 2 prompts finished\n"
     )
+
+
+def test_turns_that_never_come_are_not_waited_for(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """Those after an answer that failed count as missing to the end."""
+    decoder.raises = (3, KeyboardInterrupt())
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["a", "b"]}\n{"turns": ["failing", "x", "y"]}\n')
+    result = specdec("run", "--quiet", "--prompts", str(path))
+    assert "specdec: interrupted: 1 of 3 turns finished\n" in result.stderr
 
 
 def test_ctrl_c_while_loading(specdec: Specdec, decoder: FakeDecoder) -> None:

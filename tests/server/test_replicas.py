@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
@@ -193,7 +194,8 @@ def test_a_request_and_its_answer_pass_as_they_are(
     client, _ = ready
     text = '{"prompt":"plain",  "x": 1e0, "u": "\\u00e9"}'
     headers = {"content-type": "application/json", "authorization": "Bearer k",
-               "anthropic-version": "7", "origin": "http://a.example"}  # fmt: skip
+               "anthropic-version": "7", "origin": "http://a.example",
+               "x-specdec-client": "somebody else"}  # fmt: skip
     answer = client.post("/v1/completions?beta=true", content=text, headers=headers)
     assert answer.status_code == 203
     assert answer.headers["access-control-allow-origin"] == "http://a.example"
@@ -204,6 +206,8 @@ def test_a_request_and_its_answer_pass_as_they_are(
     assert sent["anthropic-version"] == "7"
     assert sent["content-length"] == str(len(text.encode()))
     assert not {"authorization", "origin", "transfer-encoding"} & sent.keys()
+    # By which a replica keeps clients apart: the address, not what a client says.
+    assert sent["x-specdec-client"] == sha256(b"127.0.0.1").hexdigest()
     assert client.get("/v1/nothing").status_code == 404
     assert client.delete("/v1/completions").status_code == 405
     assert client.post("/v1/completions", content="x").status_code == 415
@@ -351,7 +355,7 @@ def test_the_end_and_the_beginning() -> None:
 
     While no replica is ready yet, requests are refused, not lost.
     """
-    with fronted(api_key="k") as (client, front):
+    with fronted(api_keys=("k",)) as (client, front):
         early = client.get("/v1/models", headers={"x-api-key": "k"})
         assert early.status_code == 503
         assert early.json()["error"]["code"] == "no_replica"
