@@ -17,7 +17,7 @@ import httpx
 import openai
 import pytest
 
-from specdec import SamplingParams, SpecDecoder
+from specdec import SamplingParams, ServerError, SpecDecoder
 from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat
 from specdec.server.config import ServerConfig
@@ -287,6 +287,22 @@ def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     params = SamplingParams(max_tokens=n, min_tokens=n)
     (whole,) = decoder.generate(["Go on"], params, ignore_chat_template=True)
     assert choice["text"] == whole.text
+
+
+def test_what_fails_before_the_first_token_has_a_status(decoder: SpecDecoder) -> None:
+    """A stream of nothing but an error: it cannot be sent to another replica."""
+
+    def fails(prompt: str) -> str:
+        raise ServerError("the device is gone")
+
+    with running(Scripted(decoder, fails)) as server:
+        body = {"messages": ENDLESS["messages"], "max_tokens": 9, "stream": True}
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            text = {"input": "a", "max_output_tokens": 9, "stream": True}
+            asked = text if path == "/v1/responses" else body
+            answer = httpx.post(server.url + path, json={"model": "tiny", **asked})
+            assert answer.status_code == 500, path
+            assert "the device is gone" in answer.json()["error"]["message"]
 
 
 def test_a_stream_that_waits_stays_open(decoder: SpecDecoder) -> None:
