@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +28,7 @@ class Weights:
     What is written into an array (``weight[0] = 1``) is not noticed.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module | Sequence[nn.Module]):
         self._model = model
         self._seen = [weakref.ref(array) for array in _parameters(model)]
 
