@@ -328,7 +328,7 @@ def test_memory_stays_within_the_plan(
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
-        ("dspark", [0, 0, 41, 24, 16, 41]),
+        ("dflash", [0, 0, 41, 0, 16, 41]),
         ("eagle3", [0, 0, 40, 23, 16, 40]),
     ],
 )
