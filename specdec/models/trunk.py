@@ -135,12 +135,15 @@ class TargetEnds:
         model: an mlx-lm model; it does not change.
         name: for messages.
 
+    Attributes:
+        model: the same.
+
     Raises:
         UnsupportedModelError: it is not built of a trunk and a head.
     """
 
     def __init__(self, model: nn.Module, name: str):
-        self._model, self._name = model, name
+        self.model, self._name = model, name
         self._trunk = trunk_of(model, name, "lending the embedding")
         if not self._trunk.path:
             raise UnsupportedModelError(
@@ -158,12 +161,12 @@ class TargetEnds:
     @property
     def trunk(self) -> nn.Module:
         """The module that embeds, calls the layers, and norms."""
-        return self._trunk.of(self._model)
+        return self._trunk.of(self.model)
 
     @property
     def owner(self) -> nn.Module:
         """The module that has the trunk, and multiplies by the output head."""
-        part = self._model
+        part = self.model
         for name in self._trunk.path[:-1]:
             part = part[name]
         return part
@@ -181,7 +184,7 @@ class TargetEnds:
     def logits(self, h: mx.array) -> mx.array:
         """Logits (B, S, V) of normed hidden states (B, S, D)."""
         given = calling(self.trunk, lambda usual, args, kwargs: h)
-        whole = self._trunk.replaced(self._model, given)
+        whole = self._trunk.replaced(self.model, given)
         found: mx.array = whole(mx.zeros(h.shape[:2], mx.int32))
         return found
 

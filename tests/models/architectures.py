@@ -21,9 +21,12 @@ from mlx.utils import tree_map
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from specdec.errors import UnsupportedModelError
+from specdec.models.hidden_states import record_layers
 from specdec.models.layers import caches_of_layers, has_text_model
+from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode import Accepted, Drafter, DraftRows, Proposals, Round
 
 from ..plain import AT_ONCE, run_rows
 
@@ -480,22 +483,45 @@ def _has_model(name: str) -> bool:
 
 
 class Guesses(Drafter):
-    """Knows how every row goes on, and says so two times of three."""
+    """Knows how every row goes on, and says so two times of three.
 
-    def __init__(self, texts: Sequence[Sequence[int]]):
+    ``heard[text]`` has the states of the layers that it listens to, by position.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...] = ()):
         self.texts = {tuple(t) for t in texts}
+        self.hidden_layers = layers
+        self.heard: dict[tuple[int, ...], dict[int, mx.array]] = {}
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> GuessRows:
         texts = [
             next((t for t in self.texts if t[: len(p)] == tuple(p)), (0,))
             for p in prompts
         ]
-        return GuessRows(texts)
+        return GuessRows(self, texts)
 
 
 class GuessRows(DraftRows):
-    def __init__(self, texts: list[tuple[int, ...]]):
-        self.texts = texts
+    def __init__(self, drafter: Guesses, texts: list[tuple[int, ...]]):
+        self.drafter, self.texts = drafter, texts
+
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        for text, states, n in zip(self.texts, hidden, lengths, strict=True):
+            heard = self.drafter.heard.setdefault(text, {})
+            heard |= {len(heard) + j: states[j] for j in range(n)}
+
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        if accepted.hidden is None:
+            return
+        arrays: list[Any] = [round_.lengths, accepted.kept]
+        each = zip(*(a.tolist() for a in arrays), strict=True)
+        for text, states, (n, kept) in zip(
+            self.texts, accepted.hidden, each, strict=True
+        ):
+            heard = self.drafter.heard.setdefault(text, {})
+            heard |= {n - 1 + j: states[j] for j in range(kept)}
 
     def propose(self, round_: Round) -> Proposals:
         lengths: Any = round_.lengths.tolist()
@@ -527,6 +553,8 @@ NOT_RUN = {
 }
 #: Those whose second cache of a layer is an indexer's, which stays as it is.
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
+#: Of these layers nobody reads hidden states.
+UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
     "deepseek_v41": "its LayerCache keeps one position for all rows",
@@ -609,6 +637,9 @@ def differences(
     )
     wanted = wanted.tolist()
     assert len({tuple(tokens) for tokens in wanted}) > 1
+    texts = [[*p, *t] for p, t in zip(prompts, wanted, strict=True)]
+    heard_layers = () if arch in UNHEARD or kv_bits is not None else (0, -1)
+    drafter = Guesses(texts, heard_layers)
     got = run_rows(
         model,
         None,
@@ -616,14 +647,48 @@ def differences(
         [SamplingParams(max_tokens=NEW_TOKENS)] * len(prompts),
         batch_size=2,
         num_draft_tokens=3,
-        drafter=Guesses([[*p, *t] for p, t in zip(prompts, wanted, strict=True)]),
+        drafter=drafter,
         prefill_step_size=5,
         backend=backend,
         kv_bits=kv_bits,
         kv_group_size=GROUP_SIZE,
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
-    return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+    wrong = [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+    heard = [
+        heard_well(model, drafter, text, 1 if by_token else len(text)) for text in texts
+    ]
+    return wrong + [i for i, well in enumerate(heard) if not well]
+
+
+def heard_well(model: Any, drafter: Guesses, text: Sequence[int], step: int) -> bool:
+    """Whether states that were heard of a row are those of plain forwards."""
+    if not drafter.hidden_layers:
+        return True
+    listened, states = record_layers(model, drafter.hidden_layers, "model")
+    caches, found = make_prompt_cache(model), []
+    for first in range(0, len(text), step):
+        listened(mx.array([list(text[first : first + step])]), cache=caches)
+        found.append(states.take()[0])
+    expected, heard = mx.concatenate(found), drafter.heard[tuple(text)]
+    most = float(mx.abs(expected).max())
+    return all(
+        bool(mx.abs(heard[i] - expected[i]).max() <= 1e-3 * most)
+        for i in range(len(text) - 1)
+    )
+
+
+def takes_heads(model: Any) -> bool:
+    """Whether draft heads can read its hidden states, and share its ends."""
+    tokens = mx.array([[1, 2]])
+    try:
+        listened, states = record_layers(model, (0,), "model")
+        wanted = listened(tokens[:, :1]).shape[-1]
+        states.check("model")
+        ends = TargetEnds(model, "model")
+        return bool(ends.logits(ends.embed(tokens)).shape[-1] == wanted)
+    except UnsupportedModelError:
+        return False
 
 
 def line(arch: str, model: Any) -> str:
@@ -637,6 +702,7 @@ def line(arch: str, model: Any) -> str:
     assert model is not None
     drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
     drafts += ["distilled"] * has_text_model(model)
+    drafts += ["heads"] * takes_heads(model)
     return f"| {arch} | yes | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 
