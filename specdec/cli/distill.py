@@ -108,7 +108,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     "--layers-only",
     is_flag=True,
     help="Store no embedding; specdec takes the target's. mlx-lm cannot load such a "
-    "draft.",
+    "draft. A block head never stores one.",
 )
 @click.option(
     "--optimizer",
@@ -208,12 +208,9 @@ def distill(
         if is_given(name) and not holdout:
             needs = "needs --holdout: name prompts to decode"
             raise click.UsageError(f"{dashed(name)} {needs}")
-    block = kind == "block"
-    for name in ("layers_only",) if block else ("block_size", "form"):
-        if is_given(name):
-            only = "a block head never stores an embedding: leave it out"
-            needs = only if block else "needs --kind block"
-            raise click.UsageError(f"{dashed(name)}: {needs}")
+    for name in ("block_size", "form"):
+        if is_given(name) and kind != "block":
+            raise click.UsageError(f"{dashed(name)} needs --kind block")
     if out is None and not dry_run:
         raise click.UsageError("--out is missing: name a folder for the draft")
     folder = None if out is None else Path(out).expanduser()

@@ -29,7 +29,15 @@ from ...models.layers import layers_of
 from ...models.loaded import Described
 from ...models.trunk import TargetEnds
 from .blocks import Block
-from .student import Lesson, Parameters, Student, head_of, text_model, widened
+from .student import (
+    Lesson,
+    Parameters,
+    Student,
+    head_of,
+    text_config,
+    text_model,
+    widened,
+)
 
 # The head reads as many layers of the target as it has itself, and these at least.
 _FEWEST_FEATURES = 3
@@ -116,7 +124,10 @@ class BlockStudent(Student):
         flat = states.reshape(-1, states.shape[-1])
         if not head.args.markov_rank:
             return flat
-        return mx.concatenate([flat, head.before(tokens.reshape(-1)[at])], axis=-1)
+        # In float32, since the gradient of a token is a sum over all its places.
+        known = head.markov_head.markov_w1.weight.astype(mx.float32)
+        before = known[tokens.reshape(-1)[at]].astype(flat.dtype)
+        return mx.concatenate([flat, before], axis=-1)
 
 
 def block_states(
@@ -232,7 +243,7 @@ def make_block_student(
     """
     source = text_model(target)
     every = layers_of(target.model)
-    config = _config(source, layers, len(every), widen, form, block_size)
+    config = _config(target, layers, widen, form, block_size)
     names = {"layers.0.self_attn.q_norm.weight"}
     if form == "dspark":
         names.add("markov_head.markov_w1.weight")
@@ -263,21 +274,23 @@ def make_block_student(
 
 
 def _config(
-    source: nn.Module,
-    layers: Sequence[int],
-    num_target_layers: int,
-    widen: int,
-    form: str,
-    block_size: int,
+    target: Described, layers: Sequence[int], widen: int, form: str, block_size: int
 ) -> dict[str, Any]:
     """As published heads of this form have it."""
+    source = text_model(target)
     args: Any = source.args
+    known = text_config(target.config)
+    num_target_layers = len(layers_of(target.model))
     vocab_size, width = head_of(source).shape
     count, heads = len(layers), args.num_attention_heads
     spread = spread_layers(num_target_layers, max(count, _FEWEST_FEATURES))
     reads = sorted({min(max(i, 0), num_target_layers - 1) for i in spread})
-    # No text has the last token, or hardly ever: most vocabularies are padded.
-    of_block = {"mask_token_id": vocab_size - 1, "target_layer_ids": reads}
+    # A token that has an embedding, and that no answer goes on after.
+    ends = known.get("eos_token_id")
+    mask = ends[0] if isinstance(ends, list) and ends else ends
+    if not isinstance(mask, int) or not 0 <= mask < vocab_size:
+        mask = vocab_size - 1
+    of_block = {"mask_token_id": mask, "target_layer_ids": reads}
     config: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": width,
@@ -285,8 +298,7 @@ def _config(
         "num_hidden_layers": count,
         "num_attention_heads": heads,
         "num_key_value_heads": args.num_key_value_heads,
-        "head_dim": getattr(args, "head_dim", None)
-        or width // args.num_attention_heads,
+        "head_dim": getattr(args, "head_dim", None) or width // heads,
         "hidden_act": "silu",
         "rms_norm_eps": args.rms_norm_eps,
         "rope_theta": args.rope_theta,
@@ -299,17 +311,14 @@ def _config(
         "block_size": block_size,
     }
     if form == "dflash":
-        return {
-            "architectures": ["DFlashDraftModel"],
-            **config,
-            "dflash_config": of_block,
-        }
-    rank = min(1 << (width // _WIDTH_OF_RANK).bit_length() - 1, _LARGEST_RANK)
+        config["architectures"] = ["DFlashDraftModel"]
+        return config | {"dflash_config": of_block}
+    rank = max(width // _WIDTH_OF_RANK, 1)
     return {
         "architectures": ["Qwen3DSparkModel"],
         **config,
         **of_block,
-        "markov_rank": rank,
+        "markov_rank": min(1 << rank.bit_length() - 1, _LARGEST_RANK),
         "markov_head_type": "vanilla",
     }
 

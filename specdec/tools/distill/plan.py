@@ -56,7 +56,6 @@ class Plan:
     """A target, the draft to be made of it, and what is worked with at a time.
 
     Args:
-        text_model: the part of the target that reads and writes text.
         student: the draft.
         head: matrix of the head that both share, shape (V, D).
         writers: rows that write together.
@@ -65,7 +64,6 @@ class Plan:
         states_bytes: most bytes of target states to keep.
     """
 
-    text_model: nn.Module
     student: Student
     head: mx.array
     writers: int
@@ -81,9 +79,8 @@ class Plan:
             UnsupportedModelError: the target's architecture is not supported.
             ConfigError: it has no such layers.
         """
-        source = text_model(target)
         layers = choose_layers(options.layers, len(layers_of(target.model)))
-        head = head_of(source)
+        head = head_of(text_model(target))
         vocab_size = head.shape[0]
         memory = backend.memory_size() or 8 << 30
         chunk = _LARGEST_CHUNK
@@ -100,7 +97,6 @@ class Plan:
                 writers //= 2
         block_tokens = options.block_tokens or _BLOCK_TOKENS[options.where]
         return cls(
-            text_model=source,
             student=_student(target, layers, options),
             head=head,
             writers=writers,

@@ -237,7 +237,7 @@ def make_student(
     for place, new in enumerate(trunk["layers"]):
         new.update(widened(every, layers, place, widen))
     trunk["norm"].update(source["model"]["norm"].parameters())
-    config = _text_config(target.config) | changes
+    config = text_config(target.config) | changes
     model.eval()
     name = f"{len(layers)} layers"
     return LayerStudent(model, config, tuple(layers), name, source)
@@ -286,7 +286,8 @@ def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
     return joined
 
 
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a target's text model alone, and of none that is packed."""
     inner = config.get("text_config")
     outer = {
         key: value
