@@ -54,7 +54,8 @@ def models_of(
         runner=runner,
     )
     made = make_drafter(drafter, context)
-    return of_target.recording(made.hidden_layers), made
+    beside = getattr(made, "context", None)
+    return of_target.recording(made.hidden_layers, beside), made
 
 
 def load_drafter(

@@ -217,7 +217,8 @@ class EngineLoad:
     Args:
         running: rows that decode, or whose prompts are being taken in.
         waiting: requests that have no row yet.
-        cache_bytes: of the target's keys and values, of rows that decode.
+        cache_bytes: of keys and values, the target's and the draft's, of rows that
+            decode.
     """
 
     running: int = 0

@@ -115,7 +115,7 @@ def block_start(end: int, block_size: int) -> int:
     return (end - 1) // block_size * block_size
 
 
-def place_key(parent: str, tokens: Sequence[int]) -> str:
+def place_key(parent: str, tokens: Sequence[int | str]) -> str:
     """The name of a place: a hash of the one before it and of the tokens between.
 
     The first parent is the signature of the model, so that a key names all

@@ -7,7 +7,18 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, new_shapes
+from ..models.runner import ModelRows, ModelRunner
+from .drafter import (
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+    backlog,
+    context,
+    method,
+    nbytes,
+    new_shapes,
+)
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
@@ -35,6 +46,10 @@ class ChainDrafter:
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
+        reading = [d for d in (first, second) if d.hidden_layers]
+        self.context: ModelRunner | None = None
+        if len(reading) == 1:
+            self.context = getattr(reading[0], "context", None)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
@@ -63,9 +78,20 @@ class ChainRows:
         self._num_layers = num_layers
 
     @property
+    def context(self) -> ModelRows | None:
+        """Of the one that reads hidden states."""
+        first, _ = self._num_layers
+        return context(self._first if first else self._second)
+
+    @property
     def backlog(self) -> int:
         """Of the one that has more."""
         return max(backlog(self._first), backlog(self._second))
+
+    @property
+    def nbytes(self) -> int:
+        """Of both together."""
+        return nbytes(self._first) + nbytes(self._second)
 
     @property
     def new_shapes(self) -> int:

@@ -26,6 +26,7 @@ class DraftModel:
     """
 
     hidden_layers: tuple[int, ...] = ()
+    context: ModelRunner | None = None
 
     def __init__(
         self,
@@ -80,6 +81,11 @@ class DraftModelRows:
     def new_shapes(self) -> int:
         """Forwards of the model so far whose shapes were not ready."""
         return self._rows.new_shapes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._rows.nbytes
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""

@@ -11,6 +11,7 @@ from typing import Protocol, Self
 import mlx.core as mx
 
 from ..errors import DrafterError
+from ..models.runner import ModelRows, ModelRunner
 from ..sampling import Draws, GrammarMasks, RowSampling
 from .rejection_sampler import Accepted
 
@@ -228,6 +229,10 @@ class Drafter(Protocol):
     #: the last with -1, -2, ...
     hidden_layers: tuple[int, ...] = ()
 
+    #: Runs what has an entry for each token whose hidden states were observed: then
+    #: prefixes of prompts are kept with these; ``None``: they are not reused.
+    context: ModelRunner | None = None
+
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
@@ -239,6 +244,17 @@ def backlog(rows: DraftRows) -> int:
     Their attribute ``backlog`` says it, where they have one.
     """
     return int(getattr(rows, "backlog", 0))
+
+
+def nbytes(rows: DraftRows) -> int:
+    """Bytes that rows keep, where their attribute ``nbytes`` says it."""
+    return int(getattr(rows, "nbytes", 0))
+
+
+def context(rows: DraftRows) -> ModelRows | None:
+    """What rows of :attr:`Drafter.context` hold: their attribute ``context``."""
+    found: ModelRows | None = getattr(rows, "context", None)
+    return found
 
 
 def new_shapes(rows: DraftRows) -> int:

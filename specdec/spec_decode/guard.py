@@ -9,6 +9,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import DrafterError
+from ..models.runner import ModelRows
 from .draft_length import BatchState, DraftLength, RoundTiming
 from .drafter import (
     Drafter,
@@ -16,7 +17,9 @@ from .drafter import (
     Proposals,
     Round,
     backlog,
+    context,
     method,
+    nbytes,
     new_shapes,
     peek,
 )
@@ -73,6 +76,7 @@ class _Guarded(Drafter):
         self._drafter, self._guard = drafter, guard
         self.context_length = drafter.context_length
         self.hidden_layers = drafter.hidden_layers
+        self.context = getattr(drafter, "context", None)
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
@@ -108,6 +112,14 @@ class _GuardedRows(DraftRows):
     @property
     def backlog(self) -> int:
         return self._ask(backlog, 0)
+
+    @property
+    def context(self) -> ModelRows | None:
+        return self._ask(context, None)
+
+    @property
+    def nbytes(self) -> int:
+        return self._ask(nbytes, 0)
 
     @property
     def new_shapes(self) -> int:

@@ -31,6 +31,7 @@ class HeadDrafter:
 
     Attributes:
         hidden_layers: layers of the target that the head reads.
+        context: the head.
     """
 
     def __init__(
@@ -47,12 +48,15 @@ class HeadDrafter:
         head: Any = runner.model
         self.head: DraftHead = head
         self.hidden_layers = self.head.args.target_layers
+        self.context: ModelRunner | None = runner
         self.max_round = max_draft_tokens + 1
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
         """Begin rows for ``prompts``."""
         known = [p[:-1] for p in prompts]
-        rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
+        rows = self.runner.rows(
+            known, max_round=self.max_round, max_length=max_length, reuses=False
+        )
         kind = BlockRows if isinstance(self.head, BlockHead) else ChainedRows
         return kind(self, rows)
 
@@ -72,6 +76,11 @@ class HeadRows:
         # Of each row's last entry, where the head gives anything, shape (B, 1, D).
         self._state = mx.zeros((rows.num_rows, 1, size))
 
+    @property
+    def context(self) -> ModelRows:
+        """The caches of the context."""
+        return self._rows
+
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
@@ -90,7 +99,8 @@ class HeadRows:
             return
         last = mx.maximum(kept - 1, 0)[:, None, None]
         new = mx.take_along_axis(given, last, axis=1)
-        self._state = mx.where((kept > 0)[:, None, None], new, self._state)
+        state = self._state.astype(new.dtype)
+        self._state = mx.where((kept > 0)[:, None, None], new, state)
 
     def _evaluate(self) -> None:
         """Hand what was written to the device: no graph grows, no chunk is held."""
@@ -124,6 +134,11 @@ class HeadRows:
         """Keep just the given rows."""
         self._rows.filter(rows)
         self._state = self._state[mx.array(list(rows), mx.int32)]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the context."""
+        return self._rows.nbytes + self._state.nbytes
 
     def extend(self, other: HeadRows) -> None:
         """Append the rows of ``other``."""

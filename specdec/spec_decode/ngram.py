@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..backend import defaults
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
+from ..models.runner import ModelRunner
 from ..utils.checks import require, require_int
 from . import ngram_search
 from .drafter import Proposals, Round
@@ -80,6 +81,7 @@ class NgramDrafter:
 
     context_length: int | None = None
     hidden_layers: tuple[int, ...] = ()
+    context: ModelRunner | None = None
 
     def __init__(self, options: NgramOptions | None = None):
         if not isinstance(options, NgramOptions | None):

@@ -20,10 +20,12 @@ from specdec.config import EngineConfig
 from specdec.draft_names import named_draft
 from specdec.engine.admission import row_needs
 from specdec.engine.engine import Engine
+from specdec.engine.profiler import measure_forwards
 from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel
 from specdec.models.draft_heads import load_head
 from specdec.models.runner import ModelRunner
+from specdec.prefix_cache.store import PrefixStore
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Proposals, Round
@@ -308,3 +310,97 @@ def test_memory_stays_within_the_plan(
         engine.step()
     planned = plan.peak([row_needs(150, params)] * 4)
     assert planned / 3 < mx.get_peak_memory() - others < planned
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dspark", [0, 0, 41, 24, 16, 41]),
+        ("eagle3", [0, 0, 40, 23, 16, 40]),
+    ],
+)
+def test_prefixes_are_kept_with_the_context(
+    name: str,
+    expected: list[int],
+    lender: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is proposed after a reused prefix is what is proposed without.
+
+    An entry of EAGLE-3's context reads the token after its own, and must not be reused
+    where another one follows. A row that is not drafted for stores nothing: the head
+    knows nothing of it.
+    """
+    config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
+    write_head(tmp_path, CONFIGS[name])
+    head = load_head(tmp_path, CONFIGS[name], "the draft", lender).model
+    begun = make_prompts()[4][:41]
+    prompts = [[*begun, 5, 6], [*begun, 9], [*begun[:24], 3, 4], begun[:17]]
+    params = [SamplingParams(max_tokens=4)] * len(prompts)
+    undrafted = SamplingParams(max_tokens=3, num_draft_tokens=0)
+    made: dict[bool, list[Any]] = {}
+    for stored in (False, True):
+        store = PrefixStore(memory=1 << 28, block_size=8) if stored else None
+        runner = ModelRunner(lender.model, "target", config, AT_ONCE, store)
+        drafter = HeadDrafter(
+            ModelRunner(head, "head", config, AT_ONCE, store),
+            vocab_size=VOCAB,
+            max_draft_tokens=K,
+        )
+        runner = runner.recording(drafter.hidden_layers, drafter.context)
+        rounds: list[Any] = []
+        made[stored] = rounds
+        with monkeypatch.context() as patch:
+            for kind in (BlockRows, ChainedRows):
+
+                def noted(
+                    rows: Any,
+                    round_: Round,
+                    usual: Any = kind.propose,
+                    rounds: Any = rounds,
+                ) -> Any:
+                    found = usual(rows, round_)
+                    rounds.append((round_.lengths.tolist(), found.tokens.tolist()))
+                    return found
+
+                patch.setattr(kind, "propose", noted)
+            reused = []
+            # One after the other, so that each finds what those before it stored.
+            texts = [[*begun, 1, 2], *prompts, [*begun, 1, 2, 3]]
+            for text, p in zip(texts, [undrafted, *params, params[0]], strict=True):
+                engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
+                request = Request(0, "", tuple(text), p)
+                engine.add(request)
+                while engine.busy:
+                    engine.step()
+                assert request.tokens == greedy(lender.model, text, p.max_tokens)
+                reused.append(request.prefix_tokens)
+        if stored:
+            assert reused == expected
+    assert made[True] == made[False]
+
+
+def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
+    """Drafting is timed for one token and for several: a block is no row of steps.
+
+    In bfloat16 nothing of a head is wider: it would be slower, and caches larger.
+    """
+    model = copy.deepcopy(lender.model)
+    model.set_dtype(mx.bfloat16)
+    target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
+    for i, name in enumerate(("dspark", "eagle3")):
+        drafter, _ = drafter_of(tmp_path / name, CONFIGS[name], target)
+        runner = ModelRunner(model, "target", EngineConfig(), AT_ONCE)
+        runner = runner.recording(drafter.hidden_layers)
+        forwards = measure_forwards(
+            runner, drafter, 2, max_draft_tokens=K, budget_seconds=0.05
+        )
+        assert forwards.draft_step + forwards.draft_once > 0
+        rows = drafter.rows([[1, 2, 3], [4]], max_length=40)
+        hidden = mx.zeros((2, 1, 32 * len(READS)), mx.bfloat16)
+        rows.observe(hidden, mx.array([[5], [6]]), [1, 1])
+        for cache in rows.context._caches:
+            assert cache.keys.dtype == mx.bfloat16
+        assert rows._state.dtype == (mx.bfloat16 if i else mx.float32)
+        assert rows.nbytes > rows.context.nbytes > 0

@@ -20,6 +20,7 @@ class EagleHead(DraftHead):
     """An EAGLE-3 or 3.1 head."""
 
     args: EagleConfig
+    reads_following = True
 
     def __init__(self, config: EagleConfig):
         super().__init__(config)

@@ -23,6 +23,9 @@ class DraftHead(nn.Module):
         config: of the head.
     """
 
+    #: Whether a context entry reads the token after its own, too.
+    reads_following = False
+
     def __init__(self, config: HeadConfig):
         super().__init__()  # type: ignore[no-untyped-call]
         size = config.sizes.hidden_size

@@ -68,6 +68,7 @@ class MTPHead(DraftHead):
     """
 
     args: MTPConfig
+    reads_following = True
 
     def __init__(self, config: MTPConfig, layer: nn.Module, like: tuple[Any, int]):
         super().__init__(config)
