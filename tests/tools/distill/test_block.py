@@ -33,12 +33,12 @@ from specdec.tools.distill.train import Trainer
 from tests.models.draft_heads import published
 from tests.models.gguf_files import arguments, random_model
 
-from .harness import options, run, same, write_target
+from .harness import QUESTIONS, longer, options, run, same, write_target
 
 SIZE, HARD = 4, 0.3
 FORMS = pytest.mark.parametrize("form", ["dspark", "dflash"])
 # What the numpy forward of the published heads takes for granted.
-SIZES = {
+SIZES: dict[str, Any] = {
     "hidden_size": 32,
     "intermediate_size": 48,
     "num_hidden_layers": 6,
@@ -108,8 +108,9 @@ class Defined:
     """The loss by its definition: numpy, an anchor at a time, from the weights alone.
 
     Args:
-        anchors: of each row.
-        answers: how many slots of each of these blocks count.
+        target: whose text model computes features and labels.
+        made: the draft, for its sizes.
+        block: the text.
     """
 
     def __init__(self, target: LoadedModel, made: BlockStudent, block: Block):
@@ -267,6 +268,7 @@ def test_a_run_learns_stops_goes_on_and_drafts(
 ) -> None:
     """To the bit what a run in one piece gives; what comes out drafts."""
     wanted = options(target, tmp_path / "whole", kind="block", block_size=SIZE, bits=4)
+    wanted = longer(wanted, 1800)
     card = run(wanted)
     history = card["training"]["history"]
     assert history[-1]["kl"] < 0.7 * history[0]["kl"]
@@ -274,7 +276,7 @@ def test_a_run_learns_stops_goes_on_and_drafts(
     usual: Callable[[Trainer], None] = Trainer.step
 
     def stopping(self: Trainer) -> None:
-        if self.progress.step == 5:
+        if self.progress.step == 4:
             raise KeyboardInterrupt
         usual(self)
 
@@ -290,39 +292,49 @@ def test_a_run_learns_stops_goes_on_and_drafts(
         mx.load(str(tmp_path / n / "model.safetensors")) for n in ("whole", "parts")
     ]
     assert same(*files)
-    check_drafts(target, wanted.folder, "DSpark")
+    assert "layers.0.mlp.gate_proj.scales" in files[0]
+    check_drafts(target, wanted.folder)
 
 
-def test_a_dflash_head_is_stored_as_such(target: Path, tmp_path: Path) -> None:
+def test_a_dflash_head_is_stored_and_measured(target: Path, tmp_path: Path) -> None:
+    """On texts that are held out, and in rounds of the engine."""
+    holdout = tmp_path / "rivers.txt"
+    holdout.write_text("Name a river.\n", "utf-8")
     wanted = options(
-        target, tmp_path / "out", kind="block", block_size=SIZE, form="dflash"
+        target,
+        tmp_path / "out",
+        kind="block",
+        block_size=SIZE,
+        form="dflash",
+        holdout=(str(holdout),),
+        rounds=1,
     )
-    run(replace(wanted, budget=replace(wanted.budget, tokens=300)))
+    card = run(longer(wanted, 300))
+    assert 0 <= card["agreement"]["rivers"]["agreement"] <= 1
+    assert card["agreement"]["rivers"]["positions"] > SIZE
+    assert [r["num_draft_tokens"] for r in card["rounds"]] == [4, 4]
+    assert all(r["drafted"] > 0 for r in card["rounds"])
     config = json.loads((wanted.folder / "config.json").read_text())
     assert config["architectures"] == ["DFlashDraftModel"]
     assert "A DFlash head, which drafts" in (wanted.folder / "README.md").read_text()
-    check_drafts(target, wanted.folder, "DFlash")
 
 
-def check_drafts(target: Path, folder: Path, kind: str) -> None:
+def check_drafts(target: Path, folder: Path) -> None:
     """Its output is the target's, and much of what it drafts is accepted."""
     loaded = load(str(target), dtype="float32")
     draft = load_draft(str(folder), loaded, dtype="float32")
     head: Any = draft.model
-    assert head.args.kind == kind
+    assert head.args.kind == "DSpark"
     assert draft.tokenizer is loaded.tokenizer
-    prompts = ["What is 3 times 6?", "What is 7 times 10?", "Why?"]
-    params = SamplingParams(max_tokens=24)
+    prompts = [*QUESTIONS.splitlines()[:5], "Why?"]
     outputs = []
     for each in (None, draft):
         config = EngineConfig(num_draft_tokens=3 if each else 0)
         decoder = SpecDecoder(loaded, each, config=config)
-        found = decoder.generate(prompts, params)
+        found = decoder.generate(prompts, SamplingParams(max_tokens=24))
         outputs.append([list(result.token_ids) for result in found])
     assert outputs[0] == outputs[1]
-    assert decoder.stats.drafted > 0
-    if kind == "DSpark":
-        assert decoder.stats.acceptance_rate > 0.2
+    assert decoder.stats.acceptance_rate > 0.15  # of a random head hardly any
 
 
 def test_what_makes_no_sense_is_refused(target: Path, tmp_path: Path) -> None:
