@@ -34,6 +34,7 @@ means that there is no difference. What is refused is refused by name before any
   (see [Caches](caches.md#recurrent-layers)).
 - **Drafts**: "any other" are another model, the target quantized (`self:`), and
   n-grams. `layers:` and distilled drafts need to know how a model calls its layers.
+  "heads" are [draft heads](drafters.md), which read hidden states of the model.
 
 | architecture | runs | caches | drafts |
 |---|---|---|---|

@@ -394,7 +394,10 @@ class ModelRows:
         """
         method = getattr(self.runner.model, name)
         if lengths is None:
-            return method(*arrays, self._caches)
+            done = None
+            if self.runner.compiled is not None:
+                done = self.runner.compiled.call(name, arrays, self._caches)
+            return method(*arrays, self._caches) if done is None else done[0]
         with self._padded(lengths):
             found = method(*arrays, self._caches)
         self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]

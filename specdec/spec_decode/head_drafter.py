@@ -136,6 +136,11 @@ class HeadRows:
         self._state = self._state[mx.array(list(rows), mx.int32)]
 
     @property
+    def new_shapes(self) -> int:
+        """Calls of the head so far whose shapes were not ready."""
+        return self._rows.new_shapes
+
+    @property
     def nbytes(self) -> int:
         """Bytes of the context."""
         return self._rows.nbytes + self._state.nbytes

@@ -16,9 +16,12 @@ import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
+from specdec.errors import UnsupportedModelError
+from specdec.models.hidden_states import record_layers
 from specdec.models.layers import has_trunk
+from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode import Accepted, Drafter, DraftRows, Proposals, Round
 
 from ..plain import AT_ONCE, run_rows
 
@@ -440,22 +443,45 @@ def _has_model(name: str) -> bool:
 
 
 class Guesses(Drafter):
-    """Knows how every row goes on, and says so two times of three."""
+    """Knows how every row goes on, and says so two times of three.
 
-    def __init__(self, texts: Sequence[Sequence[int]]):
+    ``heard[text]`` has the states of the layers that it listens to, by position.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...] = ()):
         self.texts = {tuple(t) for t in texts}
+        self.hidden_layers = layers
+        self.heard: dict[tuple[int, ...], dict[int, mx.array]] = {}
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> GuessRows:
         texts = [
             next((t for t in self.texts if t[: len(p)] == tuple(p)), (0,))
             for p in prompts
         ]
-        return GuessRows(texts)
+        return GuessRows(self, texts)
 
 
 class GuessRows(DraftRows):
-    def __init__(self, texts: list[tuple[int, ...]]):
-        self.texts = texts
+    def __init__(self, drafter: Guesses, texts: list[tuple[int, ...]]):
+        self.drafter, self.texts = drafter, texts
+
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        for text, states, n in zip(self.texts, hidden, lengths, strict=True):
+            heard = self.drafter.heard.setdefault(text, {})
+            heard |= {len(heard) + j: states[j] for j in range(n)}
+
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        if accepted.hidden is None:
+            return
+        arrays: list[Any] = [round_.lengths, accepted.kept]
+        each = zip(*(a.tolist() for a in arrays), strict=True)
+        for text, states, (n, kept) in zip(
+            self.texts, accepted.hidden, each, strict=True
+        ):
+            heard = self.drafter.heard.setdefault(text, {})
+            heard |= {n - 1 + j: states[j] for j in range(kept)}
 
     def propose(self, round_: Round) -> Proposals:
         lengths: Any = round_.lengths.tolist()
@@ -486,6 +512,8 @@ NOT_RUN = {
     "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
     "those of qwen3_5",
 }
+#: Of these layers nobody reads hidden states.
+UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
     "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
@@ -524,6 +552,8 @@ def differences(arch: str, model: Any) -> list[int]:
     # Its window depends on the size of a chunk in mlx-lm.
     wanted = [plain(model, p, by_token=arch == "plamo3") for p in PROMPTS]
     assert len({tuple(tokens) for tokens in wanted}) > 1
+    texts = [[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]
+    drafter = Guesses(texts, () if arch in UNHEARD else (0, -1))
     got = run_rows(
         model,
         None,
@@ -531,12 +561,45 @@ def differences(arch: str, model: Any) -> list[int]:
         [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS),
         batch_size=2,
         num_draft_tokens=3,
-        drafter=Guesses([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]),
+        drafter=drafter,
         prefill_step_size=5,
         backend=AT_ONCE,
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
-    return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+    wrong = [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+    step = 1 if arch == "plamo3" else len(PROMPTS[1]) + NEW_TOKENS
+    heard = [heard_well(model, drafter, text, step) for text in texts]
+    return wrong + [i for i, well in enumerate(heard) if not well]
+
+
+def heard_well(model: Any, drafter: Guesses, text: Sequence[int], step: int) -> bool:
+    """Whether states that were heard of a row are those of plain forwards."""
+    if not drafter.hidden_layers:
+        return True
+    listened, states = record_layers(model, drafter.hidden_layers, "model")
+    caches, found = make_prompt_cache(model), []
+    for first in range(0, len(text), step):
+        listened(mx.array([list(text[first : first + step])]), cache=caches)
+        found.append(states.take()[0])
+    expected, heard = mx.concatenate(found), drafter.heard[tuple(text)]
+    most = float(mx.abs(expected).max())
+    return all(
+        bool(mx.abs(heard[i] - expected[i]).max() <= 1e-3 * most)
+        for i in range(len(text) - 1)
+    )
+
+
+def takes_heads(model: Any) -> bool:
+    """Whether draft heads can read its hidden states, and share its ends."""
+    tokens = mx.array([[1, 2]])
+    try:
+        listened, states = record_layers(model, (0,), "model")
+        wanted = listened(tokens[:, :1]).shape[-1]
+        states.check("model")
+        ends = TargetEnds(model, "model")
+        return bool(ends.logits(ends.embed(tokens)).shape[-1] == wanted)
+    except UnsupportedModelError:
+        return False
 
 
 def line(arch: str, model: Any) -> str:
@@ -548,7 +611,8 @@ def line(arch: str, model: Any) -> str:
     if reason is not None:
         return f"| {arch} | no: {reason} | {caches} | |"
     assert model is not None
-    drafts = "`layers:`, distilled, any other" if has_trunk(model) else "any other"
+    drafts = "`layers:`, distilled, " if has_trunk(model) else ""
+    drafts += "heads, any other" if takes_heads(model) else "any other"
     return f"| {arch} | yes | {caches} | {drafts} |"
 
 

@@ -174,6 +174,10 @@ def test_proposals_are_those_of_a_plain_forward(
     )  # fmt: skip
     drafted, accepted = drafts_of(rows)
     assert drafted / 4 < accepted < drafted
+    compiled: Any = drafter.runner.compiled
+    assert compiled is None or {key[0] for key in compiled._functions} == {
+        "absorb", "step" if name == "eagle3" else "states",
+    }  # fmt: skip
     assert len(noted.found) > 25
     for texts, proposed in noted.found[:: 1 if backend is AT_ONCE else 3]:
         k = len(proposed)  # the last rounds of a row are narrower
