@@ -42,8 +42,8 @@ Facts = Any
 #: What differs between rank 0's facts and those of another rank, in words.
 Explain = Callable[[Facts, Facts], str]
 
-# By launchers: mlx.launch's, those of MPI.
-_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# What mlx.launch sets; with --backend mpi it is Open MPI that does.
+_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
 # Seconds that ranks have to meet, once they have found each other.
 _MEETING = 60.0
 # Seconds that who connects has to say who it is.
