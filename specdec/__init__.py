@@ -23,7 +23,7 @@ from .errors import (
     VocabularyMismatchError,
 )
 from .grammar import Grammar
-from .outputs import GenerationResult, RunStats, StreamEvent
+from .outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from .request import TokenLogprobs
 from .sampling_params import SamplingParams
 
@@ -42,6 +42,7 @@ __all__ = [
     "ConfigError",
     "DrafterError",
     "EngineConfig",
+    "EngineLoad",
     "GenerationResult",
     "Grammar",
     "MemoryLimitError",

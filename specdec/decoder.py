@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
@@ -30,6 +28,7 @@ from .engine.engine import Engine
 from .engine.led import LeadingSession, follow
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
+from .engine.rehearsal import Rehearsal
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
@@ -41,8 +40,14 @@ from .outputs import GenerationResult, RunStats, StreamEvent
 from .parallel import Follower, Leader, Ranks
 from .prefix_cache.store import PrefixStore, open_store
 from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encode_all
-from .sampling_params import SamplingParams, require_params
-from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
+from .sampling_params import SamplingParams, per_prompt
+from .spec_decode import (
+    DrafterFactory,
+    NamedDrafter,
+    describe,
+    factory_of,
+    vocabulary_share,
+)
 from .spec_decode.draft_length import Forwards
 from .utils.printable import quoted
 
@@ -63,8 +68,8 @@ class SpecDecoder:
         target: the model whose output is wanted: a
             :class:`~specdec.models.LoadedModel`, or a model, its tokenizer and, if
             you have it, its configuration, as ``mlx_lm.load`` returns them.
-        draft: a model of the same vocabulary that proposes tokens; the same, what
-            ``mlx_lm.load`` returns as one tuple.
+        draft: a model that proposes tokens; the same, what ``mlx_lm.load`` returns as
+            one tuple.
         drafter: makes what proposes, in place of ``draft``, or the name of a draft as
             for :meth:`from_pretrained` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
@@ -78,7 +83,7 @@ class SpecDecoder:
         prompt_limit: the largest prompt.
 
     Raises:
-        VocabularyMismatchError: target and draft do not share a vocabulary.
+        VocabularyMismatchError: target and draft share too few tokens.
         UnsupportedModelError: a model needs a cache that is not supported, or the
             drafter asks for hidden states that the target does not give.
         MemoryLimitError: the models do not fit in memory.
@@ -142,7 +147,6 @@ class SpecDecoder:
         model: LoadedModel | None = None
         if factory is not None:
             self.draft_name, model = describe(factory)
-        self.stats = RunStats()
         self._backend = backend.defaults()
         self.prefix_store: PrefixStore | None = open_store(self.config)
         ngram = factory.ngram if isinstance(factory, NamedDrafter) else None
@@ -162,6 +166,7 @@ class SpecDecoder:
             backend=self._backend,
             store=self.prefix_store,
         )
+        self.stats = RunStats(vocabulary_share=vocabulary_share(self._drafter))
         if target.ranks is not None:
             check_alike(target.ranks, target, model, self.config, self.draft_name)
         self.bounds = Bounds(
@@ -171,6 +176,7 @@ class SpecDecoder:
             GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self._rehearsal = Rehearsal(self._backend)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config,
@@ -366,17 +372,20 @@ class SpecDecoder:
         session = self.session()
         refused: list[GenerationResult] = []
         if keep_going:
-            each = _per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(given), settings)
             served = _add_those_that_can(session, asked, each, encoding, refused)
         else:
             encoded = encode_all(
                 self.tokenizer, asked, limit=self.prompt_limit, **encoding
             )
-            each = _per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(given), settings)
             session.add_all(encoded, each)
             served = list(range(len(given)))
         self.stats = session.stats
-        talks = [Conversation(i, asked[i], list(later[i]), each[i]) for i in served]
+        talks = {
+            request: Conversation(i, asked[i], list(later[i]), each[i])
+            for request, i in enumerate(served)
+        }
         return _events(session, talks, encoding, refused)
 
     def import_prompt_cache(
@@ -483,6 +492,7 @@ class SpecDecoder:
             observer,
             self._preflight,
             self._length,
+            self._rehearsal,
         )
         return engine, self.tokenizer, self.bounds, self.prompt_limit
 
@@ -491,12 +501,14 @@ class SpecDecoder:
 
         Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
-        return Server(self._session_at_work, self._encode, self.bounds.grammar)
+        return Server(self._session_at_work, self._encode, self.bounds.grammars)
 
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:
         with wired_memory():
-            yield self.session()
+            session = self.session()
+            session.warm_up()
+            yield session
 
 
 def _name(what: str, name: object) -> str:
@@ -562,7 +574,7 @@ def _shown(
 
 def _events(
     session: Session,
-    talks: list[Conversation],
+    talks: dict[int, Conversation],
     encoding: Encoding,
     refused: list[GenerationResult],
 ) -> Iterator[StreamEvent]:
@@ -619,28 +631,6 @@ def _add_those_that_can(
         else:
             served.append(index)
     return served
-
-
-def _per_prompt(
-    params: SamplingParams | Iterable[SamplingParams] | None,
-    n: int,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> list[SamplingParams]:
-    """One set of options per prompt; shared ones differ in their seed."""
-    if params is None or isinstance(params, SamplingParams):
-        shared = (params or SamplingParams()).updated(settings).seeded()
-        if shared.seed is None:
-            return [shared] * n
-        return [replace(shared, seed=shared.seed + i) for i in range(n)]
-    one = isinstance(params, dict) or not isinstance(params, Iterable)
-    each: list[Any] = [params] if one else list(params)
-    for p in each:
-        require_params(p, ", one, or one for each prompt")
-    if len(each) != n:
-        raise ConfigError(
-            f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
-        )
-    return [p.updated(settings) for p in each]
 
 
 @contextmanager

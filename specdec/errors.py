@@ -9,7 +9,7 @@
     │   ├── ModelNotFoundError     no model under that name
     │   │   └── ModelNameError         nor can there be one: misspelt (also a ConfigError)
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
-    │   └── VocabularyMismatchError  target and draft do not share a vocabulary
+    │   └── VocabularyMismatchError  target and draft share too few tokens
     ├── DrafterError           a drafter does not do what its protocol asks of it
     ├── MemoryLimitError       a run does not fit in memory (the numbers are named)
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
@@ -70,7 +70,7 @@ class UnsupportedModelError(ModelError):
 
 
 class VocabularyMismatchError(ModelError):
-    """Target and draft do not share a vocabulary; the message names what differs."""
+    """Target and draft share too few tokens; the message says how many."""
 
 
 class DrafterError(SpecdecError):

@@ -22,7 +22,7 @@ TREES = {
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("server", "tools"),
+    ("ray", "server", "tools"),
     ("decoder",),
     ("build",),
     ("engine",),

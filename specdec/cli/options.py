@@ -35,7 +35,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
         "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
-        "host", "port", "api_key", "dry_run", "quiet",
+        "host", "port", "api_keys", "dry_run", "quiet",
     ),
     "Requests": (
         "names", "cors", "max_waiting", "max_output_tokens", "max_prompt_tokens",
@@ -62,9 +62,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Memory": (
         "memory_limit", "prefill_step_size", "max_kv_size", "kv_bits",
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
-        "prefix_cache_memory",
+        "prefix_cache_memory", "prefix_sharing",
     ),
-    "Output": ("output_format", "top_logprobs", "json_file", "as_json", "help"),
+    "Many devices": ("replicas", "ray", "ray_workers"),
+    "Output": (
+        "output_format", "resumed", "top_logprobs", "json_file", "as_json", "help",
+    ),
 }  # fmt: skip
 # A page of fewer options is read at a glance.
 _FEW = 10

@@ -17,6 +17,7 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 from ..errors import ConfigError, SessionError, SpecdecError
+from ..grammar import GrammarState
 from ..outputs import StreamEvent
 from ..parallel import Follower, Leader, Ranks
 from ..prompts import EncodedPrompt
@@ -128,7 +129,12 @@ class LeadingSession(Session):
         self._leader.raise_failure()
         self._leader.say((what, self._number, *content))
 
-    def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
+    def add_encoded(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        grammar: GrammarState | None = None,
+    ) -> int:
         self._check_whole()
         params = self._completed(params)
         try:
@@ -140,13 +146,18 @@ class LeadingSession(Session):
             ) from error
         with self._leader.turn:
             self._say("add", prompt, params)
-            return super().add_encoded(prompt, params)
+            return super().add_encoded(prompt, params, grammar)
 
     def cancel(self, index: int) -> bool:
         self._check_whole()
         with self._leader.turn:
             self._say("cancel", index)
             return super().cancel(index)
+
+    def warm_up(self) -> None:
+        with self._leader.turn:
+            self._say("warm_up")
+            super().warm_up()
 
     def step(self) -> list[StreamEvent]:
         if self._broken:
@@ -181,6 +192,8 @@ def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
                     _same(partial(sessions[number][0].add_encoded, prompt, params))
                 case ("cancel", number, index):
                     _same(partial(sessions[number][0].cancel, index))
+                case ("warm_up", number):
+                    sessions[number][0].warm_up()
                 case ("step", number):
                     session, commits = sessions[number]
                     added = commits.of(session.step())

@@ -17,10 +17,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
-from ..cuda.attention_patch import take_few_queries
-from ..cuda.flattened_matmul import flatten_products
+from ..cuda import attention_patch, flattened_matmul, skinny_matmul
 from ..cuda.fused_linear import join_products
-from ..cuda.skinny_matmul import take_few_rows
 from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
@@ -32,6 +30,7 @@ from ..errors import (
 from ..model_names import locate_target
 from ..parallel import Ranks, differing
 from ..utils.printable import quoted, shorten
+from ..utils.warm_up import warm_up
 from .adapters import adapt
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
@@ -46,6 +45,7 @@ from .fingerprint import fingerprint
 from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
+from .kernel_proofs import kept_proofs
 from .layer_skip import SkippingModel
 from .loaded import LoadedModel
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
@@ -228,9 +228,12 @@ def fit(model: Any) -> None:
     if backend.name == "cpu":
         widen_packed(model)
     if backend.kernels:
-        flatten_products(model)
-        take_few_rows(model)
-        take_few_queries(model)
+        parts = flattened_matmul, skinny_matmul, attention_patch
+        with kept_proofs():
+            warm_up.run([proof for part in parts for proof in part.proofs_of(model)])
+            flattened_matmul.flatten_products(model)
+            skinny_matmul.take_few_rows(model)
+            attention_patch.take_few_queries(model)
         join_products(model)
 
 
@@ -245,8 +248,8 @@ def load_draft(
 
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
     target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
-    it, and shares its weights. The target does not change. Whether a draft's
-    vocabulary fits is :func:`check_same_vocabulary`'s question.
+    it, and shares its weights. The target does not change. What a draft's
+    vocabulary shares with the target's, :func:`map_vocabulary` says.
 
     Raises:
         ConfigError: another ``self:`` draft, or layers that there are not.

@@ -40,7 +40,7 @@ from .loading import (
     explain,
     is_gguf,
 )
-from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .precision import cast, parse_dtype, predicate, quantized_copy, widen_packed
 from .sharding import shard
 
 
@@ -261,7 +261,7 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
-    may_pack = getattr(model, "quant_predicate", lambda path, layer: True)
+    may_pack = predicate(model, "quant_predicate")
     default = {k: packing[k] for k in ("group_size", "bits", "mode") if k in packing}
 
     def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:

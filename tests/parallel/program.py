@@ -185,6 +185,7 @@ def compare(
     decoder = SpecDecoder(loaded(mine, arch, ranks), config=config, **made)
     if decoder.follow():
         return
+    decoder.session().warm_up()
     for again in (False, True)[: 1 + twice]:
         results = decoder.generate(PROMPTS, PARAMS)
         single = SpecDecoder(loaded(whole, arch), config=config, **made)
@@ -318,8 +319,8 @@ def _drops_a_token(session: Session) -> None:
 def _draws_otherwise(session: Session) -> None:
     add = session.add_encoded
 
-    def added(prompt: Any, params: SamplingParams) -> int:
-        return add(prompt, params.updated({"seed": 99}))
+    def added(prompt: Any, params: SamplingParams, grammar: Any = None) -> int:
+        return add(prompt, params.updated({"seed": 99}), grammar)
 
     session.add_encoded = added  # type: ignore[method-assign]
 
@@ -394,9 +395,10 @@ def forgive(leader: Leader) -> None:
 
 @contextmanager
 def rounds_ahead() -> Iterator[None]:
-    """Compiled forwards, handed over ahead, as on a GPU."""
+    """Compiled forwards, handed over ahead and rehearsed, as on a GPU."""
+    as_on_a_gpu = replace(BEHIND, new_shape_seconds=0.01)
     with (
-        patch("specdec.backend.defaults", lambda: BEHIND),
+        patch("specdec.backend.defaults", lambda: as_on_a_gpu),
         patch("specdec.build.replace", lambda backend, **changes: backend),
     ):
         yield
