@@ -42,8 +42,8 @@ Facts = Any
 #: What differs between rank 0's facts and those of another rank, in words.
 Explain = Callable[[Facts, Facts], str]
 
-# By launchers: mlx.launch's, those of MPI.
-_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# What mlx.launch sets; with --backend mpi it is Open MPI that does.
+_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
 # Seconds that ranks have to meet, once they have found each other.
 _MEETING = 60.0
 # Seconds that who connects has to say who it is.
@@ -175,7 +175,7 @@ class Leader(Ranks):
         super().__init__(group)
         self.turn = threading.RLock()
         self.failure: RankError | None = None
-        self.last_words: Callable[[RankError], None] = say_error
+        self.last_words: Callable[[RankError], None] = _say
         self.broken = False
         self._changed = threading.Condition()
         self._heard = threading.Event()
@@ -479,7 +479,7 @@ def _named(versions: Mapping[str, Any]) -> str:
     return ", ".join(f"{name} {version}" for name, version in versions.items())
 
 
-def say_error(error: RankError) -> None:
+def _say(error: RankError) -> None:
     """Print it to standard error, as the command line does."""
     print(f"specdec: error: {error}", file=sys.stderr)
 

@@ -302,6 +302,7 @@ def run(
     prompts = [records[index].prompt for index in left]
     events: Iterator[StreamEvent]
     summary: Callable[[], str]
+    leader: Leader | None = None
     loading |= {"target": target, "draft": draft, "config": config}
     if ray is not None:
         job = RayJob(ray, ray_workers, loading)
@@ -362,8 +363,7 @@ def run(
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
-    if ray is None:
-        ranks.last_words(leader, partial(conclude, interrupted=True))
+    ranks.last_words(leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")

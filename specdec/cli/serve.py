@@ -21,7 +21,6 @@ from ..config import (
     NumDraftTokens,
 )
 from ..errors import RankError, ServerError, reason_of
-from ..parallel import say_error
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
@@ -30,7 +29,13 @@ from ..server.config import (
 )
 from ..utils.sizes import parse_size
 from . import options, ranks
-from .output import share_text, show, show_warnings, silence_third_parties
+from .output import (
+    share_text,
+    show,
+    show_error,
+    show_warnings,
+    silence_third_parties,
+)
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
@@ -292,18 +297,18 @@ def _serve_here(
 
     stopping = partial(_show_stopping, config, quiet=quiet)
     app = make_app(decoder, config)
-    ranks.last_words(leader, partial(_lose_rank, app))
+    ranks.last_words(leader, partial(_answer, app))
     failure = run(app, config.stop_timeout, listener, started, stopping)
     if failure is not None:
         raise engine_failed(failure) from failure
 
 
-def _lose_rank(app: Starlette, lost: RankError) -> None:
-    """Answer what is open: the engine waits for a rank that has ended."""
+def _answer(app: Starlette, *, lost: RankError) -> None:
+    """Answer what is open where the engine waits for a rank that has ended."""
     if (service := getattr(app.state, "service", None)) is not None:
         service.engine.fail(lost)
         time.sleep(_ANSWERING)
-    say_error(lost)
+    show_error(str(lost))
 
 
 def _serve_by(

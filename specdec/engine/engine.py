@@ -220,7 +220,7 @@ class Engine:
         Without it that is done for the first ones, by their parameters.
         """
         if self._rehearsal.due:
-            drawn = SamplingParams(temperature=1.0, top_p=0.9)
+            drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
             begun = time.perf_counter()
             self._rehearse(self._scheduler.batch_size, [SamplingParams(), drawn])
             self.stats.warmup_seconds += time.perf_counter() - begun

@@ -13,6 +13,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
@@ -105,7 +106,6 @@ def load(
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
         if ranks is not None:
             take_shard(loaded.model, loaded.config, ranks, name)
-            mx.eval(loaded.model.parameters())
     else:
         loaded = replace(
             _load_folder_or_hub(
@@ -174,6 +174,9 @@ def take_shard(
     facts = {"model": fingerprint(model), "configuration": repr(sorted(config.items()))}
     shard(model, ranks.group, name)
     ranks.check(facts, differing, wait=True)
+    leaves: Any = tree_flatten(model.parameters())
+    for _, array in leaves:
+        mx.eval(array)  # one at a time, as each is read whole first
 
 
 def adopt(

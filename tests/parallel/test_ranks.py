@@ -30,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models: one that can be sharded, and two that cannot."""
     base = tmp_path_factory.mktemp("ranks")
-    write_folder(base / "llama")
+    write_folder(base / "llama", bits=4, intermediate_size=128)
+    write_folder(base / "wide", hidden_size=128, intermediate_size=1024)
     write_folder(base / "odd-heads", num_attention_heads=6, num_key_value_heads=3)
     write_folder(base / "no-shard", "gemma3")
     return base
@@ -53,6 +54,7 @@ CHECKS = {
     "qwen3_5 accepted",
     "llama packed",
     "llama prefixes",
+    "loading a shard",
     "refusal: cannot shard gemma3_text models",
     "refusal: n_kv_heads is 3",
     "refusal: adapter_path does not",
