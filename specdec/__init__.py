@@ -15,6 +15,7 @@ from .errors import (
     ModelNotFoundError,
     PromptError,
     PromptFileError,
+    RankError,
     ServerError,
     SessionError,
     SpecdecError,
@@ -28,6 +29,7 @@ from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .decoder import SpecDecoder
+    from .parallel import Ranks
 
 try:
     __version__ = metadata.version("mlx-specdec")
@@ -49,6 +51,8 @@ __all__ = [
     "ModelNotFoundError",
     "PromptError",
     "PromptFileError",
+    "RankError",
+    "Ranks",
     "RunStats",
     "SamplingParams",
     "ServerError",
@@ -69,6 +73,10 @@ def __getattr__(name: str) -> Any:
         from .decoder import SpecDecoder
 
         return SpecDecoder
+    if name == "Ranks":
+        from .parallel import Ranks
+
+        return Ranks
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 

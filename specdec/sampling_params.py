@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
@@ -343,3 +344,25 @@ def require_params(params: object, more: str = "") -> SamplingParams:
             f"{more}"
         )
     return params
+
+
+def per_prompt(
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    n: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> list[SamplingParams]:
+    """One set of options per prompt; shared ones differ in their seed."""
+    if params is None or isinstance(params, SamplingParams):
+        shared = (params or SamplingParams()).updated(settings).seeded()
+        if shared.seed is None:
+            return [shared] * n
+        return [replace(shared, seed=shared.seed + i) for i in range(n)]
+    one = isinstance(params, dict) or not isinstance(params, Iterable)
+    each: list[Any] = [params] if one else list(params)
+    for p in each:
+        require_params(p, ", one, or one for each prompt")
+    if len(each) != n:
+        raise ConfigError(
+            f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
+        )
+    return [p.updated(settings) for p in each]

@@ -20,6 +20,7 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 
+from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
@@ -34,7 +35,9 @@ from specdec.spec_decode.draft_length import DraftLength
 # Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
 # compiled forwards, padding in steps of one token, packed keys
 # and values unpacked for attention.
-AT_ONCE = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+AT_ONCE = BackendDefaults(
+    "cpu", read_bucket=1, static_shapes=False, lookahead=1, costs_by_token=True
+)
 BEHIND = BackendDefaults(
     "cuda",
     read_bucket=64,
@@ -44,10 +47,8 @@ BEHIND = BackendDefaults(
     pad_single_token=True,
     unpacks=True,
 )
-# As on Metal: bucketed shapes, and nothing beside what rounds need.
-METAL = BackendDefaults(
-    "metal", read_bucket=64, static_shapes=True, lookahead=1, peek_rows=0
-)
+# As on Metal: shapes as they come, all rounds read one behind.
+METAL = backend._DEFAULTS["metal"]
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
 

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-from typing import Any
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,6 +19,7 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
+from ..errors import ServerError, reason_of
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
@@ -23,8 +27,11 @@ from ..server.config import (
     PREFIX_SHARING,
 )
 from ..utils.sizes import parse_size
-from . import options
-from .output import show, show_warnings, silence_third_parties
+from . import options, ranks
+from .output import share_text, show, show_warnings, silence_third_parties
+
+if TYPE_CHECKING:
+    from ..server.config import ServerConfig
 
 
 def _seconds(
@@ -128,6 +135,11 @@ def _seconds(
     "Time that running requests have to end when the server stops.",
     default=30,
 )
+@options.positive(
+    "--replicas",
+    text="Processes that serve the model, one for each device, behind this port. One "
+    "that ends starts again. [default: this process serves]",
+)
 @options.chat_template_config()
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
@@ -154,6 +166,7 @@ def _seconds(
     "same client (its key, else its address, and the user that it names).",
 )
 @options.loading()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -167,6 +180,7 @@ def serve(
     port: int,
     names: tuple[str, ...],
     max_body: str,
+    replicas: int | None,
     temp: float,
     chat_template_config: str | None,
     num_draft_tokens: NumDraftTokens,
@@ -178,6 +192,7 @@ def serve(
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
     loading: dict[str, Any],
+    tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -192,11 +207,17 @@ def serve(
     \b
       specdec serve --target MODEL --draft MODEL --batch 8
       SPECDEC_API_KEY=secret specdec serve --host 0.0.0.0 --port 8000
+      specdec serve --target MODEL --replicas 8
     """  # noqa: D301 - click's mark for lines to keep
+    if replicas is not None and tensor_parallel is not None:
+        raise click.UsageError(
+            "--replicas and --tensor-parallel are two ways to use several devices: "
+            "give one"
+        )
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
-    check_extra("starlette", "uvicorn", "prometheus_client")
+    check_extra("starlette", "uvicorn", "prometheus_client", "httpx")
     options.check_loading(loading, drafts=drafts)
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
@@ -223,13 +244,13 @@ def serve(
         chat_template_config=options.template_variables(chat_template_config),
         **limits,
     )
+    loading |= {"target": target, "draft": draft, "config": engine}
     silence_third_parties()
     show_warnings()
-    from ..server.running import bind, serve, url_of
+    from ..server.running import bind
 
     with bind(host, port) as listener:
         from ..backend import check_compiler
-        from ..decoder import SpecDecoder
 
         notes = [check_compiler()]
         if not config.api_keys and not _is_loopback(host):
@@ -237,21 +258,89 @@ def serve(
         for note in notes:
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
-        templates.start()
-        decoder = SpecDecoder.from_pretrained(target, draft, config=engine, **loading)
+        if replicas is None:
+            _serve_here(loading, config, listener, tensor_parallel, quiet=quiet)
+        else:
+            _serve_by(replicas, loading, config, listener, quiet=quiet)
 
-        def started() -> None:
-            if not quiet:
-                show(f"specdec: {_described(decoder)} at {url_of(listener)}", err=True)
 
-        def stopping(running: int) -> None:
-            if running and not quiet:
-                answers = "1 answer has" if running == 1 else f"{running} answers have"
-                most = f"{config.stop_timeout:g} seconds"
-                again = "Ctrl-C again ends at once"
-                show(f"specdec: stopping: {answers} up to {most}; {again}", err=True)
+def _serve_here(
+    loading: dict[str, Any],
+    config: ServerConfig,
+    listener: socket.socket,
+    tensor_parallel: int | None,
+    *,
+    quiet: bool,
+) -> None:
+    """Load the model, and serve it."""
+    from ..server.app import make_app
+    from ..server.running import run, url_of
 
-        serve(decoder, config, listener, started, stopping)
+    templates.start()
+    decoder = ranks.load(tensor_parallel, **loading)
+
+    def started() -> None:
+        if not quiet:
+            show(f"specdec: {described(decoder)} at {url_of(listener)}", err=True)
+
+    stopping = partial(_show_stopping, config, quiet=quiet)
+    app = make_app(decoder, config)
+    failure = run(app, config.stop_timeout, listener, started, stopping)
+    if failure is not None:
+        raise engine_failed(failure) from failure
+
+
+def _serve_by(
+    count: int,
+    loading: dict[str, Any],
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    quiet: bool,
+) -> None:
+    """Serve by replicas."""
+    from ..server.front import make_front
+    from ..server.replicas import FirstReplicaError, Replicas
+    from ..server.running import run, url_of
+    from .replica import command, environments
+
+    places = environments(count)
+    if len(set(map(str, places))) < count and not quiet:
+        show(
+            "specdec: note: replicas share a device: a larger --batch uses it better",
+            err=True,
+        )
+    replicas = Replicas(
+        count, partial(command, loading, config, places), config.request_timeout
+    )
+
+    def started() -> None:
+        if not quiet:
+            what = f"{replicas.all[0].described}, {count} replicas"
+            show(f"specdec: {what} at {url_of(listener)}", err=True)
+
+    stopping = partial(_show_stopping, config, quiet=quiet)
+    app = make_front(replicas, config)
+    failure = run(app, config.stop_timeout, listener, started, stopping)
+    if isinstance(failure, FirstReplicaError) and failure.code is not None:
+        sys.exit(failure.code)  # it has said why
+    if failure is not None:
+        raise failure
+
+
+def _show_stopping(config: ServerConfig, running: int, *, quiet: bool) -> None:
+    if running and not quiet:
+        answers = "1 answer has" if running == 1 else f"{running} answers have"
+        most = f"{config.stop_timeout:g} seconds"
+        again = "Ctrl-C again ends at once"
+        show(f"specdec: stopping: {answers} up to {most}; {again}", err=True)
+
+
+def engine_failed(failure: BaseException) -> ServerError:
+    """What a server ends with whose engine failed."""
+    return ServerError(
+        f"the engine failed ({reason_of(failure)}): start the server again"
+    )
 
 
 def check_extra(*modules: str) -> None:
@@ -270,8 +359,10 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _described(decoder: Any) -> str:
+def described(decoder: Any) -> str:
+    """What a decoder serves, in a line."""
     from ..model_names import short
 
     draft = short(decoder.draft_name) if decoder.draft_name else "no draft"
-    return f"{short(decoder.target_name)} with {draft}"
+    shared = share_text(decoder.stats.vocabulary_share)
+    return f"{short(decoder.target_name)} with {draft}{shared}"

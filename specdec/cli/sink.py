@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TextIO
 from unicodedata import category
@@ -23,6 +23,10 @@ class Sink:
     header line, in the order of the prompts; the JSON lines in the order in
     which the prompts finish. Standard output is written within ``aside()``.
 
+    Args:
+        done: indices of prompts whose results the file has already; without any, what
+            it holds is replaced.
+
     Attributes:
         finished: results taken.
         errors: of prompts that ended with one, by their index.
@@ -36,6 +40,7 @@ class Sink:
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
         | None = None,
+        done: Collection[int] = (),
     ) -> None:
         self._prompts = prompts
         self._output = output
@@ -51,7 +56,8 @@ class Sink:
         self.finished = 0
         self.errors: dict[int, str] = {}
         self.dropped = 0
-        if output is not None and os.path.isfile(output.name):
+        self._done = frozenset(done)
+        if output is not None and os.path.isfile(output.name) and not done:
             output.truncate(0)
 
     def take(self, event: StreamEvent) -> None:
@@ -77,10 +83,11 @@ class Sink:
         if not self._several:
             self._write("\n")
             return
-        while self._next in self._waiting:
-            self._write_blocks(self._next)
-            if self._next not in self._ended:
-                return
+        while self._next in self._waiting or self._next in self._done:
+            if self._next not in self._done:
+                self._write_blocks(self._next)
+                if self._next not in self._ended:
+                    return
             self._next += 1
 
     def close(self) -> None:

@@ -76,7 +76,7 @@ class DecodeBatch:
         self.alone = True
         self._in_flight = in_flight
         self._limits = DraftLimits(
-            drafter, length.max_draft_tokens, static_shapes=backend.static_shapes
+            drafter, length.max_draft_tokens, exact=backend.costs_by_token
         )
         self._backend = backend
         self._observer = observer
@@ -221,7 +221,7 @@ class DecodeBatch:
         cost time, and functions of the user's, and grammars, need every token before
         the next: then rounds are read at once.
         """
-        if self._rules.needs_tokens or (k and not self._backend.static_shapes):
+        if self._rules.needs_tokens or (k and self._backend.costs_by_token):
             return 0
         return self._backend.lookahead
 

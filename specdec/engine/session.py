@@ -135,6 +135,13 @@ class Session:
         """What was counted and measured since the session began."""
         return self._engine.stats
 
+    def warm_up(self) -> None:
+        """Compile what requests will need, where a GPU's kernels are compiled.
+
+        Otherwise the first request waits for that.
+        """
+        self._engine.warm_up()
+
     def add(
         self,
         prompt: Prompt,
@@ -177,19 +184,23 @@ class Session:
             grammar: that of ``params``, where it is compiled already.
         """
         self._check_whole()
-        if params.xtc_probability > 0 and params.xtc_special_tokens is None:
-            # As mlx-lm's command line has it: texts must be able to break and end.
-            newline = self._tokenizer.encode("\n", add_special_tokens=False)
-            special = (*newline, *sorted(self._tokenizer.eos_token_ids))
-            special = tuple(t for t in special if t < self._bounds.vocab_size)
-            params = replace(params, xtc_special_tokens=special)
-        params = self._bounds.check(prompt, params.seeded())
+        params = self._bounds.check(prompt, self._completed(params))
         grammar = grammar or self._bounds.grammar(params)
         index = self._next_index
         request = Request(index, prompt.text, prompt.token_ids, params, grammar=grammar)
         self._next_index += 1
         self._engine.add(request)
         return index
+
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with a seed, and what else is left to be chosen."""
+        if params.xtc_probability > 0 and params.xtc_special_tokens is None:
+            # As mlx-lm's command line has it: texts must be able to break and end.
+            newline = self._tokenizer.encode("\n", add_special_tokens=False)
+            special = (*newline, *sorted(self._tokenizer.eos_token_ids))
+            special = tuple(t for t in special if t < self._bounds.vocab_size)
+            params = replace(params, xtc_special_tokens=special)
+        return params.seeded()
 
     def add_all(
         self, prompts: Iterable[EncodedPrompt], params: Iterable[SamplingParams]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
@@ -23,6 +22,7 @@ from .job import Begun, Call, Chat, End, Event, Job, Message, Outcome, Piece, To
 from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import Rendering, sse
+from .routing import BILLING
 from .sampling import MORE, constraint, sampling, stops
 from .service import Service
 
@@ -71,9 +71,6 @@ TABLE: Table = {
 }
 NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequences",
          "grammar": "output_config.format"}  # fmt: skip
-#: A line of Claude Code's system prompt that is another one in every request: it is for
-#: the service, and would make all prompts differ from their beginning on.
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 
 def parse(body: Any, service: Service) -> MessageRendering:
@@ -221,8 +218,8 @@ def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
     text = system if isinstance(system, str) else ""
     if isinstance(system, list):
         parts = (text_of([part], f"system[{i}]") for i, part in enumerate(system))
-        text = "\n\n".join(filter(None, (_BILLING.sub("", part, 1) for part in parts)))
-    if text := _BILLING.sub("", text, 1):
+        text = "\n\n".join(filter(None, (BILLING.sub("", part, 1) for part in parts)))
+    if text := BILLING.sub("", text, 1):
         made.append({"role": "system", "content": text})
     called: dict[str, str] = {}
     for i, message in enumerate(given):

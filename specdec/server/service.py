@@ -103,7 +103,17 @@ class Service:
     @property
     def healthy(self) -> bool:
         """Whether requests are answered."""
-        return self.engine.failure is None and not self._draining
+        return self.failure is None and not self._draining
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong in the engine, if it failed."""
+        return self.engine.failure
+
+    @property
+    def pending(self) -> int:
+        """Answers that have not ended."""
+        return self.engine.pending
 
     def check_model(self, name: str | None) -> str:
         """The model's name for a response to a request that calls it ``name``.

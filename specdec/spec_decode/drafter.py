@@ -200,6 +200,15 @@ class Drafter(Protocol):
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
 
 
+def vocabulary_share(drafter: Drafter | None) -> float | None:
+    """Of the target's tokens, those that a drafter can propose, 0 to 1; ``None``: all.
+
+    Its attribute ``vocabulary_share`` says it, where it has one.
+    """
+    found: float | None = getattr(drafter, "vocabulary_share", None)
+    return found
+
+
 def backlog(rows: DraftRows) -> int:
     """Tokens of a row, on average, that the next :meth:`DraftRows.propose` takes in.
 
