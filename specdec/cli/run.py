@@ -351,9 +351,9 @@ def run(
             show_error(str(lost))
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
-            left = total - sink.dropped
+            coming = total - sink.dropped
             show(
-                f"specdec: interrupted: {sink.finished} of {left} {what}s "
+                f"specdec: interrupted: {sink.finished} of {coming} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
