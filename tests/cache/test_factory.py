@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -282,12 +283,12 @@ class TestRefusals:
         )
 
     @pytest.mark.parametrize("start", [0, 1000])
-    def test_attention_sinks_with_kv_bits(
+    def test_code_that_takes_no_packed_keys_gets_them_unpacked(
         self, start: int, tiny_model: TinyModel
     ) -> None:
-        """Before any work, even where quantization would start later."""
+        """Known before any work, even where quantization would start later."""
         arch, arguments = MODELS["gpt-oss"]
-        model = tiny_model(arch, **{**arguments, "head_dim": 32})
+        sinks = tiny_model(arch, **{**arguments, "head_dim": 32})
         options = CacheOptions(
             max_write=4,
             kv_bits=8,
@@ -295,7 +296,13 @@ class TestRefusals:
             quantized_kv_start=start,
             unpacks=False,
         )
-        assert "attention sinks" in refusal(model, options)
+        unpacking = replace(options, unpacks=True)
+        assert check_caches(sinks, "sinks", options) == unpacking
+        usual = tiny_model("llama", head_dim=32)
+        assert check_caches(usual, "usual", options) == options
+        # Of a model that fails with dense keys too, nothing else is said.
+        dense = replace(options, kv_bits=None)
+        assert "kv bits" not in refusal(tiny_model("llama4", **LLAMA4), dense)
 
     def test_nothing_is_computed(self, tiny_model: TinyModel) -> None:
         model = tiny_model("llama")

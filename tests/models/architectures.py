@@ -19,7 +19,7 @@ import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models import base
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from specdec.models.layers import caches_of_layers, has_text_model
 from specdec.sampling_params import SamplingParams
@@ -28,6 +28,8 @@ from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 from ..plain import AT_ONCE, run_rows
 
 VOCABULARY = 61
+#: Of packed keys and values.
+GROUP_SIZE = 32
 
 #: By the names that mlx-lm's arguments have; an architecture takes those that it knows.
 COMMON: dict[str, Any] = {
@@ -438,7 +440,7 @@ _SIGNATURES = SimpleNamespace(signature=cache(inspect.signature))
 
 
 def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
-    """A small random model in float32."""
+    """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
     layers = {"num_hidden_layers": 4, "num_layers": 4} if arch in _FOUR_LAYERS else {}
     own = {**layers, **OWN.get(arch, {}), **changes}
@@ -523,6 +525,8 @@ NOT_RUN = {
     "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
     "those of qwen3_5",
 }
+#: Those whose second cache of a layer is an indexer's, which stays as it is.
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
     "deepseek_v41": "its LayerCache keeps one position for all rows",
@@ -534,9 +538,49 @@ NEW_TOKENS = 6
 BY_TOKEN = {"phi3small", "plamo3"}
 
 
-def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> mx.array:
-    """Greedy tokens of one sequence, with mlx-lm's own caches; nothing is computed."""
+class Rounding:
+    """A cache of mlx-lm's that holds what packed keys and values can hold.
+
+    Attributes that a model reads or sets are the cache's.
+    """
+
+    def __init__(self, cache: Any, bits: int):
+        vars(self).update(cache=cache, bits_=bits)
+
+    def update_and_fetch(self, *arrays: mx.array) -> Any:
+        return self.cache.update_and_fetch(*map(self._rounded, arrays))
+
+    def _rounded(self, array: mx.array) -> mx.array:
+        packing = {"group_size": GROUP_SIZE, "bits": self.bits_}
+        return mx.dequantize(*mx.quantize(array, **packing), **packing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cache, name, value)
+
+
+def rounding(arch: str, cache: Any, bits: int) -> Any:
+    """The cache, or those of a list, that keep keys and values rounded."""
+    if isinstance(cache, CacheList):
+        n = 1 if arch in INDEXED else None
+        rounded = [rounding(arch, each, bits) for each in cache.caches[:n]]
+        return CacheList(*rounded, *cache.caches[len(rounded) :])
+    return cache if isinstance(cache, ArraysCache) else Rounding(cache, bits)
+
+
+def plain(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    by_token: bool = False,
+    kv_bits: int | None = None,
+) -> list[int]:
+    """Greedy tokens of one sequence, with mlx-lm's own caches."""
     caches = make_prompt_cache(model)
+    if kv_bits is not None:
+        caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
     for i in range(0, len(prompt), step):
         logits = model(mx.array([prompt[i : i + step]]), cache=caches)
@@ -544,10 +588,13 @@ def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> mx.ar
     while len(tokens) < NEW_TOKENS:
         logits = model(tokens[-1][None], cache=caches)
         tokens.append(mx.argmax(logits[:, -1], axis=-1))
-    return mx.concatenate(tokens)
+    found: Any = mx.concatenate(tokens).tolist()
+    return list(found)
 
 
-def differences(arch: str, model: Any) -> list[int]:
+def differences(
+    arch: str, model: Any, kv_bits: int | None = None, backend: Any = AT_ONCE
+) -> list[int]:
     """Prompts whose tokens are others in a batch than alone; none is exact.
 
     A batch of two rows for three prompts, of 1 to 12 tokens, prefilled in chunks; a
@@ -558,8 +605,7 @@ def differences(arch: str, model: Any) -> list[int]:
     """
     prompts = [p * 8 if arch == "phi3small" else p for p in PROMPTS]  # blocks of 32
     by_token = arch in BY_TOKEN
-    wanted: Any = mx.stack([plain(model, p, by_token=by_token) for p in prompts])
-    wanted = wanted.tolist()
+    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
     assert len({tuple(tokens) for tokens in wanted}) > 1
     got = run_rows(
         model,
@@ -570,7 +616,9 @@ def differences(arch: str, model: Any) -> list[int]:
         num_draft_tokens=3,
         drafter=Guesses([[*p, *t] for p, t in zip(prompts, wanted, strict=True)]),
         prefill_step_size=5,
-        backend=AT_ONCE,
+        backend=backend,
+        kv_bits=kv_bits,
+        kv_group_size=GROUP_SIZE,
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
     return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
