@@ -470,6 +470,7 @@ def names() -> list[str]:
     return [n for n in found if _has_model(n)]
 
 
+@cache
 def _has_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None
