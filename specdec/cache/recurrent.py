@@ -190,9 +190,10 @@ class BatchRecurrentCache(BatchCache):
         return output
 
     def _next_forward(self, width: int) -> None:
-        if not self._spans or self._kept is not None:
+        spans = self._spans and self._kept is None
+        if not spans or not self._num_written:
             self._settle()
-            self._begin()
+            self._begin(spans=spans)
         self._layers, self._now = [], self._slots
         self._offset_now = self.offset
         self._valid = [width] * self.batch_size

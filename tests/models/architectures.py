@@ -473,6 +473,7 @@ def names() -> list[str]:
     return [n for n in found if _has_model(n)]
 
 
+@cache
 def _has_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None
@@ -604,8 +605,8 @@ def plain(
     *,
     by_token: bool = False,
     kv_bits: int | None = None,
-) -> mx.array:
-    """Greedy tokens of one sequence, with mlx-lm's own caches; nothing is computed."""
+) -> list[int]:
+    """Greedy tokens of one sequence, with mlx-lm's own caches."""
     caches = make_prompt_cache(model)
     if kv_bits is not None:
         caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
@@ -616,7 +617,8 @@ def plain(
     while len(tokens) < NEW_TOKENS:
         logits = model(tokens[-1][None], cache=caches)
         tokens.append(mx.argmax(logits[:, -1], axis=-1))
-    return mx.concatenate(tokens)
+    found: Any = mx.concatenate(tokens).tolist()
+    return list(found)
 
 
 def differences(
@@ -632,10 +634,7 @@ def differences(
     """
     prompts = [p * 8 if arch == "phi3small" else p for p in PROMPTS]  # blocks of 32
     by_token = arch in BY_TOKEN
-    wanted: Any = mx.stack(
-        [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
-    )
-    wanted = wanted.tolist()
+    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
     assert len({tuple(tokens) for tokens in wanted}) > 1
     texts = [[*p, *t] for p, t in zip(prompts, wanted, strict=True)]
     heard_layers = () if arch in UNHEARD or kv_bits is not None else (0, -1)
