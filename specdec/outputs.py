@@ -243,7 +243,9 @@ class RunStats:
     that have been taken in, ``prefix_tokens`` what of them was found in the prefix
     store; ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
     position (:class:`~specdec.outputs.GenerationResult`) add up the rows that have
-    ended. ``draft_error`` is what ended drafting before its time, in a line.
+    ended. ``vocabulary_share`` is the share of the target's tokens that a draft with
+    another vocabulary can propose, ``None`` where there is no such draft.
+    ``draft_error`` is what ended drafting before its time, in a line.
     ``peak_memory_bytes`` is MLX's peak in this process so far, weights included.
     """
 
@@ -264,6 +266,7 @@ class RunStats:
     accepted: int = 0
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    vocabulary_share: float | None = None
     draft_error: str | None = None
     peak_memory_bytes: int = 0
 

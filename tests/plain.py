@@ -25,7 +25,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.observer import RoundObserver
-from specdec.grammar import GrammarCompiler
+from specdec.grammar import Grammar, GrammarCompiler
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -119,6 +119,25 @@ def drawable(logits: mx.array, params: SamplingParams, position: int = 0) -> mx.
     for step in chain:
         logits = step(logits[None])[0]
     return logits
+
+
+class Masked:
+    """A logits processor that masks by llguidance's own bytes, from the beginning."""
+
+    def __init__(self, compiler: GrammarCompiler, grammar: Grammar, prompt: int):
+        self._matcher = compiler.compile(grammar)._fresh.deep_copy()
+        self._seen = prompt
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        new: Any = tokens[self._seen :].tolist()
+        for token in new:
+            assert self._matcher.consume_token(token)
+        self._seen = len(tokens)
+        bits, n = self._matcher.compute_bitmask(), logits.shape[-1]
+        allowed = [
+            i // 8 < len(bits) and bool(bits[i // 8] >> i % 8 & 1) for i in range(n)
+        ]
+        return mx.where(mx.array(allowed)[None], logits, -mx.inf)
 
 
 def plainly(

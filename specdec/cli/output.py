@@ -301,6 +301,7 @@ _ELSEWHERE = {
     "speculative-model": "draft",
     "stream": None,
     "system": "system-prompt",
+    "tensor-parallel-size": "tensor-parallel",
 }
 
 
@@ -312,6 +313,11 @@ def name_of(index: int, records: Sequence[PromptRecord]) -> str:
     """What a message calls a prompt: by file and line, where it has them."""
     where = records[index].where
     return f"prompt {index}" if where is None else f"{where} (prompt {index})"
+
+
+def share_text(share: float | None) -> str:
+    """What follows the name of a draft with another vocabulary than the target's."""
+    return "" if share is None else f", which has {share:.1%} of the target's tokens"
 
 
 @contextmanager

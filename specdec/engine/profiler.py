@@ -20,6 +20,7 @@ from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
+from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, Round
@@ -28,12 +29,14 @@ from ..spec_decode.draft_length import (
     FixedLength,
     Forwards,
     GoodputPolicy,
+    RoundCosts,
 )
 from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import described
 from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
 from ..spec_decode.vetting import vetted
+from .led import LedLength
 
 # Tokens of the verify forwards that are timed, and those proposed by the round that
 # says what a draft step takes.
@@ -274,26 +277,41 @@ def draft_length(
     defaults: BackendDefaults,
     *,
     store: CostStore | None = None,
+    ranks: Ranks | None = None,
 ) -> DraftLength:
     """What the config asks for: a fixed k, or ``auto`` with costs kept on disk.
 
     Args:
         store: where costs are kept; ``None``: the user's cache folder.
+        ranks: of the target: costs are rank 0's, and so are the clock that they are
+            measured with, and the choice.
     """
     if config.num_draft_tokens != "auto" or drafter is None:
         return FixedLength(config.max_draft_tokens if drafter is not None else 0)
     kept = store or CostStore(default_path())
     key = signature(config, target, drafter, defaults)
-    return GoodputPolicy(
-        kept.load(key, new_shape=defaults.new_shape_seconds),
+    load = partial(kept.load, key, new_shape=defaults.new_shape_seconds)
+    save: Callable[[RoundCosts], None] | None = partial(kept.save, key)
+    clock = time.perf_counter
+    if ranks is not None:
+        load = partial(ranks.decide, "costs", load)
+        clock = partial(ranks.decide, "clock", clock)
+        save = save if ranks.leads else None
+    policy = GoodputPolicy(
+        load(),
         max_draft_tokens=config.max_draft_tokens,
-        measure=lambda num_rows: measure_forwards(
-            target, drafter, num_rows, max_draft_tokens=config.max_draft_tokens
+        measure=partial(
+            measure_forwards,
+            target,
+            drafter,
+            max_draft_tokens=config.max_draft_tokens,
+            clock=clock,
         ),
         # Where tokens cost time, those of one row show what any number costs.
         measured_rows=1 if defaults.costs_by_token else None,
-        save=lambda costs: kept.save(key, costs),
+        save=save,
     )
+    return policy if ranks is None else LedLength(policy, ranks)
 
 
 def signature(

@@ -81,7 +81,7 @@ class ModelRunner:
             additive_mask=not reads_boolean_masks(model),
             exact_alone=not single,
         )
-        check_caches(model, name, self.options)
+        self.options = check_caches(model, name, self.options)
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)
@@ -210,6 +210,11 @@ class ModelRows:
         self._session = None
         if runner.prefixes is not None:
             self._session = runner.prefixes.begin(prompts, max_write=options.max_write)
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share prefixes among rows of the same salt alone; before :meth:`prefill`."""
+        if self._session is not None:
+            self._session.separate(salts)
 
     @property
     def offset(self) -> mx.array:

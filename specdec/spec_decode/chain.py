@@ -7,7 +7,17 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from .drafter import Drafter, DraftRows, Proposals, Round, backlog, method, new_shapes
+from .drafter import (
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+    backlog,
+    method,
+    new_shapes,
+    separate,
+    vocabulary_share,
+)
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
@@ -27,6 +37,7 @@ class ChainDrafter:
         context_length: the smaller of the two.
         hidden_layers: those of the first, then those of the second; each is shown
             its own.
+        vocabulary_share: that of the second, which proposes where the first does not.
     """
 
     def __init__(self, first: Drafter, second: Drafter):
@@ -35,6 +46,7 @@ class ChainDrafter:
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
+        self.vocabulary_share = vocabulary_share(second)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
@@ -91,6 +103,11 @@ class ChainRows:
             return hidden, None
         width = hidden.shape[-1] * first // (first + second)
         return hidden[..., :width], hidden[..., width:]
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Both share prompts among rows of the same salt alone."""
+        separate(self._first, salts)
+        separate(self._second, salts)
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts."""

@@ -9,7 +9,13 @@ from typing import Protocol, runtime_checkable
 
 from ..draft_names import DraftSpec, named_draft
 from ..errors import ConfigError
-from ..models import LoadedModel, check_same_vocabulary, context_length, load_draft
+from ..models import (
+    LoadedModel,
+    VocabularyMap,
+    context_length,
+    load_draft,
+    map_vocabulary,
+)
 from ..models.runner import ModelRunner
 from .chain import ChainDrafter
 from .draft_model import DraftModel
@@ -79,11 +85,14 @@ class NamedDrafter:
         name: for reports.
         model: what proposes; ``None``: n-grams alone.
         ngram: looked up before the model is asked; ``None``: none are.
+        vocabulary: the model's tokens for those of the target; ``None``: they are
+            looked at when the drafter is made.
     """
 
     name: str
     model: LoadedModel | None = None
     ngram: NgramOptions | None = None
+    vocabulary: VocabularyMap | None = None
 
     @classmethod
     def load(
@@ -110,7 +119,7 @@ class NamedDrafter:
         """The drafter.
 
         Raises:
-            VocabularyMismatchError: target and draft model do not share one.
+            VocabularyMismatchError: target and draft model share too few tokens.
             UnsupportedModelError: the draft model needs a cache that is not
                 supported.
         """
@@ -118,13 +127,14 @@ class NamedDrafter:
         if self.ngram is not None:
             found.append(NgramDrafter(self.ngram))
         if self.model is not None:
-            check_same_vocabulary(context.target, self.model)
+            vocabulary = self.vocabulary or map_vocabulary(context.target, self.model)
             found.append(
                 DraftModel(
                     context.runner(self.model),
                     vocab_size=context.vocab_size,
                     max_draft_tokens=context.max_draft_tokens,
                     context_length=context_length(self.model.config),
+                    vocabulary=vocabulary,
                 )
             )
         return found[0] if len(found) == 1 else ChainDrafter(*found)
