@@ -28,7 +28,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
-from ..parallel import Ranks, differing
+from ..parallel import Ranks, differing, launched_rank
 from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
@@ -242,7 +242,10 @@ def fit(model: Any, *, joins: bool = True) -> None:
             attention_patch.take_few_queries(model)
         if joins:
             join_products(model)
-        warm_up.run(choices_of(model))
+        # What is faster on one rank may not be on another, and all have to compute
+        # the same bits of what they do not share.
+        if launched_rank() is None:
+            warm_up.run(choices_of(model))
 
 
 def load_draft(

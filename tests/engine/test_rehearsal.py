@@ -175,5 +175,8 @@ def test_no_more_rows_are_rehearsed_than_memory_has(
     assert slots == [8, 8, 4, 1, 1]
 
 
-def test_nothing_is_rehearsed_where_shapes_are_cheap() -> None:
+def test_nothing_is_rehearsed_where_that_is_no_use() -> None:
+    """Where shapes are cheap; where other ranks would be waited for."""
+    assert Rehearsal(COMPILES).due
     assert not Rehearsal(BEHIND).due
+    assert not Rehearsal(COMPILES, alone=False).due
