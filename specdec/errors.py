@@ -15,6 +15,7 @@
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
     ├── SessionError           a step of a session did not end: it decodes no more
     ├── ServerError            a server is not open, or its engine failed
+    ├── RankError              ranks of a tensor-parallel run parted, or one has ended
     └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
 
 Each message is one line that names the way out; the command line prints it as it is.
@@ -90,6 +91,10 @@ class SessionError(SpecdecError):
 
 class ServerError(SpecdecError):
     """A server is not open, or its engine failed: then ``__cause__`` is why."""
+
+
+class RankError(SpecdecError):
+    """Ranks of a tensor-parallel run cannot meet, have parted, or one has ended."""
 
 
 class CompilerMissingError(SpecdecError):

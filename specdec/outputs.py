@@ -229,10 +229,13 @@ class EngineLoad:
 class RunStats:
     """Totals over the prompts of one ``generate`` or ``stream`` call, as it goes.
 
-    Times are seconds of wall clock, and add up to what the engine took:
-    ``calibration_seconds`` to measure what rounds of a draft cost, before the first
-    one, ``prefill_seconds`` on prompts, for the first token of each row,
-    ``decode_seconds`` on rounds, for the ``decode_tokens`` after it. A prefill chunk
+    Times are seconds of wall clock, and add up to what passed from the first step to
+    the last, while there were requests: ``warmup_seconds`` to compile kernels before
+    the first one, ``calibration_seconds`` to measure what rounds of a draft cost,
+    ``prefill_seconds`` on prompts, for the first token of each row, ``decode_seconds``
+    on rounds, for the ``decode_tokens`` after it, and ``other_seconds`` between steps,
+    on what their caller does. Kernels that are compiled when a model is loaded, or a
+    server starts, are in none of them. A prefill chunk
     that finds a round still running waits for it, so that with rows that join the two
     mix a little. ``rounds`` counts rounds of the batch, ``prefilled`` and
     ``prompt_tokens`` prompts that have been taken in, ``prefix_tokens`` what of them
@@ -251,9 +254,11 @@ class RunStats:
     prefix_tokens: int = 0
     generated_tokens: int = 0
     decode_tokens: int = 0
+    warmup_seconds: float = 0.0
     calibration_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    other_seconds: float = 0.0
     rounds: int = 0
     row_rounds: int = 0
     drafted: int = 0

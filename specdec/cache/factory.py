@@ -209,6 +209,7 @@ def check_caches(
     small = replace(
         options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
     )
+    module = type(model).__module__
     try:
         _try(model, make_batch_caches(model, 3, small, name))
     except GroupSizeError as error:
@@ -220,21 +221,23 @@ def check_caches(
             return check_caches(model, name, replace(options, unpacks=True))
         if options.kv_bits is not None and options.packs_members:
             return check_caches(model, name, replace(options, packs_members=False))
-        stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
-        otherwise = "" if stored else "; mlx_lm.generate runs it"
-        raise UnsupportedModelError(
-            f"{name}: its code ({type(model).__module__}) does not work with batch "
-            f"caches{stored}: {reason}{otherwise}"
+        if options.kv_bits is not None:
+            raise UnsupportedModelError(
+                f"{name}: its code ({module}) does not work with batch "
+                f"caches with kv bits {options.kv_bits}: {reason}"
+            ) from error
+        raise _unsupported_layers(
+            name, f"layers ({module}) that fail in batch caches: {reason}"
         ) from error
     dense = make_batch_caches(model, 3, replace(small, kv_bits=None), name)
     if counts_columns(model, dense):
-        raise UnsupportedModelError(
-            f"{name}: its code ({type(model).__module__}) works out positions from the "
-            "number of columns that attention reads, and the rows of a batch each have "
-            "their own; mlx_lm.generate runs it"
+        raise _unsupported_layers(
+            name,
+            f"layers ({module}) that take the number of columns which attention reads "
+            "for the position of every row",
         )
     return options
 
@@ -251,10 +254,15 @@ def _try(model: Any, caches: list[Any]) -> None:
 def _check_classes(caches: list[Any], name: str) -> None:
     for layer, cache in enumerate(caches):
         if unsupported := _unsupported(cache):
-            raise UnsupportedModelError(
-                f"{name}: layer {layer} asks for a {unsupported}, which specdec does "
-                "not support; mlx_lm.generate runs it"
+            raise _unsupported_layers(
+                name, f"{unsupported} layers, from layer {layer} on"
             )
+
+
+def _unsupported_layers(name: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} has {what}, which specdec does not support; mlx_lm.generate runs it"
+    )
 
 
 def make_batch_caches(

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedModelError
-from .layers import check_trunk, layers_of, with_layers
+from .layers import InPlace, check_layers, layers_of, with_layers
 
 
 class HiddenStates:
@@ -37,19 +37,17 @@ class HiddenStates:
         return states
 
 
-class Listened(nn.Module):
+class Listened(InPlace):
     """A layer, and who hears what it puts out."""
 
     def __init__(self, layer: nn.Module, place: int, states: HiddenStates):
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__(layer)
         self.layer = layer
         self._place = place
-        self._states = states
-        # Llama asks every layer.
-        self.use_sliding = getattr(layer, "use_sliding", False)
+        vars(self)["_states"] = states
 
-    def __call__(self, h: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
-        output: mx.array = self.layer(h, mask, cache=cache)
+    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
+        output: mx.array = self.layer(*args, **kwargs)
         self._states.put(self._place, output)
         return output
 
@@ -68,7 +66,7 @@ def record_layers(
         UnsupportedModelError: of its architecture layers cannot be listened to, or
             it has no such layer.
     """
-    check_trunk(model, name, "reading hidden states")
+    check_layers(model, name, "reading hidden states")
     every = layers_of(model)
     if any(not -len(every) <= i < len(every) for i in layers):
         raise UnsupportedModelError(

@@ -15,6 +15,7 @@ from .drafter import (
     backlog,
     method,
     new_shapes,
+    separate,
     vocabulary_share,
 )
 from .rejection_sampler import Accepted
@@ -102,6 +103,11 @@ class ChainRows:
             return hidden, None
         width = hidden.shape[-1] * first // (first + second)
         return hidden[..., :width], hidden[..., width:]
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Both share prompts among rows of the same salt alone."""
+        separate(self._first, salts)
+        separate(self._second, salts)
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts."""

@@ -122,7 +122,8 @@ class DraftRows(Protocol):
     from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
     else it does not write does nothing. Where proposing costs next to nothing it may
     have a method ``peek``, see :func:`peek`; where rounds with k = 0 leave something to
-    do, an attribute ``backlog``, see :func:`backlog`.
+    do, an attribute ``backlog``, see :func:`backlog`; where something of prompts is
+    kept for later ones, a method ``separate``, see :func:`separate`.
     """
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
@@ -222,6 +223,16 @@ def new_shapes(rows: DraftRows) -> int:
     The attribute ``new_shapes`` of rows says it, where they have one.
     """
     return int(getattr(rows, "new_shapes", 0))
+
+
+def separate(rows: DraftRows, salts: Sequence[str | None]) -> None:
+    """Have rows share what is kept of prompts with those of the same salt alone.
+
+    Called before :meth:`DraftRows.prefill`, where a request has a ``cache_salt``. Their
+    method ``separate`` does it, where they have one.
+    """
+    if (own := getattr(rows, "separate", None)) is not None:
+        own(salts)
 
 
 def method(rows: DraftRows, name: str) -> Callable[..., None]:

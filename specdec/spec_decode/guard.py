@@ -19,6 +19,7 @@ from .drafter import (
     method,
     new_shapes,
     peek,
+    separate,
 )
 from .rejection_sampler import Accepted
 from .vetting import vetted
@@ -115,6 +116,9 @@ class _GuardedRows(DraftRows):
 
     def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
         self._ask(lambda rows: rows.observe(hidden, lengths), None)
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        self._ask(lambda rows: separate(rows, salts), None)
 
     def prefill(self) -> Iterator[None]:
         none: Iterator[None] = iter(())

@@ -16,7 +16,7 @@ import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
-from specdec.models.layers import has_trunk
+from specdec.models.layers import caches_of_layers, has_text_model
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 
@@ -325,7 +325,11 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}
     },
     "laguna": {"layer_types": _SLIDING},
-    "llama4": {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    "llama4": {
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 1,
+        "floor_scale": 4,
+    },
     "lille-130m": {"n_embd": 256, "n_head": 4},
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
     "mellum": {"layer_types": _SLIDING, "rope_parameters": _BY_LAYER},
@@ -382,9 +386,14 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [1.0] * 4,
     },
     "phi3small": {
-        "dense_attention_every_n_layers": 1,
+        "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 48,
         "gegelu_limit": 20.0,
+        "blocksparse_block_size": 32,
+        "blocksparse_num_local_blocks": 1,
+        "blocksparse_vert_stride": 3,
+        # Some of its last tokens are never chosen.
+        "vocab_size": 100352,
     },
     "phixtral": {"num_vocab": VOCABULARY, "rotary_dim": 8},
     "spark2_5": {
@@ -484,7 +493,6 @@ NOT_RUN = {
     "bitnet": "mlx-lm runs it on Metal only",
     "muse_spark": "mlx-lm runs it on Metal only",
     "olmo": "mlx-lm needs the package ai2-olmo for it",
-    "phi3small": "its sparse attention takes the number of columns for positions",
     "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
     "those of qwen3_5",
 }
@@ -492,13 +500,13 @@ NOT_RUN = {
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
-    "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
-    "llama4": "it builds chunk masks from one position for all rows",
-    "minimax_m3_vl": "its sparse layers choose blocks by the columns that are read",
+    "deepseek_v41": "its LayerCache keeps one position for all rows",
 }
 
 PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
 NEW_TOKENS = 6
+#: What mlx-lm puts out depends on the size of a chunk: its windows and masks do.
+BY_TOKEN = {"phi3small", "plamo3"}
 
 
 class Rounding:
@@ -567,18 +575,18 @@ def differences(
     Raises:
         UnsupportedModelError: the architecture is refused.
     """
-    # Its window depends on the size of a chunk in mlx-lm.
-    by_token = arch == "plamo3"
-    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in PROMPTS]
+    prompts = [p * 8 if arch == "phi3small" else p for p in PROMPTS]  # blocks of 32
+    by_token = arch in BY_TOKEN
+    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
     assert len({tuple(tokens) for tokens in wanted}) > 1
     got = run_rows(
         model,
         None,
-        PROMPTS,
-        [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS),
+        prompts,
+        [SamplingParams(max_tokens=NEW_TOKENS)] * len(prompts),
         batch_size=2,
         num_draft_tokens=3,
-        drafter=Guesses([[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]),
+        drafter=Guesses([[*p, *t] for p, t in zip(prompts, wanted, strict=True)]),
         prefill_step_size=5,
         backend=backend,
         kv_bits=kv_bits,
@@ -597,8 +605,9 @@ def line(arch: str, model: Any) -> str:
     if reason is not None:
         return f"| {arch} | no: {reason} | {caches} | |"
     assert model is not None
-    drafts = "`layers:`, distilled, any other" if has_trunk(model) else "any other"
-    return f"| {arch} | yes | {caches} | {drafts} |"
+    drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
+    drafts += ["distilled"] * has_text_model(model)
+    return f"| {arch} | yes | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 
 def _kinds(caches: Sequence[Any]) -> set[str]:
