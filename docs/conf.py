@@ -48,6 +48,7 @@ NAVIGATION = {
         "/docs/server",
         "/docs/structured",
         "/docs/serving",
+        "/docs/scaling",
         "/docs/memory",
         "/docs/prefix",
         "/docs/distill",

@@ -114,7 +114,8 @@ def kill_workers(job: Job, output: Path, kills: int, rng: random.Random) -> int:
             age = rng.uniform(0, 12)  # while it loads, or decodes
             seen: dict[int, float] = {}
             while True:
-                assert process.poll() is None, "the job ended before: give it more"
+                if process.poll() is not None:
+                    raise AssertionError(f"it ended: {process.communicate()[1]}")
                 assert time.monotonic() < end
                 now = time.monotonic()
                 for pid in processes(mark, b"ray::MapWorker"):

@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
+from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from specdec.models.layers import caches_of_layers, has_text_model
@@ -31,7 +36,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -96,9 +101,9 @@ COMMON: dict[str, Any] = {
     "d_model": 32,
     "n_embd": 32,
     "model_dim": 32,
-    "num_layers": 4,
-    "n_layers": 4,
-    "n_layer": 4,
+    "num_layers": 2,
+    "n_layers": 2,
+    "n_layer": 2,
     "num_heads": 4,
     "n_heads": 4,
     "n_head": 4,
@@ -228,6 +233,23 @@ _LONGCAT = {
     "num_layers": 2,
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
+}
+
+# Two layers have one of each kind, but for these.
+_FOUR_LAYERS = {
+    "afm7",
+    "afmoe",
+    "gear",
+    "gemma3n",
+    "gemma4",
+    "gemma4_text",
+    "granitemoehybrid",
+    "llama4",
+    "ministral3",
+    "nemotron-nas",
+    "olmo_hybrid",
+    "openelm",
+    "spark2_5",
 }
 
 #: What an architecture wants beside, or otherwise.
@@ -413,13 +435,20 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+# mlx-lm looks at a class's signature for every argument that it is offered.
+_SIGNATURES = SimpleNamespace(signature=cache(inspect.signature))
+
+
 def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
-    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {}), **changes}
+    layers = {"num_hidden_layers": 4, "num_layers": 4} if arch in _FOUR_LAYERS else {}
+    own = {**layers, **OWN.get(arch, {}), **changes}
+    arguments = {**COMMON, "model_type": arch, **own}
     arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
+    with patch.object(base, "inspect", _SIGNATURES):
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
 
     def draw(weight: mx.array) -> mx.array:
         if not mx.issubdtype(weight.dtype, mx.floating):
@@ -547,21 +576,19 @@ def plain(
     *,
     by_token: bool = False,
     kv_bits: int | None = None,
-) -> list[int]:
-    """Greedy tokens of one sequence, with mlx-lm's own caches."""
+) -> mx.array:
+    """Greedy tokens of one sequence, with mlx-lm's own caches; nothing is computed."""
     caches = make_prompt_cache(model)
     if kv_bits is not None:
         caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
-    inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
-    tokens: list[int] = []
-    for part in inputs:
-        logits = model(mx.array([part]), cache=caches)
-        mx.eval([c.state for c in caches])
+    for i in range(0, len(prompt), step):
+        logits = model(mx.array([prompt[i : i + step]]), cache=caches)
+    tokens = [mx.argmax(logits[:, -1], axis=-1)]
     while len(tokens) < NEW_TOKENS:
-        tokens.append(int(mx.argmax(logits[0, -1])))
-        logits = model(mx.array([tokens[-1:]]), cache=caches)
-    return tokens
+        logits = model(tokens[-1][None], cache=caches)
+        tokens.append(mx.argmax(logits[:, -1], axis=-1))
+    return mx.concatenate(tokens)
 
 
 def differences(
@@ -577,7 +604,10 @@ def differences(
     """
     prompts = [p * 8 if arch == "phi3small" else p for p in PROMPTS]  # blocks of 32
     by_token = arch in BY_TOKEN
-    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
+    wanted: Any = mx.stack(
+        [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
+    )
+    wanted = wanted.tolist()
     assert len({tuple(tokens) for tokens in wanted}) > 1
     got = run_rows(
         model,
@@ -612,11 +642,11 @@ def line(arch: str, model: Any) -> str:
 
 def _kinds(caches: Sequence[Any]) -> set[str]:
     kinds: set[str] = set()
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            kinds |= _kinds(cache.caches)
+    for each in caches:
+        if isinstance(each, CacheList):
+            kinds |= _kinds(each.caches)
         else:
-            kinds.add(_KINDS.get(type(cache).__name__, type(cache).__name__))
+            kinds.add(_KINDS.get(type(each).__name__, type(each).__name__))
     return kinds
 
 

@@ -112,7 +112,9 @@ class ReadingRows(DraftRows):
         self.table = table
         self.hidden = mx.zeros((num_rows, table.shape[1]))
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         self._take(hidden, mx.array(list(lengths)))
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
@@ -340,6 +342,12 @@ def faults(shown: Shown) -> None:
     else:
         assert isinstance(ranks, Leader)
         find(decoder, ranks)
+    try:
+        take_shard(model_of("llama"), {"rank": ranks.rank}, ranks, "llama")
+    except RankError as error:
+        print(f"found: {error}", flush=True)
+        assert isinstance(ranks, Leader)
+        forgive(ranks)
     take_shard(model, {}, ranks, "llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
