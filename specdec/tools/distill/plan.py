@@ -80,7 +80,7 @@ class Plan:
             ConfigError: it has no such layers.
         """
         source = text_model(target)
-        layers = choose_layers(options.layers, len(layers_of(target.model)))
+        layers = choose_layers(options.layers, layers_of(target.model))
         head = head_of(source)
         vocab_size = head.shape[0]
         memory = backend.memory_size() or 8 << 30
@@ -145,7 +145,7 @@ def check_target(options: Options) -> None:
     found = outlined(options)
     if found is not None:
         text_model(found)
-        choose_layers(options.layers, len(layers_of(found.model)))
+        choose_layers(options.layers, layers_of(found.model))
 
 
 def describe(options: Options) -> list[str]:
