@@ -259,7 +259,10 @@ def fill(
             head,
             group_size=packing.get("group_size", 64),
             bits=packing.get("bits", 4),
-            class_predicate=lambda path, _: f"{path}.scales" in weights,
+            # As in mlx-lm's folders, a path of its own may be packed in another way.
+            class_predicate=lambda path, _: packing.get(
+                path, f"{path}.scales" in weights
+            ),
         )
     parameters: Any = head.parameters()  # type: ignore[no-untyped-call]
     leaves: Any = tree_flatten(parameters)
