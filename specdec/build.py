@@ -61,7 +61,8 @@ def models_of(
         runner=runner,
     )
     made = make_drafter(drafter, context)
-    return of_target.recording(made.hidden_layers), made
+    beside = getattr(made, "context", None)
+    return of_target.recording(made.hidden_layers, beside), made
 
 
 def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:

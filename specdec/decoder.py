@@ -176,7 +176,7 @@ class SpecDecoder:
             GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
-        self._rehearsal = Rehearsal(self._backend)
+        self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config,
@@ -223,7 +223,7 @@ class SpecDecoder:
                 installed default model, ``SmolLM2-135M-Instruct``.
             draft: the same; ``self:4bit`` (2, 3, 8) for the target's own weights
                 quantized in memory; ``layers:0-7,22-29`` for just those layers of
-                it; ``ngram`` for prompt lookup;
+                it; ``mtp`` for its own MTP head; ``ngram`` for prompt lookup;
                 ``ngram+MODEL`` for a model of these where no n-gram matches;
                 ``smollm2-135m-instruct`` for the default target's draft, which comes
                 with specdec; or ``none``. ``None`` takes that draft for the default

@@ -20,13 +20,15 @@ from .utils.printable import quoted
 
 #: Drafts that are made from the target's own weights.
 SELF_DRAFTS = ("self:2bit", "self:3bit", "self:4bit", "self:8bit")
+#: The target's own MTP head.
+MTP_DRAFT = "mtp"
 #: Prompt lookup.
 NGRAM_DRAFT = "ngram"
 
 #: No draft, where there would be one by default.
 NO_DRAFT = "none"
 #: Every draft that is known by its name alone.
-KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, NGRAM_DRAFT, *SELF_DRAFTS)
+KNOWN_DRAFTS = (NO_DRAFT, DEFAULT_DRAFT, NGRAM_DRAFT, MTP_DRAFT, *SELF_DRAFTS)
 
 LAYERS_EXAMPLE = "layers:0-7,22-29"
 
@@ -40,6 +42,7 @@ class ModelDraft:
             following is set.
         bits: the target itself, quantized to this many.
         layers: these layers of the target itself, in ascending order.
+        mtp: the MTP head in the target's own checkpoint.
         folder: where it is, when it comes with specdec.
         adapter_path: folder of a LoRA adapter for it.
     """
@@ -47,8 +50,14 @@ class ModelDraft:
     name: str
     bits: int | None = None
     layers: tuple[int, ...] | None = None
+    mtp: bool = False
     folder: str | None = None
     adapter_path: str | None = None
+
+    @property
+    def of_target(self) -> bool:
+        """Whether its weights are the target's, so that it has no files of its own."""
+        return self.mtp or self.bits is not None or self.layers is not None
 
     @property
     def source(self) -> str:
@@ -77,6 +86,8 @@ class ModelDraft:
             return cls(name, bits=int(rest.removesuffix("bit")))
         if kind == "layers":
             return cls(name, layers=_parse_layers(name, rest))
+        if name == MTP_DRAFT:
+            return cls(name, mtp=True)
         return cls(name, folder=shipped_draft(name))
 
 
@@ -102,7 +113,7 @@ class DraftSpec:
     def parse(cls, name: str) -> DraftSpec:
         """Take a name apart: ``ngram``, ``ngram+MODEL`` or ``MODEL``.
 
-        MODEL is a folder, a ``.gguf`` file, a hub id, ``self:4bit`` or
+        MODEL is a folder, a ``.gguf`` file, a hub id, ``mtp``, ``self:4bit`` or
         ``layers:0-7,22-29``. Whether there is such a model is its loader's question.
 
         Raises:
@@ -132,7 +143,7 @@ class DraftSpec:
             ConfigError: it has no model of its own.
         """
         model = self.model
-        if model is None or model.bits is not None or model.layers is not None:
+        if model is None or model.of_target:
             raise ConfigError(
                 f"draft {quoted(self.name)} has no weights of its own for an adapter: "
                 "name a folder or a hub id as the draft"
@@ -146,7 +157,7 @@ class DraftSpec:
             ModelNameError: it is no path that exists, and no ``owner/name``.
         """
         model = self.model
-        if model is None or model.bits is not None or model.layers is not None:
+        if model is None or model.of_target:
             return
         check_model_name(model.source, meant=_meant(model.name))
 

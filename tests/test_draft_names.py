@@ -29,6 +29,7 @@ def test_lookups_and_what_comes_behind_them() -> None:
     assert chain.model == ModelDraft("owner/a+b")
     layers = DraftSpec.parse("ngram+layers:4,0-1").model
     assert layers == ModelDraft("layers:4,0-1", layers=(0, 1, 4))
+    assert DraftSpec.parse("ngram+mtp").model == ModelDraft("mtp", mtp=True)
 
 
 @pytest.mark.parametrize(
@@ -74,7 +75,9 @@ def test_what_is_not_there_is_told_before_loading(name: str, hint: str) -> None:
         DraftSpec.parse(name).check_model()
 
 
-@pytest.mark.parametrize("name", ["ngram", "self:4bit", "layers:0-3", "owner/a.b-c"])
+@pytest.mark.parametrize(
+    "name", ["ngram", "self:4bit", "layers:0-3", "mtp", "owner/a.b-c"]
+)
 def test_what_may_be_there_is_left_to_the_loader(name: str) -> None:
     DraftSpec.parse(name).check_model()
 

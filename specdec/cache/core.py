@@ -310,12 +310,15 @@ class CacheCore:
         N: int,  # noqa: N803 - mlx-lm's name
         return_array: bool = False,
         window_size: int | None = None,
+        *,
+        both_ways: bool = False,
     ) -> mx.array | str | None:
         """The mask for ``N`` new tokens per row, to be called before they are written.
 
         Args:
             window_size: the model's own sliding window, in addition to the
                 cache's rules.
+            both_ways: whether the new tokens see those after them, too.
 
         Returns:
             An array of shape (B, 1, N, extent), boolean, or additive where the
@@ -328,16 +331,19 @@ class CacheCore:
         rules = self._rules_within(window_size, longest if extent == longest else None)
         # Exactly the rows' own columns, oldest first: no array needed.
         if self._uniform and extent == longest and not rules and not return_array:
-            return None if N == 1 else "causal"
+            return None if N == 1 or both_ways else "causal"
         offset, layout = self.offset, self.layout
         dtype = self._storage.dtype if self.additive_mask else None
 
         def compute() -> mx.array:
-            visible = visible_slots(layout, rules, offset, N, extent)
+            visible = visible_slots(
+                layout, rules, offset, N, extent, both_ways=both_ways
+            )
             return visible if dtype is None else additive_mask(visible, dtype)
 
         params = (N, extent, str(dtype), rules)
-        return self._memo.get(("mask", layout, window_size), (offset,), params, compute)
+        kind = ("mask", layout, window_size, both_ways)
+        return self._memo.get(kind, (offset,), params, compute)
 
     def _rules_within(
         self, window_size: int | None, longest: int | None

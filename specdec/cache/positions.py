@@ -134,19 +134,26 @@ def visible_slots(
     offset: mx.array,
     num_tokens: int,
     num_slots: int,
+    *,
+    both_ways: bool = False,
 ) -> mx.array:
     """Which slots the next ``num_tokens`` queries of every row may attend to.
 
     Args:
         offset: tokens kept by every row before those are written, shape (B,).
+        both_ways: whether the queries see those after them, too.
 
     Returns:
         Boolean, shape (B, 1, num_tokens, num_slots). Every query sees at least
         its own key, so no row of a softmax is empty.
     """
     queries = positions_after(offset, num_tokens)[:, :, None]
-    keys = layout.held(num_slots, offset + (num_tokens - 1))[:, None, :]
-    visible = unfused(mx.less_equal, keys, queries)
+    last = offset + (num_tokens - 1)
+    keys = layout.held(num_slots, last)[:, None, :]
+    until = (
+        mx.broadcast_to(last[:, None, None], queries.shape) if both_ways else queries
+    )
+    visible = unfused(mx.less_equal, keys, until)
     if layout.num_slots is not None:
         visible = visible & (keys >= 0)
     for rule in rules:

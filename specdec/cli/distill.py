@@ -35,6 +35,27 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     "except with --dry-run.",
 )
 @click.option(
+    "--kind",
+    type=click.Choice(["layers", "block"]),
+    default="layers",
+    show_default=True,
+    help="A draft of layers, which drafts token after token, or a block head, which "
+    "reads the target's hidden states and drafts a block in one forward.",
+)
+@options.positive(
+    "--block-size",
+    text="Tokens of a block head's block, the newest committed one included.",
+    default=8,
+    low=2,
+)
+@click.option(
+    "--form",
+    type=click.Choice(["dspark", "dflash"]),
+    default="dspark",
+    show_default=True,
+    help="Published form of a block head.",
+)
+@click.option(
     "--layers",
     metavar="N|I,J,...",
     default="4",
@@ -87,7 +108,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     "--layers-only",
     is_flag=True,
     help="Store no embedding; specdec takes the target's. mlx-lm cannot load such a "
-    "draft.",
+    "draft. A block head never stores one.",
 )
 @click.option(
     "--optimizer",
@@ -137,6 +158,9 @@ def distill(
     *,
     target: str | None,
     out: str | None,
+    kind: str,
+    block_size: int,
+    form: str,
     layers: str,
     widen: int,
     prompts: tuple[str, ...],
@@ -184,6 +208,9 @@ def distill(
         if is_given(name) and not holdout:
             needs = "needs --holdout: name prompts to decode"
             raise click.UsageError(f"{dashed(name)} {needs}")
+    for name in ("block_size", "form"):
+        if is_given(name) and kind != "block":
+            raise click.UsageError(f"{dashed(name)} needs --kind block")
     if out is None and not dry_run:
         raise click.UsageError("--out is missing: name a folder for the draft")
     folder = None if out is None else Path(out).expanduser()
@@ -201,6 +228,9 @@ def distill(
     wanted = Options(
         target=target,
         out=folder,
+        kind=kind,
+        block_size=block_size,
+        form=form,
         layers=layers,
         widen=widen,
         budget=Budget(minutes, tokens),

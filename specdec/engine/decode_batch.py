@@ -24,7 +24,14 @@ from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.drafter import backlog, new_shapes, peek, separate
+from ..spec_decode.drafter import (
+    backlog,
+    context,
+    nbytes,
+    new_shapes,
+    peek,
+    separate,
+)
 from ..spec_decode.ready import verify_inputs
 from ..spec_decode.verifier import Verifier
 from .in_flight import InFlight
@@ -87,6 +94,7 @@ class DecodeBatch:
             [p[:-1] for p in prompts],
             max_round=self._limits.most + 1,
             max_length=self._max_length(),
+            last=[p[-1] if p else 0 for p in prompts],
         )
         if any(salts := self._salts):
             self._target.separate(salts)
@@ -94,6 +102,7 @@ class DecodeBatch:
         self._draft: DraftRows | None = None
         if self._wants_draft():
             self._draft = self._begin_draft()
+            self._target.beside = context(self._draft)
         self._note_rows()
         # On the device, after all rounds that were handed out.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)
@@ -141,8 +150,9 @@ class DecodeBatch:
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of the target's keys and values."""
-        return self._target.nbytes
+        """Bytes of keys and values: the target's, and what the drafter keeps."""
+        draft = 0 if self._draft is None else nbytes(self._draft)
+        return self._target.nbytes + draft
 
     @property
     def drafts(self) -> bool:
@@ -158,27 +168,39 @@ class DecodeBatch:
         in flight, then the drafter's.
         """
         for more in self._target.prefill():
-            self._observe(self._target.written)
+            self._observe(self._following(), self._target.written)
             if more:
                 yield
         for sequence, reused in zip(self.slots, self._target.reused, strict=True):
             if sequence is not None:
                 sequence.prefix_tokens = reused
-        self._in_flight.append(self.dispatch(0, first=True))
-        self._observe([1] * len(self.slots))
+        first = self.dispatch(0, first=True)
+        self._in_flight.append(first)
+        self._observe(first.decision.result.accepted.chosen, [1] * len(self.slots))
         if self._draft is not None:
             if self.alone:
                 yield
             yield from self._draft.prefill()
 
-    def _observe(self, lengths: Sequence[int]) -> None:
+    def _following(self) -> mx.array:
+        """Of the last chunk of the prompts, the token after each, shape (B, S)."""
+        target = self._target
+        if target.hidden is None:
+            return self._committed.newest
+        width, tokens = target.hidden.shape[1], []
+        for s, n, end in zip(self.slots, target.written, target.done, strict=True):
+            after = NO_TOKENS if s is None else s.prompt_tokens[end - n + 1 : end + 1]
+            tokens.append([*after[:n], *[0] * (width - n)])
+        return mx.array(tokens, mx.int32)
+
+    def _observe(self, following: mx.array, lengths: Sequence[int]) -> None:
         """Show the drafter the hidden states that it asked for."""
         if self._target.hidden is not None and self._draft is not None:
             drafted = [
                 n if s and self._is_drafted(s) else 0
                 for s, n in zip(self.slots, lengths, strict=True)
             ]
-            self._draft.observe(self._target.hidden, drafted)
+            self._draft.observe(self._target.hidden, following, drafted)
 
     # -- rounds ------------------------------------------------------------
 

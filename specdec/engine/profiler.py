@@ -152,7 +152,8 @@ def measure_forwards(
         rows.trim_per_sequence(counts, num_tokens)
         return [chosen, rows.offset]
 
-    # By what they time: 0 is drafting, else the tokens of a verify forward.
+    # By what they time: 0 is drafting, -1 drafting one token (more of them may cost
+    # hardly more), else the tokens of a verify forward.
     runs: dict[int, Run] = {1: lambda: verify(1)}
     plain = watch.settled(runs[1], 0.0)
     seconds = {1: plain}
@@ -163,6 +164,10 @@ def measure_forwards(
     try:
         runs[0] = _Drafting(target, drafter, num_rows, hidden, proposed).propose
         seconds[0] = watch.settled(runs[0], 2 * plain)
+        if hidden is not None and proposed > 1:
+            alone = _Drafting(target, drafter, num_rows, hidden[:, :2], 1)
+            runs[-1] = alone.propose
+            seconds[-1] = watch.settled(runs[-1], 2 * plain)
         for s in VERIFIED[1:]:
             # At worst, tokens cost as much together as one by one.
             if s <= widest and (s == 2 or not watch.late(s * plain)):
@@ -179,8 +184,12 @@ def measure_forwards(
     except Exception as error:  # a drafter of the user's may raise anything
         raise described(error, drafter) from error
     seconds = {what: min(sweep[what] for sweep in sweeps) for what in runs}
-    draft_step = seconds.pop(0) / proposed
-    return Forwards(num_rows, without_noise(seconds), draft_step)
+    several, one = seconds.pop(0), seconds.pop(-1, 0.0)
+    if not one:
+        return Forwards(num_rows, without_noise(seconds), several / proposed)
+    step = max(0.0, several - one) / (proposed - 1)
+    once = max(0.0, min(one, several) - step)
+    return Forwards(num_rows, without_noise(seconds), step, once)
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:

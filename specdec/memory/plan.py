@@ -22,6 +22,7 @@ PARTS = (
     "growth and joins",
     "logits",
     "activations",
+    "rollback inputs",
     "rounds in flight",
     "n-gram lookup",
     "prefix cache",
@@ -138,12 +139,13 @@ class MemoryPlan:
         parts = self._weights()
         for name, model in self._models():
             self._add(parts, name, model, rows, prompt, width, self._max_write)
+        parts["activations"] += self._features(len(rows), width)
         return Moment("prefill", self._with_others(parts))
 
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
         """A round in which every row is as long as it can become."""
         length, k = self._longest(rows), self.num_draft_tokens
-        parts = self._weights()
+        parts, inputs = self._weights(), 0
         for name, model in self._models():
             held, width, writes = length, self._wide, self._wide
             # A draft takes in what it missed in pieces; with static shapes the last
@@ -153,19 +155,27 @@ class MemoryPlan:
                 width = max(width, min(CATCH_UP_STEP, held))
                 writes = width + self.pad_single_token
             self._add(parts, name, model, rows, held, width, writes)
+            inputs += model.held_bytes(len(rows), width)
         # Rows that leave and rows that join copy a layer twice more, in one go.
         parts["growth and joins"] *= 3 if len(rows) > 1 else 1
-        # A draft's first forward of a round takes two tokens.
-        heads = [(self.target, max(k, self.pad_single_token))] + (
-            [(self.draft, 1)] if self.draft else []
-        )
+        parts["activations"] += self._features(len(rows), self._wide)
+        heads = [(self.target, max(k, self.pad_single_token))]
+        if self.draft:
+            # A draft model's first forward of a round takes two tokens.
+            heads.append((self.draft, k if self.draft.proposes_blocks else 1))
         choosing = [r.choosing for r in rows]
         parts["logits"] = sum(
             logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
         ) + max(choosing_bytes(choosing, n, m.vocab_size) for m, n in heads)
+        if inputs:
+            parts["rollback inputs"] = inputs
         if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (parts["activations"] + parts["logits"])
         return Moment("decoding", self._with_others(parts))
+
+    def _features(self, rows: int, tokens: int) -> int:
+        """Hidden states of the target that the draft reads of a forward."""
+        return rows * tokens * self.draft.feature_bytes if self.draft else 0
 
     def _add(
         self,

@@ -33,6 +33,7 @@ MAX_GRAPHS = 256
 MAX_COUNTED = 4096
 
 Held = list[tuple[mx.array, ...]]
+_FORWARD = "__call__"
 
 
 @dataclass
@@ -44,8 +45,8 @@ class Function:
     """
 
     call: Callable[
-        [mx.array, list[mx.array], Held],
-        tuple[mx.array, mx.array | None, list[mx.array], Held],
+        [list[mx.array], list[mx.array], Held],
+        tuple[Any, mx.array | None, list[mx.array], Held],
     ]
     forms: list[Any]
 
@@ -75,7 +76,7 @@ class CompiledForwards:
         self._after = after
         self._met: Counter[Hashable] = Counter()
         self._model = model
-        self._weights = Weights(model)
+        self._weights = Weights([model, *getattr(model, "lenders", ())])
         self._recorder = recorder
         self._functions: OrderedDict[Hashable, Function] = OrderedDict()
         self._refused = False
@@ -95,10 +96,30 @@ class CompiledForwards:
         Raises:
             CacheError: the tokens do not fit.
         """
+        return self.call(_FORWARD, (tokens,), caches, padding=padding)
+
+    def call(
+        self,
+        name: str,
+        inputs: Sequence[mx.array],
+        caches: Sequence[Any],
+        *,
+        padding: int = 0,
+    ) -> tuple[Any, mx.array | None] | None:
+        """Call a method of the model that takes arrays, and then the caches.
+
+        Args:
+            name: of the method, which writes a token to every cache for each column of
+                the first input, (B, S) or (B, S, D).
+
+        Returns, raises:
+            As calling this object does, what the method returned in the place of
+            logits: an array or ``None``.
+        """
         if self._refused:
             return None
         members = _members(caches)
-        width = tokens.shape[1] + padding
+        width = inputs[0].shape[1] + padding
         keys = [cache.reserve(width) for cache in members]
         if None in keys:
             return None
@@ -108,8 +129,8 @@ class CompiledForwards:
         groups = [_place(offsets, cache.offset) for cache in members]
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
-        shape = (*tokens.shape, padding)
-        key = (shape, tokens.dtype, tuple(groups), tuple(keys), str(stream))
+        shapes = tuple((array.shape, array.dtype) for array in inputs)
+        key = (name, shapes, padding, tuple(groups), tuple(keys), str(stream))
         function = self._functions.get(key)
         if function is None:
             if len(self._met) > MAX_COUNTED:
@@ -118,10 +139,10 @@ class CompiledForwards:
             self.new_shapes += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
-            function = self._make(caches, members, groups, padding)
+            function = self._make(name, caches, members, groups, padding)
         held = [arrays for _, arrays in given]
         try:
-            logits, hidden, offsets, held = function.call(tokens, offsets, held)
+            found, hidden, offsets, held = function.call(list(inputs), offsets, held)
         except _CannotCompileError:
             self._refused = True
             log.debug("%s leaves a cache out: it is not compiled", self._called)
@@ -146,7 +167,7 @@ class CompiledForwards:
         self._functions.move_to_end(key)
         if len(self._functions) > MAX_GRAPHS:
             self._functions.popitem(last=False)
-        return logits, hidden
+        return found, hidden
 
     def look_at_weights(self) -> None:
         """Drop all graphs if weights were replaced: graphs hold those of their time."""
@@ -174,6 +195,7 @@ class CompiledForwards:
 
     def _make(
         self,
+        name: str,
         caches: Sequence[Any],
         members: list[BatchCache],
         groups: list[int],
@@ -187,27 +209,27 @@ class CompiledForwards:
         ]
 
         def forward(
-            tokens: mx.array, offsets: list[mx.array], held: Held
-        ) -> tuple[mx.array, mx.array | None, list[mx.array], Held]:
+            inputs: list[mx.array], offsets: list[mx.array], held: Held
+        ) -> tuple[Any, mx.array | None, list[mx.array], Held]:
             memo = Memo()
             twins = [
                 cache.holding(tuple(arrays), offsets[group], memo)
                 for cache, group, arrays in zip(bare, groups, held, strict=True)
             ]
             rest = iter(twins)
-            num_tokens = tokens.shape[1]
+            rows, num_tokens = inputs[0].shape[:2]
             if padding:
-                rows = tokens.shape[0]
-                tokens = mx.broadcast_to(tokens, (rows, 1 + padding))
+                inputs = [mx.broadcast_to(inputs[0], (rows, 1 + padding))]
                 for twin in twins:
                     twin.prepare(lengths=[1] * rows)
-            logits = model(
-                tokens,
-                cache=[
-                    next(rest) if n is None else BatchCacheList(*islice(rest, n))
-                    for n in sizes
-                ],
-            )
+            given = [
+                next(rest) if n is None else BatchCacheList(*islice(rest, n))
+                for n in sizes
+            ]
+            if name == _FORWARD:
+                found = model(*inputs, cache=given)
+            else:
+                found = getattr(model, name)(*inputs, given)
             hidden = None if recorder is None else recorder.take()
             after: list[mx.array] = list(offsets)
             for twin, group in zip(twins, groups, strict=True):
@@ -216,11 +238,11 @@ class CompiledForwards:
                 if twin.offset is offsets[group] or twin.offset is not after[group]:
                     raise _CannotCompileError
             if padding:
-                logits = logits[:, :num_tokens]
+                found = found[:, :num_tokens]
                 hidden = None if hidden is None else hidden[:, :num_tokens]
             left = [twin.left() for twin in twins]
             forms[:] = [form for form, _ in left]
-            return logits, hidden, after, [arrays for _, arrays in left]
+            return found, hidden, after, [arrays for _, arrays in left]
 
         return Function(mx.compile(forward), forms)
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedModelError
-from .layers import InPlace, check_layers, layers_of, with_layers
+from .trunk import Called, calling, trunk_of
 
 
 class HiddenStates:
@@ -23,9 +23,30 @@ class HiddenStates:
         self._layers = tuple(layers)
         self._outputs: dict[int, mx.array] = {}
 
-    def put(self, layer: int, output: mx.array) -> None:
-        """Take what a layer puts out."""
-        self._outputs[layer] = output
+    def hear(self, layer: int) -> Called:
+        """What a layer's calls become, so that what it puts out is taken."""
+
+        def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            output = usual(*args, **kwargs)
+            first = output[0] if isinstance(output, tuple) else output
+            self._outputs[layer] = first
+            return output
+
+        return called
+
+    def check(self, name: str) -> None:
+        """See what a forward of one token has left, and forget it.
+
+        Raises:
+            UnsupportedModelError: it is not one state for each layer.
+        """
+        found = [self._outputs.get(i) for i in self._layers]
+        self._outputs.clear()
+        for layer, output in zip(self._layers, found, strict=True):
+            if output is None or output.shape[:-1] != (1, 1):
+                raise UnsupportedModelError(
+                    f"{name}: layer {layer} does not put out one state for each token"
+                )
 
     def take(self) -> mx.array:
         """Those of the last forward, shape (B, S, D), and forget them.
@@ -35,21 +56,6 @@ class HiddenStates:
         states = mx.concatenate([self._outputs[i] for i in self._layers], axis=-1)
         self._outputs.clear()
         return states
-
-
-class Listened(InPlace):
-    """A layer, and who hears what it puts out."""
-
-    def __init__(self, layer: nn.Module, place: int, states: HiddenStates):
-        super().__init__(layer)
-        self.layer = layer
-        self._place = place
-        vars(self)["_states"] = states
-
-    def __call__(self, *args: Any, **kwargs: Any) -> mx.array:
-        output: mx.array = self.layer(*args, **kwargs)
-        self._states.put(self._place, output)
-        return output
 
 
 def record_layers(
@@ -63,11 +69,11 @@ def record_layers(
         name: of the model, for messages.
 
     Raises:
-        UnsupportedModelError: of its architecture layers cannot be listened to, or
+        UnsupportedModelError: it is not built of layers that can be listened to, or
             it has no such layer.
     """
-    check_layers(model, name, "reading hidden states")
-    every = layers_of(model)
+    trunk = trunk_of(model, name, "reading hidden states")
+    every = list(trunk.layers)
     if any(not -len(every) <= i < len(every) for i in layers):
         raise UnsupportedModelError(
             f"{name} has {len(every)} layers: the drafter asks for layers "
@@ -75,7 +81,6 @@ def record_layers(
         )
     wanted = [i % len(every) for i in layers]
     states = HiddenStates(wanted)
-    listened = [
-        Listened(e, i, states) if i in wanted else e for i, e in enumerate(every)
-    ]
-    return with_layers(model, listened), states
+    for i in set(wanted):
+        every[i] = calling(every[i], states.hear(i))
+    return trunk.with_layers(model, every), states

@@ -13,11 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
 from ..cuda import attention_patch, flattened_matmul, skinny_matmul
-from ..cuda.fused_linear import join_products
+from ..cuda.fused_linear import choices_of, join_products
 from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
@@ -27,7 +28,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
-from ..parallel import Ranks, differing
+from ..parallel import Ranks, differing, launched_rank
 from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
@@ -40,6 +41,8 @@ from .draft_folder import (
     read_card,
     take_type,
 )
+from .draft_heads.loading import load_head, read_head_config, ready
+from .draft_heads.mtp import open_mtp
 from .fingerprint import fingerprint
 from .folder import check_folder
 from .gguf import load_gguf
@@ -103,7 +106,6 @@ def load(
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
         if ranks is not None:
             take_shard(loaded.model, loaded.config, ranks, name)
-            mx.eval(loaded.model.parameters())
     else:
         loaded = replace(
             _load_folder_or_hub(
@@ -172,6 +174,9 @@ def take_shard(
     facts = {"model": fingerprint(model), "configuration": repr(sorted(config.items()))}
     shard(model, ranks.group, name)
     ranks.check(facts, differing, wait=True)
+    leaves: Any = tree_flatten(model.parameters())
+    for _, array in leaves:
+        mx.eval(array)  # one at a time, as each is read whole first
 
 
 def adopt(
@@ -215,11 +220,15 @@ def adopt(
     return LoadedModel(model, exact, dict(config), name)
 
 
-def fit(model: Any) -> None:
+def fit(model: Any, *, joins: bool = True) -> None:
     """Let a model's products be computed in the way that is fast on this backend.
 
     Every model that is loaded here is so. One that was made in another way may be:
     in place, with the same weights under the same names.
+
+    Args:
+        joins: whether layers that read the same input share a product; not for a model
+            that asks for some of them alone.
     """
     backend = defaults()
     if backend.name == "cpu":
@@ -231,7 +240,12 @@ def fit(model: Any) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
-        join_products(model)
+        if joins:
+            join_products(model)
+        # What is faster on one rank may not be on another, and all have to compute
+        # the same bits of what they do not share.
+        if launched_rank() is None:
+            warm_up.run(choices_of(model))
 
 
 def load_draft(
@@ -245,8 +259,9 @@ def load_draft(
 
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
     target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
-    it, and shares its weights. The target does not change. What a draft's
-    vocabulary shares with the target's, :func:`map_vocabulary` says.
+    it, and shares its weights; ``mtp`` is the MTP head in its checkpoint. A draft head
+    is bound to the target. The target does not change. What a draft's vocabulary
+    shares with the target's, :func:`map_vocabulary` says.
 
     Raises:
         ConfigError: another ``self:`` draft, or layers that there are not.
@@ -258,6 +273,11 @@ def load_draft(
         skipping = SkippingModel(target.model, draft.layers, target.name)
         tokenizer, ranks = target.tokenizer, target.ranks
         return LoadedModel(skipping, tokenizer, target.config, draft.name, ranks)
+    if draft.mtp:
+        head = open_mtp(folder_of(locate_target(target.name)), target)
+        loaded = ready(head, target.config, draft.name, target, parse_dtype(dtype))
+        fit(loaded.model, joins=False)
+        return loaded
     if draft.bits is None:
         return _load_made(draft, target, dtype, trust_remote_code)
     model, quantization = quantized_copy(target.model, draft.bits)
@@ -273,7 +293,13 @@ def _load_made(
     """Load a draft that has files of its own, and perhaps a card."""
     source = draft.source
     card = read_card(source)
-    if has_layers_only(card):
+    folder = None if is_gguf(source) else folder_of(source)
+    head = None if folder is None else read_head_config(folder)
+    if folder is not None and head is not None:
+        check_no_adapter(draft)
+        loaded = load_head(folder, head, draft.name, target, parse_dtype(dtype))
+        fit(loaded.model, joins=False)
+    elif has_layers_only(card):
         check_no_adapter(draft)
         model, config = open_layers(source, trust_remote_code=trust_remote_code)
         mx.eval(model.parameters())
@@ -299,15 +325,15 @@ def _load_made(
 
 
 def check_no_adapter(draft: ModelDraft) -> None:
-    """Refuse an adapter for a draft that takes its embedding from the target.
+    """Refuse an adapter for a draft that works with its target alone.
 
     Raises:
         ConfigError: it has one.
     """
     if draft.adapter_path is not None:
         raise ConfigError(
-            f"draft {shorten(draft.name)} takes no adapter: it is layers alone, made "
-            "by specdec distill; leave the adapter out"
+            f"draft {shorten(draft.name)} takes no adapter: it is no model of its own; "
+            "leave the adapter out"
         )
 
 
@@ -344,6 +370,19 @@ def _load_folder_or_hub(
     except Exception as error:  # a folder's files can be wrong in any way
         raise explain(source, error) from error
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
+
+
+def folder_of(source: str) -> Path:
+    """The folder of a model; one of the hub is fetched.
+
+    Raises:
+        ModelError: it is not there, and cannot be fetched.
+    """
+    path = os.path.expanduser(source)
+    try:
+        return Path(path if os.path.exists(path) else _downloaded(source, None))
+    except Exception as error:  # the hub's client raises many kinds
+        raise explain(source, error) from error
 
 
 def _downloaded(source: str, revision: str | None) -> str:

@@ -27,6 +27,8 @@ from ..parallel import Ranks
 from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
+from .draft_heads.loading import convert, flat, open_head, read_head_config
+from .draft_heads.mtp import open_mtp
 from .folder import check_folder, check_sizes, has_weights, read_config
 from .gguf.config import build_config
 from .gguf.header import read_header
@@ -143,6 +145,8 @@ def outline_draft(
     if draft.bits is None and has_layers_only(read_card(draft.source)):
         check_no_adapter(draft)
         return _outline_layers(draft, target, parse_dtype(dtype), trust_remote_code)
+    if (found := _outline_head(draft, target, parse_dtype(dtype))) is not None:
+        return found
     if draft.bits is None:
         found = outline(
             draft.source,
@@ -157,6 +161,32 @@ def outline_draft(
     _fit(model, conversions)
     size = conversions.peak(model)
     return ModelOutline(model, target.config, draft.name, size, target.tokens)
+
+
+def _outline_head(
+    draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
+) -> ModelOutline | None:
+    """Of a draft head; ``None`` where the draft is none."""
+    source = locate_target(target.name) if draft.mtp else draft.source
+    path = Path(os.path.expanduser(source))
+    if draft.bits is not None or is_gguf(source):
+        return None
+    if not path.exists():
+        path = _folder(source, path)
+    config = target.config if draft.mtp else read_head_config(path)
+    if config is None:
+        return None
+    check_no_adapter(draft)
+    if draft.mtp:
+        head = open_mtp(path, target)
+    else:
+        head = open_head(path, config, draft.name, target)
+    conversions, before = Conversions(), weights_of(head)
+    convert(head, dtype, lazy=True)
+    if dtype is not None:
+        conversions.casting(before, weights_of(head), dtype)
+    size = conversions.peak(head)
+    return ModelOutline(head, flat(config), draft.name, size, target.tokens)
 
 
 def _outline_layers(

@@ -119,6 +119,11 @@ def _prefixes(runner: ModelRunner) -> ModelPrefixes:
         raise CacheError(
             "there is no prefix store: set prefix_cache or prefix_cache_memory"
         )
+    if runner.prefixes.is_shared:
+        raise CacheError(
+            "prefixes are kept with what a draft head knows of them, which files of "
+            "mlx-lm do not have: leave the draft out"
+        )
     return runner.prefixes
 
 

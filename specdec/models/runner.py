@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
+from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
@@ -26,7 +28,7 @@ from ..cache.capacity import chunk_width, padded_length, round_up
 from ..config import EngineConfig
 from ..cuda.attention_patch import takes_single
 from ..cuda.flattened_matmul import slow_pairs
-from ..prefix_cache.session import ModelPrefixes
+from ..prefix_cache.session import ModelPrefixes, PrefixSession
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
@@ -97,6 +99,8 @@ class ModelRunner:
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
+        #: What keeps an entry for each token beside this model's, see `recording`.
+        self.beside: ModelRunner | None = None
         if prefix_store is not None:
             self.prefixes = ModelPrefixes(
                 prefix_store, self.model, name, self._written_caches
@@ -108,15 +112,19 @@ class ModelRunner:
         self.model(mx.array([[0]]), cache=caches)
         return caches
 
-    def recording(self, layers: Sequence[int]) -> ModelRunner:
+    def recording(
+        self, layers: Sequence[int], beside: ModelRunner | None = None
+    ) -> ModelRunner:
         """The same, with the outputs of some layers beside the logits.
 
-        Prefixes of prompts are neither stored nor looked for: of what is reused
-        there would be no hidden states.
+        Of a prefix that is reused there are no hidden states. So prefixes are stored,
+        and looked for, with the caches of what has been made of these states; not at
+        all where nobody keeps such caches.
 
         Args:
             layers: counted from 0, or from the last with -1, -2, ...; none of them
                 changes nothing.
+            beside: a model whose caches have an entry for each token of this one's.
 
         Raises:
             UnsupportedModelError: the model has no such layer, or its architecture
@@ -127,6 +135,19 @@ class ModelRunner:
         runner = self.without_prefixes()
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
         runner._twins = twins_within(runner.model)
+        caches = make_batch_caches(self.model, 1, self.options, self.name)
+        runner.model(mx.array([[0]]), cache=caches)  # built, not computed
+        runner.recorder.check(self.name)
+        runner.beside = beside
+        if beside is not None and self.prefixes is not None:
+            own, others = self._written_caches, beside._written_caches
+            runner.prefixes = ModelPrefixes(
+                self.prefixes.store,
+                self.model,
+                self.name,
+                lambda: [*own(), *others()],
+                beside.model,
+            )
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
         return runner
@@ -138,7 +159,13 @@ class ModelRunner:
         return runner
 
     def rows(
-        self, prompts: Sequence[Sequence[int]], *, max_round: int, max_length: int
+        self,
+        prompts: Sequence[Sequence[int]],
+        *,
+        max_round: int,
+        max_length: int,
+        last: Sequence[int] | None = None,
+        reuses: bool = True,
     ) -> ModelRows:
         """Rows for ``prompts``, nothing computed yet.
 
@@ -146,6 +173,8 @@ class ModelRunner:
             max_round: most tokens that a decode round writes.
             max_length: most tokens that a row can ever hold, padding of prefill
                 left out.
+            last: the token after each prompt, if it is known.
+            reuses: whether prefixes are looked for, and stored.
         """
         share_weights(self._twins)
         if self.compiled is not None:
@@ -158,7 +187,24 @@ class ModelRunner:
             ),
             max_length=self._bound(max(max_length, self._padded(longest))),
         )
-        return ModelRows(self, prompts, options, max_round)
+        rows = ModelRows(self, prompts, options, max_round)
+        if reuses and self.prefixes is not None:
+            known_as = self._known_as(prompts, last)
+            rows.session = self.prefixes.begin(known_as, max_write=options.max_write)
+        return rows
+
+    def _known_as(
+        self, prompts: Sequence[Sequence[int]], last: Sequence[int] | None
+    ) -> Sequence[Sequence[int]]:
+        """What prefixes are found by: tokens, or pairs where an entry reads two."""
+        beside = self.beside
+        if beside is None or not getattr(beside.model, "reads_following", False):
+            return prompts
+        ends = last or [0] * len(prompts)
+        return [
+            [a * self.vocab_size + b for a, b in pairwise([*prompt, end])]
+            for prompt, end in zip(prompts, ends, strict=True)
+        ]
 
     def chunk(self, remaining: int) -> int:
         """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
@@ -203,18 +249,21 @@ class ModelRows:
         #: Hidden states of the last forward, shape (B, S, D), where layers are
         #: listened to.
         self.hidden: mx.array | None = None
-        #: Tokens of every row that the last chunk of prefill wrote.
+        #: Tokens of every row that the last chunk of prefill wrote, and that the
+        #: caches have since.
         self.written: Sequence[int] = [0] * len(prompts)
+        self.done: Sequence[int] = [0] * len(prompts)
         #: Tokens of every row that prefill found in the prefix store.
         self.reused = [0] * len(prompts)
-        self._session = None
-        if runner.prefixes is not None:
-            self._session = runner.prefixes.begin(prompts, max_write=options.max_write)
+        #: Finds and stores prefixes.
+        self.session: PrefixSession | None = None
+        #: Rows of :attr:`ModelRunner.beside`: prefixes are theirs as well.
+        self.beside: ModelRows | None = None
 
     def separate(self, salts: Sequence[str | None]) -> None:
         """Share prefixes among rows of the same salt alone; before :meth:`prefill`."""
-        if self._session is not None:
-            self._session.separate(salts)
+        if self.session is not None:
+            self.session.separate(salts)
 
     @property
     def offset(self) -> mx.array:
@@ -246,6 +295,8 @@ class ModelRows:
         Yields:
             After each chunk, whether another one follows.
         """
+        if self.runner.beside is not None and self.beside is None:
+            self.session = None
         for _ in self._restore():
             yield True
         lengths = [len(p) for p in self._prompts]
@@ -262,10 +313,12 @@ class ModelRows:
             before, done = done, [d + n for d, n in zip(done, valid, strict=True)]
             maybe_quantize(self._caches, self.runner.options, max(done))
             self.evaluate()
-            self.written = valid
-            if self._session is not None:
-                self._session.record(self._caches, before, done, width)
+            self.written, self.done = valid, done
+            if self.beside is None:
+                self._record(before, done, width)
             yield done != lengths
+            if self.beside is not None:  # which has taken in the chunk meanwhile
+                self._record(before, done, width)
         self.note_lengths(max(lengths), min(lengths))
         # Rings, and masks as wide as a chunk, give back what only prefill needed.
         self.resize(self._max_round)
@@ -284,16 +337,32 @@ class ModelRows:
 
     def _restore(self) -> Iterator[None]:
         """Begin with what the prefix store has; yields while that is read."""
-        if self._session is not None:
-            yield from self._session.find()
-            self._caches = self._session.refill(self._caches)
-            self.reused = self._session.reused
+        if self.session is None:
+            return
+        yield from self.session.find()
+        made, own = self.session.refill(self._every_cache()), len(self._caches)
+        self._caches, others = made[:own], made[own:]
+        self.reused = self.session.reused
+        if self.beside is not None:
+            self.beside._caches, self.beside.done = others, self.reused
+
+    def _every_cache(self) -> list[Any]:
+        """Those of this model, then those that are kept with them."""
+        others = [] if self.beside is None else self.beside._caches
+        return [*self._caches, *others]
+
+    def _record(self, before: Sequence[int], after: Sequence[int], width: int) -> None:
+        """Store what a chunk has completed, in step with what is beside it."""
+        if self.beside is not None and list(self.beside.done) != list(after):
+            self.session = None
+        if self.session is not None:
+            self.session.record(self._every_cache(), before, after, width)
 
     def _before_stops(self, rest: list[int], done: Sequence[int]) -> list[int]:
         """Of ``rest`` tokens of each row, those up to where a chunk has to end."""
-        if self._session is None:
+        if self.session is None:
             return rest
-        stops = self._session.stops
+        stops = self.session.stops
         each = zip(rest, done, stops, strict=True)
         return [min(n, stop - d) if d < stop else n for n, d, stop in each]
 
@@ -322,12 +391,38 @@ class ModelRows:
 
     def _padded_forward(self, tokens: mx.array, valid: Sequence[int]) -> mx.array:
         """Write the first ``valid[i]`` tokens of row ``i``; those after are padding."""
+        with self._padded(valid):
+            return self._forward(tokens)
+
+    @contextmanager
+    def _padded(self, valid: Sequence[int]) -> Iterator[None]:
+        """Of what is written within, row ``i`` keeps the first ``valid[i]`` tokens."""
         for cache in self._caches:
             cache.prepare(lengths=valid)
-        logits = self._forward(tokens)
+        yield
         for cache in self._caches:
             cache.finalize()
-        return logits
+
+    def call(
+        self, name: str, *arrays: mx.array, lengths: Sequence[int] | None = None
+    ) -> Any:
+        """Call a method of the model that takes arrays, and then the caches.
+
+        Args:
+            lengths: tokens of each row that it keeps of what is written; ``None``:
+                all of them.
+        """
+        method = getattr(self.runner.model, name)
+        if lengths is None:
+            done = None
+            if self.runner.compiled is not None:
+                done = self.runner.compiled.call(name, arrays, self._caches)
+            return method(*arrays, self._caches) if done is None else done[0]
+        with self._padded(lengths):
+            found = method(*arrays, self._caches)
+        self.done = [d + n for d, n in zip(self.done, lengths, strict=True)]
+        maybe_quantize(self._caches, self.runner.options, max(self.done, default=0))
+        return found
 
     def checkpoint(self) -> None:
         """Let the next trim take back all that several forwards from now on write."""

@@ -123,7 +123,7 @@ def salted(signature: str, salt: str | None) -> str:
     return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
 
 
-def place_key(parent: str, tokens: Sequence[int]) -> str:
+def place_key(parent: str, tokens: Sequence[int | str]) -> str:
     """The name of a place: a hash of the one before it and of the tokens between.
 
     The first parent is the signature of the model, so that a key names all

@@ -26,6 +26,7 @@ class ModelPrefixes:
         name: the name that the user gave.
         caches: makes those of a row, with a token written to them, as the model's rows
             have them; only their kinds, types and shapes are looked at.
+        beside: a model whose caches are kept with the model's; ``None``: there is none.
     """
 
     def __init__(
@@ -34,22 +35,32 @@ class ModelPrefixes:
         model: nn.Module,
         name: str,
         caches: Callable[[], list[Any]],
+        beside: nn.Module | None = None,
     ):
         self.store = store
         self.name = name.encode("utf-8", "replace").decode()
-        self._model, self._caches = model, caches
-        self._weights = Weights(model)
+        self._caches = caches
+        self._models = [model] if beside is None else [model, beside]
+        self._weights = [Weights(each) for each in self._models]
         self._describe()
 
     def _describe(self) -> None:
         caches = self._caches()
-        self._signature = signature(self._model, caches)
+        each = [signature(model, caches) for model in self._models]
+        # Of one model, its own, as files have it.
+        self._signature = each[0] if len(each) == 1 else place_key(each[0], each[1:])
         self.form = Form.of(caches)
+
+    @property
+    def is_shared(self) -> bool:
+        """Whether caches of another model are kept with the model's."""
+        return len(self._models) > 1
 
     @property
     def signature(self) -> str:
         """What the model's entries begin with: another one for other weights."""
-        if self._weights.replaced():
+        found = [weights.replaced() for weights in self._weights]  # each notes it
+        if any(found):
             self._describe()
         return self._signature
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import weakref
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +29,7 @@ class Weights:
     (``weight[0] = 1``) is not noticed.
     """
 
-    def __init__(self, model: nn.Module):
+    def __init__(self, model: nn.Module | Sequence[nn.Module]):
         self._model = model
         self._look()
 

@@ -44,6 +44,14 @@ class Draws:
             None if self.xtc is None else self.xtc[:, one],
         )
 
+    def first(self, k: int) -> Draws:
+        """The draws of the first ``k`` positions."""
+        return Draws(
+            self.positions[:, :k],
+            None if self.gumbel is None else self.gumbel[:, :k],
+            None if self.xtc is None else self.xtc[:, :k],
+        )
+
     def row(self, i: int) -> Draws:
         """The draws of row ``i`` alone."""
         one = slice(i, i + 1)

@@ -7,13 +7,16 @@ from dataclasses import replace
 
 import mlx.core as mx
 
+from ..models.runner import ModelRows, ModelRunner
 from .drafter import (
     Drafter,
     DraftRows,
     Proposals,
     Round,
     backlog,
+    context,
     method,
+    nbytes,
     new_shapes,
     separate,
     vocabulary_share,
@@ -47,6 +50,10 @@ class ChainDrafter:
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
         self.vocabulary_share = vocabulary_share(second)
+        reading = [d for d in (first, second) if d.hidden_layers]
+        self.context: ModelRunner | None = None
+        if len(reading) == 1:
+            self.context = getattr(reading[0], "context", None)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
@@ -75,22 +82,35 @@ class ChainRows:
         self._num_layers = num_layers
 
     @property
+    def context(self) -> ModelRows | None:
+        """Of the one that reads hidden states."""
+        first, _ = self._num_layers
+        return context(self._first if first else self._second)
+
+    @property
     def backlog(self) -> int:
         """Of the one that has more."""
         return max(backlog(self._first), backlog(self._second))
+
+    @property
+    def nbytes(self) -> int:
+        """Of both together."""
+        return nbytes(self._first) + nbytes(self._second)
 
     @property
     def new_shapes(self) -> int:
         """Of both together."""
         return new_shapes(self._first) + new_shapes(self._second)
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """Show each its layers."""
         first, second = self._shared_out(hidden)
         if first is not None:
-            self._first.observe(first, lengths)
+            self._first.observe(first, following, lengths)
         if second is not None:
-            self._second.observe(second, lengths)
+            self._second.observe(second, following, lengths)
 
     def _shared_out(
         self, hidden: mx.array | None

@@ -34,6 +34,7 @@ class DraftModel:
     """
 
     hidden_layers: tuple[int, ...] = ()
+    context: ModelRunner | None = None
 
     def __init__(
         self,
@@ -122,6 +123,11 @@ class DraftModelRows:
         """Share prefixes among rows of the same salt alone."""
         self._rows.separate(salts)
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of keys and values."""
+        return self._rows.nbytes
+
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
         for more in self._rows.prefill():
@@ -202,7 +208,9 @@ class DraftModelRows:
         self._rows.trim_per_sequence(dropped, written + self._ahead)
         self._ahead = 0
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:

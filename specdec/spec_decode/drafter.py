@@ -11,6 +11,7 @@ from typing import Protocol, Self
 import mlx.core as mx
 
 from ..errors import DrafterError
+from ..models.runner import ModelRows, ModelRunner
 from ..sampling import Draws, GrammarMasks, RowSampling
 from .rejection_sampler import Accepted
 
@@ -113,6 +114,36 @@ class Round:
             chosen = mx.where(meant, self.given.tokens[:, j : j + 1], chosen)
         return chosen, probabilities
 
+    def choose_all(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
+        """Choose all proposals as :meth:`choose` does, where none changes the logits.
+
+        Args:
+            logits: of the next positions, shape (B, k, V' <= V), k up to
+                ``num_draft_tokens``.
+
+        Returns:
+            The tokens, shape (B, k), and what they were drawn from, shape (B, k, V),
+            or ``None`` where no row needs it.
+        """
+        k = logits.shape[1]
+        if self.sampling.adjustments is not None or self.grammar is not None:
+            tokens, drawn_from = list[mx.array](), list[mx.array]()
+            for j in range(k):
+                chosen, each = self.choose(logits[:, j : j + 1], tokens)
+                tokens.append(chosen)
+                if each is not None:
+                    drawn_from.append(each)
+            found = mx.concatenate(drawn_from, axis=1) if drawn_from else None
+            return mx.concatenate(tokens, axis=1), found
+        draws, probabilities = self.draws.first(k), None
+        if self.needs_probabilities:
+            probabilities = self.sampling.probabilities(logits, draws)
+        chosen = self.sampling.choose(logits, draws)
+        if self.given is not None:
+            meant = self.given.meant[:, :k]
+            chosen = mx.where(meant, self.given.tokens[:, :k], chosen)
+        return chosen, probabilities
+
 
 class DraftRows(Protocol):
     """What a drafter knows of some rows that decode together.
@@ -126,7 +157,9 @@ class DraftRows(Protocol):
     kept for later ones, a method ``separate``, see :func:`separate`.
     """
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """See the target's hidden states of a chunk of the prompts.
 
         Called before :meth:`prefill`, chunk after chunk up to the prompts' last
@@ -135,6 +168,8 @@ class DraftRows(Protocol):
         Args:
             hidden: shape (B, S, D), as in
                 :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
+            following: the token after each, shape (B, S): of a prompt's last token the
+                first that the row emits.
             lengths: tokens of the chunk that each row has; what follows them is
                 padding.
         """
@@ -195,6 +230,10 @@ class Drafter(Protocol):
     #: the last with -1, -2, ...
     hidden_layers: tuple[int, ...] = ()
 
+    #: Runs what has an entry for each token whose hidden states were observed: then
+    #: prefixes of prompts are kept with these; ``None``: they are not reused.
+    context: ModelRunner | None = None
+
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
@@ -215,6 +254,17 @@ def backlog(rows: DraftRows) -> int:
     Their attribute ``backlog`` says it, where they have one.
     """
     return int(getattr(rows, "backlog", 0))
+
+
+def nbytes(rows: DraftRows) -> int:
+    """Bytes that rows keep, where their attribute ``nbytes`` says it."""
+    return int(getattr(rows, "nbytes", 0))
+
+
+def context(rows: DraftRows) -> ModelRows | None:
+    """What rows of :attr:`Drafter.context` hold: their attribute ``context``."""
+    found: ModelRows | None = getattr(rows, "context", None)
+    return found
 
 
 def new_shapes(rows: DraftRows) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..draft_names import DraftSpec, named_draft
 from ..errors import ConfigError
@@ -16,10 +16,12 @@ from ..models import (
     load_draft,
     map_vocabulary,
 )
+from ..models.draft_heads import DraftHead
 from ..models.runner import ModelRunner
 from .chain import ChainDrafter
 from .draft_model import DraftModel
 from .drafter import Drafter
+from .head_drafter import HeadDrafter
 from .ngram import NgramDrafter, NgramOptions
 
 # Beside a model that can propose as well, two tokens that occurred before are a
@@ -127,16 +129,17 @@ class NamedDrafter:
         if self.ngram is not None:
             found.append(NgramDrafter(self.ngram))
         if self.model is not None:
-            vocabulary = self.vocabulary or map_vocabulary(context.target, self.model)
-            found.append(
-                DraftModel(
-                    context.runner(self.model),
-                    vocab_size=context.vocab_size,
-                    max_draft_tokens=context.max_draft_tokens,
-                    context_length=context_length(self.model.config),
-                    vocabulary=vocabulary,
-                )
-            )
+            settings: dict[str, Any] = {
+                "vocab_size": context.vocab_size,
+                "max_draft_tokens": context.max_draft_tokens,
+                "context_length": context_length(self.model.config),
+            }
+            runner = context.runner(self.model)
+            if isinstance(self.model.model, DraftHead):
+                found.append(HeadDrafter(runner, **settings))
+            else:
+                known = self.vocabulary or map_vocabulary(context.target, self.model)
+                found.append(DraftModel(runner, vocabulary=known, **settings))
         return found[0] if len(found) == 1 else ChainDrafter(*found)
 
 

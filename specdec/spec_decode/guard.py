@@ -9,6 +9,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ..errors import DrafterError
+from ..models.runner import ModelRows
 from .draft_length import BatchState, DraftLength, RoundTiming
 from .drafter import (
     Drafter,
@@ -16,7 +17,9 @@ from .drafter import (
     Proposals,
     Round,
     backlog,
+    context,
     method,
+    nbytes,
     new_shapes,
     peek,
     separate,
@@ -74,6 +77,7 @@ class _Guarded(Drafter):
         self._drafter, self._guard = drafter, guard
         self.context_length = drafter.context_length
         self.hidden_layers = drafter.hidden_layers
+        self.context = getattr(drafter, "context", None)
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
@@ -111,11 +115,21 @@ class _GuardedRows(DraftRows):
         return self._ask(backlog, 0)
 
     @property
+    def context(self) -> ModelRows | None:
+        return self._ask(context, None)
+
+    @property
+    def nbytes(self) -> int:
+        return self._ask(nbytes, 0)
+
+    @property
     def new_shapes(self) -> int:
         return self._ask(new_shapes, 0)
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
-        self._ask(lambda rows: rows.observe(hidden, lengths), None)
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        self._ask(lambda rows: rows.observe(hidden, following, lengths), None)
 
     def separate(self, salts: Sequence[str | None]) -> None:
         self._ask(lambda rows: separate(rows, salts), None)

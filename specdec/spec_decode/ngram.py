@@ -15,6 +15,7 @@ from ..backend import defaults
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
 from ..models.kernel_proofs import kept_proofs
+from ..models.runner import ModelRunner
 from ..utils.checks import require, require_int
 from . import ngram_search
 from .drafter import Proposals, Round
@@ -81,6 +82,7 @@ class NgramDrafter:
 
     context_length: int | None = None
     hidden_layers: tuple[int, ...] = ()
+    context: ModelRunner | None = None
 
     def __init__(self, options: NgramOptions | None = None):
         if not isinstance(options, NgramOptions | None):
@@ -158,7 +160,9 @@ class NgramRows:
             mx.async_eval(self._ring)
             self._unwritten = 0
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         """Nothing: no hidden states are asked for."""
 
     def note_lengths(self, longest: int, shortest: int) -> None:

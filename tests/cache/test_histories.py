@@ -106,8 +106,10 @@ def stale_key_visible(patch: Patch) -> None:
     """A query sees the slot behind its own too: a rejected token, or padding."""
     right = positions.visible_slots
 
-    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
-        return right(layout, rules, offset, n + 1, slots)[:, :, 1:]
+    def wrong(
+        layout: Any, rules: Any, offset: Any, n: int, slots: int, **how: Any
+    ) -> mx.array:
+        return right(layout, rules, offset, n + 1, slots, **how)[:, :, 1:]
 
     patch.setattr("specdec.cache.core.visible_slots", wrong)
 
@@ -115,8 +117,10 @@ def stale_key_visible(patch: Patch) -> None:
 def own_key_hidden(patch: Patch) -> None:
     right = positions.visible_slots
 
-    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
-        return right(layout, rules, mx.maximum(offset - 1, 0), n, slots)
+    def wrong(
+        layout: Any, rules: Any, offset: Any, n: int, slots: int, **how: Any
+    ) -> mx.array:
+        return right(layout, rules, mx.maximum(offset - 1, 0), n, slots, **how)
 
     patch.setattr("specdec.cache.core.visible_slots", wrong)
 

@@ -80,6 +80,11 @@ def test_dry_run(target: Path) -> None:
     assert names[:6] == ["target", "draft", "writing", "training", "memory", "time"]
     assert "up to 10 minutes\n" in result.stdout
     assert "tokens a step, 5 minutes\n" in result.stdout
+    block = invoke(
+        *("--target", str(target), "--layers", "2", "--dry-run", "--kind", "block")
+    )
+    assert "\ndraft:    dspark, a block of 8, layers 0, 3, " in block.stdout
+    assert "note:" not in block.stdout
     assert set(target.parent.iterdir()) == before
     assert invoke("--target", str(target), "--layers", "2").exit_code == 2
 
@@ -142,6 +147,8 @@ def test_a_budget_too_small_to_be_of_use(
         (["--layers", "9"], "--layers is 9: the target has 4"),
         (["--layers", "some"], "write a number of layers"),
         (["--data", " "], "--data is empty"),
+        (["--block-size", "4"], "--block-size needs --kind block"),
+        (["--kind", "block", "--block-size", "300"], "it must be 2 to 128"),
     ],
 )
 def test_wrong_usage(

@@ -349,6 +349,7 @@ class Slow(DraftRows):
     usual = 0.003
     context_length: int | None = None
     hidden_layers: tuple[int, ...] = ()
+    context: ModelRunner | None = None
 
     def __init__(self, settling: list[float]):
         self.settling, self.now = settling, 0.0

@@ -5,20 +5,28 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
+from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
+from specdec.errors import UnsupportedModelError
+from specdec.models.hidden_states import record_layers
 from specdec.models.layers import caches_of_layers, has_text_model
+from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
+from specdec.spec_decode import Accepted, Drafter, DraftRows, Proposals, Round
 
 from ..plain import AT_ONCE, run_rows
 
@@ -31,7 +39,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -96,9 +104,9 @@ COMMON: dict[str, Any] = {
     "d_model": 32,
     "n_embd": 32,
     "model_dim": 32,
-    "num_layers": 4,
-    "n_layers": 4,
-    "n_layer": 4,
+    "num_layers": 2,
+    "n_layers": 2,
+    "n_layer": 2,
     "num_heads": 4,
     "n_heads": 4,
     "n_head": 4,
@@ -228,6 +236,23 @@ _LONGCAT = {
     "num_layers": 2,
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
+}
+
+# Two layers have one of each kind, but for these.
+_FOUR_LAYERS = {
+    "afm7",
+    "afmoe",
+    "gear",
+    "gemma3n",
+    "gemma4",
+    "gemma4_text",
+    "granitemoehybrid",
+    "llama4",
+    "ministral3",
+    "nemotron-nas",
+    "olmo_hybrid",
+    "openelm",
+    "spark2_5",
 }
 
 #: What an architecture wants beside, or otherwise.
@@ -413,13 +438,20 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+# mlx-lm looks at a class's signature for every argument that it is offered.
+_SIGNATURES = SimpleNamespace(signature=cache(inspect.signature))
+
+
 def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
-    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {}), **changes}
+    layers = {"num_hidden_layers": 4, "num_layers": 4} if arch in _FOUR_LAYERS else {}
+    own = {**layers, **OWN.get(arch, {}), **changes}
+    arguments = {**COMMON, "model_type": arch, **own}
     arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
+    with patch.object(base, "inspect", _SIGNATURES):
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
 
     def draw(weight: mx.array) -> mx.array:
         if not mx.issubdtype(weight.dtype, mx.floating):
@@ -441,6 +473,7 @@ def names() -> list[str]:
     return [n for n in found if _has_model(n)]
 
 
+@cache
 def _has_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None
@@ -451,22 +484,45 @@ def _has_model(name: str) -> bool:
 
 
 class Guesses(Drafter):
-    """Knows how every row goes on, and says so two times of three."""
+    """Knows how every row goes on, and says so two times of three.
 
-    def __init__(self, texts: Sequence[Sequence[int]]):
+    ``heard[text]`` has the states of the layers that it listens to, by position.
+    """
+
+    def __init__(self, texts: Sequence[Sequence[int]], layers: tuple[int, ...] = ()):
         self.texts = {tuple(t) for t in texts}
+        self.hidden_layers = layers
+        self.heard: dict[tuple[int, ...], dict[int, mx.array]] = {}
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> GuessRows:
         texts = [
             next((t for t in self.texts if t[: len(p)] == tuple(p)), (0,))
             for p in prompts
         ]
-        return GuessRows(texts)
+        return GuessRows(self, texts)
 
 
 class GuessRows(DraftRows):
-    def __init__(self, texts: list[tuple[int, ...]]):
-        self.texts = texts
+    def __init__(self, drafter: Guesses, texts: list[tuple[int, ...]]):
+        self.drafter, self.texts = drafter, texts
+
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        for text, states, n in zip(self.texts, hidden, lengths, strict=True):
+            heard = self.drafter.heard.setdefault(text, {})
+            heard |= {len(heard) + j: states[j] for j in range(n)}
+
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        if accepted.hidden is None:
+            return
+        arrays: list[Any] = [round_.lengths, accepted.kept]
+        each = zip(*(a.tolist() for a in arrays), strict=True)
+        for text, states, (n, kept) in zip(
+            self.texts, accepted.hidden, each, strict=True
+        ):
+            heard = self.drafter.heard.setdefault(text, {})
+            heard |= {n - 1 + j: states[j] for j in range(kept)}
 
     def propose(self, round_: Round) -> Proposals:
         lengths: Any = round_.lengths.tolist()
@@ -498,6 +554,8 @@ NOT_RUN = {
 }
 #: Those whose second cache of a layer is an indexer's, which stays as it is.
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
+#: Of these layers nobody reads hidden states.
+UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
     "deepseek_v41": "its LayerCache keeps one position for all rows",
@@ -553,15 +611,14 @@ def plain(
     if kv_bits is not None:
         caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
-    inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
-    tokens: list[int] = []
-    for part in inputs:
-        logits = model(mx.array([part]), cache=caches)
-        mx.eval([c.state for c in caches])
+    for i in range(0, len(prompt), step):
+        logits = model(mx.array([prompt[i : i + step]]), cache=caches)
+    tokens = [mx.argmax(logits[:, -1], axis=-1)]
     while len(tokens) < NEW_TOKENS:
-        tokens.append(int(mx.argmax(logits[0, -1])))
-        logits = model(mx.array([tokens[-1:]]), cache=caches)
-    return tokens
+        logits = model(tokens[-1][None], cache=caches)
+        tokens.append(mx.argmax(logits[:, -1], axis=-1))
+    found: Any = mx.concatenate(tokens).tolist()
+    return list(found)
 
 
 def differences(
@@ -579,6 +636,9 @@ def differences(
     by_token = arch in BY_TOKEN
     wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
     assert len({tuple(tokens) for tokens in wanted}) > 1
+    texts = [[*p, *t] for p, t in zip(prompts, wanted, strict=True)]
+    heard_layers = () if arch in UNHEARD or kv_bits is not None else (0, -1)
+    drafter = Guesses(texts, heard_layers)
     got = run_rows(
         model,
         None,
@@ -586,14 +646,48 @@ def differences(
         [SamplingParams(max_tokens=NEW_TOKENS)] * len(prompts),
         batch_size=2,
         num_draft_tokens=3,
-        drafter=Guesses([[*p, *t] for p, t in zip(prompts, wanted, strict=True)]),
+        drafter=drafter,
         prefill_step_size=5,
         backend=backend,
         kv_bits=kv_bits,
         kv_group_size=GROUP_SIZE,
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
-    return [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+    wrong = [i for i, row in enumerate(got) if row.tokens != wanted[i]]
+    heard = [
+        heard_well(model, drafter, text, 1 if by_token else len(text)) for text in texts
+    ]
+    return wrong + [i for i, well in enumerate(heard) if not well]
+
+
+def heard_well(model: Any, drafter: Guesses, text: Sequence[int], step: int) -> bool:
+    """Whether states that were heard of a row are those of plain forwards."""
+    if not drafter.hidden_layers:
+        return True
+    listened, states = record_layers(model, drafter.hidden_layers, "model")
+    caches, found = make_prompt_cache(model), []
+    for first in range(0, len(text), step):
+        listened(mx.array([list(text[first : first + step])]), cache=caches)
+        found.append(states.take()[0])
+    expected, heard = mx.concatenate(found), drafter.heard[tuple(text)]
+    most = float(mx.abs(expected).max())
+    return all(
+        bool(mx.abs(heard[i] - expected[i]).max() <= 1e-3 * most)
+        for i in range(len(text) - 1)
+    )
+
+
+def takes_heads(model: Any) -> bool:
+    """Whether draft heads can read its hidden states, and share its ends."""
+    tokens = mx.array([[1, 2]])
+    try:
+        listened, states = record_layers(model, (0,), "model")
+        wanted = listened(tokens[:, :1]).shape[-1]
+        states.check("model")
+        ends = TargetEnds(model, "model")
+        return bool(ends.logits(ends.embed(tokens)).shape[-1] == wanted)
+    except UnsupportedModelError:
+        return False
 
 
 def line(arch: str, model: Any) -> str:
@@ -607,16 +701,17 @@ def line(arch: str, model: Any) -> str:
     assert model is not None
     drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
     drafts += ["distilled"] * has_text_model(model)
+    drafts += ["heads"] * takes_heads(model)
     return f"| {arch} | yes | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 
 def _kinds(caches: Sequence[Any]) -> set[str]:
     kinds: set[str] = set()
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            kinds |= _kinds(cache.caches)
+    for each in caches:
+        if isinstance(each, CacheList):
+            kinds |= _kinds(each.caches)
         else:
-            kinds.add(_KINDS.get(type(cache).__name__, type(cache).__name__))
+            kinds.add(_KINDS.get(type(each).__name__, type(each).__name__))
     return kinds
 
 

@@ -12,7 +12,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 
 from specdec import SamplingParams, ServerError, SpecDecoder
@@ -149,6 +151,43 @@ def test_a_page_of_another_site_is_refused(decoder: SpecDecoder) -> None:
         headers = {"Host": "proxy.example", "x-api-key": "k"}
         answer = httpx.get(server.url + "/v1/models", headers=headers)
         assert answer.status_code == 200
+
+
+def test_what_clients_do_first(decoder: SpecDecoder) -> None:
+    """A look at the models, a key in any of its forms, and a base URL that is wrong."""
+    with running(decoder, api_keys=("k",), names=("tiny",)) as server:
+        one = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+        two: Any = anthropic.Anthropic(
+            base_url=server.url, auth_token="k", max_retries=0
+        )
+        with one, two, httpx.Client(base_url=server.url) as plain:
+            for client in (one, two):
+                assert [model.id for model in client.models.list()] == ["tiny"]
+                assert client.models.retrieve("tiny").id == "tiny"
+            said: Any = [{"role": "user", "content": "Hi"}]
+            beta = two.beta.messages.create(
+                model="tiny",
+                max_tokens=1,
+                messages=said,
+                betas=["context-1m-2025-08-07"],
+            )
+            assert beta.usage.output_tokens == 1
+            assert plain.head("/").status_code == 200
+            lower = {"Authorization": "bearer  k"}
+            assert plain.get("/v1/models", headers=lower).status_code == 200
+            assert plain.get("/v1/models", headers={"Authorization": "k"}).is_error
+            for wrong, right in (
+                ("/chat/completions", "/v1/chat/completions"),
+                ("/v1/v1/messages", "/v1/messages"),
+            ):
+                answer = plain.post(wrong, headers=lower, json={})
+                assert answer.status_code == 404
+                assert f"{right} is meant? Check the base URL" in answer.text
+            with pytest.raises(openai.BadRequestError) as refused:
+                one.chat.completions.create(
+                    model="tiny", messages=said, max_tokens=1, max_completion_tokens=2
+                )
+            assert refused.value.param == "max_tokens"
 
 
 def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:

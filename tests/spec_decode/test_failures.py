@@ -53,7 +53,9 @@ class FailingRows(DraftRows):
     def __init__(self, drafter: Failing):
         self.drafter = drafter
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         self.drafter.call("observe")
 
     def prefill(self) -> Iterator[None]:

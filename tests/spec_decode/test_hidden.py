@@ -15,7 +15,7 @@ from specdec.config import EngineConfig
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode import ChainDrafter, Drafter, Round
 from specdec.spec_decode.rejection_sampler import Accepted
-from tests.models.architectures import build as build_arch
+from tests.models import architectures
 from tests.plain import AT_ONCE, BACKENDS, drafts_of, exact, greedy
 from tests.spec_decode.by_hand import ARCHITECTURES, build, layer_outputs
 from tests.spec_decode.repetitive import Knowing, KnowingRows, make_prompts
@@ -52,11 +52,17 @@ class ListeningRows(KnowingRows):
         for prompt in prompts:
             drafter.heard[prompt] = {}
 
-    def observe(self, hidden: mx.array, lengths: Sequence[int]) -> None:
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
         assert self.drafter.hidden_layers
-        states = np.array(hidden)
+        states, after = np.array(hidden), np.array(following)
         for i, n in enumerate(lengths):
             heard = self.drafter.heard[self.prompts[i]]
+            if n:
+                tokens = self.drafter.whole[self.prompts[i]]
+                first = self.seen[i] + 1
+                assert after[i, :n].tolist() == tokens[first : first + n]
             heard.update(
                 zip(range(self.seen[i], self.seen[i] + n), states[i], strict=False)
             )
@@ -89,12 +95,30 @@ def run(model: Any, backend: BackendDefaults, drafter: Drafter) -> None:
     assert 0 < accepted < drafted
 
 
-def check(model: Any, drafter: Listening) -> None:
+def six_layers(model: Any, tokens: mx.array) -> list[mx.array]:
+    return layer_outputs(model, range(6), tokens)
+
+
+def hybrid_layers(model: Any, tokens: mx.array) -> list[mx.array]:
+    """What the layers of a qwen3_5 put out, by hand."""
+    trunk, outputs = model.language_model.model, []
+    h = trunk.embed_tokens(tokens)
+    for layer in trunk.layers:
+        h = layer(h, None if layer.is_linear else "causal", None)
+        outputs.append(h)
+    return outputs
+
+
+def check(
+    model: Any,
+    drafter: Listening,
+    outputs_of_layers: Callable[[Any, mx.array], list[mx.array]] = six_layers,
+) -> None:
     """Every position but the last, which was never fed."""
     for prompt, heard in drafter.heard.items():
         tokens = drafter.whole[prompt]
         assert set(range(len(tokens) - 1)) <= set(heard)
-        outputs = layer_outputs(model, range(6), mx.array([tokens]))
+        outputs = outputs_of_layers(model, mx.array([tokens]))
         wanted = [outputs[i] for i in drafter.hidden_layers]
         expected = np.array(mx.concatenate(wanted, axis=-1)[0])
         for position in range(len(tokens) - 1):
@@ -111,6 +135,14 @@ def test_states_of_prompts_and_rounds_equal_a_plain_forward(
     drafter = Listening(outputs_of(model))
     run(model, backend, drafter)
     check(model, drafter)
+
+
+def test_states_of_a_hybrid_equal_a_plain_forward() -> None:
+    """Layers of a twin that keeps rows are listened to, not the model's own."""
+    model = architectures.build("qwen3_5", vocab_size=97)
+    drafter = Listening(outputs_of(model), (0, -1))
+    run(model, AT_ONCE, drafter)
+    check(model, drafter, hybrid_layers)
 
 
 @BACKENDS
@@ -147,10 +179,16 @@ def test_the_models_own_layers_stay(tiny_model: Callable[..., Any]) -> None:
         runner.recording((6,))
 
 
-def test_architectures_that_hand_on_more_are_refused() -> None:
-    runner = ModelRunner(build_arch("rwkv7"), "mine", EngineConfig(), AT_ONCE)
-    with pytest.raises(
-        UnsupportedModelError,
-        match="mine: reading hidden states of rwkv7 models is not supported: their",
-    ):
+@pytest.mark.parametrize(
+    ("arch", "message"),
+    [
+        ("afm7", "mine: reading hidden states of afm7 models is not supported"),
+        ("gemma3n", "mine: layer 0 does not put out one state for each token"),
+    ],
+)
+def test_layers_that_cannot_be_listened_to_are_refused(arch: str, message: str) -> None:
+    """Before any work: their states would be of other layers, or of other shapes."""
+    model = architectures.build(arch)
+    runner = ModelRunner(model, "mine", EngineConfig(), AT_ONCE)
+    with pytest.raises(UnsupportedModelError, match=message):
         runner.recording((0,))

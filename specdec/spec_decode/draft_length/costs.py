@@ -28,11 +28,13 @@ class Forwards:
         num_rows: the batch size, B.
         verify: by S, a forward of the target of shape (B, S), S = 1 among them.
         draft_step: what one proposed token of each row costs.
+        draft_once: what drafting costs beside, however many tokens it proposes.
     """
 
     num_rows: int
     verify: Mapping[int, float]
     draft_step: float
+    draft_once: float = 0.0
 
 
 class ForwardCosts:
@@ -77,17 +79,30 @@ class ForwardCosts:
 
     def draft_step(self, num_rows: int) -> float:
         """Seconds for one more proposed token of each row."""
+        return self._near(num_rows).draft_step * self._grown(num_rows)
+
+    def drafting(self, num_rows: int, k: int) -> float:
+        """Seconds to propose ``k`` tokens of each row."""
+        near = self._near(num_rows)
+        seconds = near.draft_once + k * near.draft_step
+        return seconds * self._grown(num_rows) if k else 0.0
+
+    def _near(self, num_rows: int) -> Forwards:
         near = min(self._by_rows, key=lambda b: abs(log2(b / num_rows)))
-        step = self._by_rows[near].draft_step
-        if near != num_rows:
-            step *= self.verify(num_rows, 1) / self.verify(near, 1)
-        return step
+        return self._by_rows[near]
+
+    def _grown(self, num_rows: int) -> float:
+        """What a forward takes over one of the nearest batch size measured."""
+        near = self._near(num_rows).num_rows
+        if near == num_rows:
+            return 1.0
+        return self.verify(num_rows, 1) / self.verify(near, 1)
 
     def round(self, num_rows: int, k: int) -> float:
-        """Seconds of a round: k draft steps and a verify forward of k + 1 tokens."""
+        """Seconds of a round: drafting k tokens, and a verify forward of k + 1."""
         seconds = self._rounds.get((num_rows, k))
         if seconds is None:
-            drafting = k * self.draft_step(num_rows) if k else 0.0
+            drafting = self.drafting(num_rows, k)
             seconds = max(LEAST_SECONDS, drafting + self.verify(num_rows, k + 1))
             self._rounds[num_rows, k] = seconds
         return seconds

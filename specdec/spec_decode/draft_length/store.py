@@ -48,6 +48,7 @@ def _entry_of(costs: RoundCosts) -> dict[str, Any]:
                 "rows": f.num_rows,
                 "verify": [[s, f.verify[s]] for s in sorted(f.verify)],
                 "draft_step": f.draft_step,
+                "draft_once": f.draft_once,
             }
             for f in costs.forwards.measured
         ],
@@ -63,6 +64,7 @@ def _costs_of(entry: dict[str, Any], new_shape: float) -> RoundCosts:
             int(f["rows"]),
             {int(s): _positive(seconds) for s, seconds in f["verify"]},
             _positive(f["draft_step"], or_zero=True),
+            _positive(f.get("draft_once", 0.0), or_zero=True),
         )
         for f in entry["forwards"]
     ]

@@ -11,6 +11,10 @@ def readme(card: dict[str, Any]) -> str:
     layers = ", ".join(map(str, card["layers"]))
     own = card["embedding"] == "own"
     wide = f", each with the MLPs of {card['widen']}" if card["widen"] > 1 else ""
+    kind = ""
+    if card.get("kind") == "block":
+        form = {"dspark": "DSpark", "dflash": "DFlash"}[card["form"]]
+        kind = f"A {form} head, which drafts a block of {card['block_size']}: "
     lines = [
         "---",
         "library_name: mlx",
@@ -19,7 +23,7 @@ def readme(card: dict[str, Any]) -> str:
         "",
         f"# A draft for {target['name']}",
         "",
-        f"{len(card['layers'])} layers, made from layers {layers} of the target"
+        f"{kind}{len(card['layers'])} layers, made from layers {layers} of the target"
         f"{wide}, and trained on the divergence to its distribution, under its own "
         "embedding and head. It proposes tokens; the target decides, so that it "
         "changes no output.",

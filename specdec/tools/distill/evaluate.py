@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
+import numpy as np
 
 from ...config import EngineConfig
 from ...decoder import SpecDecoder
@@ -19,16 +19,6 @@ from .options import Check, go_on
 from .student import Student
 
 
-def states_at(model: nn.Module, block: Block) -> mx.array:
-    """Hidden states after the last norm at a block's positions, shape (N, D).
-
-    Args:
-        model: a text model.
-    """
-    states: mx.array = model["model"](mx.array(block.tokens))
-    return states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
-
-
 class TargetStates:
     """What the target makes of blocks.
 
@@ -37,22 +27,22 @@ class TargetStates:
     embedding. So the target runs once over the text, however often that is learnt.
 
     Args:
-        model: the target's text model.
-        blocks: in which it looks at tokens.
+        student: says what it wants to see.
+        blocks: in which the target looks at tokens.
         budget: most bytes to keep; what is beyond is computed every time.
     """
 
-    def __init__(self, model: nn.Module, blocks: Sequence[Block], *, budget: int):
-        self._model = model
+    def __init__(self, student: Student, blocks: Sequence[Block], *, budget: int):
+        self._student = student
         self._blocks = blocks
         self._left = budget
         self._kept: dict[int, mx.array] = {}
 
     def of(self, index: int) -> mx.array:
-        """The states of a block's positions, shape (N, D)."""
+        """What the student sees of a block."""
         if index in self._kept:
             return self._kept[index]
-        found = states_at(self._model, self._blocks[index])
+        found = self._student.see(self._blocks[index])
         if found.nbytes <= self._left:
             self._left -= found.nbytes
             mx.eval(found)
@@ -65,28 +55,34 @@ class HeldOut:
 
     Args:
         name: of the set.
-        model: the target's text model.
+        student: the draft.
         blocks: the texts; their positions are those of answers.
         budget: bytes of the target's states to keep.
     """
 
     def __init__(
-        self, name: str, model: nn.Module, blocks: Sequence[Block], *, budget: int
+        self, name: str, student: Student, blocks: Sequence[Block], *, budget: int
     ):
         self.name = name
+        self._student = student
         self._blocks = blocks
-        self._states = TargetStates(model, blocks, budget=budget)
+        self._states = TargetStates(student, blocks, budget=budget)
 
-    def measure(
-        self, student: Student, loss: ChunkedLoss, check: Check = go_on
-    ) -> dict[str, float]:
+    def measure(self, loss: ChunkedLoss, check: Check = go_on) -> dict[str, float]:
         """KL and agreement by position, from the target's own text each time."""
         sums = [mx.array(0.0)] * 3
+        student = self._student
         for index, block in enumerate(self._blocks):
             check()
-            states = student.hidden(mx.array(block.tokens))
-            flat = states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
-            found = loss.value(flat, self._states.of(index), mx.array(block.weights))
+            # The same draws whenever it is measured.
+            rng = np.random.default_rng(index)
+            lesson = student.lesson(block, self._states.of(index), rng)
+            found = loss.value(
+                lesson.states(),
+                lesson.target,
+                mx.array(lesson.weights),
+                student.bias_head,
+            )
             new = (found.kl, found.agreed, found.weight)
             sums = [a + b for a, b in zip(sums, new, strict=True)]
             mx.eval(sums)

@@ -1,4 +1,4 @@
-"""A draft as a folder: one that mlx-lm loads, or its layers alone."""
+"""A draft as a folder: one that mlx-lm loads, or what is its own alone."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def export(
     card: dict[str, Any],
     *,
     packing: Packing | None = None,
-    layers_only: bool = False,
+    alone: bool = True,
 ) -> None:
     """Write a draft; an earlier one in the folder is replaced.
 
@@ -44,8 +44,8 @@ def export(
         target: whose tokenizer it has.
         card: what is known of it, for ``distill.json`` and ``README.md``.
         packing: bits of the layers' matrices; ``None`` as they are.
-        layers_only: leave out the embedding and the tokenizer, which
-            :func:`specdec.models.load_draft` then takes from the target.
+        alone: store embedding and tokenizer too, which
+            :func:`specdec.models.load_draft` else takes from the target.
 
     Raises:
         ModelError: it cannot be written.
@@ -57,14 +57,14 @@ def export(
         config["quantization_config"] = quantization
     leaves: Any = tree_flatten(model.parameters())
     weights = dict(leaves)
-    if layers_only:
+    if not alone:
         weights = {k: v for k, v in weights.items() if not _is_target_s(k)}
     weights = {student.prefix + k: v for k, v in weights.items()}
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, weights, {"format": "mlx"})
     # The card first: a folder that is half replaced can then be recognized.
     files = {**_card_files(card), "model.safetensors": buffer.getvalue()}
-    if not layers_only:
+    if alone:
         with tempfile.TemporaryDirectory() as work:
             target.tokenizer.save_pretrained(work)
             for file in sorted(Path(work).rglob("*")):

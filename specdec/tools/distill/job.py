@@ -76,10 +76,10 @@ class Job:
         with wired_memory():
             material = self._gather()
             plan = self.plan
-            loss = ChunkedLoss(plan.head, hard=options.hard, chunk=plan.chunk)
+            loss = plan.loss(options.hard)
             trainer = self._trainer(material, loss)
             held_out = [
-                HeldOut(name, plan.text_model, blocks, budget=plan.states_bytes // 4)
+                HeldOut(name, self.student, blocks, budget=plan.states_bytes // 4)
                 for name, blocks in material.held_out.items()
             ]
             self._train(trainer, held_out, loss, material.digest)
@@ -93,7 +93,7 @@ class Job:
                 self.target,
                 card,
                 packing=options.packing,
-                layers_only=options.layers_only,
+                alone=not options.shares_embedding,
             )
             self._say(f"wrote {options.folder}")
             return self._measure_rounds(card)
@@ -119,7 +119,7 @@ class Job:
         blocks = material.blocks
         return Trainer(
             self.student,
-            TargetStates(self.plan.text_model, blocks, budget=self.plan.states_bytes),
+            TargetStates(self.student, blocks, budget=self.plan.states_bytes),
             blocks,
             loss,
             self.options,
@@ -183,7 +183,16 @@ class Job:
             "seed": options.seed,
             "optimizer": options.optimizer,
             "learning_rate": options.learning_rate,
+            **self._block(),
         }
+
+    def _block(self) -> dict[str, Any]:
+        """What is said of a block head alone."""
+        options = self.options
+        if options.kind != "block":
+            return {}
+        names = ("kind", "form", "block_size")
+        return {name: getattr(options, name) for name in names}
 
     def _save(self, trainer: Trainer, identity: dict[str, Any]) -> None:
         """Save a checkpoint; that it cannot be saved does not end the training."""
@@ -218,7 +227,7 @@ class Job:
         self, held_out: Sequence[HeldOut], loss: ChunkedLoss
     ) -> dict[str, dict[str, float]]:
         """With each set that is held out, of what is installed."""
-        return {h.name: h.measure(self.student, loss, self._check) for h in held_out}
+        return {h.name: h.measure(loss, self._check) for h in held_out}
 
     def _show(self, trainer: Trainer, rate: float) -> None:
         progress, last, share = trainer.progress, trainer.last(), trainer.share
@@ -264,7 +273,8 @@ class Job:
             "parameters": count(trainer.parameters),
             "bits": options.bits,
             "dtype": options.computing,
-            "embedding": "target" if options.layers_only else "own",
+            "embedding": "target" if options.shares_embedding else "own",
+            **self._block(),
             "data": {
                 "documents": len(material.documents),
                 "tokens": material.num_tokens,

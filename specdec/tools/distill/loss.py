@@ -7,7 +7,7 @@ head), so it is computed beside the value, and nothing is kept for a backward pa
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -30,8 +30,31 @@ class Divergence:
     weight: mx.array
 
 
+# Loss, KL and agreement: what a chunk gives first.
+_SUMS = 3
+# Of a slot's chance to be reached, the part that does not depend on those before it.
+_REACHED = 0.5
+
+
+def _paced(surprise: mx.array, weights: mx.array, slots: int) -> mx.array:
+    """Weights by how many tokens of a block a slot decides about (D-PACE).
+
+    Slot j counts ``sum over m >= j of prod over i <= m of ((1 - a) q_i + a)``, q_i
+    being what the draft gives to the right token: a slot counts as often as a token is
+    reached that needs it, and what is learnt moves to later slots by itself.
+
+    Args:
+        surprise: ``-log q``, shape (N,), slots of a block one after the other.
+        weights: of positions, shape (N,); from a slot of weight 0 on nothing counts.
+    """
+    reached = (1 - _REACHED) * mx.exp(-surprise) + _REACHED
+    reached = mx.where(weights > 0, reached, 0.0).reshape(-1, slots)
+    counted = mx.cumsum(mx.cumprod(reached, axis=1), axis=1, reverse=True)
+    return weights * counted.reshape(-1)
+
+
 def _distances(
-    zs: mx.array, zt: mx.array, weights: mx.array, hard: float
+    zs: mx.array, zt: mx.array, weights: mx.array, hard: float, slots: int | None
 ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
     """Weighted sums of loss, KL and agreement, and the gradient by logit."""
     zs, zt = zs.astype(mx.float32), zt.astype(mx.float32)
@@ -43,11 +66,12 @@ def _distances(
     surprise = -mx.take_along_axis(log_q, best, axis=-1)[:, 0]
     is_best = (mx.arange(zt.shape[-1]) == best).astype(mx.float32)
     wanted = (1 - hard) * p + hard * is_best
-    gradient = (mx.exp(log_q) - wanted) * weights[:, None]
+    counted = weights if slots is None else _paced(surprise, weights, slots)
+    gradient = (mx.exp(log_q) - wanted) * counted[:, None]
     agreed = (mx.argmax(zs, axis=-1, keepdims=True) == best)[:, 0]
     loss = (1 - hard) * kl + hard * surprise
     return (
-        (loss * weights).sum(),
+        (loss * counted).sum(),
         (kl * weights).sum(),
         (agreed * weights).sum(),
         gradient,
@@ -60,69 +84,113 @@ class ChunkedLoss:
     Args:
         weight: matrix of the head that target and draft share, shape (V, D).
         hard: share of the second part.
-        chunk: positions whose logits are held at a time.
+        chunk: most positions whose logits are held at a time.
+        slots: of a block that are predicted after one anchor, where their loss counts
+            as :func:`_paced` says; ``None``: each position stands alone.
     """
 
-    def __init__(self, weight: mx.array, *, hard: float, chunk: int):
+    def __init__(
+        self, weight: mx.array, *, hard: float, chunk: int, slots: int | None = None
+    ):
         self.weight = weight
-        self.chunk = chunk
+        self.chunk = chunk // (slots or 1) * (slots or 1)
 
-        def with_gradient(
-            hs: mx.array, ht: mx.array, weights: mx.array, head: mx.array
+        def distances(
+            hs: mx.array,
+            ht: mx.array,
+            weights: mx.array,
+            head: mx.array,
+            bias_head: Sequence[mx.array],
         ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
-            *sums, gradient = _distances(hs @ head.T, ht @ head.T, weights, hard)
-            return (*sums, gradient.astype(head.dtype) @ head)  # type: ignore[return-value]
+            width = head.shape[1]
+            logits = hs[:, :width] @ head.T
+            for matrix in bias_head:
+                logits = logits + hs[:, width:] @ matrix.T
+            return _distances(logits, ht @ head.T, weights, hard, slots)
+
+        def with_gradients(
+            hs: mx.array,
+            ht: mx.array,
+            weights: mx.array,
+            head: mx.array,
+            *bias_head: mx.array,
+        ) -> tuple[mx.array, ...]:
+            *sums, gradient = distances(hs, ht, weights, head, bias_head)
+            gradient = gradient.astype(head.dtype)
+            by_state = [gradient @ matrix for matrix in (head, *bias_head)]
+            by_matrix = (gradient.T @ hs[:, head.shape[1] :] for _ in bias_head)
+            summed = [each.astype(mx.float32) for each in by_matrix]
+            return (*sums, mx.concatenate(by_state, axis=-1), *summed)
 
         def without(
-            hs: mx.array, ht: mx.array, weights: mx.array, head: mx.array
+            hs: mx.array,
+            ht: mx.array,
+            weights: mx.array,
+            head: mx.array,
+            *bias_head: mx.array,
         ) -> tuple[mx.array, ...]:
-            return _distances(hs @ head.T, ht @ head.T, weights, hard)[:3]
+            return distances(hs, ht, weights, head, bias_head)[:_SUMS]
 
-        self._with_gradient = mx.compile(with_gradient)
+        self._with_gradients = mx.compile(with_gradients)
         self._without = mx.compile(without)
 
-    def value_and_gradient(
-        self, draft: mx.array, target: mx.array, weights: mx.array
-    ) -> tuple[Divergence, mx.array]:
-        """The sums, and the gradient of ``loss`` with respect to ``draft``.
+    def value_and_gradients(
+        self,
+        draft: mx.array,
+        target: mx.array,
+        weights: mx.array,
+        bias_head: mx.array | None = None,
+    ) -> tuple[Divergence, list[mx.array]]:
+        """The sums, and gradients of ``loss`` by ``draft`` and by ``bias_head``.
 
         Args:
-            draft: its hidden states after the last norm, shape (N, D), N a multiple
-                of the chunk.
-            target: the target's, same shape.
+            draft: its hidden states after the last norm, shape (N, D); with a
+                ``bias_head`` (N, D + r).
+            target: the target's, shape (N, D).
             weights: of the positions, shape (N,), float32.
+            bias_head: what the last r numbers of a state are multiplied by, and added
+                to the logits, shape (V, r).
         """
-        parts, gradients = self._chunks(self._with_gradient, draft, target, weights)
-        return _total(parts, weights), mx.concatenate(gradients)
+        parts = self._chunks(self._with_gradients, draft, target, weights, bias_head)
+        by_state = mx.concatenate([part[_SUMS] for part in parts])
+        return _total(parts, weights), [by_state, *parts[-1][_SUMS + 1 :]]
 
-    def value(self, draft: mx.array, target: mx.array, weights: mx.array) -> Divergence:
+    def value(
+        self,
+        draft: mx.array,
+        target: mx.array,
+        weights: mx.array,
+        bias_head: mx.array | None = None,
+    ) -> Divergence:
         """The sums alone."""
-        parts, _ = self._chunks(self._without, draft, target, weights)
+        parts = self._chunks(self._without, draft, target, weights, bias_head)
         return _total(parts, weights)
 
     def _chunks(
         self,
-        function: Callable[..., tuple[mx.array, ...]],
+        function: Callable[..., Sequence[mx.array]],
         draft: mx.array,
         target: mx.array,
         weights: mx.array,
-    ) -> tuple[list[list[mx.array]], list[mx.array]]:
-        parts: list[list[mx.array]] = []
-        gradients: list[mx.array] = []
+        bias_head: mx.array | None,
+    ) -> list[tuple[mx.array, ...]]:
+        matrices = [self.weight] if bias_head is None else [self.weight, bias_head]
+        parts: list[tuple[mx.array, ...]] = []
         for first in range(0, draft.shape[0], self.chunk):
             part = slice(first, first + self.chunk)
             states = draft[part]
-            if parts:  # one chunk's logits are gone before the next one's come
-                (states,) = mx.depends([states], [*parts[-1], *gradients[-1:]])
-            *sums, last = function(states, target[part], weights[part], self.weight)
-            if function is self._with_gradient:
-                gradients.append(last)
-            else:
-                sums.append(last)
-            parts.append(sums)
-        return parts, gradients
+            before = parts[-1] if parts else ()
+            if before:  # one chunk's logits are gone before the next one's come
+                (states,) = mx.depends([states], list(before))
+            found = function(states, target[part], weights[part], *matrices)
+            # Gradients by matrices are summed up.
+            whole = zip(found[_SUMS + 1 :], before[_SUMS + 1 :], strict=False)
+            more = [new + old for new, old in whole] or found[_SUMS + 1 :]
+            parts.append((*found[: _SUMS + 1], *more))
+        return parts
 
 
-def _total(parts: list[list[mx.array]], weights: mx.array) -> Divergence:
-    loss, kl, agreed = (mx.stack(list(each)).sum() for each in zip(*parts, strict=True))
+def _total(parts: Sequence[tuple[mx.array, ...]], weights: mx.array) -> Divergence:
+    sums = zip(*(part[:_SUMS] for part in parts), strict=True)
+    loss, kl, agreed = (mx.stack(list(each)).sum() for each in sums)
     return Divergence(loss, kl, agreed, weights.sum())

@@ -12,6 +12,7 @@ from ...errors import ConfigError
 from ...models.draft_folder import read_card
 from ...models.precision import DTYPES
 from ...utils.checks import require
+from .blocks import ROW_MULTIPLE
 from .packing import Packing
 
 #: Shows a line of progress.
@@ -20,6 +21,8 @@ Say = Callable[[str], None]
 Check = Callable[[], None]
 
 OPTIMIZERS = ("adamw", "muon")
+KINDS = ("layers", "block")
+FORMS = ("dspark", "dflash")
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten times
 # through what was written (docs/distill.md).
 _EPOCHS = 8
@@ -66,6 +69,9 @@ class Options:
         target: folder, hub id or file; ``None``: the default one.
         out: the draft's folder; what it is made of is in ``work`` there. A dry run
             needs none.
+        kind: a draft of layers, or a block head, which drafts a block in one forward.
+        form: of a block head, as DSpark or DFlash are published.
+        block_size: tokens of its block, the newest committed one included.
         layers: a number of layers, or which.
         widen: MLPs of the target that each of them joins.
         budget: of training.
@@ -78,7 +84,7 @@ class Options:
         data: folder of what the target writes; ``None``: in ``out``.
         resume: go on from the checkpoint there.
         bits: of the layers that are stored.
-        layers_only: store no embedding.
+        layers_only: store no embedding; a block head never does.
         dtype: that models compute in; ``None``: bfloat16, on a CPU float32.
         trust_remote_code: run Python code that lies in the target's folder.
         writers, block_tokens: sizes, where the default ones are not wanted.
@@ -97,6 +103,9 @@ class Options:
 
     target: str | None
     out: Path | None = None
+    kind: str = "layers"
+    form: str = "dspark"
+    block_size: int = 8
     layers: str = "4"
     widen: int = 1
     budget: Budget
@@ -128,6 +137,12 @@ class Options:
         require(known, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         known = self.optimizer in OPTIMIZERS
         require(known, "optimizer", self.optimizer, " or ".join(OPTIMIZERS))
+        known = self.kind in KINDS
+        require(known, "kind", self.kind, " or ".join(KINDS))
+        known = self.form in FORMS
+        require(known, "form", self.form, " or ".join(FORMS))
+        fits = 2 <= self.block_size <= ROW_MULTIPLE
+        require(fits, "block_size", self.block_size, f"2 to {ROW_MULTIPLE}")
         if self.bits is not None:
             Packing(self.bits)
         self._check_out()
@@ -170,6 +185,11 @@ class Options:
     def packing(self) -> Packing | None:
         """How layers are stored."""
         return None if self.bits is None else Packing(self.bits)
+
+    @property
+    def shares_embedding(self) -> bool:
+        """Whether embedding, head and tokenizer stay with the target."""
+        return self.layers_only or self.kind == "block"
 
     @property
     def where(self) -> Literal["cpu", "metal", "cuda"]:

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from ... import backend
@@ -21,6 +20,8 @@ from ...models.loaded import Described
 from ...models.model_outline import outline
 from ...models.precision import DTYPES
 from ...utils.sizes import format_size
+from .block_student import make_block_student
+from .loss import ChunkedLoss
 from .material import Given
 from .options import Budget, Options
 from .student import Student, choose_layers, head_of, make_student, text_model
@@ -54,7 +55,6 @@ class Plan:
     """A target, the draft to be made of it, and what is worked with at a time.
 
     Args:
-        text_model: the part of the target that reads and writes text.
         student: the draft.
         head: matrix of the head that both share, shape (V, D).
         writers: rows that write together.
@@ -63,7 +63,6 @@ class Plan:
         states_bytes: most bytes of target states to keep.
     """
 
-    text_model: nn.Module
     student: Student
     head: mx.array
     writers: int
@@ -79,9 +78,8 @@ class Plan:
             UnsupportedModelError: the target's architecture is not supported.
             ConfigError: it has no such layers.
         """
-        source = text_model(target)
         layers = choose_layers(options.layers, layers_of(target.model))
-        head = head_of(source)
+        head = head_of(text_model(target))
         vocab_size = head.shape[0]
         memory = backend.memory_size() or 8 << 30
         chunk = _LARGEST_CHUNK
@@ -98,14 +96,31 @@ class Plan:
                 writers //= 2
         block_tokens = options.block_tokens or _BLOCK_TOKENS[options.where]
         return cls(
-            text_model=source,
-            student=make_student(target, layers, widen=options.widen),
+            student=_student(target, layers, options),
             head=head,
             writers=writers,
             block_tokens=block_tokens,
             chunk=min(chunk, block_tokens),
             states_bytes=int(_STATES_SHARE * memory),
         )
+
+    def loss(self, hard: float) -> ChunkedLoss:
+        """What is minimised, see :class:`.loss.ChunkedLoss`."""
+        slots = self.student.slots
+        return ChunkedLoss(self.head, hard=hard, chunk=self.chunk, slots=slots)
+
+
+def _student(target: Described, layers: tuple[int, ...], options: Options) -> Student:
+    if options.kind == "layers":
+        return make_student(target, layers, widen=options.widen)
+    return make_block_student(
+        target,
+        layers,
+        widen=options.widen,
+        form=options.form,
+        block_size=options.block_size,
+        seed=options.seed,
+    )
 
 
 def load_target(options: Options) -> LoadedModel:
@@ -163,12 +178,13 @@ def describe(options: Options) -> list[str]:
     vocab_size, width = plan.head.shape
     whole = count(target.model.parameters())
     learnt = count(plan.student.parameters)
+    block, seen = options.kind == "block", plan.student.seen_width
     logits = _LOGITS_COPIES * plan.chunk * vocab_size * 4
     memory = {
         "target": format_size(whole * dtype.size),
         "draft and optimizer": format_size(learnt * (16 + dtype.size)),
         "a chunk's logits": format_size(logits),
-        "target states": f"{format_size(width * dtype.size)} a position, up to "
+        "target states": f"{format_size(seen * dtype.size)} a position, up to "
         f"{format_size(plan.states_bytes)}",
     }
     budget, (minutes, tokens) = options.budget, options.data_budget
@@ -177,16 +193,19 @@ def describe(options: Options) -> list[str]:
     length = (
         f"{budget.tokens} tokens" if budget.tokens else f"{budget.minutes:g} minutes"
     )
-    rate = _tokens_per_second(learnt, vocab_size, width, dtype)
+    # What a block head reads of the target is too much to keep all of it.
+    rate = _tokens_per_second(learnt, vocab_size, width, dtype, whole if block else 0)
     return [
         f"target:   {target.name}, {whole / 1e6:.1f} M parameters",
-        f"draft:    layers {', '.join(map(str, plan.student.layers))}, "
+        f"draft:    {f'{options.form}, {plan.student.name}, ' if block else ''}"
+        f"layers {', '.join(map(str, plan.student.layers))}, "
         f"{learnt / 1e6:.1f} M parameters to learn, computing in {options.computing}",
         f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}",
         f"training: {plan.block_tokens} tokens a step, {length}",
         "memory:   " + ", ".join(f"{k} {v}" for k, v in memory.items()),
         f"time:     {_time(budget, rate)}",
-        *_notes(budget, rate),
+        # They were measured with drafts of layers.
+        *([] if block else _notes(budget, rate)),
     ]
 
 
@@ -236,15 +255,16 @@ def _span(seconds: float) -> str:
 
 
 def _tokens_per_second(
-    learnt: int, vocab_size: int, width: int, dtype: mx.Dtype
+    learnt: int, vocab_size: int, width: int, dtype: mx.Dtype, read: int
 ) -> float:
     """A guess: the operations of a token, at a share of this device's rate.
 
     Forward and backward take 6 operations a parameter; of the head, a product with
-    the target's states, one with the draft's, and one for the gradient.
+    the target's states, one with the draft's, and one for the gradient; of ``read``
+    parameters, of a target that reads the text each time, 2.
     """
     rate = _operations_per_second(min(vocab_size, _TIMED_COLUMNS), width, dtype)
-    return _SHARE_OF_PEAK * rate / (6 * (learnt + vocab_size * width))
+    return _SHARE_OF_PEAK * rate / (6 * (learnt + vocab_size * width) + 2 * read)
 
 
 def _operations_per_second(columns: int, width: int, dtype: mx.Dtype) -> float:

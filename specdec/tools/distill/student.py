@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
+import numpy.typing as npt
 from mlx.utils import tree_map
 
 from ...errors import ConfigError, UnsupportedModelError
@@ -15,20 +18,38 @@ from ...models import layers as models_layers
 from ...models.layers import layers_of
 from ...models.loaded import Described
 from ...models.loading import QUANTIZATION_KEYS
+from .blocks import Block
 
 Parameters = Any  # a tree of arrays, as MLX has them
 
 
 @dataclass(frozen=True, eq=False)
-class Student:
+class Lesson:
+    """What is learnt of a block in one step.
+
+    Args:
+        states: computes the draft's states where it predicts a token, shape (N, C),
+            with the weights that it has then.
+        target: the target's states after the last norm that predict the same tokens,
+            shape (N, D).
+        weights: of these N places, shape (N,).
+    """
+
+    states: Callable[[], mx.array]
+    target: mx.array
+    weights: npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True, eq=False)
+class Student(ABC):
     """A draft in the making.
 
     Args:
-        model: an mlx-lm model of the target's family, whose embedding and head are
-            the target's own arrays.
+        model: the draft.
         config: as in ``config.json``.
         layers: of the target, that it began with.
         name: for messages.
+        source: the target's text model.
         prefix: what the names of its weights begin with in files.
     """
 
@@ -36,26 +57,91 @@ class Student:
     config: dict[str, Any]
     layers: tuple[int, ...]
     name: str
-    prefix: str = ""
+    source: nn.Module
+    prefix: str
+
+    @property
+    def slots(self) -> int | None:
+        """Places in a row that one anchor predicts; ``None``: each stands alone."""
+        return None
+
+    @property
+    def bias_head(self) -> mx.array | None:
+        """What the last C - D numbers of a state are multiplied by, (V, C - D)."""
+        return None
+
+    @property
+    def seen_width(self) -> int:
+        """Numbers of the target's that are wanted for a token."""
+        width: int = self.source["model"]["norm"]["weight"].size
+        return width
 
     @property
     def parameters(self) -> Parameters:
-        """What is learnt: the layers and the last norm, in float32."""
+        """What is learnt, in float32."""
+        return tree_map(lambda array: array.astype(mx.float32), self._learnt())
+
+    @abstractmethod
+    def _learnt(self) -> Parameters:
+        """The arrays that are learnt, as they are."""
+
+    @abstractmethod
+    def load(self, parameters: Parameters) -> None:
+        """Put what was learnt in the model, in whatever type it comes."""
+
+    @abstractmethod
+    def see(self, block: Block) -> mx.array:
+        """What the target makes of a block, as far as it is wanted."""
+
+    @abstractmethod
+    def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
+        """What is learnt of a block.
+
+        Args:
+            seen: what :meth:`see` returned.
+            rng: draws what is a matter of chance.
+        """
+
+
+@dataclass(frozen=True, eq=False)
+class LayerStudent(Student):
+    """A draft of layers: an mlx-lm model of the target's family.
+
+    Its embedding and head are the target's own arrays.
+    """
+
+    def _learnt(self) -> Parameters:
         trunk = self.model["model"]
-        learnt = {
+        return {
             "layers": [layer.parameters() for layer in trunk["layers"]],
             "norm": trunk["norm"].parameters(),
         }
-        return tree_map(lambda array: array.astype(mx.float32), learnt)
 
     def load(self, parameters: Parameters) -> None:
-        """Put what was learnt in the model, in whatever type it comes."""
+        """Put what was learnt in the model."""
         self.model["model"].update(parameters)
 
     def hidden(self, tokens: mx.array) -> mx.array:
         """Hidden states after the last norm, shape (B, L, D)."""
         states: mx.array = self.model["model"](tokens)
         return states
+
+    def see(self, block: Block) -> mx.array:
+        """States after the last norm at the block's positions, shape (N, D)."""
+        return at_positions(self.source["model"](mx.array(block.tokens)), block)
+
+    def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
+        """Every position of the block."""
+
+        def states() -> mx.array:
+            return at_positions(self.hidden(mx.array(block.tokens)), block)
+
+        return Lesson(states, seen, block.weights)
+
+
+def at_positions(states: mx.array, block: Block) -> mx.array:
+    """Those of states (B, L, D) that are at a block's positions, (N, D)."""
+    return states.reshape(-1, states.shape[-1])[mx.array(block.positions)]
 
 
 def text_model(target: Described) -> nn.Module:
@@ -135,7 +221,7 @@ def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
 
 def make_student(
     target: Described, layers: Sequence[int], *, widen: int = 1
-) -> Student:
+) -> LayerStudent:
     """A draft of these layers of the target, in the order given.
 
     Args:
@@ -176,13 +262,28 @@ def make_student(
     elif "lm_head" in model:  # Gemma 3 has one until it finds that nothing is stored
         model.sanitize({})
     for place, new in enumerate(trunk["layers"]):
-        own = every[layers[place]].parameters()
-        beside = [every[i]["mlp"] for i in _beside(layers, place, widen, len(every))]
-        new.update(own | {"mlp": _joined([own["mlp"], *beside])})
+        new.update(widened(every, layers, place, widen))
     trunk["norm"].update(source["model"]["norm"].parameters())
-    config = _text_config(target.config) | changes
+    config = text_config(target.config) | changes
     model.eval()
-    return Student(model, config, tuple(layers), f"{len(layers)} layers", prefix)
+    name = f"{len(layers)} layers"
+    return LayerStudent(model, config, tuple(layers), name, source, prefix)
+
+
+def widened(
+    every: Sequence[nn.Module], layers: Sequence[int], place: int, widen: int
+) -> dict[str, Any]:
+    """The arrays of one of these layers, other MLPs joined to its own.
+
+    Args:
+        every: all layers of the target.
+        layers: those of the draft.
+        place: which of them.
+        widen: see :func:`make_student`.
+    """
+    own: dict[str, Any] = every[layers[place]].parameters()
+    beside = [every[i]["mlp"] for i in _beside(layers, place, widen, len(every))]
+    return own | {"mlp": _joined([own["mlp"], *beside])}
 
 
 def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
@@ -212,7 +313,8 @@ def _joined(mlps: Sequence[Any]) -> dict[str, Any]:
     return joined
 
 
-def _text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+def text_config(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration of a target's text model alone, and of none that is packed."""
     inner = config.get("text_config")
     outer = {
         key: value

@@ -10,6 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers as optim
+import numpy as np
 from mlx.utils import tree_flatten, tree_map
 
 from .blocks import Block, block_order
@@ -18,7 +19,7 @@ from .evaluate import TargetStates
 from .loss import ChunkedLoss, Divergence
 from .options import Options
 from .packing import Packing
-from .student import Parameters, Student
+from .student import Lesson, Parameters, Student
 
 # Muon's step has a spectral norm of 1 times its learning rate, AdamW's elements about
 # their learning rate: for matrices of these widths so much more is alike.
@@ -113,14 +114,16 @@ class Trainer:
         options, progress = self._options, self.progress
         index = block_order(len(self._blocks), progress.step, seed=options.seed)
         block = self._blocks[index]
-        target = self._states.of(index)
+        # No two steps draw the same.
+        rng = np.random.default_rng((options.seed, progress.step, 1))
+        lesson = self.student.lesson(block, self._states.of(index), rng)
         share = self.share
         rate = learning_rate(options.learning_rate, share)
         matrices, vectors = self._optimizer.optimizers
         matrices.learning_rate = rate * self._matrix_scale
         vectors.learning_rate = rate
         packing = options.packing if share >= PACKED_FROM else None
-        found, gradients = self._divergence(block, target, packing)
+        found, gradients = self._divergence(lesson, packing)
         self.whole = False
         self.parameters = self._update(self.parameters, gradients)
         progress.step += 1
@@ -150,23 +153,29 @@ class Trainer:
         mx.eval(self.student.model.parameters())
 
     def _divergence(
-        self, block: Block, target: mx.array, packing: Packing | None
+        self, lesson: Lesson, packing: Packing | None
     ) -> tuple[Divergence, Parameters]:
-        """What a block's loss is, and its gradient by the parameters."""
-        tokens, positions = mx.array(block.tokens), mx.array(block.positions)
-        weights = mx.array(block.weights)
-        total = max(float(block.weights.sum()), 1e-6)
+        """What the loss of a lesson is, and its gradient by the parameters."""
+        total = max(float(lesson.weights.sum()), 1e-6)
+        weights = mx.array(lesson.weights) / total
 
         def surrogate(parameters: Parameters) -> tuple[mx.array, ...]:
             """Has the loss's gradient, of which the head's part is known already."""
             self.student.load(_computed(parameters, self._dtype, packing))
-            states = self.student.hidden(tokens)
-            flat = states.reshape(-1, states.shape[-1])
-            found, gradient = self._loss.value_and_gradient(
-                mx.stop_gradient(flat)[positions], target, weights / total
+            inputs = [lesson.states()]
+            if self.student.bias_head is not None:
+                inputs.append(self.student.bias_head)
+            found, gradients = self._loss.value_and_gradients(
+                mx.stop_gradient(inputs[0]),
+                lesson.target,
+                weights,
+                *map(mx.stop_gradient, inputs[1:]),
             )
-            spread = mx.zeros(flat.shape, gradient.dtype).at[positions].add(gradient)
-            value = (flat * mx.stop_gradient(spread)).sum()
+            products = [
+                (array * mx.stop_gradient(gradient)).sum()
+                for array, gradient in zip(inputs, gradients, strict=True)
+            ]
+            value = products[0] + sum(products[1:], mx.array(0.0))
             return value, found.loss, found.kl, found.agreed, found.weight
 
         (_, *sums), gradients = mx.value_and_grad(surrogate)(self.parameters)

@@ -68,6 +68,15 @@ def test_the_pace_of_the_machine_is_no_cost() -> None:
     assert found == pytest.approx(CPU(1, 2) / CPU(1, 0), rel=0.1)
 
 
+def test_a_block_costs_hardly_more_than_a_token() -> None:
+    """Taken for steps, blocks would be kept short; of other batch sizes too."""
+    costs = ForwardCosts([Forwards(2, {1: 1.0, 9: 1.8}, 0.01, draft_once=0.3)])
+    for k, drafting in ((0, 0.0), (1, 0.31), (8, 0.38)):
+        verify = costs.verify(2, k + 1)
+        assert costs.round(2, k) == pytest.approx(drafting + verify)
+    assert costs.drafting(4, 8) == pytest.approx(0.38 * costs.verify(4, 1))
+
+
 def test_drafting_is_never_cheaper_than_not() -> None:
     costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
     for _ in range(20):

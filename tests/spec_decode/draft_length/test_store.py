@@ -15,7 +15,7 @@ from specdec.spec_decode.draft_length.store import (
     default_path,
 )
 
-FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02)
+FORWARDS = Forwards(8, {1: 0.1, 2: 0.15}, 0.02, 0.03)
 
 
 def costs() -> RoundCosts:

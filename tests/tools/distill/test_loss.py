@@ -32,7 +32,7 @@ def test_chunks_add_up_to_the_whole(chunk: int, hard: float) -> None:
     weights = mx.random.uniform(shape=(N,), key=keys[3])
     weights[5] = 0.0
     loss = ChunkedLoss(head, hard=hard, chunk=chunk)
-    found, gradient = loss.value_and_gradient(states, target, weights)
+    found, (gradient,) = loss.value_and_gradients(states, target, weights)
     wanted, wanted_gradient = mx.value_and_grad(whole)(
         states, target, weights, head, hard
     )
@@ -52,7 +52,7 @@ def test_nothing_is_lost_between_equals() -> None:
     states = mx.random.normal((8, D), key=mx.random.key(0))
     head = mx.random.normal((V, D), key=mx.random.key(1))
     loss = ChunkedLoss(head, hard=0.0, chunk=4)
-    found, gradient = loss.value_and_gradient(states, states, mx.ones(8))
+    found, (gradient,) = loss.value_and_gradients(states, states, mx.ones(8))
     np.testing.assert_allclose(found.kl, 0.0, atol=1e-5)
     np.testing.assert_allclose(gradient, np.zeros((8, D)), atol=1e-5)
     assert float(found.agreed) == 8

@@ -1,0 +1,87 @@
+"""EAGLE-3: token after token, from the target's features and the token after each.
+
+The pair of a feature at position t and the token at t + 1 predicts the token at t + 2.
+What the layer puts out is the feature of the next pair, until the target's is known.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from .config import EagleConfig
+from .head import DraftHead
+from .layers import HeadLayer
+
+
+class EagleHead(DraftHead):
+    """An EAGLE-3 or 3.1 head."""
+
+    args: EagleConfig
+    reads_following = True
+
+    def __init__(self, config: EagleConfig):
+        super().__init__(config)
+        sizes = config.sizes
+        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        count = len(config.target_layers)
+        self.fc = nn.Linear(config.target_size * count, size, bias=False)
+        if config.norm_before_fc:
+            self.input_norm = nn.RMSNorm(config.target_size * count, eps=eps)
+        if config.fc_norm:
+            self.fc_norm = [nn.RMSNorm(config.target_size, eps) for _ in range(count)]
+        self.layers = [HeadLayer(sizes, pair=i == 0) for i in range(sizes.num_layers)]
+        self.norm = nn.RMSNorm(size, eps=eps)
+
+    def feature(self, hidden: mx.array) -> mx.array:
+        """The target's hidden states (B, S, F) at the head's width, (B, S, D)."""
+        if "input_norm" in self:
+            hidden = self.input_norm(hidden)
+        if "fc_norm" in self:
+            parts: Any = mx.split(hidden, len(self.fc_norm), axis=-1)
+            each = zip(self.fc_norm, parts, strict=True)
+            hidden = mx.concatenate([norm(part) for norm, part in each], axis=-1)
+        made: mx.array = self.fc(hidden)
+        return made
+
+    def absorb(
+        self, hidden: mx.array, following: mx.array, caches: list[Any]
+    ) -> mx.array | None:
+        """Write pairs of the target's features and the tokens after them."""
+        return self.step(following, self.feature(hidden), caches)
+
+    def step(self, tokens: mx.array, feature: mx.array, caches: list[Any]) -> mx.array:
+        """Write pairs; what the next pair's features are, (B, S, D).
+
+        Args:
+            tokens: shape (B, S).
+            feature: of the position before each, shape (B, S, D).
+        """
+        config, first = self.args, self.layers[0]
+        normed = first.hidden_norm(feature)
+        residual = normed if config.norm_before_residual else feature
+        pair = mx.concatenate(
+            [first.input_layernorm(self.embed(tokens)), normed], axis=-1
+        )
+        width = tokens.shape[1]
+        mask = caches[0].make_mask(width)
+        h = first.after_attention(residual, first.self_attn(pair, mask, caches[0]))
+        for layer, cache in zip(self.layers[1:], caches[1:], strict=True):
+            h = layer(h, cache.make_mask(width), cache)
+        if config.norm_output:
+            h = self.norm(h)
+        return h
+
+    def predict(self, h: mx.array) -> mx.array:
+        """Logits of the head's own tokens, of what :meth:`step` gave."""
+        if not self.args.norm_output:
+            h = self.norm(h)
+        return self.logits(h)
+
+    def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
+        """Logits (B, S, V) without features: what is planned and checked as a model."""
+        size = self.args.sizes.hidden_size
+        feature = mx.zeros((*inputs.shape, size), self.norm.weight.dtype)
+        return self.as_target(self.predict(self.step(inputs, feature, cache)))

@@ -1,0 +1,139 @@
+"""Parts of draft heads: attention over a context, and a decoder layer around it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.rope_utils import initialize_rope
+
+from .config import LayerSizes
+
+
+class HeadAttention(nn.Module):
+    """Attention whose queries, and keys with values, may be of different inputs.
+
+    Args:
+        sizes: of the layer.
+        input_size: width of what it projects.
+    """
+
+    def __init__(self, sizes: LayerSizes, input_size: int):
+        super().__init__()  # type: ignore[no-untyped-call]
+        heads, kv_heads, size = sizes.num_heads, sizes.num_kv_heads, sizes.head_dim
+        self.num_heads, self.num_kv_heads = heads, kv_heads
+        self.scale = size**-0.5
+        self.q_proj = nn.Linear(input_size, heads * size, bias=sizes.bias)
+        self.k_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
+        self.v_proj = nn.Linear(input_size, kv_heads * size, bias=sizes.bias)
+        self.o_proj = nn.Linear(heads * size, sizes.hidden_size, bias=False)
+        if sizes.qk_norm:
+            self.q_norm = nn.RMSNorm(size, eps=sizes.rms_norm_eps)
+            self.k_norm = nn.RMSNorm(size, eps=sizes.rms_norm_eps)
+        scaling = None if sizes.rope_scaling is None else dict(sizes.rope_scaling)
+        self.rope: Any = initialize_rope(
+            size,
+            sizes.rope_theta,
+            bool(sizes.rope_traditional),
+            scaling,
+            sizes.max_positions,
+        )
+
+    def queries(self, x: mx.array, offset: mx.array | int) -> mx.array:
+        """Queries of ``x`` (B, S, D) at positions from ``offset`` on, (B, H, S, d)."""
+        q = self._heads(self.q_proj(x), self.num_heads)
+        if "q_norm" in self:
+            q = self.q_norm(q)
+        turned: mx.array = self.rope(q, offset=offset)
+        return turned
+
+    def keys_values(
+        self, x: mx.array, offset: mx.array | int
+    ) -> tuple[mx.array, mx.array]:
+        """Keys and values of ``x``, each (B, kv_heads, S, d)."""
+        k = self._heads(self.k_proj(x), self.num_kv_heads)
+        v = self._heads(self.v_proj(x), self.num_kv_heads)
+        if "k_norm" in self:
+            k = self.k_norm(k)
+        return self.rope(k, offset=offset), v
+
+    def attend(
+        self, q: mx.array, keys: Any, values: Any, mask: Any, cache: Any = None
+    ) -> mx.array:
+        """What queries (B, H, S, d) find, projected, (B, S, D).
+
+        Args:
+            keys, values: of all that may be seen, as a cache hands them over.
+            mask: boolean or additive, broadcast to (B, H, S, T); ``"causal"``; or
+                ``None``: everything is seen.
+            cache: that they are of.
+        """
+        found = scaled_dot_product_attention(
+            q, keys, values, cache=cache, scale=self.scale, mask=mask
+        )
+        rows, _, width, _ = found.shape
+        out: mx.array = self.o_proj(
+            found.transpose(0, 2, 1, 3).reshape(rows, width, -1)
+        )
+        return out
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """Attention of ``x`` to what the cache holds and to itself; written to it."""
+        offset = cache.offset
+        q = self.queries(x, offset)
+        keys, values = cache.update_and_fetch(*self.keys_values(x, offset))
+        return self.attend(q, keys, values, mask, cache)
+
+    @staticmethod
+    def _heads(x: mx.array, num_heads: int) -> mx.array:
+        rows, width, _ = x.shape
+        return x.reshape(rows, width, num_heads, -1).transpose(0, 2, 1, 3)
+
+
+class HeadMLP(nn.Module):
+    """Two gated projections and one back."""
+
+    def __init__(self, sizes: LayerSizes):
+        super().__init__()  # type: ignore[no-untyped-call]
+        wide = sizes.intermediate_size
+        self.gate_proj = nn.Linear(sizes.hidden_size, wide, bias=False)
+        self.up_proj = nn.Linear(sizes.hidden_size, wide, bias=False)
+        self.down_proj = nn.Linear(wide, sizes.hidden_size, bias=False)
+
+    def __call__(self, x: mx.array) -> mx.array:
+        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
+        return out
+
+
+class HeadLayer(nn.Module):
+    """A decoder layer, its norms before attention and MLP.
+
+    Args:
+        sizes: of it.
+        pair: whether its attention reads a token and a feature side by side: the
+            first layer of EAGLE-3.
+    """
+
+    def __init__(self, sizes: LayerSizes, *, pair: bool = False):
+        super().__init__()  # type: ignore[no-untyped-call]
+        size, eps = sizes.hidden_size, sizes.rms_norm_eps
+        self.self_attn = HeadAttention(sizes, 2 * size if pair else size)
+        self.mlp = HeadMLP(sizes)
+        self.input_layernorm = nn.RMSNorm(size, eps=eps)
+        self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
+        if pair:
+            self.hidden_norm = nn.RMSNorm(size, eps=eps)
+
+    def __call__(self, x: mx.array, mask: Any, cache: Any) -> mx.array:
+        """``x`` (B, S, D) after the layer, written to the cache."""
+        return self.after_attention(
+            x, self.self_attn(self.input_layernorm(x), mask, cache)
+        )
+
+    def after_attention(self, residual: mx.array, found: mx.array) -> mx.array:
+        """The rest of the layer, once attention has found something."""
+        h = residual + found
+        out: mx.array = h + self.mlp(self.post_attention_layernorm(h))
+        return out

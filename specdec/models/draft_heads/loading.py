@@ -1,0 +1,282 @@
+"""Draft heads from folders: their weights, and whether they fit a target."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from ...errors import ModelError, UnsupportedModelError
+from ...utils.data_files import DataError, read_json
+from ...utils.printable import shorten
+from ..folder import check_files, check_sizes
+from ..loaded import Described, LoadedModel
+from ..precision import cast
+from ..trunk import TargetEnds
+from .block import BlockHead
+from .config import (
+    BlockConfig,
+    EagleConfig,
+    HeadConfig,
+    default_eagle_layers,
+    head_config,
+    is_head,
+)
+from .eagle import EagleHead
+from .head import DraftHead
+
+# Arrays that training needs, or that can be computed.
+_LEFT_OUT = re.compile(
+    r"^(t2d|verifier_.*|mask_embedding.*|mask_hidden|.*rotary_emb\.inv_freq)$"
+)
+_RENAMED = (
+    (re.compile(r"^model\."), ""),
+    (re.compile(r"^midlayer\."), "layers.0."),
+    (re.compile(r"^draft_id_to_target_id$"), "d2t"),
+)
+
+
+def read_head_config(folder: Path) -> dict[str, Any] | None:
+    """The configuration of a folder, if it is one of a draft head.
+
+    Raises:
+        ModelError: its weights are in files that are not read.
+    """
+    try:
+        config = read_json(folder / "config.json")
+    except (OSError, DataError):
+        return None  # loading it as a model says what is wrong
+    if not isinstance(config, dict) or not is_head(config):
+        return None
+    check_files(folder)
+    check_sizes(config, folder / "config.json")
+    if not any(folder.glob("*.safetensors")):
+        raise ModelError(
+            f"{folder} has no .safetensors file, and other weights can hold code: "
+            "convert them to safetensors"
+        )
+    return config
+
+
+def canonical(names: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Arrays by the names that they have in a head here."""
+    found = {}
+    for name, array in names.items():
+        for pattern, instead in _RENAMED:
+            name = pattern.sub(instead, name)
+        if not _LEFT_OUT.match(name):
+            found[name] = array
+    return found
+
+
+def open_head(
+    folder: Path, config: Mapping[str, Any], source: str, target: Described
+) -> DraftHead:
+    """A head with its weights, none of them computed yet, bound to its target.
+
+    Args:
+        folder: where it is.
+        config: of :func:`read_head_config`.
+        source: for messages.
+        target: a model, or an outline of one.
+
+    Raises:
+        UnsupportedModelError: it is of a kind that is not supported, or does not fit
+            the target.
+        ModelError: it is damaged.
+    """
+    weights: dict[str, mx.array] = {}
+    try:
+        for file in sorted(folder.glob("*.safetensors")):
+            weights |= canonical(mx.load(str(file)))  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise ModelError(
+            f"{source} cannot be loaded ({shorten(error)}): download it again"
+        ) from error
+    ends = TargetEnds(target.model, target.name)
+    offsets = weights.pop("d2t", None)
+    found = _fitted(head_config(config, weights, source), source, target, ends)
+    head = make_head(found)
+    head.bind(ends)
+    if found.draft_vocab_size < found.vocab_size:
+        _take_offsets(head, offsets, source)
+    fill(head, weights, config.get("quantization"), source)
+    head.eval()
+    return head
+
+
+def make_head(config: HeadConfig) -> DraftHead:
+    """A head with random weights, bound to no target.
+
+    Raises:
+        UnsupportedModelError: its rotary embedding is of a kind that mlx-lm does not
+            have.
+    """
+    kinds: Any = {BlockConfig: BlockHead, EagleConfig: EagleHead}
+    try:
+        made: DraftHead = kinds[type(config)](config)
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
+        scaling = config.sizes.rope_scaling
+        raise UnsupportedModelError(
+            f"a {config.kind} head with the rotary embedding {shorten(scaling)} is not "
+            f"supported ({shorten(error)})"
+        ) from error
+    return made
+
+
+def ready(
+    head: DraftHead,
+    config: Mapping[str, Any],
+    source: str,
+    target: LoadedModel,
+    dtype: mx.Dtype | None,
+) -> LoadedModel:
+    """A head with its weights computed; its tokenizer is the target's."""
+    convert(head, dtype)
+    mx.eval(head)
+    return LoadedModel(head, target.tokenizer, flat(config), source)
+
+
+def load_head(
+    folder: Path,
+    config: Mapping[str, Any],
+    source: str,
+    target: LoadedModel,
+    dtype: mx.Dtype | None = None,
+) -> LoadedModel:
+    """A draft head that is ready to run; its tokenizer is the target's.
+
+    Args:
+        folder, config, source: as for :func:`open_head`.
+        target: whose embedding and output head it shares where it has none.
+        dtype: of its weights; ``None``: as they are stored, or the target's where both
+            have 16 bits.
+
+    Raises:
+        UnsupportedModelError, ModelError: see :func:`open_head`.
+    """
+    head = open_head(folder, config, source, target)
+    return ready(head, config, source, target, dtype)
+
+
+def flat(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The configuration, with what it says of its layers where a model says it."""
+    return {**config, **config.get("transformer_layer_config", {})}
+
+
+def convert(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:
+    """Let a head compute in ``dtype``; ``None``: in the target's 16-bit type."""
+    if dtype is not None:
+        cast(head, dtype, lazy=lazy)
+        return
+    theirs = head.ends.embed(mx.zeros((1, 1), mx.int32)).dtype
+    # Of two such types MLX makes float32.
+    if theirs in (mx.bfloat16, mx.float16):
+        head.set_dtype(theirs)
+
+
+def _fitted(
+    config: HeadConfig, source: str, target: Described, ends: TargetEnds
+) -> HeadConfig:
+    """The configuration with what the target decides; refused where they differ."""
+    layers, name = ends.num_layers, target.name
+    token = mx.zeros((1, 1), mx.int32)
+    embedded = ends.embed(token)
+    width = embedded.shape[-1]
+    vocab_size = ends.logits(embedded).shape[-1]
+
+    def refuse(made_for: str, has: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"draft {source} was made for a target {made_for}, and {name} has {has}: "
+            "name the target that it was made for"
+        )
+
+    if config.num_target_layers not in (None, layers):
+        raise refuse(f"of {config.num_target_layers} layers", f"{layers}")
+    if isinstance(config, EagleConfig) and not config.target_layers:
+        config = replace(config, target_layers=default_eagle_layers(layers))
+    wrong = [i for i in config.target_layers if not 0 <= i < layers]
+    if wrong:
+        raise refuse(f"with a layer {wrong[0]}", f"{layers} layers")
+    lent = not (config.owns_embedding and config.owns_head)
+    size = config.sizes.hidden_size if lent else config.target_size
+    for wanted in (config.target_size, size):
+        if wanted != width:
+            raise refuse(f"of width {wanted}", f"{width}")
+    if config.vocab_size != vocab_size:
+        raise refuse(f"of {config.vocab_size} logits", f"{vocab_size}")
+    if isinstance(config, BlockConfig):
+        if not 0 <= config.mask_token < vocab_size:
+            raise refuse(
+                f"whose token {config.mask_token} masks", f"{vocab_size} tokens"
+            )
+        if config.sizes.rope_traditional is None:
+            sizes = replace(config.sizes, rope_traditional=turns_pairs(target.model))
+            config = replace(config, sizes=sizes)
+    if config.draft_vocab_size < vocab_size and not config.owns_head:
+        raise ModelError(
+            f"{source} proposes {config.draft_vocab_size} of {vocab_size} tokens, and "
+            "has no lm_head: download it again"
+        )
+    return config
+
+
+def turns_pairs(model: nn.Module) -> bool:
+    """Whether a model's rotary embeddings turn neighbours, not halves of a head."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    return any(getattr(each, "traditional", None) is True for _, each in modules)
+
+
+def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> None:
+    config = head.args
+    size, vocab_size = config.draft_vocab_size, config.vocab_size
+    if offsets is None or offsets.shape != (size,):
+        raise ModelError(
+            f"{source} proposes {size} of {vocab_size} tokens, and its d2t does not "
+            "say which: download it again"
+        )
+    tokens = mx.arange(size) + offsets
+    if int(tokens.min()) < 0 or int(tokens.max()) >= vocab_size:
+        raise ModelError(
+            f"{source}: its d2t names tokens beyond the {vocab_size} of the target: "
+            "download it again"
+        )
+    head.take_offsets(offsets, vocab_size)
+
+
+def fill(
+    head: DraftHead, weights: dict[str, mx.array], packing: Any, source: str
+) -> None:
+    """Give a head its arrays: each that it has, of the right shape, and no other."""
+    if isinstance(packing, dict):
+        nn.quantize(
+            head,
+            group_size=packing.get("group_size", 64),
+            bits=packing.get("bits", 4),
+            # As in mlx-lm's folders, a path of its own may be packed in another way.
+            class_predicate=lambda path, _: packing.get(
+                path, f"{path}.scales" in weights
+            ),
+        )
+    parameters: Any = head.parameters()  # type: ignore[no-untyped-call]
+    leaves: Any = tree_flatten(parameters)
+    wanted = {name: array.shape for name, array in leaves}
+    problems = [f"{name} is missing" for name in wanted.keys() - weights.keys()]
+    problems += [f"{name} is not known" for name in weights.keys() - wanted.keys()]
+    problems += [
+        f"{name} is of shape {weights[name].shape}, not {shape}"
+        for name, shape in wanted.items()
+        if name in weights and weights[name].shape != shape
+    ]
+    if problems:
+        raise ModelError(
+            f"{source} cannot be loaded: of its weights {min(problems)}: download it "
+            "again, or take another draft"
+        )
+    head.load_weights(list(weights.items()))

@@ -1,0 +1,243 @@
+"""Draft heads as drafters: DFlash, DSpark and EAGLE-3 in one mechanism.
+
+A row's context is one entry for each of its committed tokens but the last, in caches
+like a model's: written from the target's hidden states when they are seen, as part of
+the prompt or of a round, and taken back where the round's tokens do not stand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import mlx.core as mx
+
+from ..models.draft_heads import BlockHead, DraftHead
+from ..models.runner import ModelRows, ModelRunner
+from .drafter import Proposals, Round
+from .ready import Ready
+from .rejection_sampler import Accepted
+from .vetting import ours
+
+
+class HeadDrafter:
+    """Proposes with a draft head.
+
+    Args:
+        runner: the head.
+        vocab_size: the target's number of logits.
+        max_draft_tokens: largest k of any round.
+        context_length: positions that the head was made for, if known.
+
+    Attributes:
+        hidden_layers: layers of the target that the head reads.
+        context: the head.
+    """
+
+    def __init__(
+        self,
+        runner: ModelRunner,
+        *,
+        vocab_size: int,
+        max_draft_tokens: int,
+        context_length: int | None = None,
+    ):
+        self.runner = runner
+        self.vocab_size = vocab_size
+        self.context_length = context_length
+        head: Any = runner.model
+        self.head: DraftHead = head
+        self.hidden_layers = self.head.args.target_layers
+        self.context: ModelRunner | None = runner
+        self.max_round = max_draft_tokens + 1
+
+    def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
+        """Begin rows for ``prompts``."""
+        known = [p[:-1] for p in prompts]
+        rows = self.runner.rows(
+            known, max_round=self.max_round, max_length=max_length, reuses=False
+        )
+        kind = BlockRows if isinstance(self.head, BlockHead) else ChainedRows
+        return kind(self, rows)
+
+
+class HeadRows:
+    """Rows of a draft head: their context, and what proposing begins with.
+
+    Args:
+        drafter: whose they are.
+        rows: the caches of the context.
+    """
+
+    def __init__(self, drafter: HeadDrafter, rows: ModelRows):
+        self._drafter = drafter
+        self._rows = rows
+        size = drafter.head.args.sizes.hidden_size
+        # Of each row's last entry, where the head gives anything, shape (B, 1, D).
+        self._state = mx.zeros((rows.num_rows, 1, size))
+
+    @property
+    def context(self) -> ModelRows:
+        """The caches of the context."""
+        return self._rows
+
+    def observe(
+        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
+    ) -> None:
+        """Write the context of a chunk of the prompts."""
+        given = self._rows.call("absorb", hidden, following, lengths=lengths)
+        self._keep(given, mx.array(list(lengths)))
+        self._evaluate()
+
+    def _keep(self, given: mx.array | None, kept: mx.array) -> None:
+        """Take what was given for the last of each row's new entries.
+
+        Args:
+            kept: how many they are, shape (B,).
+        """
+        if given is None:
+            return
+        last = mx.maximum(kept - 1, 0)[:, None, None]
+        new = mx.take_along_axis(given, last, axis=1)
+        state = self._state.astype(new.dtype)
+        self._state = mx.where((kept > 0)[:, None, None], new, state)
+
+    def _evaluate(self) -> None:
+        """Hand what was written to the device: no graph grows, no chunk is held."""
+        self._rows.evaluate()
+        mx.async_eval(self._state)
+
+    def prefill(self) -> Iterator[None]:
+        """Nothing is left to do but to give back what only prompts needed."""
+        self._rows.resize(self._drafter.max_round)
+        return iter(())
+
+    def propose(self, round_: Round) -> Proposals:
+        """``round_.num_draft_tokens`` tokens for every row."""
+        raise NotImplementedError
+
+    def commit(self, round_: Round, accepted: Accepted) -> None:
+        """Write the context of the round's tokens, as far as they stand."""
+        assert accepted.hidden is not None
+        width = accepted.hidden.shape[1]
+        given = self._rows.call("absorb", accepted.hidden, accepted.chosen)
+        self._rows.trim_per_sequence(width - accepted.kept, width)
+        self._keep(given, accepted.kept)
+        if not round_.num_draft_tokens:
+            self._evaluate()
+
+    def note_lengths(self, longest: int, shortest: int) -> None:
+        """The context lacks the newest token."""
+        self._rows.note_lengths(longest - 1, max(shortest - 1, 0))
+
+    def filter(self, rows: Sequence[int]) -> None:
+        """Keep just the given rows."""
+        self._rows.filter(rows)
+        self._state = self._state[mx.array(list(rows), mx.int32)]
+
+    @property
+    def new_shapes(self) -> int:
+        """Calls of the head so far whose shapes were not ready."""
+        return self._rows.new_shapes
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the context."""
+        return self._rows.nbytes + self._state.nbytes
+
+    def extend(self, other: HeadRows) -> None:
+        """Append the rows of ``other``."""
+        self._rows.extend(other._rows)
+        self._state = mx.concatenate([self._state, other._state])
+
+    def place(self, rows: Sequence[int], other: HeadRows, num_rows: int) -> None:
+        """Put the rows of ``other`` into the given ones."""
+        self._rows.place(rows, other._rows)
+        at = mx.array(list(rows), mx.int32)[:, None, None]
+        at = mx.broadcast_to(at, other._state.shape)
+        self._state = mx.put_along_axis(self._state, at, other._state, axis=0)
+
+    def reset(self, rows: Sequence[int]) -> None:
+        """The given rows hold nothing any more."""
+        self._rows.reset(rows)
+
+    def _take_back(self, width: int) -> None:
+        """Take the last ``width`` entries of every row back."""
+        if width:
+            self._rows.trim_per_sequence([width] * self._rows.num_rows, width)
+
+
+@ours
+class BlockRows(HeadRows):
+    """Rows of a DFlash or DSpark head: all proposals in one forward."""
+
+    def propose(self, round_: Round) -> Proposals:
+        """Choose up to as many tokens as a block has; the rest is not meant."""
+        head: Any = self._drafter.head
+        wanted = round_.num_draft_tokens
+        k = min(wanted, head.args.max_draft_tokens)
+        newest = round_.recent[:, -1:]
+        own = int(not head.args.from_anchor)
+        states = self._rows.call("states", head.inputs(newest, k + own))
+        self._take_back(k + own)
+        states = states[:, own:]
+        if head.args.markov_rank:
+            tokens, probabilities = self._in_sequence(round_, states)
+        else:
+            logits = head.as_target(head.logits(states))
+            tokens, probabilities = round_.choose_all(
+                logits[..., : self._drafter.vocab_size]
+            )
+        if k == wanted:
+            return Ready.within(mx.concatenate([newest, tokens], axis=1), probabilities)
+        missing = [(0, 0), (0, wanted - k)]
+        if probabilities is not None:
+            probabilities = mx.pad(probabilities, [*missing, (0, 0)])
+        lengths = mx.full((newest.shape[0],), k, mx.int32)
+        return Proposals(mx.pad(tokens, missing), probabilities, lengths)
+
+    def _in_sequence(
+        self, round_: Round, states: mx.array
+    ) -> tuple[mx.array, mx.array | None]:
+        """Choose slot after slot, each biased by the token before."""
+        head: Any = self._drafter.head
+        logits = head.logits(states)
+        before, tokens = round_.recent[:, -1:], list[mx.array]()
+        drawn_from = list[mx.array]()
+        for j in range(states.shape[1]):
+            biased = logits[:, j : j + 1] + head.bias(head.before(before))
+            each = head.as_target(biased)[..., : self._drafter.vocab_size]
+            before, probabilities = round_.choose(each, tokens)
+            tokens.append(before)
+            if probabilities is not None:
+                drawn_from.append(probabilities)
+        return (
+            mx.concatenate(tokens, axis=1),
+            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
+        )
+
+
+@ours
+class ChainedRows(HeadRows):
+    """Rows of an EAGLE-3 head: a step for each proposal."""
+
+    def propose(self, round_: Round) -> Proposals:
+        """Choose k tokens per row, each fed back with what the step before gave."""
+        head: Any = self._drafter.head
+        state, tokens, drawn_from = self._state, list[mx.array](), list[mx.array]()
+        self._rows.checkpoint()
+        for j in range(round_.num_draft_tokens):
+            if j:
+                state = self._rows.call("step", tokens[-1], state)
+            logits = head.as_target(head.predict(state))
+            chosen, probabilities = round_.choose(
+                logits[..., : self._drafter.vocab_size], tokens
+            )
+            tokens.append(chosen)
+            if probabilities is not None:
+                drawn_from.append(probabilities)
+        self._take_back(round_.num_draft_tokens - 1)
+        return Ready.within(
+            mx.concatenate([round_.recent[:, -1:], *tokens], axis=1),
+            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
+        )

@@ -1,0 +1,317 @@
+"""Small random draft heads as they are published: files, keys and configurations.
+
+And what they compute, in numpy, from those files alone and one row at a time: written
+after the papers and their reference code, without anything of specdec or mlx-lm.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+
+Array = np.ndarray
+WIDTH, VOCAB, LAYERS = 32, 97, 6
+READS = (1, 3, 4)
+SIZES: dict[str, Any] = {
+    "model_type": "qwen3",
+    "hidden_size": WIDTH,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "hidden_act": "silu",
+    "rms_norm_eps": 1e-6,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 4096,
+    "vocab_size": VOCAB,
+    "tie_word_embeddings": False,
+}
+#: Tokens that heads with a vocabulary of their own propose, in ascending order.
+SOME_TOKENS = sorted({(7 * i * i + 3) % VOCAB for i in range(60)})
+
+
+def dflash_config(**changes: Any) -> dict[str, Any]:
+    """As z-lab's are."""
+    dflash = {"mask_token_id": 96, "target_layer_ids": list(READS)}
+    dflash |= changes.pop("dflash", {})
+    return {
+        "architectures": ["DFlashDraftModel"],
+        **SIZES,
+        "block_size": 6,
+        "num_target_layers": LAYERS,
+        "layer_types": ["full_attention"] * 2,
+        "dflash_config": dflash,
+        **changes,
+    }
+
+
+def dspark_config(**changes: Any) -> dict[str, Any]:
+    """As DeepSeek's are."""
+    return {
+        "architectures": ["Qwen3DSparkModel"],
+        **SIZES,
+        "block_size": 5,
+        "num_target_layers": LAYERS,
+        "mask_token_id": 95,
+        "target_layer_ids": list(READS),
+        "markov_rank": 6,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+        **changes,
+    }
+
+
+def eagle_config(**changes: Any) -> dict[str, Any]:
+    """As SafeAILab's are."""
+    return {
+        "architectures": ["LlamaForCausalLMEagle3"],
+        **SIZES,
+        "model_type": "llama",
+        "num_hidden_layers": 1,
+        "draft_vocab_size": len(SOME_TOKENS),
+        **changes,
+    }
+
+
+def speculators_config(kind: str, **changes: Any) -> dict[str, Any]:
+    """As those of the speculators library are."""
+    layers = {"layer_types": ["full_attention"] * 2, **SIZES}
+    layers |= changes.pop("layers", {})
+    own: dict[str, Any] = {"draft_vocab_size": len(SOME_TOKENS)}
+    if kind == "eagle3":
+        layers["num_hidden_layers"] = 1
+        own["eagle_aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
+    else:
+        own["aux_hidden_state_layer_ids"] = [i + 1 for i in READS]
+        own |= {"mask_token_id": 94, "block_size": 6}
+    names = {"eagle3": "Eagle3", "dflash": "DFlash", "dspark": "DSpark"}
+    return {
+        "architectures": [f"{names[kind]}DraftModel"],
+        "speculators_model_type": kind,
+        "speculators_version": "0.5.0",
+        "transformer_layer_config": layers,
+        **own,
+        **changes,
+    }
+
+
+def random_weights(config: dict[str, Any], seed: int = 0) -> dict[str, Array]:
+    """All arrays that a head of this configuration is published with."""
+    rng = np.random.default_rng(seed)
+    kind = config.get("speculators_model_type") or config["architectures"][0].lower()
+    layers = config.get("transformer_layer_config", config)
+    size, wide = layers["hidden_size"], layers["intermediate_size"]
+    head = layers["head_dim"]
+    queries = layers["num_attention_heads"] * head
+    keys = layers["num_key_value_heads"] * head
+    eagle = "eagle" in kind
+    shapes: dict[str, tuple[int, ...]] = {
+        "fc.weight": (size, size * len(READS)),
+        "norm.weight": (size,),
+    }
+    for i in range(layers["num_hidden_layers"]):
+        first = "midlayer." if eagle and "Eagle" in config["architectures"][0] else ""
+        if not first or config.get("speculators_model_type"):
+            first = f"layers.{i}."
+        source = 2 * size if eagle and i == 0 else size
+        shapes |= {
+            first + "input_layernorm.weight": (size,),
+            first + "post_attention_layernorm.weight": (size,),
+            first + "self_attn.q_proj.weight": (queries, source),
+            first + "self_attn.k_proj.weight": (keys, source),
+            first + "self_attn.v_proj.weight": (keys, source),
+            first + "self_attn.o_proj.weight": (size, queries),
+            first + "mlp.gate_proj.weight": (wide, size),
+            first + "mlp.up_proj.weight": (wide, size),
+            first + "mlp.down_proj.weight": (size, wide),
+        }
+        if eagle:
+            shapes[first + "hidden_norm.weight"] = (size,)
+        if not eagle or layers["model_type"] == "qwen3":
+            shapes[first + "self_attn.q_norm.weight"] = (head,)
+            shapes[first + "self_attn.k_norm.weight"] = (head,)
+    if not eagle:
+        shapes["hidden_norm.weight"] = (size,)
+    if config.get("norm_before_fc"):
+        shapes["input_norm.weight"] = (size * len(READS),)
+    if config.get("fc_norm"):
+        shapes |= {f"fc_norm.{i}.weight": (size,) for i in range(len(READS))}
+    some, vocab_size = config.get("draft_vocab_size"), layers["vocab_size"]
+    if some:
+        shapes["lm_head.weight"] = (some, size)
+    if rank := config.get("markov_rank"):
+        shapes["markov_head.markov_w1.weight"] = (vocab_size, rank)
+        shapes["markov_head.markov_w2.weight"] = (some or vocab_size, rank)
+    if config.get("enable_confidence_head"):
+        both = config.get("confidence_head_with_markov")
+        width = size + (config["markov_rank"] if both else 0)
+        shapes["confidence_head.proj.weight"] = (1, width)
+        shapes["confidence_head.proj.bias"] = (1,)
+    weights: dict[str, Any] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            weights[name] = rng.uniform(0.5, 1.5, shape)
+        else:
+            weights[name] = rng.normal(size=shape) * 2 * shape[-1] ** -0.5
+    weights = {name: a.astype(np.float32) for name, a in weights.items()}
+    if some:
+        tokens = np.array(SOME_TOKENS if vocab_size == VOCAB else range(1, some + 1))
+        weights["d2t"] = (tokens - np.arange(some)).astype(np.int64)
+        weights["t2d"] = np.isin(np.arange(vocab_size), tokens)
+    return weights
+
+
+def write_head(
+    path: Path, config: dict[str, Any], seed: int = 0, prefix: str = ""
+) -> dict[str, Array]:
+    """Write a random head; its weights, by their published names."""
+    path.mkdir(parents=True, exist_ok=True)
+    weights = random_weights(config, seed)
+    (path / "config.json").write_text(json.dumps(config), "utf-8")
+    arrays = {prefix + name: mx.array(a) for name, a in weights.items()}
+    mx.save_safetensors(str(path / "model.safetensors"), arrays)
+    return weights
+
+
+# -- the forwards, one row at a time -------------------------------------------
+
+
+def norm(x: Array, weight: Array, eps: float = 1e-6) -> Array:
+    scaled: Array = x / np.sqrt((x * x).mean(-1, keepdims=True) + eps) * weight
+    return scaled
+
+
+def turned(x: Array, positions: Array, *, pairs: bool = False) -> Array:
+    """Rotary embedding of x (S, heads, d): halves of a head, or neighbours."""
+    d = x.shape[-1]
+    angles = positions[:, None] * 10000.0 ** (-np.arange(0, d, 2) / d)
+    cos, sin = np.cos(angles)[:, None], np.sin(angles)[:, None]
+    a, b = (
+        (x[..., ::2], x[..., 1::2]) if pairs else (x[..., : d // 2], x[..., d // 2 :])
+    )
+    out = np.empty_like(x)
+    one, two = a * cos - b * sin, b * cos + a * sin
+    if pairs:
+        out[..., ::2], out[..., 1::2] = one, two
+    else:
+        out[..., : d // 2], out[..., d // 2 :] = one, two
+    return out
+
+
+def attention(q: Array, k: Array, v: Array, visible: Array) -> Array:
+    """q (S, H, d), k and v (T, h, d), visible (S, T); what is found, (S, H d)."""
+    share = q.shape[1] // k.shape[1]
+    k, v = np.repeat(k, share, 1), np.repeat(v, share, 1)
+    scores = np.einsum("shd,thd->hst", q, k) / math.sqrt(q.shape[-1])
+    scores = np.where(visible, scores, -np.inf)
+    scores = np.exp(scores - scores.max(-1, keepdims=True))
+    scores /= scores.sum(-1, keepdims=True)
+    found: Array = np.einsum("hst,thd->shd", scores, v)
+    return found.reshape(len(q), -1)
+
+
+def mlp(x: Array, w: dict[str, Array], at: str) -> Array:
+    gate, up = x @ w[at + "mlp.gate_proj.weight"].T, x @ w[at + "mlp.up_proj.weight"].T
+    out: Array = (gate / (1 + np.exp(-gate)) * up) @ w[at + "mlp.down_proj.weight"].T
+    return out
+
+
+def heads(
+    x: Array, w: dict[str, Array], at: str, kind: str, positions: Array, **how: Any
+) -> Array:
+    """Queries or keys of x, normed and turned; values as they are."""
+    out: Array = (x @ w[f"{at}self_attn.{kind}_proj.weight"].T).reshape(len(x), -1, 8)
+    if f"{at}self_attn.{kind}_norm.weight" in w:
+        out = norm(out, w[f"{at}self_attn.{kind}_norm.weight"])
+    return out if kind == "v" else turned(out, positions, **how)
+
+
+def block_states(
+    w: dict[str, Array],
+    features: Array,
+    block: Array,
+    *,
+    windows: Sequence[int | None] = (None, None),
+    causal: Sequence[bool] = (False, False),
+    pairs: bool = False,
+) -> Array:
+    """States (b, D) of embedded block tokens (b, D) after features (n, F)."""
+    n, b = len(features), len(block)
+    context = norm(features @ w["fc.weight"].T, w["hidden_norm.weight"])
+    before, here = np.arange(n), np.arange(n, n + b)
+    x = block
+    for i, (window, only_before) in enumerate(zip(windows, causal, strict=True)):
+        at = f"layers.{i}."
+        own = norm(x, w[at + "input_layernorm.weight"])
+        q = heads(own, w, at, "q", here, pairs=pairs)
+        k, v = (
+            np.concatenate(
+                [
+                    heads(context, w, at, kind, before, pairs=pairs),
+                    heads(own, w, at, kind, here, pairs=pairs),
+                ]
+            )
+            for kind in "kv"
+        )
+        seen = np.ones((b, n + b), bool)
+        if window is not None:
+            seen[:, :n] = here[:, None] - before < window
+        if only_before:
+            seen[:, n:] = here <= here[:, None]
+        x = x + attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        x = x + mlp(norm(x, w[at + "post_attention_layernorm.weight"]), w, at)
+    return norm(x, w["norm.weight"])
+
+
+def eagle_chain(
+    w: dict[str, Array],
+    features: Array,
+    following: Array,
+    embedding: Array,
+    num_tokens: int,
+    *,
+    config: dict[str, Any],
+) -> tuple[list[int], list[Array]]:
+    """Greedy proposals after features (n, F), and the logits of each in the target's.
+
+    Without any cache: every step computes all pairs again.
+    """
+    at = "midlayer." if "midlayer.input_layernorm.weight" in w else "layers.0."
+    if config.get("norm_before_fc"):
+        features = norm(features, w["input_norm.weight"])
+    if config.get("fc_norm"):
+        parts = np.split(features, len(READS), -1)
+        features = np.concatenate(
+            [norm(p, w[f"fc_norm.{i}.weight"]) for i, p in enumerate(parts)], -1
+        )
+    given = list(features @ w["fc.weight"].T)
+    tokens = list(following)
+    proposed: list[int] = []
+    logits = []
+    for _ in range(num_tokens):
+        g, positions = np.array(given), np.arange(len(given))
+        normed = norm(g, w[at + "hidden_norm.weight"])
+        e = norm(embedding[np.array(tokens)], w[at + "input_layernorm.weight"])
+        pair = np.concatenate([e, normed], -1)
+        q, k, v = (heads(pair, w, at, kind, positions) for kind in "qkv")
+        seen = positions <= positions[:, None]
+        h = normed if config.get("norm_before_residual") else g
+        h = h + attention(q, k, v, seen) @ w[at + "self_attn.o_proj.weight"].T
+        h = h + mlp(norm(h, w[at + "post_attention_layernorm.weight"]), w, at)
+        after = norm(h, w["norm.weight"])
+        own = after[-1] @ w["lm_head.weight"].T
+        found = np.full(VOCAB, -np.inf)
+        found[np.arange(len(own)) + w["d2t"]] = own
+        logits.append(found)
+        proposed.append(int(found.argmax()))
+        tokens.append(proposed[-1])
+        given.append((after if config.get("norm_output") else h)[-1])
+    return proposed, logits

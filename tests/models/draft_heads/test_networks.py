@@ -1,0 +1,353 @@
+"""Published heads compute what their papers say, rows of any lengths at once."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_flatten
+
+from specdec.cache import CacheOptions, make_batch_caches
+from specdec.errors import ModelError, UnsupportedModelError
+from specdec.models import LoadedModel
+from specdec.models.draft_heads import BlockHead, EagleHead, load_head
+from specdec.models.draft_heads.config import spread_layers
+from specdec.models.draft_heads.loading import make_head, read_head_config
+
+from . import published
+from .published import LAYERS, READS, SOME_TOKENS, VOCAB, WIDTH, write_head
+
+# Context entries of three rows, and how they come: chunk after chunk.
+LENGTHS, CHUNK = (5, 1, 23), 8
+SLIDING: dict[str, Any] = {
+    "layer_types": ["sliding_attention", "full_attention"],
+    "sliding_window": 7,
+}
+BLOCKS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "dflash": (published.dflash_config(), {}),
+    "sliding": (
+        published.dflash_config(**SLIDING),
+        {"windows": (7, None), "causal": (True, False)},
+    ),
+    "sliding both ways": (
+        published.dflash_config(**SLIDING, is_causal=False),
+        {"windows": (7, None)},
+    ),
+    "all causal": (
+        published.dflash_config(dflash={"causal": True}),
+        {"causal": (True, True)},
+    ),
+    "dspark": (published.dspark_config(), {}),
+    "pairs": (published.dspark_config(rope_is_neox_style=False), {"pairs": True}),
+    "speculators dflash": (published.speculators_config("dflash"), {}),
+    "speculators sliding": (
+        published.speculators_config(
+            "dflash", layers=SLIDING, sliding_window_non_causal=True
+        ),
+        {"windows": (7, None)},
+    ),
+    "speculators dspark": (
+        published.speculators_config("dspark", markov_rank=4, sample_from_anchor=True),
+        {},
+    ),
+}
+EAGLES: dict[str, dict[str, Any]] = {
+    "eagle3": published.eagle_config(),
+    "eagle3.1": published.eagle_config(
+        fc_norm=True, norm_output=True, norm_before_residual=True
+    ),
+    "speculators": published.speculators_config("eagle3", norm_before_fc=True),
+}
+
+
+@pytest.fixture(scope="module")
+def lender(tiny_model: Callable[..., Any]) -> LoadedModel:
+    """A target with an output head of its own."""
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS, tie_word_embeddings=False)
+    return LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
+
+
+def loaded(path: Path, config: dict[str, Any], target: LoadedModel) -> Any:
+    """A head that was written, and what was."""
+    weights = write_head(path, config)
+    found = read_head_config(path)
+    assert found is not None
+    return load_head(path, found, "the draft", target).model, weights
+
+
+def features_of(n: int) -> np.ndarray:
+    rng = np.random.default_rng(n)
+    made: np.ndarray = rng.normal(size=(n, WIDTH * len(READS))).astype(np.float32)
+    return made
+
+
+def after_context(head: Any, following: Any = None, **options: Any) -> tuple[Any, Any]:
+    """Caches that hold the context of three rows, and what the last entries gave."""
+    caches = make_batch_caches(head, 3, CacheOptions(max_write=CHUNK, **options))
+    rows = [features_of(n) for n in LENGTHS]
+    last: list[Any] = [None] * 3
+    for first in range(0, max(LENGTHS), CHUNK):
+        valid = [min(max(n - first, 0), CHUNK) for n in LENGTHS]
+        chunk = np.zeros((3, CHUNK, WIDTH * len(READS)), np.float32)
+        tokens = np.zeros((3, CHUNK), np.int32)
+        for i, (row, n) in enumerate(zip(rows, valid, strict=True)):
+            chunk[i, :n] = row[first : first + n]
+            if following is not None:
+                tokens[i, :n] = following[i][first : first + n]
+        for cache in caches:
+            cache.prepare(lengths=valid)
+        given = head.absorb(mx.array(chunk), mx.array(tokens), caches)
+        for cache in caches:
+            cache.finalize()
+        for i, n in enumerate(valid):
+            if n and given is not None:
+                last[i] = given[i, n - 1]
+    assert caches[0].offset.tolist() == list(LENGTHS)
+    return caches, last
+
+
+def check_block(
+    head: BlockHead,
+    weights: dict[str, Any],
+    how: dict[str, Any],
+    target: LoadedModel,
+    *,
+    close: bool = True,
+    mask_token: int | None = None,
+) -> None:
+    model: Any = target.model
+    width = 5
+    anchors = mx.array([[3], [50], [77]])
+    mask = head.args.mask_token if mask_token is None else mask_token
+    caches, _ = after_context(head)
+    states = head.states(head.inputs(anchors, width), caches)
+    logits = np.array(head.as_target(head.logits(states)))
+    embedding = np.array(model.model.embed_tokens.weight)
+    assert caches[0].offset.tolist() == [n + width for n in LENGTHS]
+    for i, n in enumerate(LENGTHS):
+        block = embedding[[int(anchors[i, 0]), *[mask] * (width - 1)]]
+        expected = published.block_states(weights, features_of(n), block, **how)
+        same = np.allclose(np.array(states[i]), expected, atol=2e-4)
+        assert same == close, (i, np.abs(np.array(states[i]) - expected).max())
+        if close:
+            wanted = np.full((width, VOCAB), -np.inf)
+            if "lm_head.weight" in weights:
+                wanted[:, SOME_TOKENS] = expected @ weights["lm_head.weight"].T
+            else:
+                wanted = expected @ np.array(model.lm_head.weight).T
+            assert np.allclose(logits[i], wanted, atol=1e-3)
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_blocks(name: str, lender: LoadedModel, tmp_path: Path) -> None:
+    """Each part of the forward, masks and positions of rows of different lengths."""
+    config, how = BLOCKS[name]
+    head, weights = loaded(tmp_path, config, lender)
+    check_block(head, weights, how, lender)
+    anchored = "dspark" in name or name == "pairs"
+    assert head.args.from_anchor == anchored
+    assert head.args.target_layers == READS
+    assert head.args.max_draft_tokens == head.args.block_size - (not anchored)
+
+
+def test_the_heads_of_dspark(lender: LoadedModel, tmp_path: Path) -> None:
+    """Bias by the token before, and confidence of it and the state."""
+    head, w = loaded(tmp_path, published.dspark_config(), lender)
+    before = head.before(mx.array([[7], [90]]))
+    assert np.allclose(
+        head.bias(before)[:, 0],
+        w["markov_head.markov_w1.weight"][[7, 90]]
+        @ w["markov_head.markov_w2.weight"].T,
+        atol=1e-4,
+    )
+    h = np.random.default_rng(0).normal(size=(2, 1, WIDTH)).astype(np.float32)
+    both = np.concatenate([h[:, 0], w["markov_head.markov_w1.weight"][[7, 90]]], -1)
+    score = both @ w["confidence_head.proj.weight"].T + w["confidence_head.proj.bias"]
+    found = head.confidence(mx.array(h), before)
+    assert np.allclose(found, 1 / (1 + np.exp(-score)), atol=1e-5)
+
+
+def turn_pairs(head: Any) -> None:
+    for layer in head.layers:
+        layer.self_attn.rope = nn.RoPE(8, traditional=True)
+
+
+def other_mask(head: Any) -> None:
+    head.args = replace(head.args, mask_token=95)
+
+
+def norm_first(head: Any) -> None:
+    head.context = lambda hidden: head.fc(mx.fast.rms_norm(hidden, None, 1e-6))
+
+
+def causal(head: Any) -> None:
+    head.args = replace(head.args, causal=(True, True))
+
+
+def no_key_norm(head: Any) -> None:
+    for layer in head.layers:
+        layer.self_attn.pop("k_norm")
+
+
+FAULTS = (turn_pairs, other_mask, norm_first, causal, no_key_norm)
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_what_is_wrong_is_seen(
+    fault: Callable[[Any], None], lender: LoadedModel, tmp_path: Path
+) -> None:
+    """The comparison above notices each of these."""
+    head, weights = loaded(tmp_path, published.dflash_config(), lender)
+    fault(head)
+    check_block(head, weights, {}, lender, close=False, mask_token=96)
+
+
+@pytest.mark.parametrize("name", EAGLES)
+def test_chains(name: str, lender: LoadedModel, tmp_path: Path) -> None:
+    """Steps through caches are those of all pairs computed again each time."""
+    config = EAGLES[name]
+    head, weights = loaded(tmp_path, config, lender)
+    assert isinstance(head, EagleHead)
+    model: Any = lender.model
+    embedding = np.array(model.model.embed_tokens.weight)
+    following = [
+        np.random.default_rng(9 + n).integers(0, VOCAB, size=n) for n in LENGTHS
+    ]
+    caches, last = after_context(head, following)
+    state, found, logits = mx.stack(last)[:, None], [], []
+    for _ in range(3):
+        logits.append(np.array(head.as_target(head.predict(state)))[:, 0])
+        found.append(logits[-1].argmax(-1))
+        state = head.step(mx.array(found[-1])[:, None], state, caches)
+    for i, n in enumerate(LENGTHS):
+        tokens, expected = published.eagle_chain(
+            weights, features_of(n), following[i], embedding, 3, config=config
+        )
+        assert [int(each[i]) for each in found] == tokens
+        for got, wanted in zip(logits, expected, strict=True):
+            assert np.allclose(got[i], wanted, atol=1e-3)
+    # Where nobody says which layers, the target's depth does.
+    assert head.args.target_layers == (
+        READS if name == "speculators" else (1, 2, LAYERS - 4)
+    )
+
+
+def test_arrays_may_be_named_as_in_a_model(lender: LoadedModel, tmp_path: Path) -> None:
+    """Some checkpoints put ``model.`` before each name."""
+    config = published.dflash_config()
+    weights = write_head(tmp_path, config, prefix="model.")
+    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    check_block(head, weights, {}, lender)
+
+
+def test_packed_rings_and_buckets(lender: LoadedModel, tmp_path: Path) -> None:
+    """Additive masks, as on a GPU, of columns that no row has."""
+    head, _ = loaded(tmp_path, BLOCKS["sliding both ways"][0], lender)
+    options = {"read_bucket": 16, "additive_mask": True}
+    caches, _ = after_context(head, **options)
+    tokens = head.inputs(mx.array([[3], [50], [77]]), 4)
+    usual, _ = after_context(head)
+    assert np.allclose(
+        head.states(tokens, caches), head.states(tokens, usual), atol=1e-5
+    )
+
+
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "depth": (
+        published.dflash_config(num_target_layers=36),
+        "made for a target of 36 layers, and the target has 6",
+    ),
+    "layer": (
+        published.dflash_config(dflash={"target_layer_ids": [1, 3, 6]}),
+        "made for a target with a layer 6, and the target has 6 layers",
+    ),
+    "width": (published.dflash_config(target_hidden_size=64), "target of width 64"),
+    "vocabulary": (published.dflash_config(vocab_size=98), "a target of 98 logits"),
+    "mask": (
+        published.dflash_config(dflash={"mask_token_id": 97}),
+        "whose token 97 masks, and the target has 97 tokens",
+    ),
+    "another kind": (
+        published.dflash_config(architectures=["DFlash2DraftModel"]),
+        "kind 'DFlash2DraftModel', which is not supported",
+    ),
+    "another speculator": (
+        {**published.speculators_config("dflash"), "speculators_model_type": "hydra"},
+        "kind 'hydra', which is not supported",
+    ),
+    "markov": (
+        published.dspark_config(markov_head_type="rnn"),
+        "Markov head of kind 'rnn'",
+    ),
+    "activation": (published.dflash_config(hidden_act="gelu"), "activation 'gelu'"),
+    "rope": (
+        published.dflash_config(rope_scaling={"type": "odd", "factor": 2}),
+        "rotary embedding .* is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_does_not_fit_is_refused(
+    name: str, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """By one line that says what was wanted and what there is."""
+    config, message = WRONG[name]
+    with pytest.raises(UnsupportedModelError, match=message) as caught:
+        loaded(tmp_path, config, lender)
+    assert "\n" not in str(caught.value)
+
+
+def test_what_is_damaged_is_named(lender: LoadedModel, tmp_path: Path) -> None:
+    config = published.dflash_config()
+    cases = {
+        "mask_token_id is missing": published.dflash_config(
+            dflash={"mask_token_id": None}
+        ),
+        "block_size is .*, not": published.dflash_config(block_size="six"),
+        "block_size is 1: it must": published.dflash_config(block_size=1),
+        "num_attention_heads is 0": published.dflash_config(num_attention_heads=0),
+        "3, which does not divide": published.dflash_config(num_key_value_heads=3),
+        "hidden_size is missing": {"architectures": ["DFlashDraftModel"]},
+        "layers.1.*is not known": {
+            **config, "num_hidden_layers": 1, "layer_types": None,
+        },
+        "layers.2.*is missing": {
+            **config, "num_hidden_layers": 3, "layer_types": None,
+        },
+        r"mlp.*is of shape \(32, 48\), not \(32, 50\)": {
+            **config, "intermediate_size": 50,
+        },
+    }  # fmt: skip
+    write_head(tmp_path, config)
+    for message, broken in cases.items():
+        with pytest.raises(ModelError, match=message):
+            load_head(tmp_path, broken, "the draft", lender)
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"no .safetensors file, .* can hold code"):
+        read_head_config(tmp_path)
+    # A model's own folder is none of a head.
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    assert read_head_config(tmp_path) is None
+
+
+def test_layers_that_nobody_names() -> None:
+    """As z-lab spreads them over 36 layers."""
+    assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
+    assert spread_layers(28, 1) == (14,)
+
+
+def test_heads_are_made_without_weights(lender: LoadedModel, tmp_path: Path) -> None:
+    """For training: the same arrays as a published one has."""
+    head, weights = loaded(tmp_path, published.dspark_config(), lender)
+    made: Any = make_head(head.args)
+    leaves: Any = tree_flatten(made.parameters())
+    shapes = {name: a.shape for name, a in leaves}
+    assert shapes == {name: a.shape for name, a in weights.items()}

@@ -1,0 +1,419 @@
+"""Draft heads in whole runs: what they propose, and that nothing else changes."""
+
+from __future__ import annotations
+
+import copy
+import gc
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+from specdec import SpecDecoder, UnsupportedModelError
+from specdec.backend import BackendDefaults
+from specdec.build import check_before_loading
+from specdec.config import EngineConfig
+from specdec.draft_names import named_draft
+from specdec.engine.admission import row_needs
+from specdec.engine.engine import Engine
+from specdec.engine.profiler import measure_forwards
+from specdec.memory.planning import plan_memory
+from specdec.models import LoadedModel
+from specdec.models.draft_heads import load_head
+from specdec.models.runner import ModelRunner
+from specdec.prefix_cache.store import PrefixStore
+from specdec.request import Request
+from specdec.sampling_params import SamplingParams
+from specdec.spec_decode import Proposals, Round
+from specdec.spec_decode.head_drafter import BlockRows, ChainedRows, HeadDrafter
+from tests.models.draft_heads import published
+from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
+from tests.models.folders import write_folder
+from tests.models.gguf_files import VOCAB as VOCABULARY
+from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy
+from tests.spec_decode.by_hand import layer_outputs
+from tests.spec_decode.repetitive import check_distribution, make_prompts
+
+CONFIGS: dict[str, dict[str, Any]] = {
+    "dflash": published.dflash_config(
+        layer_types=["sliding_attention", "full_attention"], sliding_window=9
+    ),
+    "dspark": published.dspark_config(),
+    "eagle3": published.eagle_config(eagle_aux_hidden_state_layer_ids=[2, 4, 5]),
+    "dflash of few tokens": published.speculators_config("dflash"),
+}
+K = 3
+
+
+@pytest.fixture(scope="module")
+def lender(tiny_model: Callable[..., Any]) -> LoadedModel:
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS)
+    return LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
+
+
+def drafter_of(
+    path: Path,
+    config: dict[str, Any],
+    target: LoadedModel,
+    backend: BackendDefaults = AT_ONCE,
+    k: int = K,
+) -> tuple[HeadDrafter, dict[str, Any]]:
+    """A drafter of a head that was written, and what was."""
+    weights = write_head(path, config)
+    head = load_head(path, config, "the draft", target).model
+    runner = ModelRunner(head, "the draft", EngineConfig(prefill_step_size=16), backend)
+    drafter = HeadDrafter(runner, vocab_size=runner.vocab_size, max_draft_tokens=k)
+    return drafter, weights
+
+
+def proposals(
+    name: str, w: dict[str, Any], model: Any, tokens: Sequence[int], k: int = K
+) -> list[int]:
+    """What a head proposes greedily after ``tokens``, by numpy and a plain forward."""
+    embedding = np.array(model.model.embed_tokens.weight)
+    outputs = layer_outputs(model, range(LAYERS), mx.array([list(tokens)]))
+    features = np.concatenate([np.array(outputs[i][0]) for i in READS], -1)[:-1]
+    if name == "eagle3":
+        following = np.array(tokens[1:])
+        found, _ = published.eagle_chain(
+            w, features, following, embedding, k, config=CONFIGS[name]
+        )
+        return found
+    anchored = name == "dspark"
+    mask = {"dflash": 96, "dspark": 95}.get(name, 94)
+    block = embedding[[tokens[-1], *[mask] * (k - anchored)]]
+    how: dict[str, Any] = {}
+    if name == "dflash":
+        how = {"windows": (9, None), "causal": (True, False)}
+    states = published.block_states(w, features, block, **how)
+    states = states if anchored else states[1:]
+    proposed: list[int] = []
+    for state in states:
+        if "lm_head.weight" in w:
+            logits = np.full(VOCAB, -np.inf)
+            logits[published.SOME_TOKENS] = w["lm_head.weight"] @ state
+        else:
+            logits = embedding @ state
+        if anchored:
+            before = proposed[-1] if proposed else tokens[-1]
+            bias = w["markov_head.markov_w2.weight"]
+            logits = logits + bias @ w["markov_head.markov_w1.weight"][before]
+        proposed.append(int(logits.argmax()))
+    return proposed
+
+
+class Noted:
+    """Notes what rows of heads propose, and has most of it accepted.
+
+    What is handed on is mostly how the row goes on, so that rounds keep one to all of
+    their tokens; heads of random weights are hardly ever right.
+
+    Args:
+        whole: prompts, with what follows them.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, whole: Sequence[list[int]]):
+        self.whole = whole
+        #: Texts that a row may have had, and what it proposed.
+        self.found: list[tuple[list[list[int]], list[int]]] = []
+        for kind in (BlockRows, ChainedRows):
+            patch.setattr(kind, "propose", self.noting(kind.propose))
+
+    def noting(self, usual: Callable[..., Proposals]) -> Callable[..., Proposals]:
+        def propose(rows: Any, round_: Round) -> Proposals:
+            made = usual(rows, round_)
+            arrays: list[Any] = [
+                round_.lengths, round_.recent, round_.active, made.tokens,
+            ]  # fmt: skip
+            handed_on = []
+            each = zip(*(a.tolist() for a in arrays), strict=True)
+            for n, recent, active, tokens in each:
+                newest = [t for t in recent[-2:] if t >= 0]
+                texts = [
+                    t for t in self.whole
+                    if active and n <= len(t) and t[:n][-2:] == newest
+                ]  # fmt: skip
+                if texts:
+                    self.found.append(([t[:n] for t in texts], tokens))
+                    tokens = [*texts[0][n : n + len(tokens)], *tokens][: len(tokens)]
+                    tokens[n % len(tokens)] = (tokens[n % len(tokens)] + n % 3) % VOCAB
+                handed_on.append(tokens)
+            return replace(made, tokens=mx.array(handed_on, mx.int32))
+
+        return propose
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        *((name, BEHIND) for name in CONFIGS),
+        *((name, AT_ONCE) for name in ("dflash", "eagle3")),
+    ],
+)
+def test_proposals_are_those_of_a_plain_forward(
+    name: str,
+    backend: BackendDefaults,
+    lender: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """In every round of rows that join, leave and begin with one token.
+
+    Features of a wrong layer or position, a context that kept what was rejected, or
+    one of another row, would show here; none of them changes what is emitted.
+    """
+    drafter, weights = drafter_of(tmp_path, CONFIGS[name], lender, backend)
+    prompts = make_prompts()[:6]
+    lengths = [9 + 2 * i for i in range(len(prompts))]
+    whole = [
+        [*p, *greedy(lender.model, p, n)] for p, n in zip(prompts, lengths, strict=True)
+    ]
+    noted = Noted(monkeypatch, whole)
+    rows = exact(
+        lender.model, None, prompts, lengths,
+        batch_size=3, num_draft_tokens=K, backend=backend, drafter=drafter,
+    )  # fmt: skip
+    drafted, accepted = drafts_of(rows)
+    assert drafted / 4 < accepted < drafted
+    compiled: Any = drafter.runner.compiled
+    assert compiled is None or {key[0] for key in compiled._functions} == {
+        "absorb", "step" if name == "eagle3" else "states",
+    }  # fmt: skip
+    assert len(noted.found) > 25
+    for texts, proposed in noted.found[:: 1 if backend is AT_ONCE else 3]:
+        k = len(proposed)  # the last rounds of a row are narrower
+        wanted = [proposals(name, weights, lender.model, text, k) for text in texts]
+        assert proposed in wanted, (len(texts[0]), proposed, wanted)
+
+
+def of_few_tokens(name: str, vocab_size: int) -> dict[str, Any]:
+    """The configuration for a target of so many tokens."""
+    config = copy.deepcopy(CONFIGS[name])
+    config.get("transformer_layer_config", config)["vocab_size"] = vocab_size
+    config.get("dflash_config", config)["mask_token_id"] = vocab_size - 1
+    if "draft_vocab_size" in config:
+        config["draft_vocab_size"] = vocab_size - 1
+    return config
+
+
+@pytest.mark.parametrize(
+    ("name", "verification"),
+    [
+        ("dspark", "block"),
+        ("eagle3", "block"),
+        ("dflash of few tokens", "rejection"),
+    ],
+)
+def test_sampled_rows_follow_the_target(
+    name: str, verification: Any, tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """The distribution of the first three tokens, against exact enumeration.
+
+    It would be another one if a head named other probabilities than it draws from.
+    """
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS, vocab_size=4)
+    target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
+    config = of_few_tokens(name, 4)
+    accepted = check_distribution(
+        model,
+        drafter_of(tmp_path, config, target, BEHIND, k=2)[0],
+        SamplingParams(temperature=1.0, verification=verification),
+        BEHIND,
+        prompt=[1, 2, 0, 3],
+        vocab_size=4,
+        num_rows=512,
+    )
+    assert accepted > 50
+
+
+@pytest.mark.parametrize("name", ["dflash of few tokens", "dspark", "eagle3"])
+def test_sampled_rows_are_those_without_a_draft(
+    name: str, lender: LoadedModel, tmp_path: Path
+) -> None:
+    """With penalties, bias and filters too, which choose proposals one by one."""
+    drafter, _ = drafter_of(tmp_path, CONFIGS[name], lender, k=K)
+    params = [
+        SamplingParams(max_tokens=12, temperature=0.9, seed=3),
+        SamplingParams(max_tokens=9, temperature=0.6, top_p=0.8, seed=4),
+        SamplingParams(max_tokens=10, repetition_penalty=1.3, logit_bias={7: 2.0}),
+    ]
+    rows = exact(
+        lender.model, None, make_prompts()[1:4], params,
+        num_draft_tokens=K, drafter=drafter,
+    )  # fmt: skip
+    assert drafts_of(rows)[0] > 30
+
+
+def test_a_block_has_an_end(lender: LoadedModel, tmp_path: Path) -> None:
+    """Rounds of more tokens than it has propose what it has, and count no more."""
+    config = CONFIGS["dspark"] | {"block_size": 2}
+    drafter, _ = drafter_of(tmp_path, config, lender, k=4)
+    (row,) = exact(
+        lender.model, None, [[5, 6, 7]],
+        SamplingParams(max_tokens=20, temperature=1.0, seed=1, verification="coupled"),
+        num_draft_tokens=4, drafter=drafter,
+    )  # fmt: skip
+    assert len(row.num_draft_tokens_per_pos) == 2
+
+
+def test_by_name(tmp_path: Path) -> None:
+    """A folder is known by its configuration, checked before loading, and drafts.
+
+    A chain with n-grams takes it too.
+    """
+    write_folder(tmp_path / "target", "qwen3", num_hidden_layers=LAYERS)
+    size = {"hidden_size": 64, "vocab_size": VOCABULARY}
+    write_head(tmp_path / "head", published.dflash_config(**size))
+    write_head(tmp_path / "other", published.eagle_config())
+    config = EngineConfig(num_draft_tokens=2, batch_size=2)
+    prompts = [[5, 9, 11, 40], [7], [3, 4]]
+    target, wanted = str(tmp_path / "target"), []
+    for draft in ("none", str(tmp_path / "head"), f"ngram+{tmp_path / 'head'}"):
+        decoder = SpecDecoder.from_pretrained(target, draft, config=config)
+        results = decoder.generate(prompts, max_tokens=9)
+        wanted.append([r.token_ids for r in results])
+        if draft != "none":
+            assert sum(r.drafted for r in results) > 0
+    assert wanted[1:] == wanted[:1] * 2
+    with pytest.raises(UnsupportedModelError, match=r"other was made for .* width 32"):
+        check_before_loading(target, named_draft(str(tmp_path / "other")), None, config)
+
+
+def test_memory_stays_within_the_plan(
+    tiny_model: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Features of prompts, contexts, and logits of whole blocks.
+
+    Left out of the plan, rows would be admitted that do not fit.
+    """
+    sizes = {"hidden_size": 128, "vocab_size": 1000, "intermediate_size": 256}
+    model = tiny_model("qwen3", num_hidden_layers=LAYERS, head_dim=32, **sizes)
+    described = {**sizes, "num_attention_heads": 4, "head_dim": 32}
+    target = LoadedModel(model, None, described, "target")  # type: ignore[arg-type]
+    head_config = published.dflash_config(
+        **sizes, num_hidden_layers=1, layer_types=None, dflash={"mask_token_id": 9}
+    )
+    write_head(tmp_path, head_config)
+    draft = load_head(tmp_path, head_config, "head", target)
+    config = EngineConfig(batch_size=4, num_draft_tokens=5, prefill_step_size=64)
+    plan = plan_memory(target, draft, config, AT_ONCE)
+    assert plan.draft is not None
+    assert plan.draft.feature_bytes >= 4 * 3 * 128
+    assert len(plan.draft.caches) == 1
+    runner = ModelRunner(model, "target", config, AT_ONCE)
+    drafter = HeadDrafter(
+        ModelRunner(draft.model, "head", config, AT_ONCE),
+        vocab_size=1000,
+        max_draft_tokens=5,
+    )
+    runner = runner.recording(drafter.hidden_layers)
+    gc.collect()
+    mx.synchronize()
+    others = mx.get_active_memory() - plan.weight_bytes
+    mx.reset_peak_memory()
+    engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
+    params = SamplingParams(max_tokens=20)
+    for i in range(4):
+        engine.add(Request(i, "", (5 + i,) * 150, params))
+    while engine.busy:
+        engine.step()
+    planned = plan.peak([row_needs(150, params)] * 4)
+    assert planned / 3 < mx.get_peak_memory() - others < planned
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("dflash", [0, 0, 41, 0, 16, 41]),
+        ("eagle3", [0, 0, 40, 23, 16, 40]),
+    ],
+)
+def test_prefixes_are_kept_with_the_context(
+    name: str,
+    expected: list[int],
+    lender: LoadedModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is proposed after a reused prefix is what is proposed without.
+
+    An entry of EAGLE-3's context reads the token after its own, and must not be reused
+    where another one follows. A row that is not drafted for stores nothing: the head
+    knows nothing of it.
+    """
+    config = EngineConfig(batch_size=2, num_draft_tokens=K, prefill_step_size=16)
+    write_head(tmp_path, CONFIGS[name])
+    head = load_head(tmp_path, CONFIGS[name], "the draft", lender).model
+    begun = make_prompts()[4][:41]
+    prompts = [[*begun, 5, 6], [*begun, 9], [*begun[:24], 3, 4], begun[:17]]
+    params = [SamplingParams(max_tokens=4)] * len(prompts)
+    undrafted = SamplingParams(max_tokens=3, num_draft_tokens=0)
+    made: dict[bool, list[Any]] = {}
+    for stored in (False, True):
+        store = PrefixStore(memory=1 << 28, block_size=8) if stored else None
+        runner = ModelRunner(lender.model, "target", config, AT_ONCE, store)
+        drafter = HeadDrafter(
+            ModelRunner(head, "head", config, AT_ONCE, store),
+            vocab_size=VOCAB,
+            max_draft_tokens=K,
+        )
+        runner = runner.recording(drafter.hidden_layers, drafter.context)
+        rounds: list[Any] = []
+        made[stored] = rounds
+        with monkeypatch.context() as patch:
+            for kind in (BlockRows, ChainedRows):
+
+                def noted(
+                    rows: Any,
+                    round_: Round,
+                    usual: Any = kind.propose,
+                    rounds: Any = rounds,
+                ) -> Any:
+                    found = usual(rows, round_)
+                    rounds.append((round_.lengths.tolist(), found.tokens.tolist()))
+                    return found
+
+                patch.setattr(kind, "propose", noted)
+            reused = []
+            # One after the other, so that each finds what those before it stored.
+            texts = [[*begun, 1, 2], *prompts, [*begun, 1, 2, 3]]
+            for text, p in zip(texts, [undrafted, *params, params[0]], strict=True):
+                engine = Engine(runner, drafter, config, AT_ONCE, frozenset())
+                request = Request(0, "", tuple(text), p)
+                engine.add(request)
+                while engine.busy:
+                    engine.step()
+                assert request.tokens == greedy(lender.model, text, p.max_tokens)
+                reused.append(request.prefix_tokens)
+        if stored:
+            assert reused == expected
+    assert made[True] == made[False]
+
+
+def test_costs_and_types(lender: LoadedModel, tmp_path: Path) -> None:
+    """Drafting is timed for one token and for several: a block is no row of steps.
+
+    In bfloat16 nothing of a head is wider: it would be slower, and caches larger.
+    """
+    model = copy.deepcopy(lender.model)
+    model.set_dtype(mx.bfloat16)
+    target = LoadedModel(model, None, {}, "target")  # type: ignore[arg-type]
+    for i, name in enumerate(("dspark", "eagle3")):
+        drafter, _ = drafter_of(tmp_path / name, CONFIGS[name], target)
+        runner = ModelRunner(model, "target", EngineConfig(), AT_ONCE)
+        runner = runner.recording(drafter.hidden_layers)
+        forwards = measure_forwards(
+            runner, drafter, 2, max_draft_tokens=K, budget_seconds=0.05
+        )
+        assert forwards.draft_step + forwards.draft_once > 0
+        rows = drafter.rows([[1, 2, 3], [4]], max_length=40)
+        hidden = mx.zeros((2, 1, 32 * len(READS)), mx.bfloat16)
+        rows.observe(hidden, mx.array([[5], [6]]), [1, 1])
+        for cache in rows.context._caches:
+            assert cache.keys.dtype == mx.bfloat16
+        assert rows._state.dtype == (mx.bfloat16 if i else mx.float32)
+        assert rows.nbytes > rows.context.nbytes > 0
