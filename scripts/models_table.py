@@ -33,8 +33,9 @@ means that there is no difference. What is refused is refused by name before any
   tokens are rejected, each row's states go back to what it kept
   (see [Caches](caches.md#recurrent-layers)).
 - **Drafts**: "any other" are another model, the target quantized (`self:`), and
-  n-grams. `layers:` and distilled drafts need to know how a model calls its layers.
-  "heads" are [draft heads](drafters.md), which read hidden states of the model.
+  n-grams. `layers:` needs layers that hand on hidden states and nothing else. "heads"
+  are [draft heads](drafters.md), which read hidden states of the model. Distilled
+  drafts are made for what is named so, but not for models with experts.
 
 | architecture | runs | caches | drafts |
 |---|---|---|---|

@@ -15,6 +15,7 @@ from .errors import (
     ModelNotFoundError,
     PromptError,
     PromptFileError,
+    RankError,
     ServerError,
     SessionError,
     SpecdecError,
@@ -22,12 +23,13 @@ from .errors import (
     VocabularyMismatchError,
 )
 from .grammar import Grammar
-from .outputs import GenerationResult, RunStats, StreamEvent
+from .outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from .request import TokenLogprobs
 from .sampling_params import SamplingParams
 
 if TYPE_CHECKING:
     from .decoder import SpecDecoder
+    from .parallel import Ranks
 
 try:
     __version__ = metadata.version("mlx-specdec")
@@ -40,6 +42,7 @@ __all__ = [
     "ConfigError",
     "DrafterError",
     "EngineConfig",
+    "EngineLoad",
     "GenerationResult",
     "Grammar",
     "MemoryLimitError",
@@ -48,6 +51,8 @@ __all__ = [
     "ModelNotFoundError",
     "PromptError",
     "PromptFileError",
+    "RankError",
+    "Ranks",
     "RunStats",
     "SamplingParams",
     "ServerError",
@@ -68,6 +73,10 @@ def __getattr__(name: str) -> Any:
         from .decoder import SpecDecoder
 
         return SpecDecoder
+    if name == "Ranks":
+        from .parallel import Ranks
+
+        return Ranks
     raise AttributeError(f"module 'specdec' has no attribute {name!r}")
 
 

@@ -26,11 +26,14 @@ class BackendDefaults:
         name: of the backend.
         read_bucket: cache columns handed to attention are rounded up to a
             multiple of this. CUDA builds an attention plan for every new shape
-            (about 40 ms each); a CPU pays for every extra column instead.
+            (about 40 ms each); elsewhere every extra column costs instead.
         static_shapes: keep shapes the same from round to round, even when that
             computes a little more, because each new one costs.
         lookahead: rounds that the host may lag behind the device, which builds
             one while the one before runs.
+        costs_by_token: a forward takes as long as it has tokens, and hardly longer to
+            launch: speculative rounds are read at once and verify nothing in vain, and
+            what one row costs says what any number does.
         new_shape_seconds: what a shape that was not met before costs.
         compile_after: a decode forward is compiled once its shapes were met so many
             times; ``None``: never. It takes shapes that repeat, and pays where
@@ -50,6 +53,7 @@ class BackendDefaults:
     read_bucket: int
     static_shapes: bool
     lookahead: int
+    costs_by_token: bool = False
     new_shape_seconds: float = 0.0
     compile_after: int | None = None
     pad_single_token: bool = False
@@ -73,7 +77,9 @@ class BackendDefaults:
 _DEFAULTS = {
     each.name: each
     for each in (
-        BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1),
+        BackendDefaults(
+            "cpu", read_bucket=1, static_shapes=False, lookahead=1, costs_by_token=True
+        ),
         BackendDefaults(
             "cuda",
             read_bucket=256,
@@ -88,9 +94,12 @@ _DEFAULTS = {
             # (one H200).
             peek_rows=1,
         ),
-        # Not measured: launching what a look takes may cost more than it brings.
+        # Not measured; what follows from MLX's source is in docs/architecture.md. A
+        # new length costs nothing: a multiple of the keys that a block of the
+        # attention kernel takes has all blocks full. Launching what a look takes may
+        # cost more than it brings.
         BackendDefaults(
-            "metal", read_bucket=256, static_shapes=True, lookahead=1, peek_rows=0
+            "metal", read_bucket=32, static_shapes=False, lookahead=1, peek_rows=0
         ),
     )
 }

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from dataclasses import replace
 
 from . import backend
 from .backend import BackendDefaults
@@ -11,13 +12,15 @@ from .config import EngineConfig
 from .draft_names import DraftSpec
 from .engine.admission import Preflight
 from .engine.engine import Models
-from .errors import ModelError, UnsupportedModelError
+from .errors import ConfigError, ModelError, UnsupportedModelError
 from .memory.planning import plan_memory
 from .models import LoadedModel
 from .models.draft_folder import is_made_for, read_card
+from .models.fingerprint import fingerprint
 from .models.loaded import Described
 from .models.model_outline import outline, outline_draft
 from .models.runner import ModelRunner
+from .parallel import Ranks, differing
 from .prefix_cache.store import PrefixStore
 from .spec_decode import (
     DraftContext,
@@ -42,7 +45,11 @@ def models_of(
     """What runs the target, and what drafts for it."""
 
     def runner(model: LoadedModel) -> ModelRunner:
-        return ModelRunner(model.model, model.name, config, backend, store)
+        own = backend
+        if model.ranks is not None:
+            # Whether a compiled graph can replay NCCL's collectives is not known.
+            own = replace(backend, compile_after=None)
+        return ModelRunner(model.model, model.name, config, own, store)
 
     of_target = runner(target)
     if drafter is None or not config.max_draft_tokens:
@@ -56,6 +63,41 @@ def models_of(
     made = make_drafter(drafter, context)
     beside = getattr(made, "context", None)
     return of_target.recording(made.hidden_layers, beside), made
+
+
+def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:
+    """Refuse what ranks could find different things in.
+
+    Raises:
+        ConfigError: a prefix cache on disk.
+    """
+    if ranks is not None and config.prefix_cache is not None:
+        raise ConfigError(
+            "prefix_cache does not go with tensor parallelism: each rank has other "
+            "keys; prefix_cache_memory keeps them in memory"
+        )
+
+
+def check_alike(
+    ranks: Ranks,
+    target: LoadedModel,
+    draft: LoadedModel | None,
+    config: EngineConfig,
+    draft_name: str | None,
+) -> None:
+    """Compare what the ranks have, before they decode together.
+
+    Raises:
+        RankError: they have different drafts or options.
+    """
+    facts: dict[str, object] = {
+        "draft": draft_name,
+        "options": repr(config),
+        "tokenizer": sorted(target.tokenizer.eos_token_ids),
+    }
+    if draft is not None and draft.ranks is None:
+        facts["draft model"] = fingerprint(draft.model)
+    ranks.check(facts, differing, wait=True)
 
 
 def load_drafter(
@@ -98,9 +140,14 @@ def preflight_of(
     *,
     drafts: bool,
     ngram: NgramOptions | None = None,
+    ranks: Ranks | None = None,
 ) -> Preflight | None:
-    """What fits in memory; ``None`` where nobody says how much there is."""
-    limit = config.memory_limit or backend.memory_size()
+    """What fits in memory; ``None`` where nobody says how much there is.
+
+    Of ranks, in that of the one which has least.
+    """
+    size = backend.memory_size() if ranks is None else ranks.memory_size
+    limit = config.memory_limit or size
     if limit is None:
         return None
 
@@ -126,13 +173,14 @@ def check_before_loading(
     trust_remote_code: bool = False,
     adapter_path: str | os.PathLike[str] | None = None,
     revision: str | None = None,
+    ranks: Ranks | None = None,
 ) -> None:
     """Refuse models that cannot fit, as far as their files show.
 
     Raises:
         MemoryLimitError: with the numbers.
-        UnsupportedModelError: layers of the target are to draft, and cannot; or a
-            model wants to run code that is not trusted.
+        UnsupportedModelError: layers of the target are to draft, and cannot; a model
+            wants to run code that is not trusted; or it cannot be sharded.
     """
     model = None
     try:
@@ -142,6 +190,7 @@ def check_before_loading(
             trust_remote_code=trust_remote_code,
             adapter_path=adapter_path,
             revision=revision,
+            ranks=ranks,
         )
         if spec is not None and spec.model is not None:
             model = outline_draft(
@@ -155,4 +204,5 @@ def check_before_loading(
     except ModelError:
         return  # not downloaded yet, or broken: loading reports it, and checks again
     ngram = None if spec is None else ngram_of(spec)
-    preflight_of(target_outline, model, config, drafts=spec is not None, ngram=ngram)
+    drafts = spec is not None
+    preflight_of(target_outline, model, config, drafts=drafts, ngram=ngram, ranks=ranks)

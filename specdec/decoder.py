@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
-from types import MappingProxyType
 from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
@@ -14,14 +12,23 @@ import mlx.nn as nn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .build import check_before_loading, load_drafter, models_of, preflight_of
+from .build import (
+    check_alike,
+    check_before_loading,
+    check_shared,
+    load_drafter,
+    models_of,
+    preflight_of,
+)
 from .config import EngineConfig
 from .draft_names import draft_for
 from .engine.async_server import Server
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
+from .engine.led import LeadingSession, follow
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
+from .engine.rehearsal import Rehearsal
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
@@ -30,10 +37,17 @@ from .models import LoadedModel, adopt, context_length, load
 from .models.chat_template import set_chat_template
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .outputs import GenerationResult, RunStats, StreamEvent
+from .parallel import Follower, Leader, Ranks
 from .prefix_cache.store import PrefixStore, open_store
 from .prompts import EncodedPrompt, Encoding, Prompt, PromptLimit, encode, encode_all
-from .sampling_params import SamplingParams, require_params
-from .spec_decode import DrafterFactory, NamedDrafter, describe, factory_of
+from .sampling_params import SamplingParams, per_prompt
+from .spec_decode import (
+    DrafterFactory,
+    NamedDrafter,
+    describe,
+    factory_of,
+    vocabulary_share,
+)
 from .spec_decode.draft_length import Forwards
 from .utils.printable import quoted
 
@@ -54,8 +68,8 @@ class SpecDecoder:
         target: the model whose output is wanted: a
             :class:`~specdec.models.LoadedModel`, or a model, its tokenizer and, if
             you have it, its configuration, as ``mlx_lm.load`` returns them.
-        draft: a model of the same vocabulary that proposes tokens; the same, what
-            ``mlx_lm.load`` returns as one tuple.
+        draft: a model that proposes tokens; the same, what ``mlx_lm.load`` returns as
+            one tuple.
         drafter: makes what proposes, in place of ``draft``, or the name of a draft as
             for :meth:`from_pretrained` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
@@ -69,7 +83,7 @@ class SpecDecoder:
         prompt_limit: the largest prompt.
 
     Raises:
-        VocabularyMismatchError: target and draft do not share a vocabulary.
+        VocabularyMismatchError: target and draft share too few tokens.
         UnsupportedModelError: a model needs a cache that is not supported, or the
             drafter asks for hidden states that the target does not give.
         MemoryLimitError: the models do not fit in memory.
@@ -133,13 +147,17 @@ class SpecDecoder:
         model: LoadedModel | None = None
         if factory is not None:
             self.draft_name, model = describe(factory)
-        self.stats = RunStats()
         self._backend = backend.defaults()
         self.prefix_store: PrefixStore | None = open_store(self.config)
         ngram = factory.ngram if isinstance(factory, NamedDrafter) else None
         drafts = factory is not None
         self._preflight = preflight_of(
-            target, model, self.config, drafts=drafts, ngram=ngram
+            target,
+            model,
+            self.config,
+            drafts=drafts,
+            ngram=ngram,
+            ranks=target.ranks,
         )
         self._target, self._drafter = models_of(
             target,
@@ -148,6 +166,9 @@ class SpecDecoder:
             backend=self._backend,
             store=self.prefix_store,
         )
+        self.stats = RunStats(vocabulary_share=vocabulary_share(self._drafter))
+        if target.ranks is not None:
+            check_alike(target.ranks, target, model, self.config, self.draft_name)
         self.bounds = Bounds(
             self._target.vocab_size,
             context_length(target.config),
@@ -155,9 +176,14 @@ class SpecDecoder:
             GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
+        self._rehearsal = Rehearsal(self._backend)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
-            self.config, self._target, self._drafter, self._backend
+            self.config,
+            self._target,
+            self._drafter,
+            self._backend,
+            ranks=target.ranks,
         )
 
     def measure_forwards(self, num_rows: int) -> Forwards:
@@ -168,6 +194,7 @@ class SpecDecoder:
         """
         if self._drafter is None:
             raise ConfigError("there is no draft to measure: give one")
+        self._check_whole("measuring forwards")
         k = self.config.max_draft_tokens
         with wired_memory():
             return measure_forwards(
@@ -187,6 +214,7 @@ class SpecDecoder:
         draft_adapter_path: str | os.PathLike[str] | None = None,
         revision: str | None = None,
         chat_template: str | None = None,
+        ranks: Ranks | None = None,
     ) -> SpecDecoder:
         """Load models by name.
 
@@ -209,6 +237,9 @@ class SpecDecoder:
                 wrote, for the target and for the draft.
             revision: branch, tag or commit of a target of the hub.
             chat_template: a template in Jinja, in place of the target's own.
+            ranks: what :meth:`specdec.Ranks.join` returned. Each rank holds a shard of
+                the target then, and the whole draft; rank 0 decodes, and the others
+                call :meth:`follow` (see docs/scaling.md).
 
         Raises:
             ModelNameError: there can be no model of that name.
@@ -217,6 +248,7 @@ class SpecDecoder:
             ConfigError: a model is no name, ``draft`` cannot be taken apart, there is
                 no such ``dtype``, or a model can have no adapter or revision.
             MemoryLimitError: the models do not fit in memory; none is loaded.
+            RankError: the ranks load different models, or one has ended.
         """
         config = _checked_config(config)
         wanted = None if target is None else _name("target", target)
@@ -231,7 +263,12 @@ class SpecDecoder:
             spec = spec.with_adapter(draft_adapter_path)
         name = target_name(wanted)
         trust = trust_remote_code
-        origin: dict[str, Any] = {"adapter_path": adapter_path, "revision": revision}
+        check_shared(config, ranks)
+        origin: dict[str, Any] = {
+            "adapter_path": adapter_path,
+            "revision": revision,
+            "ranks": ranks,
+        }
         check_before_loading(
             name, spec, dtype, config, trust_remote_code=trust, **origin
         )
@@ -335,17 +372,20 @@ class SpecDecoder:
         session = self.session()
         refused: list[GenerationResult] = []
         if keep_going:
-            each = _per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(given), settings)
             served = _add_those_that_can(session, asked, each, encoding, refused)
         else:
             encoded = encode_all(
                 self.tokenizer, asked, limit=self.prompt_limit, **encoding
             )
-            each = _per_prompt(params, len(given), settings)
+            each = per_prompt(params, len(given), settings)
             session.add_all(encoded, each)
             served = list(range(len(given)))
         self.stats = session.stats
-        talks = [Conversation(i, asked[i], list(later[i]), each[i]) for i in served]
+        talks = {
+            request: Conversation(i, asked[i], list(later[i]), each[i])
+            for request, i in enumerate(served)
+        }
         return _events(session, talks, encoding, refused)
 
     def import_prompt_cache(
@@ -367,6 +407,7 @@ class SpecDecoder:
         Raises:
             CacheError: it cannot be read, does not fit, or there is no store.
         """
+        self._check_whole("a prompt-cache file")
         token_ids = self._encode(prompt, **encoding).token_ids
         return read_prompt_cache(self._target, file, token_ids)
 
@@ -385,6 +426,7 @@ class SpecDecoder:
             CacheError: nothing is stored, it cannot be written, or mlx-lm has no
                 cache of that kind (rings with ``kv_bits``).
         """
+        self._check_whole("a prompt-cache file")
         token_ids = self._encode(prompt, **encoding).token_ids
         return write_prompt_cache(self._target, token_ids, file)
 
@@ -396,7 +438,50 @@ class SpecDecoder:
 
         Args:
             observer: is called with every round, for measurements.
+
+        Raises:
+            ConfigError: this is a rank other than 0.
         """
+        ranks = self.target.ranks
+        if isinstance(ranks, Follower):
+            raise ConfigError(
+                f"rank {ranks.rank} does what rank 0 does: call follow() on it"
+            )
+        parts = self._parts(observer)
+        if isinstance(ranks, Leader):
+            return LeadingSession(ranks, *parts)
+        return Session(*parts)
+
+    def follow(self) -> bool:
+        """On a rank other than 0, do what rank 0's sessions do, until it ends.
+
+        Returns:
+            Whether this was such a rank: rank 0, or a target that is whole, has its
+            own work to do.
+
+        Raises:
+            RankError: rank 0 has ended in another way than by its own will.
+        """
+        ranks = self.target.ranks
+        if not isinstance(ranks, Follower):
+            return False
+        with wired_memory():
+            follow(ranks, lambda: Session(*self._parts()))
+        return True
+
+    def _check_whole(self, what: str) -> None:
+        """Refuse what needs the whole target, or keys and values of all heads.
+
+        Raises:
+            ConfigError: this process has a shard.
+        """
+        if self.target.ranks is not None:
+            raise ConfigError(
+                f"{what} does not go with tensor parallelism: a rank has a shard; use "
+                "one device"
+            )
+
+    def _parts(self, observer: RoundObserver | None = None) -> tuple[Any, ...]:
         engine = Engine(
             self._target,
             self._drafter,
@@ -407,20 +492,23 @@ class SpecDecoder:
             observer,
             self._preflight,
             self._length,
+            self._rehearsal,
         )
-        return Session(engine, self.tokenizer, self.bounds, self.prompt_limit)
+        return engine, self.tokenizer, self.bounds, self.prompt_limit
 
     def serve(self) -> Server:
         """A server for asyncio, which decodes in a thread of its own.
 
         Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
         """
-        return Server(self._session_at_work, self._encode, self.bounds.grammar)
+        return Server(self._session_at_work, self._encode, self.bounds.grammars)
 
     @contextmanager
     def _session_at_work(self) -> Iterator[Session]:
         with wired_memory():
-            yield self.session()
+            session = self.session()
+            session.warm_up()
+            yield session
 
 
 def _name(what: str, name: object) -> str:
@@ -486,7 +574,7 @@ def _shown(
 
 def _events(
     session: Session,
-    talks: list[Conversation],
+    talks: dict[int, Conversation],
     encoding: Encoding,
     refused: list[GenerationResult],
 ) -> Iterator[StreamEvent]:
@@ -543,28 +631,6 @@ def _add_those_that_can(
         else:
             served.append(index)
     return served
-
-
-def _per_prompt(
-    params: SamplingParams | Iterable[SamplingParams] | None,
-    n: int,
-    settings: Mapping[str, Any] = MappingProxyType({}),
-) -> list[SamplingParams]:
-    """One set of options per prompt; shared ones differ in their seed."""
-    if params is None or isinstance(params, SamplingParams):
-        shared = (params or SamplingParams()).updated(settings).seeded()
-        if shared.seed is None:
-            return [shared] * n
-        return [replace(shared, seed=shared.seed + i) for i in range(n)]
-    one = isinstance(params, dict) or not isinstance(params, Iterable)
-    each: list[Any] = [params] if one else list(params)
-    for p in each:
-        require_params(p, ", one, or one for each prompt")
-    if len(each) != n:
-        raise ConfigError(
-            f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
-        )
-    return [p.updated(settings) for p in each]
 
 
 @contextmanager

@@ -9,12 +9,13 @@
     │   ├── ModelNotFoundError     no model under that name
     │   │   └── ModelNameError         nor can there be one: misspelt (also a ConfigError)
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
-    │   └── VocabularyMismatchError  target and draft do not share a vocabulary
+    │   └── VocabularyMismatchError  target and draft share too few tokens
     ├── DrafterError           a drafter does not do what its protocol asks of it
     ├── MemoryLimitError       a run does not fit in memory (the numbers are named)
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
     ├── SessionError           a step of a session did not end: it decodes no more
     ├── ServerError            a server is not open, or its engine failed
+    ├── RankError              ranks of a tensor-parallel run parted, or one has ended
     └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
 
 Each message is one line that names the way out; the command line prints it as it is.
@@ -69,7 +70,7 @@ class UnsupportedModelError(ModelError):
 
 
 class VocabularyMismatchError(ModelError):
-    """Target and draft do not share a vocabulary; the message names what differs."""
+    """Target and draft share too few tokens; the message says how many."""
 
 
 class DrafterError(SpecdecError):
@@ -90,6 +91,10 @@ class SessionError(SpecdecError):
 
 class ServerError(SpecdecError):
     """A server is not open, or its engine failed: then ``__cause__`` is why."""
+
+
+class RankError(SpecdecError):
+    """Ranks of a tensor-parallel run cannot meet, have parted, or one has ended."""
 
 
 class CompilerMissingError(SpecdecError):

@@ -230,17 +230,22 @@ class EngineLoad:
 class RunStats:
     """Totals over the prompts of one ``generate`` or ``stream`` call, as it goes.
 
-    Times are seconds of wall clock, and add up to what the engine took:
-    ``calibration_seconds`` to measure what rounds of a draft cost, before the first
-    one, ``prefill_seconds`` on prompts, for the first token of each row,
-    ``decode_seconds`` on rounds, for the ``decode_tokens`` after it. A prefill chunk
+    Times are seconds of wall clock, and add up to what passed from the first step to
+    the last, while there were requests: ``warmup_seconds`` to compile kernels before
+    the first one, ``calibration_seconds`` to measure what rounds of a draft cost,
+    ``prefill_seconds`` on prompts, for the first token of each row, ``decode_seconds``
+    on rounds, for the ``decode_tokens`` after it, and ``other_seconds`` between steps,
+    on what their caller does. Kernels that are compiled when a model is loaded, or a
+    server starts, are in none of them. A prefill chunk
     that finds a round still running waits for it, so that with rows that join the two
     mix a little. ``rounds`` counts rounds of the batch, ``prefilled`` and
     ``prompt_tokens`` prompts that have been taken in, ``prefix_tokens`` what of them
     was found in the prefix store; ``prompts``, ``row_rounds``, ``drafted``,
     ``accepted`` and what they are by position
     (:class:`~specdec.outputs.GenerationResult`) add up the rows that have
-    ended. ``draft_error`` is what ended drafting before its time, in a line.
+    ended. ``vocabulary_share`` is the share of the target's tokens that a draft with
+    another vocabulary can propose, ``None`` where there is no such draft.
+    ``draft_error`` is what ended drafting before its time, in a line.
     ``peak_memory_bytes`` is MLX's peak in this process so far, weights included.
     """
 
@@ -250,15 +255,18 @@ class RunStats:
     prefix_tokens: int = 0
     generated_tokens: int = 0
     decode_tokens: int = 0
+    warmup_seconds: float = 0.0
     calibration_seconds: float = 0.0
     prefill_seconds: float = 0.0
     decode_seconds: float = 0.0
+    other_seconds: float = 0.0
     rounds: int = 0
     row_rounds: int = 0
     drafted: int = 0
     accepted: int = 0
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
+    vocabulary_share: float | None = None
     draft_error: str | None = None
     peak_memory_bytes: int = 0
 

@@ -24,10 +24,12 @@ Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 MAX_PROMPT_BYTES = 64 * 2**20
 
 _PROMPT_KEYS = ("prompt", "question", "messages", "turns")
-# What a chat template is given by us.
-_OWN_VARIABLES = frozenset(
+#: What a chat template is given by us, and options of the function that renders it.
+OWN_VARIABLES = frozenset(
     {"add_generation_prompt", "chat_template", "continue_final_message",
-     "conversations", "messages", "tokenize"}
+     "conversations", "max_length", "messages", "padding", "return_tensors",
+     "return_assistant_tokens_mask", "return_dict", "tokenize", "tokenizer_kwargs",
+     "truncation"}
 )  # fmt: skip
 _ID_KEYS = ("id", "custom_id", "task_id", "question_id")
 _EXPECTED = "one object per line (JSON Lines) with one of " + ", ".join(
@@ -376,7 +378,7 @@ def _check_template_config(config: object) -> None:
     if config is None:
         return
     keys = list(config) if isinstance(config, Mapping) else [None]
-    if any(not isinstance(key, str) or key in _OWN_VARIABLES for key in keys):
+    if any(not isinstance(key, str) or key in OWN_VARIABLES for key in keys):
         raise PromptError(
             "chat_template_config holds variables of the chat template, such as "
             f'{{"enable_thinking": false}}, not {quoted(config)}'

@@ -6,6 +6,7 @@ import secrets
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
+from types import MappingProxyType
 from typing import Any, Literal, get_args
 
 from .errors import ConfigError
@@ -89,6 +90,9 @@ class SamplingParams:
             the row ends where it allows an end. ``None``: any text.
         num_draft_tokens: most tokens to draft for this row in a round: 0 does
             not speculate; ``None`` leaves it to the engine.
+        cache_salt: prefixes are kept for, and found by, requests with the same text
+            here alone, so that others cannot learn from their time what this
+            prompt begins with. ``None``: shared with all that have none.
         verification: how draft tokens of a sampling row are accepted. All keep
             the target's distribution. ``coupled``: when equal to the target's
             own choice under noise that the draft shares; the output is the same
@@ -129,6 +133,7 @@ class SamplingParams:
     top_logprobs: int = 0
     grammar: Grammar | None = None
     num_draft_tokens: int | None = None
+    cache_salt: str | None = None
     verification: Verification = "coupled"
 
     def __post_init__(self) -> None:
@@ -208,6 +213,9 @@ class SamplingParams:
         require(few, "min_tokens", self.min_tokens, rule)
         if self.num_draft_tokens is not None:
             require_int("num_draft_tokens", self.num_draft_tokens, 0)
+        if self.cache_salt is not None:
+            valid = isinstance(self.cache_salt, str) and self.cache_salt != ""
+            require(valid, "cache_salt", self.cache_salt, "a text, not empty")
         self._check_stop()
         for name in ("stop_token_ids", "xtc_special_tokens"):
             for token in getattr(self, name) or ():
@@ -336,3 +344,25 @@ def require_params(params: object, more: str = "") -> SamplingParams:
             f"{more}"
         )
     return params
+
+
+def per_prompt(
+    params: SamplingParams | Iterable[SamplingParams] | None,
+    n: int,
+    settings: Mapping[str, Any] = MappingProxyType({}),
+) -> list[SamplingParams]:
+    """One set of options per prompt; shared ones differ in their seed."""
+    if params is None or isinstance(params, SamplingParams):
+        shared = (params or SamplingParams()).updated(settings).seeded()
+        if shared.seed is None:
+            return [shared] * n
+        return [replace(shared, seed=shared.seed + i) for i in range(n)]
+    one = isinstance(params, dict) or not isinstance(params, Iterable)
+    each: list[Any] = [params] if one else list(params)
+    for p in each:
+        require_params(p, ", one, or one for each prompt")
+    if len(each) != n:
+        raise ConfigError(
+            f"{len(each)} SamplingParams for {n} prompts: give one, or one for each"
+        )
+    return [p.updated(settings) for p in each]

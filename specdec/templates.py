@@ -14,10 +14,12 @@ import atexit
 import json
 import os
 import resource
+import selectors
 import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -28,6 +30,8 @@ from .errors import PromptError
 
 #: Seconds that one rendering may take; real ones take milliseconds.
 SECONDS = 10
+#: Seconds more, in which the process starts: one or two, many on a busy machine.
+_START_SECONDS = 60
 #: Bytes beside what the child has when it begins, where the system can bound it (on
 #: macOS it cannot).
 _MEMORY = 1 << 30
@@ -141,22 +145,18 @@ class _Child:
     def _ask(self, line: bytes) -> dict[str, Any]:
         for _ in range(2):  # what ended the first one may not be this template
             process = self._started()
-            assert process.stdin is not None
-            assert process.stdout is not None
-            answer = b""
-            with suppress(BrokenPipeError):
-                process.stdin.write(line)
-                process.stdin.flush()
-                answer = process.stdout.readline()
-            if answer.endswith(b"\n"):
+            answer = _exchange(process, line, SECONDS + _START_SECONDS)
+            if answer is not None and answer.endswith(b"\n"):
                 return dict(json.loads(answer))
-            code = process.wait()
+            if answer is not None:  # it ends, and says why
+                with suppress(subprocess.TimeoutExpired):
+                    process.wait(_START_SECONDS)
             self._stop()
-            if code == -signal.SIGALRM:
+            if process.returncode == -signal.SIGALRM:
                 why = f"it takes longer than {SECONDS} seconds"
                 break
         else:
-            why = f"the process that renders it ended twice, with {code}"
+            why = f"the process that renders it failed twice ({process.returncode})"
         return {"error": f"{why}: use another model, or --ignore-chat-template"}
 
     def _started(self) -> subprocess.Popen[bytes]:
@@ -173,6 +173,7 @@ class _Child:
                 [sys.executable, "-P", "-m", __name__, str(SECONDS)],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
+                bufsize=0,
                 stderr=subprocess.DEVNULL,
                 env=environment,
                 cwd=os.sep,  # a folder that somebody removes would end its imports
@@ -196,6 +197,42 @@ class _Child:
             if pipe is not None:
                 with suppress(OSError):
                     pipe.close()
+
+
+def _exchange(
+    process: subprocess.Popen[bytes], line: bytes, seconds: float
+) -> bytes | None:
+    """A line sent, and the line that answers it.
+
+    Returns:
+        What came: less than a line where the process ended; ``None`` where it did
+        not answer in time.
+    """
+    assert process.stdin is not None
+    assert process.stdout is not None
+    end = time.monotonic() + seconds
+    answer = bytearray()
+    left = memoryview(line)
+    with selectors.DefaultSelector() as ready:
+        os.set_blocking(process.stdin.fileno(), False)
+        ready.register(process.stdin, selectors.EVENT_WRITE)
+        ready.register(process.stdout, selectors.EVENT_READ)
+        while not answer.endswith(b"\n"):
+            if not (found := ready.select(end - time.monotonic())):
+                return None
+            for key, _ in found:
+                if key.fileobj is process.stdout:
+                    if not (data := os.read(key.fd, 1 << 16)):
+                        return bytes(answer)
+                    answer += data
+                    continue
+                try:
+                    left = left[os.write(key.fd, left) :]
+                except BrokenPipeError:
+                    left = left[:0]
+                if not left:
+                    ready.unregister(process.stdin)
+    return bytes(answer)
 
 
 _CHILD = _Child()

@@ -23,6 +23,19 @@ def byte_tokenizer() -> TokenizerWrapper:
                 merges.append((whole, letter))
                 vocabulary[whole + letter] = len(vocabulary)
             whole += letter
+    return _wrapped(vocabulary, merges)
+
+
+def character_tokenizer(end: int) -> TokenizerWrapper:
+    """ASCII, 97 tokens of which ``end`` is the end of a text."""
+    letters = ["\u0120", "\u010a", *map(chr, range(ord("!"), ord("~") + 1))]
+    letters.insert(end, "<end>")
+    return _wrapped({letter: i for i, letter in enumerate(letters)}, [])
+
+
+def _wrapped(
+    vocabulary: dict[str, int], merges: list[tuple[str, str]]
+) -> TokenizerWrapper:
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=merges))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False

@@ -20,11 +20,12 @@ from mlx_lm.sample_utils import (
     make_logits_processors,
 )
 
+from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.engine.engine import Engine
 from specdec.engine.observer import RoundObserver
-from specdec.grammar import GrammarCompiler
+from specdec.grammar import Grammar, GrammarCompiler
 from specdec.models.runner import ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
@@ -34,7 +35,9 @@ from specdec.spec_decode.draft_length import DraftLength
 # Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
 # compiled forwards, padding in steps of one token, packed keys
 # and values unpacked for attention.
-AT_ONCE = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+AT_ONCE = BackendDefaults(
+    "cpu", read_bucket=1, static_shapes=False, lookahead=1, costs_by_token=True
+)
 BEHIND = BackendDefaults(
     "cuda",
     read_bucket=64,
@@ -44,10 +47,8 @@ BEHIND = BackendDefaults(
     pad_single_token=True,
     unpacks=True,
 )
-# As on Metal: bucketed shapes, and nothing beside what rounds need.
-METAL = BackendDefaults(
-    "metal", read_bucket=64, static_shapes=True, lookahead=1, peek_rows=0
-)
+# As on Metal: shapes as they come, all rounds read one behind.
+METAL = backend._DEFAULTS["metal"]
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
 
@@ -118,6 +119,25 @@ def drawable(logits: mx.array, params: SamplingParams, position: int = 0) -> mx.
     for step in chain:
         logits = step(logits[None])[0]
     return logits
+
+
+class Masked:
+    """A logits processor that masks by llguidance's own bytes, from the beginning."""
+
+    def __init__(self, compiler: GrammarCompiler, grammar: Grammar, prompt: int):
+        self._matcher = compiler.compile(grammar)._fresh.deep_copy()
+        self._seen = prompt
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        new: Any = tokens[self._seen :].tolist()
+        for token in new:
+            assert self._matcher.consume_token(token)
+        self._seen = len(tokens)
+        bits, n = self._matcher.compute_bitmask(), logits.shape[-1]
+        allowed = [
+            i // 8 < len(bits) and bool(bits[i // 8] >> i % 8 & 1) for i in range(n)
+        ]
+        return mx.where(mx.array(allowed)[None], logits, -mx.inf)
 
 
 def plainly(

@@ -27,6 +27,7 @@ from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig, NumDraftTokens
 from specdec.engine.engine import Engine
 from specdec.engine.session import Bounds, Session
+from specdec.grammar import Grammar, GrammarCompiler
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.outputs import GenerationResult
 from specdec.request import Request
@@ -42,12 +43,14 @@ from specdec.spec_decode.draft_length import (
     RoundCosts,
     RoundTiming,
 )
+from tests.byte_tokenizer import character_tokenizer
 from tests.cache.small_models import MODELS
 from tests.conftest import _tiny_model
 from tests.plain import (
     AT_ONCE,
     BEHIND,
     METAL,
+    Masked,
     plainly,
 )
 from tests.test_decoder import Tokenizer
@@ -99,6 +102,25 @@ class WatchedRunner(ModelRunner):
         return rows
 
 
+@cache
+def grammars() -> GrammarCompiler:
+    """Of a tokenizer whose tokens are characters; the engine's has other texts."""
+    return GrammarCompiler(character_tokenizer(*EOS), VOCAB)
+
+
+#: Endless and short ones, such in which much must follow, and such that ends allow.
+GRAMMARS = (
+    Grammar.json_object(),
+    Grammar.json_schema(
+        {"type": "object", "properties": {"name": {"enum": ["ab", "cd"]}},
+         "required": ["name"]}
+    ),
+    Grammar.regex("([A-Ma-z]{2}|xyz, )*"),
+    Grammar.regex("(!|[0-9]{3}){1,9}"),
+    Grammar.lark('start: sum\nsum: N ("+" N)*\nN: /[0-9]+/'),
+)  # fmt: skip
+
+
 class Seen:
     """A logits processor that notes how many tokens it was shown, and may fail.
 
@@ -127,9 +149,14 @@ class Work:
     fails_at: int | None = None
 
     def params(self, *, fails: bool = True, **changes: Any) -> SamplingParams:
-        processors = ()
+        """Its settings; of a plain run, the grammar is masked by a processor."""
+        processors: tuple[Any, ...] = ()
+        if "grammar" in changes and "grammar" in self.settings:
+            grammar = self.settings["grammar"]
+            processors = (Masked(grammars(), grammar, len(self.prompt)),)
+            changes["verification"] = "coupled"  # others go with no processor
         if self.processed:
-            processors = (Seen(self.fails_at if fails else None),)  # type: ignore[assignment]
+            processors = (Seen(self.fails_at if fails else None),)
         settings = {**self.settings, "logits_processors": processors, **changes}
         return SamplingParams(**settings)
 
@@ -178,6 +205,11 @@ def draw_work(rng: random.Random) -> Work:
             settings["verification"] = rng.choice(VERIFICATIONS)
     length = rng.choice((1, 2, 3, 9, 17, 33, 70))
     prompt = tuple(rng.randrange(VOCAB) for _ in range(length))
+    apart = random.Random(settings["seed"])
+    if apart.random() < 0.2 and not processed and "sampler" not in settings:
+        for name in ("min_tokens", "logit_bias"):  # refused, or all it leaves is
+            settings.pop(name, None)
+        settings["grammar"] = apart.choice(GRAMMARS)
     return Work(prompt, settings, processed, fails_at)
 
 
@@ -366,7 +398,8 @@ class World:
             lambda: tokenizer.detokenizer,
             length=self.length,
         )
-        return Session(engine, tokenizer, Bounds(target.vocab_size))
+        bounds = Bounds(target.vocab_size, grammars=grammars())
+        return Session(engine, tokenizer, bounds)
 
     def _runner(self, model: Any, config: EngineConfig) -> WatchedRunner:
         runner = WatchedRunner(model, "model", config, self.backend)
@@ -400,7 +433,8 @@ class World:
             length = Again(limits) if self.is_auto else None
             result = self.alone(work, changes=changes, length=length)
         elif self.is_plain:
-            plain = plainly(self.model, work.prompt, work.params(**changes), EOS)
+            params = work.params(**changes, grammar=None)
+            plain = plainly(self.model, work.prompt, params, EOS)
             return plain.tokens, plain.finish_reason, plain.logprobs
         else:
             result = self.alone(work, draft=False, changes=changes)
@@ -435,7 +469,7 @@ def is_tie(world: World, work: Work, found: Sequence[int], wanted: list[int]) ->
     first = next((n for n, (a, b) in enumerate(pairs) if a != b), None)
     if first is None:
         return False
-    params = work.params(fails=False, stop=())
+    params = work.params(fails=False, stop=(), grammar=None)
     other = plainly(Afresh(world.model), work.prompt, params, EOS).tokens
     return other[:first] == wanted[:first] and other[first:][:1] != [wanted[first]]
 

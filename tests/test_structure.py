@@ -22,7 +22,7 @@ TREES = {
 LAYERS = (
     ("__main__",),
     ("cli",),
-    ("server", "tools"),
+    ("ray", "server", "tools"),
     ("decoder",),
     ("build",),
     ("engine",),
@@ -34,6 +34,7 @@ LAYERS = (
     ("request",),
     ("output_text", "prompts"),
     ("config", "cuda", "draft_names", "sampling_params", "templates"),
+    ("parallel",),
     ("backend", "grammar", "model_names"),
     ("errors", "utils"),
 )

@@ -175,6 +175,29 @@ def test_a_child_that_ends_while_it_is_asked() -> None:
     late.join()
 
 
+def test_a_child_that_does_not_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wait without end for a process that hangs, and for long lines."""
+    long = b"a" * 300_000 + b"\n"
+    for program, line, answer in (
+        ("cat", long, long),
+        ("sleep 9", b"a\n", None),
+        ("sleep 9", long, None),
+        ("true", long, b""),
+    ):
+        pipe = subprocess.PIPE
+        with subprocess.Popen(program.split(), stdin=pipe, stdout=pipe, bufsize=0) as p:
+            found = templates._exchange(p, line, 20 if answer is not None else 0.2)
+            assert found == answer
+            p.kill()
+    # It is replaced.
+    answers = iter([None])
+    exchange = templates._exchange
+    monkeypatch.setattr(
+        templates, "_exchange", lambda *a: next(answers, True) and exchange(*a)
+    )
+    assert render_chat(wrapped("text"), MESSAGES) == "text"
+
+
 def test_the_folder_in_which_a_child_was_started_goes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -88,13 +88,20 @@ _known: dict[tuple[Any, ...], bool] = {}
 def counts_columns(model: Any, caches: list[Any]) -> bool:
     """Whether other numbers are in the model's forward where attention reads more.
 
+    Not where one of its modules says, by an attribute ``counts_by_row``, that it takes
+    columns for the positions of keys alone, which they are, and not for those of
+    queries.
+
     Args:
         caches: dense batch caches of the model, of three rows; they do not change.
     """
+    modules = [module for _, module in model.named_modules()]
+    if any(getattr(module, "counts_by_row", False) for module in modules):
+        return False
     arguments = getattr(model, "args", None)
     if arguments is None:
         return _differ(model, caches)
-    code = frozenset(type(module) for _, module in model.named_modules())
+    code = frozenset(map(type, modules))
     key = (code, tuple(map(type, caches)), repr(arguments))
     if key not in _known:
         _known[key] = _differ(model, caches)

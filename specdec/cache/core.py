@@ -199,6 +199,16 @@ class CacheCore:
             return self.capacity
         return grown_capacity(needed, self._limit())
 
+    def begin_like(self, other: CacheCore) -> None:
+        """Let the first write allocate as many slots as ``other`` has.
+
+        Then the rows are placed into it as they are. Not where that is far more than
+        they can ever need.
+        """
+        if self.max_length is not None and self.layout.num_slots is None:
+            most = grown_capacity(self.max_length)
+            self._storage.least = other.capacity if other.capacity <= most else 0
+
     def _exact(self, num_tokens: int) -> bool:
         """Whether attention reads just what a row holds.
 

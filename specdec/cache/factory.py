@@ -61,6 +61,8 @@ class CacheOptions:
             scores (faster on a GPU), in place of boolean ones; not for a model of
             which :func:`reads_boolean_masks` is true.
         unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
+        packs_members: quantize all caches of a layer that has several; else the first
+            alone, as others may be an indexer's, which reads and sets its own.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -76,6 +78,7 @@ class CacheOptions:
     additive_mask: bool = False
     unpacks: bool | None = None
     exact_alone: bool = True
+    packs_members: bool = True
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
@@ -119,7 +122,10 @@ def _make(
 ) -> LayerCache:
     """The batch counterpart of mlx-lm's ``cache``, empty."""
     if isinstance(cache, mlx_lm_cache.CacheList):
-        made = [_make(m, batch_size, options, settings) for m in cache.caches]
+        others = options if options.packs_members else replace(options, kv_bits=None)
+        first, *rest = cache.caches
+        made = [_make(first, batch_size, options, settings)]
+        made += [_make(m, batch_size, others, settings) for m in rest]
         return BatchCacheList(*made)  # type: ignore[arg-type]  # lists do not nest
     if isinstance(cache, mlx_lm_cache.ArraysCache):
         return BatchRecurrentCache(batch_size, size=len(cache.cache), **settings)
@@ -180,57 +186,83 @@ def reads_boolean_masks(model: Any) -> bool:
     return False
 
 
-def check_caches(model: Any, name: str, options: CacheOptions | None = None) -> None:
+def check_caches(
+    model: Any, name: str, options: CacheOptions | None = None
+) -> CacheOptions:
     """Refuse a model that the batch caches cannot serve, before any work.
 
     Beside the classes that the model asks for, its own code is tried: a forward
     of rows with different lengths is built, not computed. That shows models
     which read ``cache.offset`` as one number, or work out positions from the columns
     that attention reads; head sizes that the quantization group does not divide; and
-    attention that takes no quantized keys.
+    code that takes no packed keys: latent attention, attention sinks, layers that use
+    the keys of others. Keys and values are unpacked for that, a layer at a time.
+
+    Returns:
+        The options, with ``unpacks`` or without ``packs_members`` where the model needs
+        it.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
     """
     options = options or CacheOptions(max_write=2)
-    options = replace(
+    small = replace(
         options, max_write=2, max_length=None, read_bucket=1, quantized_kv_start=0
     )
-    caches = make_batch_caches(model, 3, options, name)
-    tokens = mx.zeros((3, 2), mx.int32)
+    module = type(model).__module__
     try:
-        model(tokens, cache=caches)
-        for cache in caches:
-            cache.trim_per_sequence([0, 1, 2])
-        model(tokens, cache=caches)
+        _try(model, make_batch_caches(model, 3, small, name))
     except GroupSizeError as error:
         raise UnsupportedModelError(f"{name}: {error}") from error
+    except UnsupportedModelError:
+        raise
     except Exception as error:  # whatever a model's code raises
-        stored = f" with kv bits {options.kv_bits}" if options.kv_bits else ""
+        if options.kv_bits is not None and not options.unpacks:
+            return check_caches(model, name, replace(options, unpacks=True))
+        if options.kv_bits is not None and options.packs_members:
+            return check_caches(model, name, replace(options, packs_members=False))
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
-        otherwise = "" if stored else "; mlx_lm.generate runs it"
-        raise UnsupportedModelError(
-            f"{name}: its code ({type(model).__module__}) does not work with batch "
-            f"caches{stored}: {reason}{otherwise}"
+        if options.kv_bits is not None:
+            raise UnsupportedModelError(
+                f"{name}: its code ({module}) does not work with batch "
+                f"caches with kv bits {options.kv_bits}: {reason}"
+            ) from error
+        raise _unsupported_layers(
+            name, f"layers ({module}) that fail in batch caches: {reason}"
         ) from error
-    dense = make_batch_caches(model, 3, replace(options, kv_bits=None), name)
+    dense = make_batch_caches(model, 3, replace(small, kv_bits=None), name)
     if counts_columns(model, dense):
-        raise UnsupportedModelError(
-            f"{name}: its code ({type(model).__module__}) works out positions from the "
-            "number of columns that attention reads, and the rows of a batch each have "
-            "their own; mlx_lm.generate runs it"
+        raise _unsupported_layers(
+            name,
+            f"layers ({module}) that take the number of columns which attention reads "
+            "for the position of every row",
         )
+    return options
+
+
+def _try(model: Any, caches: list[Any]) -> None:
+    """Build forwards of rows with different lengths, of several tokens and of one."""
+    model(mx.zeros((3, 2), mx.int32), cache=caches)
+    for cache in caches:
+        cache.trim_per_sequence([0, 1, 2])
+    for width in (2, 1):
+        model(mx.zeros((3, width), mx.int32), cache=caches)
 
 
 def _check_classes(caches: list[Any], name: str) -> None:
     for layer, cache in enumerate(caches):
         if unsupported := _unsupported(cache):
-            raise UnsupportedModelError(
-                f"{name}: layer {layer} asks for a {unsupported}, which specdec does "
-                "not support; mlx_lm.generate runs it"
+            raise _unsupported_layers(
+                name, f"{unsupported} layers, from layer {layer} on"
             )
+
+
+def _unsupported_layers(name: str, what: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} has {what}, which specdec does not support; mlx_lm.generate runs it"
+    )
 
 
 def make_batch_caches(
@@ -277,7 +309,7 @@ def maybe_quantize(
     Returns:
         Whether anything changed.
     """
-    if options.kv_bits is None or not any(map(_is_dense, caches)):
+    if options.kv_bits is None or not any(_is_dense(c, options) for c in caches):
         return False
     if longest is None:
         longest = max(int(c.offset.max()) if c.batch_size else 0 for c in caches)
@@ -318,15 +350,24 @@ def _like(cache: Any, other: Any) -> Any:
     return cache
 
 
-def _is_dense(cache: LayerCache) -> bool:
+def _to_pack(cache: BatchCacheList, options: CacheOptions) -> int:
+    """How many caches of the list are quantized, the first ones."""
+    return len(cache.caches) if options.packs_members else 1
+
+
+def _is_dense(cache: LayerCache, options: CacheOptions) -> bool:
+    """Whether something of it is to be quantized."""
     if isinstance(cache, BatchCacheList):
-        return any(map(_is_dense, cache.caches))
+        packed = cache.caches[: _to_pack(cache, options)]
+        return any(_is_dense(c, options) for c in packed)
     return isinstance(cache, Dense)
 
 
 def _quantized(cache: Any, options: CacheOptions) -> Any:
     if isinstance(cache, BatchCacheList):
-        return BatchCacheList(*(_quantized(c, options) for c in cache.caches))
-    if not _is_dense(cache):
+        n = _to_pack(cache, options)
+        packed = [_quantized(c, options) for c in cache.caches[:n]]
+        return BatchCacheList(*packed, *cache.caches[n:])
+    if not _is_dense(cache, options):
         return cache
     return cache.to_quantized(group_size=options.kv_group_size, bits=options.kv_bits)

@@ -102,6 +102,11 @@ class BatchCacheList:
         for c in self.caches:
             c.filter(batch_indices)
 
+    def begin_like(self, other: BatchCacheList) -> None:
+        """As for :class:`~specdec.cache.core.CacheCore`."""
+        for c, o in zip(self.caches, other.caches, strict=True):
+            c.begin_like(o)
+
     def place(self, rows: Sequence[int], other: BatchCacheList) -> None:
         """As for :class:`~specdec.cache.batch.BatchCache`."""
         for c, o in zip(self.caches, other.caches, strict=True):

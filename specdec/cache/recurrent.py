@@ -26,7 +26,7 @@ from .batch import BatchCache
 from .core import RowCounts, Settings
 from .memo import Memo
 from .positions import LinearLayout, whole
-from .storage import Arrays, DenseCodec, Storage
+from .storage import Arrays, DenseCodec, Storage, placed
 
 Kept = Sequence[int] | mx.array
 #: The states of a layer, by the places that it gives them; ``None``: not written yet.
@@ -89,12 +89,7 @@ class StateStorage(Storage):
         """Put the rows of ``other`` into the given ones; no other row is touched."""
         assert self.arrays is not None
         assert other.arrays is not None
-        placed = []
-        for array, update in zip(self.arrays, other.arrays, strict=True):
-            for i, row in enumerate(rows):
-                array = mx.slice_update(array, update[i : i + 1], row, axes=(0,))
-            placed.append(array)
-        self.arrays = tuple(placed)
+        self.arrays = placed(self.arrays, other.arrays, rows)
 
     @classmethod
     def stack(cls, parts: Sequence[tuple[Storage, int]]) -> StateStorage:

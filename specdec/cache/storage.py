@@ -121,16 +121,31 @@ def _widened(arrays: Arrays, capacity: int) -> Arrays:
     return tuple(mx.pad(a, [(0, 0), (0, 0), (0, more), (0, 0)]) for a in arrays)
 
 
+def placed(arrays: Arrays, updates: Arrays, rows: Sequence[mx.array]) -> Arrays:
+    """``arrays`` with each row of ``updates`` in one of ``rows``, shape (1,) each."""
+    found = []
+    for array, update in zip(arrays, updates, strict=True):
+        for i, row in enumerate(rows):
+            one = update if len(rows) == 1 else update[i : i + 1]
+            array = mx.slice_update(array, one, row, axes=(0,))
+        found.append(array)
+    return tuple(found)
+
+
 class Storage:
     """Rows of slots; knows nothing of positions.
 
     ``arrays`` is ``None`` until the first write, which fixes heads, features
     and dtypes.
+
+    Attributes:
+        least: slots that the first write allocates at least.
     """
 
     def __init__(self, codec: Codec, arrays: Arrays | None = None):
         self.codec = codec
         self.arrays = arrays
+        self.least = 0
 
     @property
     def capacity(self) -> int:
@@ -167,8 +182,8 @@ class Storage:
         )
 
     def write_first(self, updates: Arrays, capacity: int) -> None:
-        """Allocate ``capacity`` slots; the first of them hold ``updates``."""
-        self.arrays = _widened(updates, capacity)
+        """Allocate ``capacity`` slots or more; the first of them hold ``updates``."""
+        self.arrays = _widened(updates, max(capacity, self.least))
 
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""
@@ -207,14 +222,12 @@ class Storage:
         if self.arrays is None or other.arrays is None:
             raise CacheError("a cache that holds nothing cannot be placed into another")
         self.grow(capacity)
-        slots = min(other.capacity, capacity)
-        placed = []
-        updates = _widened(tuple(a[:, :, :slots] for a in other.arrays), capacity)
-        for array, update in zip(self.arrays, updates, strict=True):
-            for i, row in enumerate(rows):
-                array = mx.slice_update(array, update[i : i + 1], row, axes=(0,))
-            placed.append(array)
-        self.arrays = tuple(placed)
+        updates = other.arrays
+        if other.capacity > capacity:
+            updates = tuple(a[:, :, :capacity] for a in updates)
+        elif other.capacity < capacity:
+            updates = _widened(updates, capacity)
+        self.arrays = placed(self.arrays, updates, rows)
 
     def take_slots(self, slots: mx.array) -> None:
         """Let slot ``j`` of row ``i`` hold what slot ``slots[i, j]`` held."""

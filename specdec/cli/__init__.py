@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from ..errors import ConfigError, PromptFileError
+from ..parallel import launched_rank
 from .advise import advise
 from .bench import bench
 from .bench import report as report_command
@@ -20,6 +21,7 @@ from .estimate import estimate
 from .interrupts import Interrupts
 from .options import with_options
 from .output import flush_output, open_streams, report
+from .ranks import follow
 from .run import run
 from .serve import serve
 from .verify import verify
@@ -59,6 +61,8 @@ class _Group(click.Group):
             return click_main(*args, standalone_mode=False, **extra)
         try:
             open_streams()
+            if launched_rank():
+                follow()
             given = args[0] if args else extra.get("args")
             _check_arguments(sys.argv[1:] if given is None else given)
             with Interrupts() as interrupts:

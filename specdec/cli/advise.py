@@ -16,7 +16,7 @@ from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
 from ..utils.tables import text_table
 from . import options
-from .output import places_named, show, silence_third_parties
+from .output import places_named, share_text, show, silence_third_parties
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -130,6 +130,7 @@ def advise(
         record = {
             "target": decoder.target_name,
             "draft": decoder.draft_name,
+            "vocabulary_share": stats.vocabulary_share,
             "prompts": len(records),
             "rounds": stats.row_rounds,
             "machine": describe(),
@@ -141,7 +142,8 @@ def advise(
         show(json_text(record, indent=2))
         return
     show(
-        f"target: {short(decoder.target_name)}\ndraft:  {decoder.draft_name}\n"
+        f"target: {short(decoder.target_name)}\n"
+        f"draft:  {decoder.draft_name}{share_text(stats.vocabulary_share)}\n"
         f"{len(records)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
     )
     show(_table(found))

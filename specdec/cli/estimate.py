@@ -11,7 +11,7 @@ from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from ..utils.sizes import parse_size
 from . import options
-from .output import FAILURE, show, silence_third_parties
+from .output import FAILURE, share_text, show, silence_third_parties
 
 
 @click.command(
@@ -103,7 +103,7 @@ def estimate(
     own_context = context_length(target_outline.config)
     if spec is not None and "draft_adapter_path" in loading:
         spec = spec.with_adapter(loading["draft_adapter_path"])
-    draft_outline = None
+    draft_outline = vocabulary = None
     if spec is not None and spec.model is not None:
         draft_outline = outline_draft(
             spec.model,
@@ -111,7 +111,7 @@ def estimate(
             dtype=dtype,
             trust_remote_code=trust_remote_code,
         )
-        check_tokenizers(
+        vocabulary = check_tokenizers(
             target_outline, draft_outline, trust_remote_code=trust_remote_code
         )
     ngram = None if spec is None else ngram_of(spec)
@@ -151,6 +151,9 @@ def estimate(
         context_length=own_context,
     )
     show(json_text(found.as_dict(), indent=2) if as_json else found.table())
+    if vocabulary is not None:
+        shared = share_text(vocabulary.share)
+        show(f"specdec: note: the draft has another vocabulary{shared}", err=True)
     if own_context is not None and context > own_context:
         show(
             f"specdec: note: the target's context is {own_context} tokens: a run "

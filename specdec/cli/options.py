@@ -19,6 +19,7 @@ from ..draft_names import DraftSpec, draft_for
 from ..errors import ConfigError
 from ..grammar import Grammar
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
+from ..parallel import launched_rank
 from ..prompts import Encoding
 from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json
@@ -35,7 +36,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
         "batch_size", "batch_sizes", "num_draft_tokens", "minutes", "output_file",
-        "host", "port", "api_key", "dry_run", "quiet",
+        "host", "port", "api_keys", "dry_run", "quiet",
     ),
     "Requests": (
         "names", "cors", "max_waiting", "max_output_tokens", "max_prompt_tokens",
@@ -43,8 +44,8 @@ GROUPS: dict[str, tuple[str, ...]] = {
     ),
     "Models": (
         "dtype", "adapter_path", "draft_adapter_path", "revision",
-        "trust_remote_code", "system_prompt", "prefill_response", "chat_template",
-        "chat_template_config", "ignore_chat_template",
+        "trust_remote_code", "tensor_parallel", "system_prompt", "prefill_response",
+        "chat_template", "chat_template_config", "ignore_chat_template",
         "kind", "form", "block_size", "layers", "widen", "bits", "layers_only",
     ),
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
@@ -62,9 +63,12 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Memory": (
         "memory_limit", "prefill_step_size", "max_kv_size", "kv_bits",
         "kv_group_size", "quantized_kv_start", "prefix_cache", "prefix_cache_size",
-        "prefix_cache_memory",
+        "prefix_cache_memory", "prefix_sharing",
     ),
-    "Output": ("output_format", "top_logprobs", "json_file", "as_json", "help"),
+    "Many devices": ("replicas", "ray", "ray_workers"),
+    "Output": (
+        "output_format", "resumed", "top_logprobs", "json_file", "as_json", "help",
+    ),
 }  # fmt: skip
 # A page of fewer options is read at a glance.
 _FEW = 10
@@ -88,6 +92,15 @@ def grouped(
 
 class Command(click.Command):
     """A command whose help page shows its options in groups."""
+
+    def invoke(self, ctx: click.Context) -> Any:
+        several = any(param.name == "tensor_parallel" for param in self.params)
+        if launched_rank() is not None and not several:
+            raise click.UsageError(
+                f"{ctx.command_path} runs on one device: start it without mlx.launch",
+                ctx,
+            )
+        return super().invoke(ctx)
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter

@@ -168,9 +168,21 @@ def show_interrupted() -> None:
 
 
 class _Lines(logging.Handler):
+    """Shows each record as a line; on a terminal one that passes gives way."""
+
+    _passing = False
+
     def emit(self, record: logging.LogRecord) -> None:
         kind = "warning" if record.levelno >= logging.WARNING else "note"
-        show(f"specdec: {kind}: {one_line(record.getMessage())}", err=True)
+        before, self._passing = self._passing, getattr(record, "passing", False)
+        on_terminal = sys.stderr.isatty()
+        if self._passing and before and not on_terminal:
+            return  # a log has the first, and what comes of it
+        if before and on_terminal:
+            with suppress(OSError):
+                click.echo("\r\x1b[K", err=True, nl=False)
+        line = f"specdec: {kind}: {one_line(record.getMessage())}"
+        show(line, err=True, nl=not (self._passing and on_terminal))
 
 
 def show_warnings(*, notes: bool = True) -> None:
@@ -289,6 +301,7 @@ _ELSEWHERE = {
     "speculative-model": "draft",
     "stream": None,
     "system": "system-prompt",
+    "tensor-parallel-size": "tensor-parallel",
 }
 
 
@@ -300,6 +313,11 @@ def name_of(index: int, records: Sequence[PromptRecord]) -> str:
     """What a message calls a prompt: by file and line, where it has them."""
     where = records[index].where
     return f"prompt {index}" if where is None else f"{where} (prompt {index})"
+
+
+def share_text(share: float | None) -> str:
+    """What follows the name of a draft with another vocabulary than the target's."""
+    return "" if share is None else f", which has {share:.1%} of the target's tokens"
 
 
 @contextmanager

@@ -218,6 +218,10 @@ class Share:
         else:
             self._running[index] = tokens
 
+    def drop(self, num_prompts: int) -> None:
+        """So many never come."""
+        self._waiting -= num_prompts
+
     def __call__(self) -> float | None:
         """Of 1; ``None`` while no prompt has finished."""
         finished, running = sorted(self._finished), sorted(self._running.values())

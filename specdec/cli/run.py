@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import select
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -21,11 +21,16 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..errors import PromptFileError
+from ..errors import PromptFileError, RankError
+from ..model_names import target_name
+from ..parallel import launched_rank
 from ..prompts import PromptRecord, read_records, read_text
+from ..sampling_params import per_prompt
 from ..utils.printable import one_line
 from ..utils.sizes import parse_size
-from . import grammar, options
+from ..utils.warm_up import warm_up
+from . import grammar, options, ranks
+from .by_ray import RayJob
 from .interrupts import last_words
 from .output import (
     FAILURE,
@@ -33,6 +38,7 @@ from .output import (
     name_of,
     open_output,
     places_named,
+    share_text,
     show,
     show_error,
     show_warnings,
@@ -40,11 +46,12 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
+from .resume import keep_finished
 from .sink import Sink
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
-    from ..outputs import RunStats
+    from ..outputs import RunStats, StreamEvent
     from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
@@ -111,6 +118,7 @@ _PATIENCE = 2.0
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
     "cannot fit is refused. [default: all that the device has]"
@@ -128,6 +136,24 @@ _PATIENCE = 2.0
     default="specdec",
     show_default=True,
     help="Form of the lines of --output; openai: as OpenAI's batch files have them.",
+)
+@click.option(
+    "--resume",
+    "resumed",
+    is_flag=True,
+    help="Go on where an earlier run with the same prompts ended: those with a result "
+    "in --output are skipped, those that failed run again.",
+)
+@click.option(
+    "--ray",
+    metavar="ADDRESS",
+    help="Decode on a Ray cluster: auto, HOST:PORT, or local, which starts one here. "
+    "[default: in this process]",
+)
+@options.positive(
+    "--ray-workers",
+    text="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
+    "or for each machine]",
 )
 @options.quiet("No progress and no summary.")
 def run(
@@ -156,9 +182,13 @@ def run(
     draft_adapter_path: str | None,
     revision: str | None,
     trust_remote_code: bool,
+    tensor_parallel: int | None,
     memory_limit: str | None,
     output_file: str | None,
     output_format: str,
+    resumed: bool,
+    ray: str | None,
+    ray_workers: int | None,
     quiet: bool,
     json_schema: str | None,
     regex: str | None,
@@ -245,6 +275,24 @@ def run(
         # What a turn says again of the one before is not computed again.
         memory = DEFAULT_PREFIX_CACHE_MEMORY
         config = replace(config, prefix_cache_memory=memory)
+    if turns and (ray is not None or resumed):
+        raise click.UsageError(
+            "turns are decoded in one process and one run: leave out --ray and --resume"
+        )
+    if ray is not None and tensor_parallel is not None:
+        raise click.UsageError(
+            "workers of --ray have whole models: leave out --tensor-parallel"
+        )
+    if ray_workers is not None and ray is None:
+        raise click.UsageError("--ray-workers has no effect without --ray")
+    done: set[int] = set()
+    if resumed:
+        if output_file is None or output_format != "specdec":
+            raise click.UsageError("--resume needs --output, in specdec's own form")
+        done = keep_finished(output_file, records)
+        if len(done) == len(records):
+            show(f"specdec: all {len(done)} prompts have their results", err=True)
+            return
     output = None
     if output_file is not None:
         output = open_output("--output", output_file, file)
@@ -253,79 +301,113 @@ def run(
     silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
-    from ..decoder import SpecDecoder
 
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             show(f"specdec: note: {note}", err=True)
-    if not ignore_chat_template:
-        templates.start()
-    decoder = SpecDecoder.from_pretrained(
-        target,
-        draft,
-        dtype=dtype,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        **loading,
-    )
+    loading |= {
+        "dtype": dtype,
+        "config": config,
+        "trust_remote_code": trust_remote_code,
+    }
+    left = [index for index in range(len(records)) if index not in done]
+    if done or ray is not None:
+        of_all = per_prompt(requests, len(records))
+        requests = [of_all[index] for index in left]
+    prompts = [records[index].prompt for index in left]
+    events: Iterator[StreamEvent]
+    summary: Callable[[], str]
+    if ray is not None:
+        job = RayJob(ray, ray_workers, {"target": target, "draft": draft, **loading})
+        name = target_name(target)
+        assert isinstance(requests, list)
+        events = job.events(left, prompts, requests, encoding)
+        under_way, summary = job.under_way, job.summary
+    else:
+        if not ignore_chat_template:
+            templates.start()
+        decoder = ranks.load(tensor_parallel, target=target, draft=draft, **loading)
+        name = decoder.target_name
+        with places_named(records):
+            events = decoder.stream(
+                prompts,
+                requests,
+                turns=[records[index].turns for index in left],
+                keep_going=len(records) > 1,
+                **encoding,
+            )
+        if done:
+            events = (e.renumbered(left[e.index], e.turn) for e in events)
 
-    with places_named(records):
-        events = decoder.stream(
-            [record.prompt for record in records],
-            requests,
-            turns=[record.turns for record in records],
-            keep_going=len(records) > 1,
-            **encoding,
-        )
-    total = len(records) + turns
+        def under_way() -> dict[str, str]:
+            return _under_way(decoder.stats)
+
+        def summary() -> str:
+            return _summary(decoder, each, len(sink.errors))
+
+    total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
     what = "turn" if turns else "prompt"
     progress = Progress(what, total, quiet=quiet or streaming)
     line_of = None
     if output_format == "openai":
-        line_of = partial(openai_line, model=decoder.target_name)
-    sink = Sink(records, output, progress.aside, line_of)
+        line_of = partial(openai_line, model=name)
+    sink = Sink(records, output, progress.aside, line_of, done)
 
-    def conclude(*, interrupted: bool) -> None:
+    def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
         """Close what is open, and report how it ended."""
         sink.close()
         progress.close()
         for index, error in sorted(sink.errors.items()):
             show_error(f"{name_of(index, records)}: {error}")
+        if lost is not None:
+            show_error(str(lost))
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
+            left = total - sink.dropped
             show(
-                f"specdec: interrupted: {sink.finished} of {total} {what}s "
+                f"specdec: interrupted: {sink.finished} of {left} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
         if not quiet:
-            show(_summary(decoder, each, len(sink.errors)), err=True)
+            show(summary(), err=True)
 
-    interrupted = False
+    interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
+    if ray is None:
+        ranks.last_words(decoder, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
             for event in events:
+                dropped = sink.dropped
                 sink.take(event)
-                done = event.result is not None
+                ended = event.result is not None
+                share.drop(sink.dropped - dropped)
                 share.take(
                     event.index * (turns + 1) + event.turn,
                     len(event.token_ids),
-                    done=done,
+                    done=ended,
                 )
-                progress.add(done, **_under_way(decoder.stats), share=share)
+                progress.show(
+                    progress.done + ended,
+                    total - sink.dropped,
+                    **under_way(),
+                    share=share,
+                )
         except KeyboardInterrupt:
             interrupted = True
+        except RankError as error:
+            interrupted, lost = True, error
         except BaseException:
             sink.close()
             raise
-    conclude(interrupted=interrupted)
-    if interrupted:
+    conclude(interrupted=interrupted, lost=lost)
+    if interrupted and lost is None:
         sys.exit(INTERRUPTED)
-    if sink.errors:
+    if lost is not None or sink.errors:
         sys.exit(FAILURE)
 
 
@@ -365,6 +447,11 @@ def _collect(
     """
     if not all(text.strip() for text in texts):
         raise click.UsageError("--prompt is empty: give it a text")
+    if launched_rank() is not None and ("-" in (file, *texts) or not (file or texts)):
+        raise click.UsageError(
+            "mlx.launch leaves standard input open: give --prompts FILE, or start "
+            "with --tensor-parallel"
+        )
     if [*texts, file].count("-") > 1:
         raise click.UsageError("standard input can be read once: give one '-'")
     if file is not None:
@@ -393,7 +480,7 @@ def _typed(text: str) -> PromptRecord:
 
 def _piped(*, quiet: bool) -> str:
     """What comes after the prompts: standard input, unless that is a terminal."""
-    if sys.stdin.isatty():
+    if sys.stdin.isatty() or launched_rank() is not None:
         return ""
     with suppress(OSError, ValueError):  # a stream without a descriptor
         ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
@@ -435,10 +522,13 @@ def _summary(
     if k != "auto":
         length = f"{_some(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
+    shared = share_text(stats.vocabulary_share)
     lines = {
         "target": short(decoder.target_name),
-        "draft": f"{short(draft)}, {length}{failed}" if draft else "none",
+        "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
+    if warm_up.seconds >= 0.05:
+        lines["warm-up"] = f"{warm_up.seconds:.1f} s to have kernels compiled"
     if stats.calibration_seconds >= 0.05:
         seconds = stats.calibration_seconds
         lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.util
 import ipaddress
-from typing import Any
+import socket
+import sys
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -16,10 +19,19 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..server.config import DEFAULT_MAX_TOKENS, DEFAULT_MAX_WAITING, DEFAULT_PORT
+from ..errors import ServerError, reason_of
+from ..server.config import (
+    DEFAULT_MAX_TOKENS,
+    DEFAULT_MAX_WAITING,
+    DEFAULT_PORT,
+    PREFIX_SHARING,
+)
 from ..utils.sizes import parse_size
-from . import options
-from .output import show, show_warnings, silence_third_parties
+from . import options, ranks
+from .output import share_text, show, show_warnings, silence_third_parties
+
+if TYPE_CHECKING:
+    from ..server.config import ServerConfig
 
 
 def _seconds(
@@ -56,10 +68,13 @@ def _seconds(
 )
 @click.option(
     "--api-key",
+    "api_keys",
+    multiple=True,
     metavar="KEY",
     envvar="SPECDEC_API_KEY",
     show_envvar=True,
-    help="Key that clients have to send. [default: none]",
+    help="Key that clients have to send; repeat it for more, any of which is good. "
+    "[default: none]",
 )
 @click.option(
     "--cors",
@@ -120,6 +135,11 @@ def _seconds(
     "Time that running requests have to end when the server stops.",
     default=30,
 )
+@options.positive(
+    "--replicas",
+    text="Processes that serve the model, one for each device, behind this port. One "
+    "that ends starts again. [default: this process serves]",
+)
 @options.chat_template_config()
 @options.num_draft_tokens(
     "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
@@ -137,9 +157,18 @@ def _seconds(
 )
 @options.kv_group_size()
 @options.prefix_cache
+@click.option(
+    "--prefix-sharing",
+    type=click.Choice(PREFIX_SHARING),
+    default="all",
+    show_default=True,
+    help="Whose prompts begin with what is kept of one: all clients', or those of the "
+    "same client (its key, else its address, and the user that it names).",
+)
 @options.dtype()
 @options.origin
 @options.trust_remote_code()
+@ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -153,6 +182,7 @@ def serve(
     port: int,
     names: tuple[str, ...],
     max_body: str,
+    replicas: int | None,
     temp: float,
     chat_template_config: str | None,
     num_draft_tokens: NumDraftTokens,
@@ -168,6 +198,7 @@ def serve(
     draft_adapter_path: str | None,
     revision: str | None,
     trust_remote_code: bool,
+    tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
     **limits: Any,
@@ -182,11 +213,17 @@ def serve(
     \b
       specdec serve --target MODEL --draft MODEL --batch 8
       SPECDEC_API_KEY=secret specdec serve --host 0.0.0.0 --port 8000
+      specdec serve --target MODEL --replicas 8
     """  # noqa: D301 - click's mark for lines to keep
+    if replicas is not None and tensor_parallel is not None:
+        raise click.UsageError(
+            "--replicas and --tensor-parallel are two ways to use several devices: "
+            "give one"
+        )
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
-    check_extra("starlette", "uvicorn", "prometheus_client")
+    check_extra("starlette", "uvicorn", "prometheus_client", "httpx")
     origin = options.origin_of(
         drafts=drafts,
         adapter_path=adapter_path,
@@ -218,42 +255,110 @@ def serve(
         chat_template_config=options.template_variables(chat_template_config),
         **limits,
     )
+    loading = {
+        "target": target,
+        "draft": draft,
+        "dtype": dtype,
+        "config": engine,
+        "trust_remote_code": trust_remote_code,
+        **origin,
+    }
     silence_third_parties()
     show_warnings()
-    from ..server.running import bind, serve, url_of
+    from ..server.running import bind
 
     with bind(host, port) as listener:
         from ..backend import check_compiler
-        from ..decoder import SpecDecoder
 
         notes = [check_compiler()]
-        if config.api_key is None and not _is_loopback(host):
+        if not config.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
         for note in notes:
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
-        templates.start()
-        decoder = SpecDecoder.from_pretrained(
-            target,
-            draft,
-            dtype=dtype,
-            config=engine,
-            trust_remote_code=trust_remote_code,
-            **origin,
+        if replicas is None:
+            _serve_here(loading, config, listener, tensor_parallel, quiet=quiet)
+        else:
+            _serve_by(replicas, loading, config, listener, quiet=quiet)
+
+
+def _serve_here(
+    loading: dict[str, Any],
+    config: ServerConfig,
+    listener: socket.socket,
+    tensor_parallel: int | None,
+    *,
+    quiet: bool,
+) -> None:
+    """Load the model, and serve it."""
+    from ..server.app import make_app
+    from ..server.running import run, url_of
+
+    templates.start()
+    decoder = ranks.load(tensor_parallel, **loading)
+
+    def started() -> None:
+        if not quiet:
+            show(f"specdec: {described(decoder)} at {url_of(listener)}", err=True)
+
+    stopping = partial(_show_stopping, config, quiet=quiet)
+    app = make_app(decoder, config)
+    failure = run(app, config.stop_timeout, listener, started, stopping)
+    if failure is not None:
+        raise engine_failed(failure) from failure
+
+
+def _serve_by(
+    count: int,
+    loading: dict[str, Any],
+    config: ServerConfig,
+    listener: socket.socket,
+    *,
+    quiet: bool,
+) -> None:
+    """Serve by replicas."""
+    from ..server.front import make_front
+    from ..server.replicas import FirstReplicaError, Replicas
+    from ..server.running import run, url_of
+    from .replica import command, environments
+
+    places = environments(count)
+    if len(set(map(str, places))) < count and not quiet:
+        show(
+            "specdec: note: replicas share a device: a larger --batch uses it better",
+            err=True,
         )
+    replicas = Replicas(
+        count, partial(command, loading, config, places), config.request_timeout
+    )
 
-        def started() -> None:
-            if not quiet:
-                show(f"specdec: {_described(decoder)} at {url_of(listener)}", err=True)
+    def started() -> None:
+        if not quiet:
+            what = f"{replicas.all[0].described}, {count} replicas"
+            show(f"specdec: {what} at {url_of(listener)}", err=True)
 
-        def stopping(running: int) -> None:
-            if running and not quiet:
-                answers = "1 answer has" if running == 1 else f"{running} answers have"
-                most = f"{config.stop_timeout:g} seconds"
-                again = "Ctrl-C again ends at once"
-                show(f"specdec: stopping: {answers} up to {most}; {again}", err=True)
+    stopping = partial(_show_stopping, config, quiet=quiet)
+    app = make_front(replicas, config)
+    failure = run(app, config.stop_timeout, listener, started, stopping)
+    if isinstance(failure, FirstReplicaError) and failure.code is not None:
+        sys.exit(failure.code)  # it has said why
+    if failure is not None:
+        raise failure
 
-        serve(decoder, config, listener, started, stopping)
+
+def _show_stopping(config: ServerConfig, running: int, *, quiet: bool) -> None:
+    if running and not quiet:
+        answers = "1 answer has" if running == 1 else f"{running} answers have"
+        most = f"{config.stop_timeout:g} seconds"
+        again = "Ctrl-C again ends at once"
+        show(f"specdec: stopping: {answers} up to {most}; {again}", err=True)
+
+
+def engine_failed(failure: BaseException) -> ServerError:
+    """What a server ends with whose engine failed."""
+    return ServerError(
+        f"the engine failed ({reason_of(failure)}): start the server again"
+    )
 
 
 def check_extra(*modules: str) -> None:
@@ -272,8 +377,10 @@ def _is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def _described(decoder: Any) -> str:
+def described(decoder: Any) -> str:
+    """What a decoder serves, in a line."""
     from ..model_names import short
 
     draft = short(decoder.draft_name) if decoder.draft_name else "no draft"
-    return f"{short(decoder.target_name)} with {draft}"
+    shared = share_text(decoder.stats.vocabulary_share)
+    return f"{short(decoder.target_name)} with {draft}{shared}"

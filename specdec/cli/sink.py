@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext, suppress
 from typing import Any, TextIO
 from unicodedata import category
@@ -23,9 +23,14 @@ class Sink:
     header line, in the order of the prompts; the JSON lines in the order in
     which the prompts finish. Standard output is written within ``aside()``.
 
+    Args:
+        done: indices of prompts whose results the file has already; without any, what
+            it holds is replaced.
+
     Attributes:
         finished: results taken.
         errors: of prompts that ended with one, by their index.
+        dropped: turns that never come, as the answer before them failed or was cut.
     """
 
     def __init__(
@@ -35,6 +40,7 @@ class Sink:
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
         | None = None,
+        done: Collection[int] = (),
     ) -> None:
         self._prompts = prompts
         self._output = output
@@ -49,7 +55,9 @@ class Sink:
         self._ended: set[int] = set()  # no more answers come to these prompts
         self.finished = 0
         self.errors: dict[int, str] = {}
-        if output is not None and os.path.isfile(output.name):
+        self.dropped = 0
+        self._done = frozenset(done)
+        if output is not None and os.path.isfile(output.name) and not done:
             output.truncate(0)
 
     def take(self, event: StreamEvent) -> None:
@@ -65,19 +73,21 @@ class Sink:
         self.finished += 1
         if event.result.finish_reason == "error":
             self.errors[event.index] = event.result.error or "no reason was given"
-        last = event.turn == len(self._prompts[event.index].turns)
-        if last or event.result.finish_reason not in ("stop", "length"):
+        left = len(self._prompts[event.index].turns) - event.turn
+        if not left or event.result.finish_reason not in ("stop", "length"):
             self._ended.add(event.index)
+            self.dropped += left
         self._waiting.setdefault(event.index, []).append(event.result)
         if self._output is not None:
             self._write_line(self._output, event.result)
         if not self._several:
             self._write("\n")
             return
-        while self._next in self._waiting:
-            self._write_blocks(self._next)
-            if self._next not in self._ended:
-                return
+        while self._next in self._waiting or self._next in self._done:
+            if self._next not in self._done:
+                self._write_blocks(self._next)
+                if self._next not in self._ended:
+                    return
             self._next += 1
 
     def close(self) -> None:

@@ -21,6 +21,7 @@ from .output import (
     cannot_write,
     open_output,
     places_named,
+    share_text,
     show,
     show_warnings,
     silence_third_parties,
@@ -240,6 +241,7 @@ def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) ->
     return (
         f"target:  {short(decoder.target_name)}\n"
         f"draft:   {f'{short(draft)}, up to {k} a round' if draft else 'none'}"
+        f"{share_text(decoder.stats.vocabulary_share)}"
         f"{f', acceptance rate {rate:.3f}' if found.drafted else ''}\n"
         f"decoded: {how}, batch {decoder.config.batch_size}, "
         f"up to {params.max_tokens} tokens{packed}\n"
@@ -258,6 +260,7 @@ def _record(
         "machine": describe(),
         "target": decoder.target_name,
         "draft": decoder.draft_name,
+        "vocabulary_share": decoder.stats.vocabulary_share,
         "options": options,
         "result": found.to_dict(),
     }

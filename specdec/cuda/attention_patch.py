@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import copy
 import copyreg
-from collections.abc import Iterable
-from functools import cache
+from collections.abc import Callable, Iterable
+from functools import cache, partial
 from itertools import product
 from types import FunctionType
 from typing import Any
@@ -93,10 +93,26 @@ def take_few_queries(model: nn.Module) -> None:
         kind = _attending(module.__class__)
         if kind is None:
             continue
-        each = product(_head_sizes(module), _halves(module))
-        tried = [decode_attention.proven(size, dtype) for size, dtype in each]
+        tried = [decode_attention.proven(*form) for form in _forms(module)]
         if any(tried):
             module.__class__ = kind
+
+
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """What :func:`take_few_queries` asks for: a proof for each size of heads."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    forms = dict.fromkeys(
+        form
+        for _, module in modules
+        if _attending(module.__class__) is not None
+        for form in _forms(module)
+    )
+    return [partial(decode_attention.proven, *form) for form in forms]
+
+
+def _forms(module: nn.Module) -> Iterable[tuple[int, mx.Dtype]]:
+    """Sizes of heads and types that an attention module may have."""
+    return product(_head_sizes(module), _halves(module))
 
 
 def takes_single(model: nn.Module) -> bool:

@@ -8,6 +8,7 @@ otherwise (``benchmarks.kernels packed`` times both).
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import mlx.core as mx
@@ -59,12 +60,21 @@ def flatten_products(model: nn.Module) -> None:
 
     The kernel for them is tried here, for the layers that the model has.
     """
+    for path, layer in _layers(model):
+        packed_matmul.tried(layer)
+        kind = _FLATTENED[type(layer)]
+        model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """What :func:`flatten_products` asks for."""
+    return packed_matmul.proofs_of(layer for _, layer in _layers(model))
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Paths and layers of the model with packed weights."""
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    for path, layer in leaves:
-        kind = _FLATTENED.get(type(layer))
-        if kind is not None:
-            packed_matmul.tried(layer)
-            model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+    return ((path, layer) for path, layer in leaves if type(layer) in _FLATTENED)
 
 
 def slow_pairs(model: nn.Module) -> bool:

@@ -11,9 +11,8 @@ as one of the tokens of a verification.
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Sequence
-from functools import cache
+from collections.abc import Callable, Iterable, Sequence
+from functools import cache, partial
 from itertools import product as product_of
 from typing import Any, NamedTuple
 
@@ -31,8 +30,7 @@ from .kernels import (
     shapes_of_parts,
     tensor_cores,
 )
-
-logger = logging.getLogger(__name__)
+from .proofs import holds
 
 #: What the kernel knows: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
@@ -235,8 +233,16 @@ def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     kind = dtype, bits, group_size
     if kind not in _proven:
         known = dtype in TYPES and bits in BITS and group_size in GROUPS
-        _proven[kind] = known and _agree(*kind)
+        name = f"packed {bits} bits by {group_size} {TYPES.get(dtype)}"
+        _proven[kind] = known and holds(name, partial(_agree, *kind))
     return _proven[kind]
+
+
+def proofs_of(layers: Iterable[Any]) -> list[Callable[[], bool]]:
+    """What :func:`tried` asks for: a proof for each kind of packed weights."""
+    found = [Kind.of(layer) for layer in layers]
+    kinds = dict.fromkeys(kind[:3] for kind in found if kind is not None)
+    return [partial(proven, *kind) for kind in kinds]
 
 
 def tried(layer: Any) -> bool:
@@ -252,14 +258,10 @@ def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     blocks and not, with and without a bias, whole and in parts, and for an array that
     begins where 16 bytes cannot be loaded at once.
     """
-    try:
-        return all(
-            _agrees(columns, length, rows, dtype, bits, group_size)
-            for (columns, length), rows in product_of(_SIZES, (1, 5, 20))
-        )
-    except (RuntimeError, ValueError) as error:
-        logger.debug("no kernel for products with packed weights: %s", error)
-        return False
+    return all(
+        _agrees(columns, length, rows, dtype, bits, group_size)
+        for (columns, length), rows in product_of(_SIZES, (1, 5, 20))
+    )
 
 
 # Of matrices: K shared among blocks, and not, with a turn that K ends within.

@@ -12,8 +12,8 @@ of a verification.
 
 from __future__ import annotations
 
-import logging
-from functools import cache
+from collections.abc import Callable, Iterator
+from functools import cache, partial
 from itertools import product as product_of
 from typing import Any
 
@@ -32,8 +32,7 @@ from .kernels import (
     shapes_of_parts,
     tensor_cores,
 )
-
-logger = logging.getLogger(__name__)
+from .proofs import holds
 
 # What the kernel is given: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS
 # rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
@@ -316,11 +315,22 @@ _SKINNY: dict[type, Any] = {nn.Linear: SkinnyLinear, nn.Embedding: SkinnyEmbeddi
 
 def take_few_rows(model: nn.Module) -> None:
     """Let the model's layers compute few rows by the kernel, in place."""
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    for path, layer in leaves:
-        kind = _SKINNY.get(type(layer))
-        if kind is not None and proven(layer["weight"].dtype):
+    for path, layer in _layers(model):
+        if proven(layer["weight"].dtype):
+            kind = _SKINNY[type(layer)]
             model.update_modules(tree_unflatten([(path, as_kind(layer, kind))]))
+
+
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """What :func:`take_few_rows` asks for: a proof for each type of weights."""
+    types = {layer["weight"].dtype for _, layer in _layers(model)}
+    return [partial(proven, dtype) for dtype in TYPES if dtype in types]
+
+
+def _layers(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    """Paths and layers of the model that the kernel may compute."""
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return ((path, layer) for path, layer in leaves if type(layer) in _SKINNY)
 
 
 @cache
@@ -332,17 +342,15 @@ def proven(dtype: mx.Dtype) -> bool:
     :func:`_block`), with and without a bias, whole and in parts, and for an array that
     begins where 16 bytes cannot be loaded at once.
     """
-    if dtype not in TYPES:
-        return False
-    try:
-        for columns, rows in product_of((40, 4 * 544), _HEIGHTS):
-            for bias, offset in ((True, 0), (False, 4 if rows == _HEIGHTS[0] else 0)):
-                if not _agrees(columns, rows, dtype, bias=bias, offset=offset):
-                    return False
-        return True
-    except (RuntimeError, ValueError) as error:
-        logger.debug("no kernel for products of few rows: %s", error)
-        return False
+    return dtype in TYPES and holds(f"skinny {TYPES[dtype]}", partial(_agree, dtype))
+
+
+def _agree(dtype: mx.Dtype) -> bool:
+    for columns, rows in product_of((40, 4 * 544), _HEIGHTS):
+        for bias, offset in ((True, 0), (False, 4 if rows == _HEIGHTS[0] else 0)):
+            if not _agrees(columns, rows, dtype, bias=bias, offset=offset):
+                return False
+    return True
 
 
 # Rows of x for which the blocks differ: from the narrowest to the widest, which needs

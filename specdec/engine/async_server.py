@@ -3,7 +3,8 @@
 The thread owns the session: MLX's streams belong to the thread that made them, and
 a round would hold the event loop up. Requests and cancels reach it through a queue,
 events go back to the loop, once a step. Prompts are tokenized in another thread, in
-the order in which they came: a long one holds up neither the rows nor the loop.
+the order in which they came: a long one holds up neither the rows nor the loop. In a
+third grammars are compiled, so that prompts do not wait for one that takes long.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections import defaultdict
 from collections.abc import AsyncGenerator, Callable, Iterator
 from contextlib import AbstractContextManager, aclosing, contextmanager, suppress
 from copy import copy
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from queue import Empty, SimpleQueue
 from types import TracebackType
@@ -26,6 +27,7 @@ from typing import Any, Self, TypeVar, Unpack
 import mlx.core as mx
 
 from ..errors import PromptError, ServerError, reason_of
+from ..grammar import Grammar, GrammarCompiler, GrammarState
 from ..output_text import stop_texts
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import EncodedPrompt, Encoding, Prompt
@@ -51,7 +53,7 @@ class _Request:
     """A request as all threads know it.
 
     The loop reads, and says when the reader ``left``; the tokenizing thread calls
-    ``encode``; the session's has the index.
+    ``encode``; the compiling thread sets ``grammar``; the session's has the index.
     """
 
     encode: Callable[[], EncodedPrompt]
@@ -59,10 +61,50 @@ class _Request:
     inbox: asyncio.Queue[StreamEvent | Exception] = field(default_factory=asyncio.Queue)
     left: bool = False
     cut: bool = False  # to end as it is, with a result
+    grammar: GrammarState | None = None
     index: int | None = None
 
 
 _Told = list[tuple[_Request, StreamEvent | Exception]]
+
+
+class _Lane:
+    """Does what it is given in a thread of its own, in order.
+
+    Args:
+        name: of the thread, which begins with the first work.
+        ended: called after the last one.
+    """
+
+    def __init__(self, name: str, ended: Callable[[], None]):
+        self._name, self._ended = name, ended
+        self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._begun = self._over = False
+
+    def put(self, work: Callable[[], None]) -> None:
+        """Have it done in its turn; never, after the end."""
+        with self._lock:
+            if not (self._begun or self._over):
+                self._begun = True
+                # A daemon, as Python waits for other threads without a bound.
+                threading.Thread(target=self._run, name=self._name, daemon=True).start()
+        self._works.put(work)
+
+    def end(self) -> None:
+        """Let nothing more come."""
+        with self._lock:
+            first, self._over = not self._over, True
+        if self._begun:
+            self._works.put(None)
+        elif first:
+            self._ended()
+
+    def _run(self) -> None:
+        for work in iter(self._works.get, None):
+            with suppress(RuntimeError):  # the loop has gone, and all who could hear
+                work()
+        self._ended()
 
 
 class _Worker(threading.Thread):
@@ -74,7 +116,8 @@ class _Worker(threading.Thread):
         hear: called in the loop, with what is for the requests.
         hear_end: called in the loop, last, with what went wrong in the engine, if
             anything did.
-        prepare: called in the tokenizing thread with a request's parameters.
+        grammars: compiles what outputs have to follow; ``None``: they are compiled in
+            the session's thread.
     """
 
     def __init__(
@@ -83,7 +126,7 @@ class _Worker(threading.Thread):
         loop: asyncio.AbstractEventLoop,
         hear: Callable[[_Told], None],
         hear_end: Callable[[BaseException | None], None],
-        prepare: Callable[[SamplingParams], object],
+        grammars: GrammarCompiler | None,
     ):
         # A loop that died without closing the server must not keep Python alive.
         super().__init__(name="specdec server", daemon=True)
@@ -94,11 +137,11 @@ class _Worker(threading.Thread):
         self._loop = loop
         self._hear = hear
         self._hear_end = hear_end
-        self._prepare = prepare
+        self._grammars = grammars
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
         self._requests: dict[int, _Request] = {}
-        # What the tokenizing thread does, in order; None ends it.
-        self._prompts: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._compilations = _Lane("specdec compiler", self._all_compiled)
+        self._prompts = _Lane("specdec tokenizer", self._compilations.end)
         self._closing = False  # as any thread may say
         self._all_came = False
 
@@ -109,12 +152,30 @@ class _Worker(threading.Thread):
         self._prompts.put(partial(self._encode, request))
 
     def add_encoded(self, request: _Request, prompt: EncodedPrompt) -> None:
-        """Decode a request whose prompt is tokenized."""
+        """Decode a request whose prompt is tokenized, with its grammar compiled."""
+        grammar = request.params.grammar
+        if grammar is not None and self._grammars is not None:
+            request.grammar = self._grammars.kept(grammar)
+            if request.grammar is None:
+                self._compilations.put(partial(self._compile, request, prompt))
+                return
         self._commands.put(partial(self._add, request, prompt))
 
     def call(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
         """Call ``work`` in the tokenizing thread, in its turn."""
         self._prompts.put(partial(self._call, work, future))
+
+    def compile(self, grammar: Grammar, future: asyncio.Future[None]) -> None:
+        """Compile a grammar in the thread that does, in its turn."""
+        if self._grammars is None or self._grammars.kept(grammar) is not None:
+            future.set_result(None)
+            return
+
+        def work() -> None:
+            assert self._grammars is not None
+            self._grammars.compile(grammar)
+
+        self._compilations.put(partial(self._call, work, future))
 
     def cut(self, request: _Request) -> None:
         """End a request as it is: its last event comes with the next step."""
@@ -130,14 +191,11 @@ class _Worker(threading.Thread):
         """End all requests, then the thread; prompts not begun are not tokenized."""
         self._closing = True
         self._commands.put(self._cancel_all)
-        self._prompts.put(None)
+        self._prompts.end()
 
-    # -- in the tokenizing thread ------------------------------------------
+    # -- in the tokenizing and the compiling thread ------------------------
 
-    def _tokenize(self) -> None:
-        for work in iter(self._prompts.get, None):
-            with suppress(RuntimeError):  # the loop has gone, and all who could hear
-                work()
+    def _all_compiled(self) -> None:
         self._commands.put(self._end_of_prompts)
 
     def _encode(self, request: _Request) -> None:
@@ -147,13 +205,26 @@ class _Worker(threading.Thread):
         try:
             unread = self._closing or request.cut
             prompt = _UNREAD if unread else request.encode()
-            # Both are kept for the session's thread.
-            stop_texts(request.params.stop)
-            self._prepare(request.params)
+            stop_texts(request.params.stop)  # kept for the session's thread
         except Exception as error:
             self._tell([(request, error)])
         except BaseException as error:  # a prompt's own code may raise anything
             self._tell([(request, PromptError(f"it fails ({reason_of(error)})"))])
+        else:
+            self.add_encoded(request, prompt)
+
+    def _compile(self, request: _Request, prompt: EncodedPrompt) -> None:
+        """Compile a request's grammar, and let the session have it."""
+        grammar = request.params.grammar
+        if request.left:
+            return
+        try:
+            if not (self._closing or request.cut):
+                assert grammar is not None
+                assert self._grammars is not None
+                request.grammar = self._grammars.compile(grammar)
+        except Exception as error:
+            self._tell([(request, error)])
         else:
             self._commands.put(partial(self._add, request, prompt))
 
@@ -177,10 +248,6 @@ class _Worker(threading.Thread):
     def run(self) -> None:
         failure: BaseException | None = None
         atexit.register(self._end)
-        # A daemon, as Python waits for other threads without a bound.
-        threading.Thread(
-            target=self._tokenize, name="specdec tokenizer", daemon=True
-        ).start()
         try:
             with _stream():
                 self._serve()
@@ -245,13 +312,17 @@ class _Worker(threading.Thread):
     def _add(self, request: _Request, prompt: EncodedPrompt, session: Session) -> None:
         if request.left:
             return
+        params, grammar = request.params, request.grammar
+        ends = self._closing or request.cut
+        if ends and grammar is None and params.grammar is not None:
+            params = replace(params, grammar=None)  # it has not been compiled
         try:
-            request.index = session.add_encoded(prompt, request.params)
+            request.index = session.add_encoded(prompt, params, grammar)
         except Exception as error:  # the request's own fault: nobody else's loss
             self._tell([(request, error)])
         else:
             self._requests[request.index] = request
-            if self._closing or request.cut:
+            if ends:
                 session.cancel(request.index)
 
     def _cancel(self, request: _Request, session: Session) -> None:
@@ -315,19 +386,19 @@ class Server:
     Args:
         open_session: makes the session, in the thread that steps it.
         encode: makes token ids of a prompt, with the options of :meth:`stream`.
-        prepare: does beforehand what takes long of a request's parameters, such as
-            compiling its grammar, and raises where they cannot be used.
+        grammars: compiles the grammars of requests beside all others; ``None``: each
+            is compiled when the session gets its request.
     """
 
     def __init__(
         self,
         open_session: OpenSession,
         encode: Callable[..., EncodedPrompt],
-        prepare: Callable[[SamplingParams], object] = lambda params: None,
+        grammars: GrammarCompiler | None = None,
     ):
         self._open_session = open_session
         self._encode = encode
-        self._prepare = prepare
+        self._grammars = grammars
         self._worker: _Worker | None = None
         self._open: set[_Request] = set()
         self._calls: set[asyncio.Future[Any]] = set()
@@ -340,7 +411,7 @@ class Server:
             raise ServerError("a server is entered once: make another one")
         loop = asyncio.get_running_loop()
         self._worker = _Worker(
-            self._open_session, loop, self._hear, self._hear_end, self._prepare
+            self._open_session, loop, self._hear, self._hear_end, self._grammars
         )
         self._worker.start()
         return self
@@ -356,9 +427,9 @@ class Server:
     async def aclose(self) -> None:
         """Cancel all requests, tell their results, and end the thread.
 
-        It waits for the step that is running (a chunk of prefill or a round) and for
-        the prompt that is being tokenized. Prompts after it are not tokenized: their
-        results have no prompt.
+        It waits for the step that is running (a chunk of prefill or a round), and for
+        the prompt that is being tokenized and the grammar that is being compiled.
+        Prompts after it are not tokenized: their results have no prompt.
         """
         if self._worker is None:
             return
@@ -398,11 +469,30 @@ class Server:
             Exception: what ``work`` raises.
         """
         worker = self._checked_worker()
-        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
-        self._calls.add(future)
-        future.add_done_callback(self._calls.discard)
+        future: asyncio.Future[T] = self._future()
         worker.call(work, future)
         return await future
+
+    async def compile(self, grammar: Grammar) -> None:
+        """Have a grammar compiled, for requests that come with it soon.
+
+        Beside prompts and rows, after the grammars that were given before.
+
+        Raises:
+            ConfigError: it cannot be used.
+            ServerError: the server is not open, or closes meanwhile.
+        """
+        worker = self._checked_worker()
+        future: asyncio.Future[None] = self._future()
+        worker.compile(grammar, future)
+        await future
+
+    def _future(self) -> asyncio.Future[Any]:
+        """One that fails when the server ends."""
+        future = asyncio.get_running_loop().create_future()
+        self._calls.add(future)
+        future.add_done_callback(self._calls.discard)
+        return future
 
     async def stream(
         self,
@@ -442,13 +532,12 @@ class Server:
         worker = self._checked_worker()
         params = SamplingParams() if params is None else require_params(params)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else None
-        encode = partial(self._encode, prompt, **encoding)
-        request = _Request(encode if encoded is None else lambda: encoded, params)
+        request = _Request(partial(self._encode, prompt, **encoding), params)
         self._open.add(request)
-        if encoded is not None and params.grammar is None:
+        if encoded is not None:
             worker.add_encoded(request, encoded)
         else:
-            worker.add(request)  # a grammar is compiled where prompts are tokenized
+            worker.add(request)
         timer: asyncio.TimerHandle | None = None
         if timeout is not None:
             loop = asyncio.get_running_loop()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -37,21 +37,24 @@ class Conversation:
 
 
 def converse(
-    session: Session, talks: Sequence[Conversation], encoding: Encoding
+    session: Session, talks: dict[int, Conversation], encoding: Encoding
 ) -> Iterator[StreamEvent]:
     """What the rows of conversations emit, by conversation and turn.
 
     Args:
-        session: with the first turn of each, in their order, as requests 0, 1, ...
+        session: with the first turn of each.
+        talks: by their requests' indices; one that is over leaves it.
         encoding: of every turn.
     """
-    owners = dict(enumerate(talks))
     begun = encoding.get("prefill_response") or ""
     while session.busy:
         for event in session.step():
-            talk, result = owners[event.index], event.result
+            talk, result = talks[event.index], event.result
             yield event.renumbered(talk.number, talk.turn)
-            if result is None or not talk.left:
+            if result is None:
+                continue
+            del talks[event.index]
+            if not talk.left:
                 continue
             if result.finish_reason not in ("stop", "length"):
                 talk.left.clear()
@@ -61,7 +64,7 @@ def converse(
             talk.prompt = [*talk.prompt, answer, *user(said)]
             talk.turn += 1
             try:
-                owners[session.add(talk.prompt, talk.params, **encoding)] = talk
+                talks[session.add(talk.prompt, talk.params, **encoding)] = talk
             except SpecdecError as error:
                 talk.left.clear()
                 why = f"turn {talk.turn + 1}: {error}"

@@ -24,7 +24,14 @@ from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.drafter import backlog, context, nbytes, new_shapes, peek
+from ..spec_decode.drafter import (
+    backlog,
+    context,
+    nbytes,
+    new_shapes,
+    peek,
+    separate,
+)
 from ..spec_decode.ready import verify_inputs
 from ..spec_decode.verifier import Verifier
 from .in_flight import InFlight
@@ -76,7 +83,7 @@ class DecodeBatch:
         self.alone = True
         self._in_flight = in_flight
         self._limits = DraftLimits(
-            drafter, length.max_draft_tokens, static_shapes=backend.static_shapes
+            drafter, length.max_draft_tokens, exact=backend.costs_by_token
         )
         self._backend = backend
         self._observer = observer
@@ -89,6 +96,8 @@ class DecodeBatch:
             max_length=self._max_length(),
             last=[p[-1] if p else 0 for p in prompts],
         )
+        if any(salts := self._salts):
+            self._target.separate(salts)
         self._drafter = drafter
         self._draft: DraftRows | None = None
         if self._wants_draft():
@@ -125,7 +134,14 @@ class DecodeBatch:
         for s in self.slots:
             prompt = NO_TOKENS if s is None else s.prompt_tokens
             texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
-        return self._drafter.rows(texts, max_length=self._max_length())
+        rows = self._drafter.rows(texts, max_length=self._max_length())
+        if any(salts := self._salts):
+            separate(rows, salts)
+        return rows
+
+    @property
+    def _salts(self) -> list[str | None]:
+        return [None if s is None else s.params.cache_salt for s in self.slots]
 
     @property
     def unfinished(self) -> list[Request]:
@@ -227,7 +243,7 @@ class DecodeBatch:
         cost time, and functions of the user's, and grammars, need every token before
         the next: then rounds are read at once.
         """
-        if self._rules.needs_tokens or (k and not self._backend.static_shapes):
+        if self._rules.needs_tokens or (k and self._backend.costs_by_token):
             return 0
         return self._backend.lookahead
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 
@@ -20,12 +20,14 @@ from ..models.runner import ModelRunner
 from ..output_text import Detokenizer, OutputText
 from ..outputs import EngineLoad, RunStats
 from ..request import Request
-from ..spec_decode import Drafter, DraftGuard
+from ..sampling_params import SamplingParams
+from ..spec_decode import Drafter, DraftGuard, vocabulary_share
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
 from .admission import Preflight
 from .decode_batch import DecodeBatch
 from .in_flight import InFlight, StepOutput
 from .observer import RoundObserver
+from .rehearsal import Rehearsal
 from .scheduler import Scheduler
 
 Models = tuple[ModelRunner, Drafter | None]
@@ -64,6 +66,7 @@ class Engine:
         preflight: rows wait while those that run leave no memory for them.
         length: chooses how many tokens rounds draft; ``None``: the most that the
             config allows.
+        rehearsal: of what decodes; another engine with the same models may have it.
     """
 
     def __init__(
@@ -77,8 +80,9 @@ class Engine:
         observer: RoundObserver | None = None,
         preflight: Preflight | None = None,
         length: DraftLength | None = None,
+        rehearsal: Rehearsal | None = None,
     ):
-        self.stats = RunStats()
+        self.stats = RunStats(vocabulary_share=vocabulary_share(drafter))
         #: What a step emitted, until its caller has it.
         self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()
@@ -90,6 +94,7 @@ class Engine:
         self._length = self._guard.length(
             length or FixedLength(config.max_draft_tokens)
         )
+        self._rehearsal = rehearsal or Rehearsal(backend)
         self._scheduler = Scheduler(config.batch_size)
         if preflight is not None:
             self._scheduler = Scheduler(
@@ -103,7 +108,7 @@ class Engine:
         self._running: DecodeBatch | None = None
         self._joining: _Joining | None = None
         self._in_flight: deque[InFlight] = deque()
-        self._lapped = 0.0
+        self._lapped: float | None = None  # None: no request is there
 
     def _guarded(self, models: Models) -> Models:
         target, drafter = models
@@ -187,7 +192,7 @@ class Engine:
             held until it is :meth:`reported`, at the latest by the next step.
         """
         self.reported()
-        self._lap()
+        self.stats.other_seconds += self._lap()
         if self._ended_early:
             outputs = self._leave()
         else:
@@ -199,12 +204,29 @@ class Engine:
         self.unreported = outputs
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
+        if not self.busy:
+            self._lapped = None
         return outputs
 
     def _lap(self) -> float:
-        """Seconds since it was last asked: a step's laps add up to the step."""
-        before, self._lapped = self._lapped, time.perf_counter()
-        return self._lapped - before
+        """Seconds since it was last asked, or nothing since requests came."""
+        now = time.perf_counter()
+        before, self._lapped = self._lapped, now
+        return 0.0 if before is None else now - before
+
+    def warm_up(self) -> None:
+        """Compile what requests will need, before the first one comes.
+
+        Without it that is done for the first ones, by their parameters.
+        """
+        if self._rehearsal.due:
+            drawn = SamplingParams(temperature=1.0, top_p=0.9)
+            self._rehearse(self._scheduler.batch_size, [SamplingParams(), drawn])
+
+    def _rehearse(self, num_rows: int, params: Sequence[SamplingParams]) -> None:
+        slots = self._backend.rows_to_keep(self._scheduler.batch_size, num_rows)
+        most = self._length.max_draft_tokens
+        self._rehearsal.run(*self._models, slots, most, params)
 
     def _leave(self) -> list[StepOutput]:
         """Let go of rows that ended outside a round, wherever they are."""
@@ -268,6 +290,10 @@ class Engine:
             return
         running = [] if self._running is None else self._running.unfinished
         if not running:
+            if self._rehearsal.due:
+                first = self._scheduler.first.params
+                self._rehearse(self._scheduler.together(), [first])
+                self.stats.warmup_seconds += self._lap()
             self._length.prepare(self._scheduler.together())
             self.stats.calibration_seconds += self._lap()
         sequences = self._scheduler.admit(running)

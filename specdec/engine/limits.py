@@ -22,12 +22,13 @@ class DraftLimits:
     Args:
         drafter: may have a context that rows outgrow; ``None`` drafts nothing.
         most: the largest k of any round.
-        static_shapes: do not look at what is left of a row, so that shapes repeat.
+        exact: look at what is left of a row; where rounds are read late that is not
+            known.
     """
 
-    def __init__(self, drafter: Drafter | None, most: int, *, static_shapes: bool):
+    def __init__(self, drafter: Drafter | None, most: int, *, exact: bool):
         self.most = most if drafter else 0
-        self._static_shapes = static_shapes
+        self._exact = exact
         context = drafter.context_length if drafter else None
         # The draft writes all but the last of what it proposes.
         self._longest = inf if context is None else context - self.most + 1
@@ -43,14 +44,14 @@ class DraftLimits:
     def of_use(self, sequence: Request, pending: Pending) -> int:
         """Most draft tokens that a running row can use in the next round.
 
-        Nothing after the last token that it may emit is of use; where shapes are
-        to repeat, that is not looked at. It depends on the row alone: with the
+        Nothing after the last token that it may emit is of use, where that is looked
+        at. It depends on the row alone: with the
         ratio rules, what it emits depends on how many tokens it may accept.
 
         Args:
             pending: in how many rounds in flight a row takes part.
         """
-        if self._static_shapes:
+        if not self._exact:
             return self.most
         return min(self.most, max(sequence.remaining - pending(sequence) - 1, 0))
 

@@ -20,6 +20,7 @@ from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..models.compiled import CompiledForwards
 from ..models.runner import ModelRunner
+from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, Round
@@ -28,12 +29,14 @@ from ..spec_decode.draft_length import (
     FixedLength,
     Forwards,
     GoodputPolicy,
+    RoundCosts,
 )
 from ..spec_decode.draft_length.store import CostStore, default_path
 from ..spec_decode.guard import described
 from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
 from ..spec_decode.vetting import vetted
+from .led import LedLength
 
 # Tokens of the verify forwards that are timed, and those proposed by the round that
 # says what a draft step takes.
@@ -124,7 +127,8 @@ def measure_forwards(
 ) -> Forwards:
     """Time a plain step, a draft step, and verify forwards of 2 and 5 tokens.
 
-    Each runs until it compiles nothing any more. Then all are timed as rounds run, in
+    Tokens are all different, so that experts are spread as in rounds. Each forward
+    runs until it compiles nothing any more. Then all are timed as rounds run, in
     several sweeps of which the fastest counts: other load may last for one of them.
     What takes long is run once or twice, and the last verify forward only while there
     is time.
@@ -139,8 +143,10 @@ def measure_forwards(
     for _ in rows.prefill():
         mx.synchronize()
 
+    tokens = SpreadTokens(target.vocab_size)
+
     def verify(num_tokens: int) -> list[mx.array]:
-        logits = rows.forward(mx.ones((num_rows, num_tokens), mx.int32))
+        logits = rows.forward(tokens.next(num_rows, num_tokens))
         chosen = mx.argmax(logits, axis=-1)
         counts = mx.full((num_rows,), num_tokens, mx.int32)
         rows.trim_per_sequence(counts, num_tokens)
@@ -200,6 +206,28 @@ def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
     return cleared
 
 
+class SpreadTokens:
+    """Tokens far apart in the vocabulary, each another, and others every time.
+
+    Where each token is computed by a few of many experts, those of one token repeated
+    would be all that a forward reads.
+    """
+
+    def __init__(self, vocab_size: int):
+        self._vocab_size = vocab_size
+        stride = max(1, round(0.618 * vocab_size))
+        while math.gcd(stride, vocab_size) > 1:
+            stride += 1
+        self._stride, self._made = stride, 0
+
+    def next(self, num_rows: int, num_tokens: int) -> mx.array:
+        """Tokens of shape (num_rows, num_tokens); up to a vocabulary, none is twice."""
+        first, n = self._made, num_rows * num_tokens
+        self._made += n
+        ids = [i * self._stride % self._vocab_size for i in range(first, first + n)]
+        return mx.array(ids, mx.int32).reshape(num_rows, num_tokens)
+
+
 class _Drafting:
     """Some rows of a drafter that go through rounds without a target.
 
@@ -216,19 +244,23 @@ class _Drafting:
         hidden: mx.array | None,
         num_tokens: int,
     ):
-        prompt, params = (1,), SamplingParams()
+        tokens, params = SpreadTokens(target.vocab_size), SamplingParams()
+        recent = tokens.next(num_rows, 2)
+        # The newest token of each row, after a prompt of the one before.
+        prompts: Any = recent[:, :1].tolist()
         sequences = [
-            Request(i, "", prompt, params, frozenset()) for i in range(num_rows)
+            Request(i, "", tuple(prompt), params, frozenset())
+            for i, prompt in enumerate(prompts)
         ]
         self._rules = Verifier.of(sequences, target.vocab_size)
         most = sequences[0].max_length
-        self._rows = drafter.rows([prompt] * num_rows, max_length=most)
+        self._rows = drafter.rows(prompts, max_length=most)
         for _ in self._rows.prefill():
             mx.synchronize()
         self._hidden, self._num_tokens = hidden, num_tokens
         self._active = mx.ones((num_rows,), mx.bool_)
         self._kept = mx.ones((num_rows,), mx.int32)
-        self._recent = mx.ones((num_rows, 2), mx.int32)
+        self._recent = recent
         self._length = mx.full((num_rows,), 2, mx.int32)
 
     def propose(self) -> list[mx.array]:
@@ -254,26 +286,41 @@ def draft_length(
     defaults: BackendDefaults,
     *,
     store: CostStore | None = None,
+    ranks: Ranks | None = None,
 ) -> DraftLength:
     """What the config asks for: a fixed k, or ``auto`` with costs kept on disk.
 
     Args:
         store: where costs are kept; ``None``: the user's cache folder.
+        ranks: of the target: costs are rank 0's, and so are the clock that they are
+            measured with, and the choice.
     """
     if config.num_draft_tokens != "auto" or drafter is None:
         return FixedLength(config.max_draft_tokens if drafter is not None else 0)
     kept = store or CostStore(default_path())
     key = signature(config, target, drafter, defaults)
-    return GoodputPolicy(
-        kept.load(key, new_shape=defaults.new_shape_seconds),
+    load = partial(kept.load, key, new_shape=defaults.new_shape_seconds)
+    save: Callable[[RoundCosts], None] | None = partial(kept.save, key)
+    clock = time.perf_counter
+    if ranks is not None:
+        load = partial(ranks.decide, "costs", load)
+        clock = partial(ranks.decide, "clock", clock)
+        save = save if ranks.leads else None
+    policy = GoodputPolicy(
+        load(),
         max_draft_tokens=config.max_draft_tokens,
-        measure=lambda num_rows: measure_forwards(
-            target, drafter, num_rows, max_draft_tokens=config.max_draft_tokens
+        measure=partial(
+            measure_forwards,
+            target,
+            drafter,
+            max_draft_tokens=config.max_draft_tokens,
+            clock=clock,
         ),
         # Where tokens cost time, those of one row show what any number costs.
-        measured_rows=None if defaults.static_shapes else 1,
-        save=lambda costs: kept.save(key, costs),
+        measured_rows=1 if defaults.costs_by_token else None,
+        save=save,
     )
+    return policy if ranks is None else LedLength(policy, ranks)
 
 
 def signature(

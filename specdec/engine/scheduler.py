@@ -55,6 +55,11 @@ class Scheduler:
         lacks = self._too_many and self._waiting and self._too_many[-1]
         return 0 if lacks and lacks is self._waiting[0] else len(self._waiting)
 
+    @property
+    def first(self) -> Request:
+        """The row that gets the next place."""
+        return self._waiting[0]
+
     def add(self, sequence: Request) -> None:
         """Queue a row after those that wait."""
         self._waiting.append(sequence)

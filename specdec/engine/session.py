@@ -40,8 +40,7 @@ class Bounds:
 
         Raises:
             PromptError: the prompt is longer than the context.
-            ConfigError: a token id is none of the target's, or the grammar cannot be
-                used.
+            ConfigError: a token id is none of the target's.
             MemoryLimitError: the request does not fit in memory even alone.
         """
         named = (
@@ -58,7 +57,6 @@ class Bounds:
         params = self._cut(prompt, params)
         if self.preflight is not None:
             self.preflight.check(len(prompt.token_ids), params)
-        self.grammar(params)
         return params
 
     def grammar(self, params: SamplingParams) -> GrammarState | None:
@@ -137,6 +135,13 @@ class Session:
         """What was counted and measured since the session began."""
         return self._engine.stats
 
+    def warm_up(self) -> None:
+        """Compile what requests will need, where a GPU's kernels are compiled.
+
+        Otherwise the first request waits for that.
+        """
+        self._engine.warm_up()
+
     def add(
         self,
         prompt: Prompt,
@@ -167,22 +172,35 @@ class Session:
         encoded = encode(self._tokenizer, prompt, limit=self._limit, **encoding)
         return self.add_encoded(encoded, params)
 
-    def add_encoded(self, prompt: EncodedPrompt, params: SamplingParams) -> int:
-        """As :meth:`add`, for a prompt that is encoded already."""
+    def add_encoded(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        grammar: GrammarState | None = None,
+    ) -> int:
+        """As :meth:`add`, for a prompt that is encoded already.
+
+        Args:
+            grammar: that of ``params``, where it is compiled already.
+        """
         self._check_whole()
+        params = self._bounds.check(prompt, self._completed(params))
+        grammar = grammar or self._bounds.grammar(params)
+        index = self._next_index
+        request = Request(index, prompt.text, prompt.token_ids, params, grammar=grammar)
+        self._next_index += 1
+        self._engine.add(request)
+        return index
+
+    def _completed(self, params: SamplingParams) -> SamplingParams:
+        """The parameters, with a seed, and what else is left to be chosen."""
         if params.xtc_probability > 0 and params.xtc_special_tokens is None:
             # As mlx-lm's command line has it: texts must be able to break and end.
             newline = self._tokenizer.encode("\n", add_special_tokens=False)
             special = (*newline, *sorted(self._tokenizer.eos_token_ids))
             special = tuple(t for t in special if t < self._bounds.vocab_size)
             params = replace(params, xtc_special_tokens=special)
-        params = self._bounds.check(prompt, params.seeded())
-        index = self._next_index
-        grammar = self._bounds.grammar(params)
-        request = Request(index, prompt.text, prompt.token_ids, params, grammar=grammar)
-        self._next_index += 1
-        self._engine.add(request)
-        return index
+        return params.seeded()
 
     def add_all(
         self, prompts: Iterable[EncodedPrompt], params: Iterable[SamplingParams]
@@ -192,10 +210,10 @@ class Session:
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
                 self._bounds.check(prompt, p)
+                checked.append((prompt, p, self._bounds.grammar(p)))
             except (PromptError, ConfigError, MemoryLimitError) as error:
                 raise type(error)(f"prompt {i}: {error}") from error
-            checked.append((prompt, p))
-        return [self.add_encoded(prompt, p) for prompt, p in checked]
+        return [self.add_encoded(*each) for each in checked]
 
     def cancel(self, index: int) -> bool:
         """End a request as it is; its last event comes with the next step.

@@ -77,19 +77,28 @@ class GrammarCompiler:
                 llguidance is not installed; or the tokenizer is of a kind that it
                 does not take.
         """
-        with self._lock:
-            fresh = self._kept.get(grammar)
-        if fresh is None:
-            self._make_tokenizer()
-            # Without the lock: who asks for one that is kept does not wait.
-            fresh = _apart(lambda: self._compiled(grammar), grammar)
-            if fresh.is_error():
-                raise _refusal(grammar, fresh.get_error())
+        if (kept := self.kept(grammar)) is not None:
+            return kept
+        self._make_tokenizer()
+        # Without the lock: who asks for one that is kept does not wait.
+        fresh = _apart(lambda: self._compiled(grammar), grammar)
+        if fresh.is_error():
+            raise _refusal(grammar, fresh.get_error())
         with self._lock:
             self._kept[grammar] = fresh
-            self._kept.move_to_end(grammar)
             if len(self._kept) > _KEPT:
                 self._kept.popitem(last=False)
+        return self._begun(fresh)
+
+    def kept(self, grammar: Grammar) -> GrammarState | None:
+        """As :meth:`compile`, of one that was compiled before; at once."""
+        with self._lock:
+            if (fresh := self._kept.get(grammar)) is None:
+                return None
+            self._kept.move_to_end(grammar)
+        return self._begun(fresh)
+
+    def _begun(self, fresh: LLMatcher) -> GrammarState:
         assert self._tokenizer is not None
         return GrammarState(fresh, (self._tokenizer.vocab_size + 31) // 32)
 

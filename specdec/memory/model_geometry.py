@@ -63,7 +63,7 @@ def geometry_of(
     """
     options = replace(options or CacheOptions(max_write=2), max_length=None)
     model = with_recurrent_rows(with_row_positions(model))
-    check_caches(model, name, options)
+    options = check_caches(model, name, options)
     at_once = replace(options, quantized_kv_start=0)
     caches, logits = _forward(model, name, at_once)
     dense: list[BatchCache] = []

@@ -78,8 +78,8 @@ class MemoryPlan:
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
         lookahead: rounds that the backend lets the host lag behind the device.
-        static_shapes: speculative rounds are read so late too, and what a draft missed
-            is padded.
+        static_shapes: what a draft missed is padded.
+        costs_by_token: speculative rounds are read at once.
         pad_single_token: steps of one token per row compute two.
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
@@ -94,6 +94,7 @@ class MemoryPlan:
     read_bucket: int = 1
     lookahead: int = 1
     static_shapes: bool = True
+    costs_by_token: bool = False
     pad_single_token: bool = False
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
@@ -197,8 +198,8 @@ class MemoryPlan:
     def _calibration(self, num_rows: int) -> Moment:
         """What rounds cost is measured, before the first, at so many rows."""
         # Where tokens cost time, at one; two runs are on their way everywhere.
-        num_rows = num_rows if self.static_shapes else 1
-        ahead = replace(self, static_shapes=True, lookahead=max(1, self.lookahead))
+        num_rows = 1 if self.costs_by_token else num_rows
+        ahead = replace(self, costs_by_token=False, lookahead=max(1, self.lookahead))
         rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
         return replace(ahead._decoding(rows), name="measuring")
 
@@ -215,7 +216,8 @@ class MemoryPlan:
     @property
     def _ahead(self) -> int:
         """Rounds in flight after the one that is read."""
-        return self.lookahead if self.static_shapes or not self.num_draft_tokens else 0
+        at_once = self.costs_by_token and self.num_draft_tokens
+        return 0 if at_once else self.lookahead
 
     @property
     def _round(self) -> int:

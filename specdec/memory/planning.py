@@ -58,6 +58,7 @@ def plan_memory(
         read_bucket=options.read_bucket,
         lookahead=backend.lookahead,
         static_shapes=backend.static_shapes,
+        costs_by_token=backend.costs_by_token,
         pad_single_token=backend.pad_single_token,
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,

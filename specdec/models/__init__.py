@@ -4,14 +4,15 @@ from .context import context_length
 from .convert import convert
 from .loaded import LoadedModel
 from .loading import adopt, load, load_draft
-from .vocabulary import check_same_vocabulary
+from .vocabulary import VocabularyMap, map_vocabulary
 
 __all__ = [
     "LoadedModel",
+    "VocabularyMap",
     "adopt",
-    "check_same_vocabulary",
     "context_length",
     "convert",
     "load",
     "load_draft",
+    "map_vocabulary",
 ]

@@ -76,7 +76,7 @@ class CompiledForwards:
         self._after = after
         self._met: Counter[Hashable] = Counter()
         self._model = model
-        self._weights = Weights(model)
+        self._weights = Weights([model, *getattr(model, "lenders", ())])
         self._recorder = recorder
         self._functions: OrderedDict[Hashable, Function] = OrderedDict()
         self._refused = False

@@ -20,7 +20,7 @@ from ..errors import ModelError, SpecdecError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
 from .fingerprint import fingerprint
 from .folder import check_folder
-from .layers import check_trunk
+from .layers import text_model
 from .loaded import Described, LoadedModel
 from .trust import refused_code
 
@@ -96,7 +96,8 @@ def open_layers(
         The model and its configuration.
 
     Raises:
-        UnsupportedModelError: it wants to run code that is not trusted.
+        UnsupportedModelError: it wants to run code that is not trusted, or its
+            architecture is not one of those that lend embeddings.
         ModelError: it cannot be read.
     """
     folder = Path(os.path.expanduser(source))
@@ -117,9 +118,10 @@ def open_layers(
             f"{source} cannot be loaded ({type(error).__name__}): make it again"
         ) from error
     # Of the size that the configuration names it would be drawn at random.
-    model["model"]["embed_tokens"] = nn.Embedding(1, 1)
-    if "lm_head" in model:
-        model["lm_head"] = nn.Linear(1, 1)
+    part = text_model(model, source, "lending an embedding")
+    part["model"]["embed_tokens"] = nn.Embedding(1, 1)
+    if "lm_head" in part:
+        part["lm_head"] = nn.Linear(1, 1)
     return model, config
 
 
@@ -139,9 +141,7 @@ def take_type(model: nn.Module, target: Described) -> None:
 
 def _lender(target: Described) -> nn.Module:
     """The part of a target that has an embedding and a head."""
-    check_trunk(target.model, target.name, "lending its embedding")
-    lender: nn.Module = target.model.get("language_model", target.model)
-    return lender
+    return text_model(target.model, target.name, "lending its embedding")
 
 
 def lend(model: nn.Module, source: str, target: Described) -> None:
@@ -152,15 +152,16 @@ def lend(model: nn.Module, source: str, target: Described) -> None:
             not known to have them.
     """
     lender = _lender(target)
+    part = text_model(model, source, "lending an embedding")
     width = lender["model"]["norm"]["weight"].shape
-    found = model["model"]["norm"]["weight"].shape
+    found = part["model"]["norm"]["weight"].shape
     if found != width:
         raise UnsupportedModelError(
             f"{source} was made for a target of width {found[0]}, and "
             f"{target.name} has {width[0]}: name the target that it was made for"
         )
-    model["model"]["embed_tokens"] = lender["model"]["embed_tokens"]
+    part["model"]["embed_tokens"] = lender["model"]["embed_tokens"]
     if "lm_head" in lender:
-        model["lm_head"] = lender["lm_head"]
-    elif "lm_head" in model:  # Gemma 3 has one until it finds that nothing is stored
-        model.sanitize({})
+        part["lm_head"] = lender["lm_head"]
+    elif "lm_head" in part:  # Gemma 3 has one until it finds that nothing is stored
+        part.sanitize({})

@@ -11,7 +11,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cache import CacheOptions, make_batch_caches
-from .layer_skip import stand_ins
+from .layer_skip import shown, stand_ins
 
 
 def without_idle(
@@ -51,6 +51,11 @@ class WithoutIdle(nn.Module):
         self.args = getattr(model, "args", None)
         self._shown = stand_ins(self._make_cache(), self._written)
 
+    @property
+    def layers(self) -> Any:
+        """The layers of the model."""
+        return self.model.layers
+
     def make_cache(self) -> list[Any]:
         """One cache of mlx-lm's for each that is written."""
         caches = self._make_cache()
@@ -74,6 +79,6 @@ class WithoutIdle(nn.Module):
             inputs: shape (B, S).
             cache: those that are written.
         """
-        every = None if cache is None else [cache[i] for i in self._shown]
+        every = None if cache is None else shown(cache, self._shown)
         logits: mx.array = self.model(inputs, cache=every)
         return logits

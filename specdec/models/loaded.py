@@ -9,6 +9,8 @@ from typing import Any, Protocol
 import mlx.nn as nn
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from ..parallel import Ranks
+
 
 @dataclass(frozen=True)
 class LoadedModel:
@@ -21,12 +23,14 @@ class LoadedModel:
             :class:`~specdec.models.detokenizer.ExactStreamingDetokenizer`).
         config: the model's configuration, as in ``config.json``.
         name: what the user gave.
+        ranks: hold a shard of it each; ``None``: it is whole.
     """
 
     model: nn.Module
     tokenizer: TokenizerWrapper
     config: dict[str, Any]
     name: str
+    ranks: Ranks | None = None
 
     @property
     def loading_bytes(self) -> int:

@@ -16,10 +16,8 @@ import mlx_lm.utils as mlx_lm_utils
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
-from ..cuda.attention_patch import take_few_queries
-from ..cuda.flattened_matmul import flatten_products
+from ..cuda import attention_patch, flattened_matmul, skinny_matmul
 from ..cuda.fused_linear import join_products
-from ..cuda.skinny_matmul import take_few_rows
 from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
@@ -29,7 +27,9 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
+from ..parallel import Ranks, differing
 from ..utils.printable import quoted, shorten
+from ..utils.warm_up import warm_up
 from .adapters import adapt
 from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
@@ -42,12 +42,15 @@ from .draft_folder import (
 )
 from .draft_heads.loading import load_head, read_head_config, ready
 from .draft_heads.mtp import open_mtp
+from .fingerprint import fingerprint
 from .folder import check_folder
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
+from .kernel_proofs import kept_proofs
 from .layer_skip import SkippingModel
 from .loaded import LoadedModel
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .sharding import shard
 from .trust import refused_code, tokenizer_config
 
 # Keys of a configuration that say how weights are packed.
@@ -65,6 +68,7 @@ def load(
     trust_remote_code: bool = False,
     adapter_path: str | os.PathLike[str] | None = None,
     revision: str | None = None,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Load a model.
 
@@ -79,10 +83,12 @@ def load(
             it asks for that; such a model is refused otherwise.
         adapter_path: folder of an adapter that ``mlx_lm.lora`` wrote for this model.
         revision: branch, tag or commit of a model of the hub.
+        ranks: load this rank's shard alone.
 
     Raises:
         ConfigError: another ``dtype``; a ``revision`` of what is not on the hub, or an
-            adapter for a ``.gguf`` file.
+            adapter for a ``.gguf`` file, or for a shard.
+        RankError: the ranks load different models.
         ModelNameError: nothing can have that name.
         ModelNotFoundError: nothing has that name.
         UnsupportedModelError: the model, or a part of it, is not supported.
@@ -94,17 +100,21 @@ def load(
     path = os.path.expanduser(located)
     is_file = is_gguf(located)
     check_origin(name, located, adapter_path, revision)
+    check_whole(adapter_path, ranks)
     if is_file:
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
+        if ranks is not None:
+            take_shard(loaded.model, loaded.config, ranks, name)
+            mx.eval(loaded.model.parameters())
     else:
         loaded = replace(
             _load_folder_or_hub(
-                located, wanted, trust_remote_code, adapter_path, revision
+                located, wanted, trust_remote_code, adapter_path, revision, ranks
             ),
             name=name,
         )
     fit(loaded.model)
-    return loaded
+    return replace(loaded, ranks=ranks)
 
 
 def is_gguf(located: str) -> bool:
@@ -135,6 +145,35 @@ def check_origin(
             f"revision is {quoted(revision)}, and {shorten(name)} is on this machine: "
             "give a hub id"
         )
+
+
+def check_whole(
+    adapter_path: str | os.PathLike[str] | None, ranks: Ranks | None
+) -> None:
+    """Refuse an adapter for a model of which each rank has a shard.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    if ranks is not None and adapter_path is not None:
+        raise ConfigError(
+            "adapter_path does not go with tensor parallelism: mlx-lm shards no "
+            "adapters; put it into the weights with mlx_lm.fuse"
+        )
+
+
+def take_shard(
+    model: nn.Module, config: Mapping[str, Any], ranks: Ranks, name: str
+) -> None:
+    """Leave of a model this rank's shard, in place, when all have the same model.
+
+    Raises:
+        UnsupportedModelError: see :func:`~specdec.models.sharding.shard`.
+        RankError: the ranks have different models.
+    """
+    facts = {"model": fingerprint(model), "configuration": repr(sorted(config.items()))}
+    shard(model, ranks.group, name)
+    ranks.check(facts, differing, wait=True)
 
 
 def adopt(
@@ -192,9 +231,12 @@ def fit(model: Any, *, joins: bool = True) -> None:
     if backend.name == "cpu":
         widen_packed(model)
     if backend.kernels:
-        flatten_products(model)
-        take_few_rows(model)
-        take_few_queries(model)
+        parts = flattened_matmul, skinny_matmul, attention_patch
+        with kept_proofs():
+            warm_up.run([proof for part in parts for proof in part.proofs_of(model)])
+            flattened_matmul.flatten_products(model)
+            skinny_matmul.take_few_rows(model)
+            attention_patch.take_few_queries(model)
         if joins:
             join_products(model)
 
@@ -211,8 +253,8 @@ def load_draft(
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
     target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
     it, and shares its weights; ``mtp`` is the MTP head in its checkpoint. A draft head
-    is bound to the target. The target does not change. Whether a draft's vocabulary
-    fits is :func:`check_same_vocabulary`'s question.
+    is bound to the target. The target does not change. What a draft's vocabulary shares
+    with the target's, :func:`map_vocabulary` says.
 
     Raises:
         ConfigError: another ``self:`` draft, or layers that there are not.
@@ -222,7 +264,8 @@ def load_draft(
     draft = ModelDraft.of(source)
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
-        return LoadedModel(skipping, target.tokenizer, target.config, draft.name)
+        tokenizer, ranks = target.tokenizer, target.ranks
+        return LoadedModel(skipping, tokenizer, target.config, draft.name, ranks)
     if draft.mtp:
         head = open_mtp(folder_of(locate_target(target.name)), target)
         loaded = ready(head, target.config, draft.name, target, parse_dtype(dtype))
@@ -234,7 +277,7 @@ def load_draft(
     fit(model)
     config = {k: v for k, v in target.config.items() if k not in QUANTIZATION_KEYS}
     config["quantization"] = quantization
-    return LoadedModel(model, target.tokenizer, config, draft.name)
+    return LoadedModel(model, target.tokenizer, config, draft.name, target.ranks)
 
 
 def _load_made(
@@ -293,6 +336,7 @@ def _load_folder_or_hub(
     trust_remote_code: bool,
     adapter_path: str | os.PathLike[str] | None,
     revision: str | None,
+    ranks: Ranks | None,
 ) -> LoadedModel:
     path = os.path.expanduser(source)
     try:
@@ -308,6 +352,8 @@ def _load_folder_or_hub(
         model, tokenizer, config = found
         if adapter_path is not None:
             adapt(model, adapter_path)
+        if ranks is not None:
+            take_shard(model, config, ranks, source)
         if dtype is not None:
             cast(model, dtype)
             config = {k: v for k, v in config.items() if k not in QUANTIZATION_KEYS}

@@ -23,6 +23,7 @@ from ..backend import defaults
 from ..draft_names import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
 from ..model_names import locate_target
+from ..parallel import Ranks
 from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
@@ -37,10 +38,12 @@ from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
     check_origin,
+    check_whole,
     explain,
     is_gguf,
 )
-from .precision import cast, parse_dtype, quantized_copy, widen_packed
+from .precision import cast, parse_dtype, predicate, quantized_copy, widen_packed
+from .sharding import shard
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def outline(
     trust_remote_code: bool = False,
     adapter_path: str | os.PathLike[str] | None = None,
     revision: str | None = None,
+    ranks: Ranks | None = None,
 ) -> ModelOutline:
     """The outline of what :func:`specdec.models.load` would load.
 
@@ -77,7 +81,7 @@ def outline(
         source: an MLX model folder, a ``.gguf`` file, a hub id that was downloaded
             before, a ``config.json`` (a folder may hold that alone), or the default
             target's name.
-        dtype, trust_remote_code, adapter_path, revision: as for
+        dtype, trust_remote_code, adapter_path, revision, ranks: as for
             :func:`specdec.models.load`.
 
     Raises:
@@ -92,6 +96,7 @@ def outline(
     path = Path(os.path.expanduser(located))
     conversions = Conversions()
     check_origin(name, located, adapter_path, revision)
+    check_whole(adapter_path, ranks)
     try:
         if is_gguf(located):
             file = read_header(path)
@@ -99,11 +104,15 @@ def outline(
             config = build_config(file)
             conversions.reading(file, config, form)
             model, config = build_model(file, config, form, lazy=True)
+            if ranks is not None:
+                shard(model, ranks.group, name)
         else:
             path = _folder(located, path, revision)
             model, config = _from_folder(path, trust_remote_code)
             if adapter_path is not None:
                 adapt(model, adapter_path)
+            if ranks is not None:
+                shard(model, ranks.group, name)
             if wanted is not None:
                 before = weights_of(model)
                 cast(model, wanted, lazy=True)
@@ -282,7 +291,7 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
 
 
 def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
-    may_pack = getattr(model, "quant_predicate", lambda path, layer: True)
+    may_pack = predicate(model, "quant_predicate")
     default = {k: packing[k] for k in ("group_size", "bits", "mode") if k in packing}
 
     def choose(path: str, layer: nn.Module) -> bool | dict[str, Any]:

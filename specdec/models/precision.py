@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -76,7 +77,7 @@ def widen_packed(model: nn.Module, *, lazy: bool = False) -> None:
 
 def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
     """Cast floating weights one by one, but for those that the model excludes."""
-    may_cast = getattr(model, "cast_predicate", lambda path: True)
+    may_cast = predicate(model, "cast_predicate")
     arrays = _arrays(model)
     while arrays:
         path, array = arrays.pop()
@@ -86,6 +87,11 @@ def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
             if not lazy:
                 mx.eval(array)
             model.update(tree_unflatten([(path, array)]))
+
+
+def predicate(model: nn.Module, name: str) -> Callable[..., Any]:
+    """The model's own word on which parts to cast or to quantize; else all of them."""
+    return getattr(model, name, None) or (lambda *part: True)
 
 
 def quantized_copy(
@@ -105,7 +111,7 @@ def quantized_copy(
     """
     draft: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     entry: dict[str, Any] = {"group_size": _GROUP_SIZES[0], "bits": bits}
-    may_quantize = getattr(model, "quant_predicate", lambda path, layer: True)
+    may_quantize = predicate(model, "quant_predicate")
     for path, original in _layers(draft):
         layer = original
         if may_quantize(path, layer) is False:

@@ -18,7 +18,7 @@ import inspect
 import math
 import sys
 import threading
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -430,10 +430,16 @@ def with_recurrent_rows(model: nn.Module) -> nn.Module:
     return twin
 
 
-def share_weights(twin: nn.Module) -> None:
-    """Take on weights that were replaced in the model of which this is a twin."""
-    for _, module in twin.named_modules():
-        source: Any = vars(module).get("_twin_of", {})
+def twins_within(model: nn.Module) -> list[nn.Module]:
+    """Modules that are twins of a model's own; none where no layer is recurrent."""
+    modules: list[tuple[str, nn.Module]] = model.named_modules()
+    return [module for _, module in modules if "_twin_of" in vars(module)]
+
+
+def share_weights(twins: Iterable[nn.Module]) -> None:
+    """Take on weights that were replaced in the modules of which these are twins."""
+    for module in twins:
+        source: Any = vars(module)["_twin_of"]
         for name, value in source.items():
             if isinstance(value, mx.array) and module[name] is not value:
                 dict.__setitem__(module, name, value)

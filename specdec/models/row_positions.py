@@ -13,10 +13,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import afm7, gemma2, gpt_bigcode
+from mlx_lm.models import afm7, gemma2, gpt_bigcode, llama4
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.flattened_matmul import as_kind
+from .sparse_rows import SPARSE, of_rows, queries_at
 
 
 class _AFM7(afm7.AFMModel):
@@ -107,7 +108,8 @@ class _GPTBigCode(gpt_bigcode.GPTBigCodeModel):
         if cache is None:
             usual: mx.array = super().__call__(inputs)
             return usual
-        vars(self.wpe)["rows"] = cache[0].offset
+        offset = cache[0].offset
+        vars(self.wpe)["rows"] = offset if of_rows(cache[0]) else mx.array([offset])
         hidden: mx.array = super().__call__(inputs, [_FromZero(c) for c in cache])
         return hidden
 
@@ -121,10 +123,74 @@ def _gpt_bigcode(model: Any) -> nn.Module:
     return made
 
 
+class _Scaled(nn.Module):
+    """A projection whose output is scaled, by the position of the token."""
+
+    def __init__(self, projection: nn.Module):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.projection = projection
+        vars(self)["scales"] = None
+
+    def __call__(self, x: mx.array) -> mx.array:
+        output: mx.array = self.projection(x)
+        scales = vars(self)["scales"]
+        return output if scales is None else (output * scales).astype(output.dtype)
+
+
+class _Llama4Attention(llama4.Attention):
+    """It scales queries by a range of the offset, in layers without RoPE."""
+
+    def __call__(self, x: mx.array, mask: Any = None, cache: Any = None) -> mx.array:
+        if of_rows(cache):
+            tokens = queries_at(cache.offset + 1, x.shape[1]) / self.floor_scale
+            scales = mx.log(mx.floor(tokens) + 1.0) * self.attn_scale + 1.0
+            vars(self.q_proj)["scales"] = scales[..., None]
+        usual: Any = super()
+        attended: mx.array = usual.__call__(x, mask, cache)
+        vars(self.q_proj)["scales"] = None
+        return attended
+
+
+class _Llama4Model(llama4.LlamaModel):
+    """It makes one mask of chunks for all rows; caches make one for each."""
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        if cache is None or not of_rows(cache[0]):
+            usual: Any = super()
+            alone: mx.array = usual.__call__(inputs, cache)
+            return alone
+        h = self.embed_tokens(inputs)
+        # Every fourth layer sees everything.
+        masks = [create_attention_mask(h, cache[i]) for i in (0, 3)]
+        for i, (layer, c) in enumerate(zip(self.layers, cache, strict=True)):
+            h = layer(h, masks[i % 4 == 3], cache=c)
+        normed: mx.array = self.norm(h)
+        return normed
+
+
+def _llama4(model: Any) -> nn.Module:
+    twin = as_kind(model, type(model))
+    twin["language_model"] = part = as_kind(
+        model.language_model, type(model.language_model)
+    )
+    part["model"] = trunk = as_kind(part.model, _Llama4Model)
+    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
+    for layer in layers:
+        own = layer.self_attn
+        if own.attn_temperature_tuning and not own.use_rope:
+            layer["self_attn"] = own = as_kind(own, _Llama4Attention)
+            own.attn_temperature_tuning = 0
+            own["q_proj"] = _Scaled(own.q_proj)
+    made: nn.Module = twin
+    return made
+
+
 _TWINS: dict[type, Callable[[Any], nn.Module]] = {
     afm7.Model: _afm7,
     gemma2.Model: _gemma2,
     gpt_bigcode.Model: _gpt_bigcode,
+    llama4.Model: _llama4,
+    **SPARSE,
 }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
@@ -32,7 +33,7 @@ from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
 from .idle import without_idle
-from .recurrent import share_weights, with_recurrent_rows
+from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 
 
@@ -82,11 +83,14 @@ class ModelRunner:
             additive_mask=not reads_boolean_masks(model),
             exact_alone=not single,
         )
-        check_caches(model, name, self.options)
+        self.options = check_caches(model, name, self.options)
         # An array still to be computed belongs to the thread that made it (some
         # position embeddings' frequencies do), and servers decode in another.
         mx.eval(model)
         self.model, logits = without_idle(model, self.options, name)
+        self._twins = twins_within(self.model)
+        #: Rows that others were placed into last, and will be again.
+        self.joined: weakref.ref[ModelRows] | None = None
         self.vocab_size = int(logits.shape[-1])
         #: Listens to layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
@@ -128,12 +132,12 @@ class ModelRunner:
         """
         if not layers:
             return self
-        runner = copy.copy(self)
+        runner = self.without_prefixes()
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
         caches = make_batch_caches(self.model, 1, self.options, self.name)
         runner.model(mx.array([[0]]), cache=caches)  # built, not computed
         runner.recorder.check(self.name)
-        runner.prefixes, runner.beside = None, beside
+        runner.beside = beside
         if beside is not None and self.prefixes is not None:
             own, others = self._written_caches, beside._written_caches
             runner.prefixes = ModelPrefixes(
@@ -143,8 +147,15 @@ class ModelRunner:
                 lambda: [*own(), *others()],
                 beside.model,
             )
+        runner._twins = twins_within(runner.model)
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
+        return runner
+
+    def without_prefixes(self) -> ModelRunner:
+        """The same; prefixes of prompts are neither stored nor looked for."""
+        runner = copy.copy(self)
+        runner.prefixes = None
         return runner
 
     def rows(
@@ -165,7 +176,7 @@ class ModelRunner:
             last: the token after each prompt, if it is known.
             reuses: whether prefixes are looked for, and stored.
         """
-        share_weights(self.model)
+        share_weights(self._twins)
         if self.compiled is not None:
             self.compiled.look_at_weights()
         longest = max(map(len, prompts), default=0)
@@ -230,6 +241,10 @@ class ModelRows:
         self._caches = make_batch_caches(
             runner.model, len(prompts), options, runner.name, self._memo
         )
+        beside = None if runner.joined is None else runner.joined()
+        if beside is not None:
+            for cache, other in zip(self._caches, beside._caches, strict=True):
+                cache.begin_like(other)
         self._max_round = max_round
         #: Hidden states of the last forward, shape (B, S, D), where layers are
         #: listened to.
@@ -244,6 +259,11 @@ class ModelRows:
         self.session: PrefixSession | None = None
         #: Rows of :attr:`ModelRunner.beside`: prefixes are theirs as well.
         self.beside: ModelRows | None = None
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share prefixes among rows of the same salt alone; before :meth:`prefill`."""
+        if self.session is not None:
+            self.session.separate(salts)
 
     @property
     def offset(self) -> mx.array:
@@ -442,6 +462,7 @@ class ModelRows:
     def place(self, rows: Sequence[int], other: ModelRows) -> None:
         """Put the rows of ``other``, which should not be used any more, into others."""
         place_caches(self._caches, rows, other._caches)
+        self.runner.joined = weakref.ref(self)
 
     def reset(self, rows: Sequence[int]) -> None:
         """Let the given rows hold nothing."""

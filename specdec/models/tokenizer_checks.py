@@ -13,29 +13,33 @@ from .loaded import LoadedModel
 from .loading import explain
 from .model_outline import ModelOutline
 from .trust import tokenizer_config
-from .vocabulary import check_same_vocabulary
+from .vocabulary import VocabularyMap, map_vocabulary
 
 
 def check_tokenizers(
     target: ModelOutline, draft: ModelOutline, *, trust_remote_code: bool = False
-) -> None:
-    """Refuse a draft of another vocabulary, and tokenizers that cannot be loaded.
+) -> VocabularyMap | None:
+    """What a draft's vocabulary shares with the target's.
 
     Where one is a configuration without weights there is nothing to compare. A
     vocabulary takes some seconds, so that of a target alone is not looked at.
 
+    Returns:
+        ``None`` where it is the same, or nothing is known of it.
+
     Raises:
         VocabularyMismatchError: see
-            :func:`~specdec.models.vocabulary.check_same_vocabulary`.
+            :func:`~specdec.models.vocabulary.map_vocabulary`.
         UnsupportedModelError: the kind of tokenizer is not supported.
         ModelError: a tokenizer cannot be loaded.
     """
     if draft.tokens == target.tokens:
-        return
+        return None
     own = _loaded(target, trust_remote_code)
     other = _loaded(draft, trust_remote_code)
-    if own is not None and other is not None:
-        check_same_vocabulary(own, other)
+    if own is None or other is None:
+        return None
+    return map_vocabulary(own, other)
 
 
 def _loaded(outline: ModelOutline, trust_remote_code: bool) -> LoadedModel | None:

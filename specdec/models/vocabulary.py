@@ -1,51 +1,225 @@
-"""Whether two models speak the same tokens."""
+"""What the vocabularies of two models share, so that one can draft for the other."""
 
 from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
 
 from ..errors import VocabularyMismatchError
 from .loaded import LoadedModel
 
-_SHOWN = 3
+#: Least share of the target's tokens that a draft has to have. By Zipf's law, the most
+#: frequent twentieth of a vocabulary makes up about three quarters of a text. A draft
+#: with less could not propose every fourth token: no round would keep more than three.
+LEAST_SHARE = 0.05
+
+#: What a token stands for, and whether it is a special one: a special token is never
+#: the same as its text.
+Piece = tuple[bytes, bool]
+
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")
 
 
-def check_same_vocabulary(target: LoadedModel, draft: LoadedModel) -> None:
-    """Make sure that every token has the same id in both models.
+@dataclass(frozen=True)
+class VocabularyMap:
+    """What a draft reads and proposes for the tokens of a target with other ids.
 
-    How many logits a model computes does not matter: an embedding is often
-    padded beyond the vocabulary.
+    Args:
+        reads: the draft's token that is read for each target id, shape (N,), int32.
+        proposes: whether the draft may propose each target id, shape (N,), boolean;
+            no two of these are read as the same token.
+        share: of the target's tokens, those that the draft may propose, 0 to 1.
+    """
+
+    reads: npt.NDArray[np.int32]
+    proposes: npt.NDArray[np.bool_]
+    share: float
+
+    def sized(self, target_size: int, draft_size: int) -> VocabularyMap:
+        """The same for models of so many logits.
+
+        An embedding may have more rows than there are tokens, or fewer.
+        """
+        count = min(target_size, len(self.reads))
+        reads = np.zeros(target_size, np.int32)
+        reads[:count] = self.reads[:count]
+        proposes = np.zeros(target_size, np.bool_)
+        proposes[:count] = self.proposes[:count]
+        proposes &= reads < draft_size
+        return VocabularyMap(
+            np.minimum(reads, draft_size - 1, dtype=np.int32), proposes, self.share
+        )
+
+
+def map_vocabulary(target: LoadedModel, draft: LoadedModel) -> VocabularyMap | None:
+    """Which of the draft's tokens stand for which of the target's.
+
+    Tokens are the same where they stand for the same bytes; special ones, where they
+    have the same name, or end (or begin) texts in both. For a token that the draft
+    lacks, it reads the longest of its tokens that ends the same way. How many logits a
+    model computes does not matter here, see :meth:`VocabularyMap.sized`.
+
+    Returns:
+        ``None`` where every token has the same id in both.
 
     Raises:
-        VocabularyMismatchError: the message names what differs.
+        VocabularyMismatchError: the draft has too few of the target's tokens.
     """
     if draft.tokenizer is target.tokenizer:
-        return
-    target_ids: dict[str, int] = target.tokenizer.get_vocab()
-    draft_ids: dict[str, int] = draft.tokenizer.get_vocab()
-    if target_ids == draft_ids:
-        return
-    raise VocabularyMismatchError(
-        f"draft {draft.name} cannot draft for {target.name}: "
-        f"{_difference(target_ids, draft_ids)}; "
-        "take a draft of the target's family, or self:4bit"
-    )
+        return None
+    if target.tokenizer.get_vocab() == draft.tokenizer.get_vocab():
+        return None
+    own, other = _Pieces.of(target.tokenizer), _Pieces.of(draft.tokenizer)
+    same = _same_tokens(own, other)
+    share = len(same) / max(len(own.of_id), 1)
+    if share < LEAST_SHARE:
+        raise VocabularyMismatchError(
+            f"draft {draft.name} cannot draft for {target.name}: it has {len(same)} of "
+            f"its {len(own.of_id)} tokens, and a draft needs {LEAST_SHARE:.0%} of "
+            "them; take a draft of the target's family, or self:4bit"
+        )
+    size = max(own.of_id) + 1
+    reads = np.full(size, other.fallback, np.int32)
+    proposes = np.zeros(size, np.bool_)
+    for token, piece in own.of_id.items():
+        read = same.get(token)
+        reads[token] = other.closest(piece) if read is None else read
+        proposes[token] = read is not None
+    return VocabularyMap(reads, proposes, share)
 
 
-def _difference(target: dict[str, int], draft: dict[str, int]) -> str:
-    differing = [
-        (index, token) for token, index in target.items() if draft.get(token) != index
-    ]
-    differing += [(i, token) for token, i in draft.items() if token not in target]
-    differing.sort()
-    shown = ", ".join(
-        f"{token!r} is {_id(target, token)} and {_id(draft, token)}"
-        for _, token in differing[:_SHOWN]
-    )
-    sizes = ""
-    if len(target) != len(draft):
-        sizes = f"their vocabularies have {len(target)} and {len(draft)} tokens, "
-    more = ", ..." if len(differing) > _SHOWN else ""
-    return f"{sizes}{len(differing)} tokens differ ({shown}{more})"
+def _same_tokens(target: _Pieces, draft: _Pieces) -> dict[int, int]:
+    """The draft's token for each of the target's that it has; no token comes twice."""
+    same = {
+        token: draft.ids[piece]
+        for piece, token in target.ids.items()
+        if piece in draft.ids
+    }
+    for role, token in target.roles.items():
+        other = draft.roles.get(role)
+        if other is None or token in same or draft.of_id[other] in target.ids:
+            continue
+        if other not in same.values():
+            same[token] = other
+    return same
 
 
-def _id(vocabulary: dict[str, int], token: str) -> str:
-    return f"id {vocabulary[token]}" if token in vocabulary else "missing"
+@dataclass(frozen=True)
+class _Pieces:
+    """The tokens of a vocabulary.
+
+    Args:
+        of_id: what each token stands for.
+        ids: the token for each piece; the lowest of several, and one of a byte only
+            where there is no other.
+        roles: tokens that end and begin texts.
+        fallback: the token that is read where nothing fits.
+    """
+
+    of_id: dict[int, Piece]
+    ids: dict[Piece, int] = field(default_factory=dict)
+    roles: dict[str, int] = field(default_factory=dict)
+    fallback: int = 0
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _Pieces:
+        vocabulary: dict[str, int] = tokenizer.get_vocab()
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}
+        special = {i for i, token in added.items() if getattr(token, "special", False)}
+        spelling = _Spelling.of(tokenizer)
+        of_id: dict[int, Piece] = {}
+        ids: dict[Piece, int] = {}
+        bytes_: list[int] = []
+        for text, token in sorted(vocabulary.items(), key=lambda item: item[1]):
+            if token in special:
+                of_id[token] = (_utf8(text), True)
+            else:
+                of_id[token] = (spelling.read(text), False)
+            if spelling.is_byte(text):
+                bytes_.append(token)
+            else:
+                ids.setdefault(of_id[token], token)
+        for token in bytes_:
+            ids.setdefault(of_id[token], token)
+        roles = _ids_of(tokenizer, ("eos", "bos"), of_id)
+        return cls(of_id, ids, roles, _ids_of(tokenizer, ("unk",), of_id).get("unk", 0))
+
+    def closest(self, piece: Piece) -> int:
+        """The longest token that ends like ``piece``.
+
+        What follows depends most on how the text ends.
+        """
+        text, _ = piece
+        for start in range(len(text)):
+            found = self.ids.get((text[start:], False))
+            if found is not None:
+                return found
+        return self.fallback
+
+
+def _ids_of(
+    tokenizer: Any, roles: Iterable[str], known: dict[int, Piece]
+) -> dict[str, int]:
+    found = {role: getattr(tokenizer, f"{role}_token_id", None) for role in roles}
+    return {role: i for role, i in found.items() if isinstance(i, int) and i in known}
+
+
+@dataclass(frozen=True)
+class _Spelling:
+    """How a tokenizer writes the bytes of its tokens.
+
+    Args:
+        byte_level: a character for each byte, as GPT-2 does.
+        byte_fallback: bytes that are no token have one like ``<0x0A>``.
+        blank: a space is written like this; "" where it is a space.
+    """
+
+    byte_level: bool = False
+    byte_fallback: bool = False
+    blank: str = ""
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> _Spelling:
+        # Which of them it is, only the decoder knows; without one, tokens are texts.
+        decoder = getattr(getattr(tokenizer, "backend_tokenizer", None), "decoder", "")
+        described = str(decoder)
+        return cls(
+            byte_level="ByteLevel(" in described,
+            byte_fallback="ByteFallback(" in described,
+            blank="▁" if "▁" in described else "",
+        )
+
+    def is_byte(self, token: str) -> bool:
+        """Whether it stands for a byte that may be a part of a character."""
+        return self.byte_fallback and _BYTE_TOKEN.fullmatch(token) is not None
+
+    def read(self, token: str) -> bytes:
+        """The bytes that a token stands for."""
+        if self.byte_level:
+            characters = _byte_characters()
+            # What was added later may be written as it is.
+            if characters.keys() >= set(map(ord, token)):
+                return token.translate(characters).encode("latin-1")
+        elif self.byte_fallback and (found := _BYTE_TOKEN.fullmatch(token)):
+            return bytes.fromhex(found[1])
+        return _utf8(token.replace(self.blank, " ") if self.blank else token)
+
+
+def _utf8(text: str) -> bytes:
+    return text.encode("utf-8", "surrogatepass")
+
+
+@cache
+def _byte_characters() -> dict[int, int]:
+    """The byte that each character stands for in a byte-level vocabulary."""
+    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(0x100) if byte not in printable]
+    return {byte: byte for byte in printable} | {
+        0x100 + i: byte for i, byte in enumerate(others)
+    }

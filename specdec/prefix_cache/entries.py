@@ -115,6 +115,14 @@ def block_start(end: int, block_size: int) -> int:
     return (end - 1) // block_size * block_size
 
 
+def salted(signature: str, salt: str | None) -> str:
+    """What the entries of requests with a salt begin with: their own signature."""
+    if salt is None:
+        return signature
+    text = f"{signature} salt {salt}"
+    return hashlib.sha256(text.encode(errors="surrogatepass")).hexdigest()[:32]
+
+
 def place_key(parent: str, tokens: Sequence[int | str]) -> str:
     """The name of a place: a hash of the one before it and of the tokens between.
 

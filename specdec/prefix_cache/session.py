@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from .entries import Kind, Plan, block_start, place_key
+from .entries import Kind, Plan, block_start, place_key, salted
 from .radix import common_length
 from .signature import Weights, signature
 from .snapshot import Form, Piece, cut, refill
@@ -83,7 +83,7 @@ class _Row:
     """What is known of a row's prefix.
 
     Args:
-        keys: of the places at the ends of its blocks so far, the signature first.
+        keys: of the places at the ends of its blocks so far, the root first.
         plan: what restores it; emptied when that is done.
         reused: tokens restored.
         slack: ends before ``reused`` that its rings could go back to.
@@ -101,6 +101,11 @@ class _Row:
     covered: int = 0
     branch: int = 0
 
+    @property
+    def root(self) -> str:
+        """What its entries begin with: the signature, or another one by its salt."""
+        return self.keys[0]
+
 
 class PrefixSession:
     """Takes rows through their prefill: find, refill, and record chunk by chunk."""
@@ -113,6 +118,11 @@ class PrefixSession:
         self._max_write = max_write
         self._signature = prefixes.signature
         self._rows = [_Row(tokens, [self._signature]) for tokens in prompts]
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Have each row find and keep prefixes of its own salt alone; first of all."""
+        for row, salt in zip(self._rows, salts, strict=True):
+            row.keys = [salted(self._signature, salt)]
 
     @property
     def reused(self) -> list[int]:
@@ -135,7 +145,7 @@ class PrefixSession:
         form = self._prefixes.form
         self._store.refresh()
         for row in self._rows:
-            found = self._store.lookup(self._signature, row.tokens, form)
+            found = self._store.lookup(row.root, row.tokens, form)
             row.plan, row.shared = found.plan, found.shared
             row.covered = found.covered
             row.reused = found.plan.length
@@ -159,10 +169,12 @@ class PrefixSession:
 
         A ring that is kept there serves the next prompt that begins like these.
         """
-        ordered = sorted(self._rows, key=lambda row: row.tokens)
+        ordered = sorted(self._rows, key=lambda row: (row.root, row.tokens))
         for row in ordered:
             row.branch = row.shared
         for one, other in pairwise(ordered):
+            if one.root != other.root:
+                continue
             shared = common_length(one.tokens, other.tokens)
             one.branch = max(one.branch, shared)
             other.branch = max(other.branch, shared)
@@ -238,7 +250,7 @@ class PrefixSession:
             row.keys.append(place_key(row.keys[-1], row.tokens[at : at + size]))
         parent = row.keys[start // size]
         return Place(
-            path=(self._signature, *row.tokens[:end]),
+            path=(row.root, *row.tokens[:end]),
             key=place_key(parent, row.tokens[start:end]),
             parent=parent,
             start=start,

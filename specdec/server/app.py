@@ -1,48 +1,46 @@
-"""The web application: routes, keys, limits of bodies, answers that end early."""
+"""The web application of one engine: routes, and answers that end early."""
 
 from __future__ import annotations
 
 import asyncio
-import hmac
-import ipaddress
 import json
 import logging
-import re
 import time
-import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
 
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
-from starlette.middleware import Middleware
-from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import ASGIApp, Message, Receive, Scope, Send
+from starlette.types import Receive, Scope, Send
 
 from .. import templates
 from ..decoder import SpecDecoder
 from ..utils.data_files import DataError, parse_json
 from . import chat, completions, messages, responses
 from .config import ServerConfig
-from .job import Event
+from .job import Begun, Event
 from .refusal import Refusal, refusal_of
 from .rendering import Rendering
 from .service import Service
+from .web import (
+    HANDLERS,
+    client_of,
+    error_response,
+    middleware,
+    read_body,
+    until_gone,
+)
 
 log = logging.getLogger("specdec.server")
 
-#: Seconds that a body may take to arrive.
-_BODY_SECONDS = 60
 #: Seconds that a client may take to read its answer, beside the time that it takes.
 _READ_SECONDS = 60
 #: A body is parsed in the event loop up to this size.
 _SMALL = 1 << 18
-_OPEN = frozenset(("/", "/health"))  # no key is asked for
 
 Parse = Callable[[Any, Service], Rendering]
 T = TypeVar("T")
@@ -62,16 +60,6 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
             app.state.service = Service(decoder, engine, config)
             yield
 
-    middleware = [Middleware(_Guard, config=config)]
-    if config.cors:
-        cors = Middleware(
-            CORSMiddleware,
-            allow_origins=list(config.cors),
-            allow_methods=["GET", "POST"],
-            allow_headers=["*"],
-            expose_headers=["x-request-id", "retry-after"],
-        )
-        middleware.insert(0, cors)
     return Starlette(
         routes=[
             Route("/", _page),
@@ -85,81 +73,10 @@ def make_app(decoder: SpecDecoder, config: ServerConfig | None = None) -> Starle
             _endpoint("/v1/messages", messages.parse),
             Route("/v1/messages/count_tokens", _count_tokens, methods=["POST"]),
         ],
-        middleware=middleware,
-        exception_handlers={Refusal: _refused, HTTPException: _not_there},
+        middleware=middleware(config),
+        exception_handlers=HANDLERS,
         lifespan=lifespan,
     )
-
-
-class _Guard:
-    """Names every request, asks for the key, and refuses pages of other sites.
-
-    A page whose name was rebound to this machine could call a server that has no key:
-    browsers let it, as it calls its own name (DNS rebinding).
-    """
-
-    def __init__(self, app: ASGIApp, config: ServerConfig):
-        self._app = app
-        self._key = None if config.api_key is None else config.api_key.encode()
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http":
-            await self._app(scope, receive, send)
-            return
-        name = f"req_{uuid.uuid4().hex}".encode()
-
-        async def named(message: Message) -> None:
-            if message["type"] == "http.response.start":
-                headers = [(b"x-request-id", name), (b"request-id", name)]
-                message["headers"] = [*message.get("headers", ()), *headers]
-            await send(message)
-
-        refusal = None
-        if not self._admits(scope):
-            refusal = Refusal(
-                "the API key is missing or wrong: send it as Authorization: Bearer "
-                "KEY, or as x-api-key",
-                status=401,
-                code="invalid_api_key",
-            )
-        elif self._key is None and _is_rebound(scope):
-            refusal = Refusal(
-                "the Host header names another machine: call the server as localhost "
-                "or by its address, or start it with --api-key",
-                status=403,
-                code="wrong_host",
-            )
-        if refusal is None:
-            await self._app(scope, receive, named)
-            return
-        response = _error(refusal, scope["path"])
-        await response(scope, receive, named)
-
-    def _admits(self, scope: Scope) -> bool:
-        if self._key is None or scope["path"] in _OPEN:
-            return True
-        given = dict(scope["headers"])
-        bearer = given.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
-        keys = (bearer, given.get(b"x-api-key", b""))
-        return any(hmac.compare_digest(key, self._key) for key in keys)
-
-
-def _is_rebound(scope: Scope) -> bool:
-    """Whether a request over the loopback interface asks for a name of elsewhere."""
-    server = scope.get("server")
-    if server is None or not _is_address(server[0], loopback=True):
-        return False
-    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
-    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
-    name = name.strip("[]")
-    return not (name == "localhost" or name.endswith(".localhost") or _is_address(name))
-
-
-def _is_address(host: str, *, loopback: bool = False) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback or not loopback
-    except ValueError:
-        return False
 
 
 # -- what answers at once -----------------------------------------------------------
@@ -238,34 +155,8 @@ async def _count_tokens(request: Request) -> Response:
         with service.places(1):
             (encoded,) = await service.encode([source])
     except Exception as error:
-        return _error(refusal_of(error, messages.NAMES), request.url.path)
+        return error_response(refusal_of(error, messages.NAMES), request.url.path)
     return JSONResponse({"input_tokens": len(encoded.prompt.token_ids)})
-
-
-async def _refused(request: Request, error: Exception) -> Response:
-    assert isinstance(error, Refusal)
-    return _error(error, request.url.path)
-
-
-async def _not_there(request: Request, error: Exception) -> Response:
-    assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
-    text = {
-        404: f"there is no {path} here: see /v1/models, /v1/chat/completions, "
-        "/v1/completions, /v1/responses, /v1/messages",
-        405: f"{method} {path} is not possible: use another method",
-    }.get(error.status_code, str(error.detail))
-    refusal = Refusal(text, status=error.status_code)
-    response = _error(refusal, path)
-    response.headers.update(error.headers or {})
-    return response
-
-
-def _error(refusal: Refusal, path: str) -> Response:
-    """The error object, in the form of the protocol that the path belongs to."""
-    anthropic = path.startswith("/v1/messages")
-    body = refusal.anthropic() if anthropic else refusal.openai()
-    return JSONResponse(body, refusal.status, headers=refusal.headers)
 
 
 # -- bodies -------------------------------------------------------------------------
@@ -277,7 +168,7 @@ async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
     Raises:
         Refusal: the body is too large, too slow, or no JSON; or what ``parse`` raises.
     """
-    data = await _body(request)
+    data = await read_body(request, _service(request).config.max_body_bytes)
 
     def parsed() -> T:
         try:
@@ -288,37 +179,6 @@ async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
 
     # Many megabytes take a second, in which the event loop answers others.
     return parsed() if len(data) <= _SMALL else await asyncio.to_thread(parsed)
-
-
-async def _body(request: Request) -> bytes:
-    """The bytes of a request.
-
-    Raises:
-        Refusal: they are too many, too slow, or said to be no JSON.
-    """
-    # Of another type, a page of any site could send it from a browser, unasked.
-    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    if kind != "application/json":
-        raise Refusal(
-            "the body must be JSON: send the header Content-Type: application/json",
-            status=415,
-            code="unsupported_media_type",
-        )
-    most = _service(request).config.max_body_bytes
-    data = bytearray()
-    try:
-        async with asyncio.timeout(_BODY_SECONDS):
-            async for chunk in request.stream():
-                data += chunk
-                if len(data) > most:
-                    raise Refusal(
-                        f"the body has more than {most} bytes: shorten it",
-                        status=413,
-                        code="request_too_large",
-                    )
-    except TimeoutError as error:
-        raise Refusal("the body did not arrive in time", status=408) from error
-    return bytes(data)
 
 
 # -- answers ------------------------------------------------------------------------
@@ -337,7 +197,10 @@ def _endpoint(path: str, parse: Parse) -> Route:
             return Response(status_code=499)
         except Refusal as refusal:
             service.metrics.answered(path, "refused", time.monotonic() - began)
-            return _error(refusal, path)
+            return error_response(refusal, path)
+        if service.config.prefix_sharing == "client":
+            client = client_of(request.scope, service.config.api_keys)
+            rendering.job = rendering.job.of_client(client)
         return _Answer(service, rendering, path)
 
     return Route(path, endpoint, methods=["POST"])
@@ -354,23 +217,14 @@ class _Answer(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         began = time.monotonic()
-        answer = asyncio.create_task(self._answer(send))
-        gone = asyncio.create_task(_gone(receive))
-        outcome = "left"
+        outcome = None
         try:
             # One that does not read keeps its place no longer than others.
             limit = self._service.config.request_timeout + _READ_SECONDS
-            await asyncio.wait(
-                {answer, gone}, timeout=limit, return_when=asyncio.FIRST_COMPLETED
-            )
-            if answer.done():
-                outcome = answer.result()
+            outcome = await until_gone(self._answer(send), receive, limit)
         finally:
-            for task in (answer, gone):
-                task.cancel()
-            await asyncio.gather(answer, gone, return_exceptions=True)
             seconds = time.monotonic() - began
-            self._service.metrics.answered(self._path, outcome, seconds)
+            self._service.metrics.answered(self._path, outcome or "left", seconds)
 
     async def _answer(self, send: Send) -> str:
         """Answer; how it went."""
@@ -405,12 +259,16 @@ class _Answer(Response):
 
     async def _stream(self, events: AsyncIterator[Event | None], sent: _Sent) -> None:
         rendering = self._rendering
+        held = b""  # until there is a token: what fails before has a status of its own
         async for event in events:
             if event is None:
-                await sent.more(rendering.alive())
-                continue
-            rendering.take(event)
-            await sent.more(b"".join(rendering.stream(event)))
+                held += rendering.alive()
+            else:
+                rendering.take(event)
+                held += b"".join(rendering.stream(event))
+            if not isinstance(event, Begun):
+                await sent.more(held)
+                held = b""
 
 
 class _Sent:
@@ -454,9 +312,3 @@ class _Sent:
                 ],
             }
         )
-
-
-async def _gone(receive: Receive) -> None:
-    """Wait until the client has gone."""
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -8,6 +8,7 @@ import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
+from ..prompts import OWN_VARIABLES
 from ..sampling_params import SamplingParams
 from ..templates import template_of
 from ..utils.data_files import DataError, parse_json
@@ -25,10 +26,18 @@ from .job import (
     Tokens,
     Tools,
 )
-from .parameters import Parameter, Table, read, shaped
+from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import OpenAIRendering, sse
-from .sampling import LABELS, SAMPLING, constraint, sampling, stops
+from .sampling import (
+    LABELS,
+    SAMPLING,
+    STREAM,
+    constraint,
+    sampling,
+    stops,
+    wants_usage,
+)
 from .service import Service
 
 _NO_MEDIA = "text is all that goes in and comes out: leave it out"
@@ -39,8 +48,6 @@ TABLE: Table = {
     "max_completion_tokens": Parameter(int),
     "n": Parameter(int, default=1, low=1, high=128),
     "stop": Parameter((str, [str])),
-    "stream": Parameter(bool, default=False),
-    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
     "logprobs": Parameter(bool, default=False),
     "top_logprobs": Parameter(int, default=0, low=0, high=20),
     "tools": Parameter([dict], default=[], high=1024),
@@ -72,7 +79,32 @@ TABLE: Table = {
     "moderation": Parameter(dict, refused="nothing is moderated here"),
     "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
     **SAMPLING,
+    **STREAM,
     **LABELS,
+}
+#: Documented parts of tools and of their calls, of all protocols, of no use here.
+TOOL_PARTS: Table = {
+    "allowed_callers": Parameter(
+        [str], only=(["direct"],), refused="nothing but the model calls them"
+    ),
+    "async": Parameter(bool, only=(False,), refused="calls are the client's to make"),
+    "defer_loading": Parameter(bool, only=(False,), refused="all are in the prompt"),
+    "input_examples": Parameter(
+        list, only=([],), refused="write them into the description"
+    ),
+    "output_schema": Parameter(dict, refused="results are text"),
+}
+CALL_PARTS: Table = {
+    "async": TOOL_PARTS["async"],
+    "caller": Parameter(
+        dict, only=({"type": "direct"},), refused="nothing but the model calls"
+    ),
+    "namespace": Parameter(str, refused="functions have none here"),
+    "toolset_name": Parameter(str, refused="there are no toolsets here"),
+}
+_ASSISTANT: Table = {
+    "audio": Parameter(dict, refused=_NO_MEDIA),
+    "function_call": Parameter(dict, refused="it is deprecated: use tool_calls"),
 }
 NAMES = {
     "prompt": "messages",
@@ -83,13 +115,6 @@ NAMES = {
     "grammar": "response_format",
 }
 _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
-#: What only the server may hand to a template.
-_OWN = frozenset(
-    ("conversations", "messages", "tools", "documents", "chat_template",
-     "add_generation_prompt", "continue_final_message", "tokenize", "padding",
-     "truncation", "max_length", "return_tensors", "return_dict",
-     "return_assistant_tokens_mask", "tokenizer_kwargs")
-)  # fmt: skip
 
 
 def parse(body: Any, service: Service) -> ChatRendering:
@@ -102,8 +127,7 @@ def parse(body: Any, service: Service) -> ChatRendering:
     model = service.check_model(values["model"])
     if values["top_logprobs"] and not values["logprobs"]:
         raise Refusal("top_logprobs needs logprobs: add it", param="top_logprobs")
-    if values["stream_options"] is not None and not values["stream"]:
-        raise Refusal("stream_options needs stream: add it", param="stream_options")
+    usage = wants_usage(values)
     most = values["max_completion_tokens"]
     names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
     params = sampling(
@@ -135,8 +159,6 @@ def parse(body: Any, service: Service) -> ChatRendering:
         )
     check_format(params, tools, "response_format")
     job = Job([chat], params, values["n"], names)
-    options = values["stream_options"] or {}
-    usage = bool(options.get("include_usage"))
     return ChatRendering(service, job, model, streamed=values["stream"], usage=usage)
 
 
@@ -153,7 +175,7 @@ def variables(
         Refusal: the template does not read it, or it is none of the client's.
     """
     for name in given:
-        if name in _OWN:
+        if name in OWN_VARIABLES or name == "tools":
             raise Refusal(
                 f"chat_template_kwargs cannot have {name}: leave it out",
                 param="chat_template_kwargs",
@@ -216,6 +238,13 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
         return Tools([] if choice == "none" else given, required=choice == "required")
     name = choice
     if isinstance(choice, dict):
+        if choice.get("type") not in (None, "function"):
+            raise Refusal(
+                f"{where} of type {quoted(choice['type'])} is not supported: name a "
+                "function",
+                param=where,
+                code="unsupported_parameter",
+            )
         shaped(choice, {"type": str, "function": {"name": str}}, where)
         name = choice["function"]["name"]
     if not isinstance(choice, dict) or name not in names:
@@ -291,6 +320,9 @@ def _message(given: dict[str, Any], where: str, called: dict[str, str]) -> Messa
 def _assistant(
     given: dict[str, Any], where: str, made: Message, called: dict[str, str]
 ) -> None:
+    check_parts(given, _ASSISTANT, where)
+    if given.get("refusal") is not None and not made["content"]:
+        made["content"] = shaped(given["refusal"], str, f"{where}.refusal")
     for key in ("reasoning_content", "reasoning"):
         if given.get(key) is not None:
             made["reasoning_content"] = shaped(given[key], str, f"{where}.{key}")

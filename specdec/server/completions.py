@@ -13,7 +13,15 @@ from .job import Begun, End, Event, Job, Outcome, Piece, Text, Tokens
 from .parameters import Parameter, Table, read
 from .refusal import Refusal
 from .rendering import OpenAIRendering, sse
-from .sampling import LABELS, SAMPLING, constraint, sampling, stops
+from .sampling import (
+    LABELS,
+    SAMPLING,
+    STREAM,
+    constraint,
+    sampling,
+    stops,
+    wants_usage,
+)
 from .service import Service
 
 #: OpenAI's own, where a request does not say.
@@ -30,10 +38,9 @@ TABLE: Table = {
     "echo": Parameter(bool, default=False),
     "logprobs": Parameter(int, low=0, high=20),
     "stop": Parameter((str, [str])),
-    "stream": Parameter(bool, default=False),
-    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
     "response_format": Parameter({"type": str}),
     **SAMPLING,
+    **STREAM,
     **LABELS,
 }
 NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n",
@@ -48,8 +55,7 @@ def parse(body: Any, service: Service) -> CompletionRendering:
     """
     values = read(body, TABLE)
     model = service.check_model(values["model"])
-    if values["stream_options"] is not None and not values["stream"]:
-        raise Refusal("stream_options needs stream: add it", param="stream_options")
+    usage = wants_usage(values)
     top, echo = values["logprobs"], values["echo"]
     if top is not None and echo:
         raise Refusal(
@@ -74,7 +80,6 @@ def parse(body: Any, service: Service) -> CompletionRendering:
     prompts = _prompts(values["prompt"])
     sources = [Text(prompt, values["suffix"]) for prompt in prompts]
     job = Job(sources, params, values["n"], NAMES)
-    usage = bool((values["stream_options"] or {}).get("include_usage"))
     made = CompletionRendering(service, job, model, streamed=values["stream"])
     made.echo, made.with_usage = echo, usage
     return made

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ..errors import ConfigError
 from ..sampling_params import MAX_TEMPERATURE
@@ -15,6 +15,9 @@ DEFAULT_MAX_WAITING = 256
 DEFAULT_MAX_TOKENS = 2048
 _MOST_SECONDS = 10**7
 
+PrefixSharing = Literal["all", "client"]
+PREFIX_SHARING: tuple[PrefixSharing, ...] = get_args(PrefixSharing)
+
 
 @dataclass(frozen=True, kw_only=True)
 class ServerConfig:
@@ -23,7 +26,7 @@ class ServerConfig:
     Args:
         names: what the model is called; ``*`` accepts every name. The first one is
             that of responses; without any it is the target's own.
-        api_key: what clients have to send; ``None``: nothing.
+        api_keys: one of which clients have to send; without any: nothing.
         cors: origins whose pages may call the server from a browser.
         max_waiting: requests that may wait for a row; more are refused (429).
         max_body_bytes: of a request.
@@ -35,14 +38,16 @@ class ServerConfig:
         stop_timeout: seconds that running requests have to end when the server stops.
         keep_alive: seconds without an event after which a stream gets a comment.
         chat_template_config: what the chat template reads beside messages and tools.
-        show_cached: report how much of a prompt was found in the prefix cache.
+        prefix_sharing: who finds what was kept of a prompt: ``all``, or the same
+            ``client``, by its key, its address where there are no keys, and the user
+            that its requests name.
 
     Raises:
         ConfigError: a value is out of range.
     """
 
     names: tuple[str, ...] = ()
-    api_key: str | None = None
+    api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
     max_waiting: int = DEFAULT_MAX_WAITING
     max_body_bytes: int = 16 * 2**20
@@ -54,7 +59,7 @@ class ServerConfig:
     stop_timeout: float = 30.0
     keep_alive: float = 10.0
     chat_template_config: Mapping[str, Any] = field(default_factory=dict)
-    show_cached: bool = True
+    prefix_sharing: PrefixSharing = "all"
 
     def __post_init__(self) -> None:
         require_int("max_waiting", self.max_waiting, 0)
@@ -72,7 +77,10 @@ class ServerConfig:
         for name in ("request_timeout", "keep_alive"):
             value = getattr(self, name)
             require_range(name, value, 0, _MOST_SECONDS, open_low=True)
-        if self.api_key is not None and not self.api_key.strip():
-            raise ConfigError("api_key is empty: name a key, or leave it out")
+        known = self.prefix_sharing in PREFIX_SHARING
+        rule = " or ".join(PREFIX_SHARING)
+        require(known, "prefix_sharing", self.prefix_sharing, rule)
+        if not all(key.strip() for key in self.api_keys):
+            raise ConfigError("an API key is empty: name a key, or leave it out")
         if not all(name.strip() for name in self.names):
             raise ConfigError("a name of the model is empty: leave it out")

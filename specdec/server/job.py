@@ -6,8 +6,9 @@ order Begun, Piece and Call, End for each choice; choices mix.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, TypeAlias
 
 from ..outputs import GenerationResult
@@ -90,6 +91,11 @@ class Job:
     def choices(self) -> int:
         """Answers that it asks for, a row each."""
         return len(self.sources) * self.n
+
+    def of_client(self, client: str) -> Job:
+        """The same, whose prefixes are kept apart from those of other clients."""
+        salt = json.dumps([client, self.params.cache_salt])
+        return replace(self, params=replace(self.params, cache_salt=salt))
 
 
 @dataclass(frozen=True)

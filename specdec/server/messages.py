@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 import json
-import re
 import uuid
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import check_format, check_name, text_of, tools_of, variables
+from .chat import (
+    CALL_PARTS,
+    TOOL_PARTS,
+    check_format,
+    check_name,
+    text_of,
+    tools_of,
+    variables,
+)
 from .job import Begun, Call, Chat, End, Event, Job, Message, Outcome, Piece, Tools
-from .parameters import Parameter, Table, read, shaped
+from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import Rendering, sse
+from .routing import BILLING
 from .sampling import MORE, constraint, sampling, stops
 from .service import Service
 
@@ -36,6 +44,9 @@ PROMPT: Table = {
     "mcp_servers": Parameter(
         list, only=([],), refused="nothing is called from here: use tools"
     ),
+    "betas": Parameter([str]),
+    "billing_policy": Parameter(object, refused="nothing is billed here"),
+    "compaction": Parameter(object, refused="nothing is compacted here"),
 }
 TABLE: Table = {
     **PROMPT,
@@ -50,9 +61,6 @@ TABLE: Table = {
         str, only=("auto", "standard_only"), refused="there is one tier: leave it out"
     ),
     "diagnostics": Parameter({"previous_message_id?": (str, None)}),
-    "betas": Parameter([str]),
-    "billing_policy": Parameter(object, refused="nothing is billed here"),
-    "compaction": Parameter(object, refused="nothing is compacted here"),
     "fallbacks": Parameter(object, refused="there is one model"),
     "fallback_credit_token": Parameter(object, refused="there is one model"),
     "thread": Parameter(object, refused="nothing is stored here: send all messages"),
@@ -63,9 +71,6 @@ TABLE: Table = {
 }
 NAMES = {"prompt": "messages", "max_tokens": "max_tokens", "stop": "stop_sequences",
          "grammar": "output_config.format"}  # fmt: skip
-#: A line of Claude Code's system prompt that is another one in every request: it is for
-#: the service, and would make all prompts differ from their beginning on.
-_BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 
 def parse(body: Any, service: Service) -> MessageRendering:
@@ -89,6 +94,7 @@ def parse(body: Any, service: Service) -> MessageRendering:
     chat = replace(chat, formatted=params.grammar is not None)
     job = Job([chat], params, 1, NAMES)
     made = MessageRendering(job, model, streamed=values["stream"])
+    made.omits_thinking = (values["thinking"] or {}).get("display") == "omitted"
     made.diagnoses = bool((values["diagnostics"] or {}).get("previous_message_id"))
     return made
 
@@ -135,7 +141,8 @@ def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
                 f"thinking.type must be one of {', '.join(_THINKING)}",
                 param="thinking.type",
             )
-        shaped(thinking, {"budget_tokens?": int, "display?": (str, None)}, "thinking")
+        shaped(thinking, {"budget_tokens?": int}, "thinking")
+        check_parts(thinking, _DISPLAY, "thinking")
         given["enable_thinking"] = thinking["type"] != "disabled"
     config = values["output_config"] or {}
     shaped(config, {"effort?": (str, None), "format?": (dict, None)}, "output_config")
@@ -178,6 +185,7 @@ def _tools(given: Sequence[dict[str, Any]], choice: dict[str, Any] | None) -> To
             )
         shape = {"name": str, "description?": (str, None), "input_schema": dict}
         shaped(tool, shape, at)
+        check_parts(tool, TOOL_PARTS, at)
         check_name(tool["name"], f"{at}.name")
         function: dict[str, Any] = {
             "name": tool["name"],
@@ -210,8 +218,8 @@ def _messages(system: Any, given: Sequence[dict[str, Any]]) -> list[Message]:
     text = system if isinstance(system, str) else ""
     if isinstance(system, list):
         parts = (text_of([part], f"system[{i}]") for i, part in enumerate(system))
-        text = "\n\n".join(filter(None, (_BILLING.sub("", part, 1) for part in parts)))
-    if text := _BILLING.sub("", text, 1):
+        text = "\n\n".join(filter(None, (BILLING.sub("", part, 1) for part in parts)))
+    if text := BILLING.sub("", text, 1):
         made.append({"role": "system", "content": text})
     called: dict[str, str] = {}
     for i, message in enumerate(given):
@@ -249,13 +257,16 @@ def _user(
             shape = {"tool_use_id": str, "content?": (str, [dict], None),
                      "is_error?": (bool, None)}  # fmt: skip
             shaped(block, shape, at)
-            made = {
+            check_parts(block, CALL_PARTS, at)
+            made: Message = {
                 "role": "tool",
                 "tool_call_id": block["tool_use_id"],
                 "content": text_of(block.get("content"), f"{at}.content"),
             }
             if name := called.get(block["tool_use_id"]):
                 made["name"] = name
+            if block.get("is_error"):
+                made["is_error"] = True
             yield made
         else:
             texts.append(text_of([block], at))
@@ -277,6 +288,7 @@ def _assistant(
             continue  # nobody here can read it
         elif kind == "tool_use":
             shaped(block, {"id": str, "name": str, "input": dict}, at)
+            check_parts(block, CALL_PARTS, at)
             called[block["id"]] = block["name"]
             function = {"name": block["name"], "arguments": block["input"]}
             calls.append({"type": "function", "id": block["id"], "function": function})
@@ -287,6 +299,7 @@ def _assistant(
     yield made
 
 
+_DISPLAY: Table = {"display": Parameter(str, only=("summarized", "omitted"))}
 _THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
@@ -296,9 +309,11 @@ class MessageRendering(Rendering):
 
     Attributes:
         diagnoses: an earlier message is to be compared with, which is not kept.
+        omits_thinking: blocks of thinking are there, and empty.
     """
 
     diagnoses = False
+    omits_thinking = False
 
     def __init__(self, job: Job, model: str, *, streamed: bool):
         super().__init__(job, model, streamed=streamed)
@@ -343,7 +358,8 @@ class MessageRendering(Rendering):
 
     def whole(self) -> dict[str, Any]:
         (outcome,) = self.outcomes
-        return self._message(_content(outcome), outcome.end)
+        content = _content(outcome, omits_thinking=self.omits_thinking)
+        return self._message(content, outcome.end)
 
     def stream(self, event: Event) -> Iterator[bytes]:
         if isinstance(event, Begun):
@@ -376,7 +392,8 @@ class MessageRendering(Rendering):
             yield from self._close()
             more = {"signature": ""} if kind == "thinking" else {}
             yield self._begin(kind, {"type": kind, kind: "", **more})
-        yield self._delta({"type": f"{kind}_delta", kind: piece.text})
+        if kind == "text" or not self.omits_thinking:
+            yield self._delta({"type": f"{kind}_delta", kind: piece.text})
 
     def _begin(self, kind: str, block: dict[str, Any]) -> bytes:
         self._open = kind
@@ -409,11 +426,11 @@ def _ending(end: End) -> dict[str, Any]:
     return made
 
 
-def _content(outcome: Outcome) -> list[dict[str, Any]]:
+def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
     content: list[dict[str, Any]] = []
     if outcome.reasoning:
-        block = {"type": "thinking", "thinking": outcome.reasoning, "signature": ""}
-        content.append(block)
+        thinking = "" if omits_thinking else outcome.reasoning
+        content.append({"type": "thinking", "thinking": thinking, "signature": ""})
     if outcome.text:
         content.append({"type": "text", "text": outcome.text})
     content += [

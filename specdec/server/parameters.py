@@ -98,6 +98,17 @@ def shaped(value: Any, shape: Shape, where: str) -> Any:
         raise Refusal(str(error), param=param, code="invalid_type") from error
 
 
+def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
+    """Check parts of an object, those that are there; ``where`` names it.
+
+    Raises:
+        Refusal: one cannot be used.
+    """
+    for name, parameter in table.items():
+        if given.get(name) is not None:
+            parameter.check(f"{where}.{name}", given[name])
+
+
 def read(body: Any, table: Table) -> dict[str, Any]:
     """The values of all parameters of the table.
 

@@ -10,12 +10,21 @@ from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import arguments_of, check_format, logprobs_of, text_of, tools_of, variables
+from .chat import (
+    CALL_PARTS,
+    TOOL_PARTS,
+    arguments_of,
+    check_format,
+    logprobs_of,
+    text_of,
+    tools_of,
+    variables,
+)
 from .job import Begun, Call, Chat, End, Event, Job, Message, Piece, Tokens
-from .parameters import Parameter, Table, read, shaped
+from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import OpenAIRendering, sse
-from .sampling import LABELS, SAMPLING, constraint, sampling
+from .sampling import LABELS, SAMPLING, STREAM, constraint, sampling, wants_usage
 from .service import Service
 
 _STORED = "nothing is stored here: send the whole conversation as input"
@@ -24,19 +33,13 @@ TABLE: Table = {
     "input": Parameter((str, [dict]), required=True),
     "instructions": Parameter(str),
     "max_output_tokens": Parameter(int),
-    "stream": Parameter(bool, default=False),
-    "stream_options": Parameter({"include_obfuscation?": bool}),
     "tools": Parameter([dict], default=[], high=1024),
     "tool_choice": Parameter((str, dict)),
     "parallel_tool_calls": Parameter(bool, default=True),
     "text": Parameter({"format?": (dict, None), "verbosity?": (str, None)}),
     "reasoning": Parameter(dict),
     "top_logprobs": Parameter(int, default=0, low=0, high=20),
-    "include": Parameter(
-        [str],
-        only=([], ["message.output_text.logprobs"], ["reasoning.encrypted_content"]),
-        refused="there is nothing more to include: leave it out",
-    ),
+    "include": Parameter([str], default=[]),
     "truncation": Parameter(
         str, only=("disabled",), refused="prompts are not shortened here"
     ),
@@ -61,10 +64,23 @@ TABLE: Table = {
         str, only=("in_memory", "in-memory"), refused="the server's options say it"
     ),
     **SAMPLING,
+    **STREAM,
     **LABELS,
 }
 NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_tokens",
          "top_logprobs": "top_logprobs"}  # fmt: skip
+#: What more there may be; thoughts come as they are, not encrypted.
+_INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
+_AS_IT_IS = "reasoning comes as it is"
+_REASONING: Table = {
+    "effort": Parameter(str),
+    "summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
+    "generate_summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
+    "context": Parameter(
+        str, only=("auto", "all_turns"), refused="the template chooses what it shows"
+    ),
+    "mode": Parameter(str, only=("standard",), refused="there is one mode"),
+}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -84,7 +100,19 @@ def parse(body: Any, service: Service) -> ResponseRendering:
             code="unsupported_parameter",
         )
     top = values["top_logprobs"]
-    asked = "message.output_text.logprobs" in (values["include"] or [])
+    for item in values["include"]:
+        if item not in _INCLUDED:
+            raise Refusal(
+                f"include cannot have {quoted(item)}: nothing is called from here",
+                param="include",
+                code="unsupported_parameter",
+            )
+    asked = _INCLUDED[0] in values["include"]
+    if wants_usage(values):
+        raise Refusal(
+            "stream_options.include_usage is not supported: streams end with it",
+            param="stream_options",
+        )
     params = sampling(
         values,
         service.config,
@@ -111,20 +139,11 @@ def parse(body: Any, service: Service) -> ResponseRendering:
 
 
 def _effort(reasoning: dict[str, Any]) -> str | None:
-    shape = {"effort?": (str, None), "summary?": (str, None),
-             "generate_summary?": (str, None), "context?": (str, None)}  # fmt: skip
-    shaped(reasoning, shape, "reasoning")
-    if unknown := [key for key in reasoning if f"{key}?" not in shape]:
+    if unknown := [key for key in reasoning if key not in _REASONING]:
         raise Refusal(
             f"reasoning has no {quoted(unknown[0])}: leave it out", param="reasoning"
         )
-    for key in ("summary", "generate_summary"):
-        if reasoning.get(key) not in (None, "auto"):
-            raise Refusal(
-                f"reasoning.{key} is not supported: reasoning comes as it is",
-                param=f"reasoning.{key}",
-                code="unsupported_parameter",
-            )
+    check_parts(reasoning, _REASONING, "reasoning")
     effort: str | None = reasoning.get("effort")
     return effort
 
@@ -138,15 +157,17 @@ def _tools(given: Sequence[dict[str, Any]], choice: Any) -> Any:
         shape = {"name": str, "description?": (str, None), "parameters?": (dict, None),
                  "strict?": (bool, None)}  # fmt: skip
         shaped(tool, shape, f"tools[{i}]")
+        check_parts(tool, TOOL_PARTS, f"tools[{i}]")
         function = {
             key: tool[key]
             for key in ("name", "description", "parameters", "strict")
             if tool.get(key) is not None
         }
         made.append({"type": "function", "function": function})
-    if isinstance(choice, dict) and isinstance(choice.get("name"), str):
-        name = {"name": choice["name"]}
-        choice = {"type": choice.get("type"), "function": name}
+    if isinstance(choice, dict):
+        shaped(choice, {"type": str, "name?": (str, None)}, "tool_choice")
+        if choice["type"] == "function":
+            choice = {"type": "function", "function": {"name": choice.get("name")}}
     return tools_of(made, choice, "tool_choice")
 
 
@@ -188,6 +209,7 @@ def _item(
             made.append({"role": role, "content": text})
     elif kind == "function_call":
         shaped(item, {"call_id": str, "name": str, "arguments": str}, where)
+        check_parts(item, CALL_PARTS, where)
         called[item["call_id"]] = item["name"]
         arguments = arguments_of(item["arguments"], f"{where}.arguments")
         function = {"name": item["name"], "arguments": arguments}
@@ -198,6 +220,7 @@ def _item(
         last.setdefault("tool_calls", []).append(call)
     elif kind == "function_call_output":
         shaped(item, {"call_id": str, "output": (str, [dict])}, where)
+        check_parts(item, CALL_PARTS, where)
         message = {"role": "tool", "tool_call_id": item["call_id"]}
         message["content"] = text_of(item["output"], f"{where}.output", _TEXTS)
         if name := called.get(item["call_id"]):

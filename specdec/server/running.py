@@ -1,4 +1,4 @@
-"""A process that serves: its socket, its signals, its end."""
+"""A process that serves: its socket, its signals, its end. No mlx here."""
 
 from __future__ import annotations
 
@@ -7,20 +7,21 @@ import logging
 import signal
 import socket
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from types import FrameType
+from typing import Protocol
 
 import uvicorn
 from starlette.applications import Starlette
 
-from ..decoder import SpecDecoder
-from ..errors import ConfigError, ServerError, reason_of
-from .app import make_app
-from .config import ServerConfig
-from .service import Service
+from ..errors import ConfigError
 
 #: Seconds that connections have to close once all answers have ended.
 _LAST_BYTES = 5
+#: Seconds in which a second SIGTERM is the first: ``timeout`` sends two at once.
+_ONE_REQUEST = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
@@ -55,23 +56,45 @@ def url_of(listener: socket.socket) -> str:
     )  # fmt: skip
 
 
-def serve(
-    decoder: SpecDecoder,
-    config: ServerConfig,
+class Serving(Protocol):
+    """What an application's ``state.service`` is for the process that runs it."""
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered."""
+
+    @property
+    def failure(self) -> BaseException | None:
+        """Why none will be any more, if that is so."""
+
+    @property
+    def pending(self) -> int:
+        """Answers that have not ended."""
+
+    async def drain(self) -> None:
+        """Take no more requests; let those that run end, or cut them in time."""
+
+
+def run(
+    app: Starlette,
+    stop_timeout: float,
     listener: socket.socket,
     started: Callable[[], None] = lambda: None,
     stopping: Callable[[int], None] = lambda running: None,
-) -> None:
+) -> BaseException | None:
     """Serve until SIGINT or SIGTERM; then answers end, or are cut when it is time.
 
+    A second signal ends the process at once.
+
     Args:
+        app: its ``state.service`` is a :class:`Serving` while its lifespan runs.
+        stop_timeout: seconds that running answers have to end.
         started: called when requests are answered.
         stopping: called with the number of answers that still run when it stops.
 
-    Raises:
-        ServerError: the engine failed.
+    Returns:
+        What went wrong, if the service failed.
     """
-    app = make_app(decoder, config)
     # asyncio warns of every write to a client that has gone, which is no news here.
     logging.getLogger("asyncio").setLevel(logging.ERROR)
     web = _Web(
@@ -82,17 +105,14 @@ def serve(
             ws="none",
             lifespan="on",
             server_header=False,
-            timeout_graceful_shutdown=int(config.stop_timeout) + _LAST_BYTES,
+            timeout_graceful_shutdown=int(stop_timeout) + _LAST_BYTES,
         ),
         app,
         started,
         stopping,
     )
     web.run(sockets=[listener])
-    if web.failure is not None:
-        raise ServerError(
-            f"the engine failed ({reason_of(web.failure)}): start the server again"
-        ) from web.failure
+    return web.failure
 
 
 class _Web(uvicorn.Server):
@@ -107,24 +127,25 @@ class _Web(uvicorn.Server):
     ):
         super().__init__(config)
         self._app = app
-        self._started, self._stopping = started, stopping
+        self._tell_started: Callable[[], None] | None = started
+        self._stopping = stopping
         self.failure: BaseException | None = None
+        self._asked = 0.0  # when the first signal came
 
     @property
-    def _service(self) -> Service:
-        service: Service = self._app.state.service
+    def _service(self) -> Serving:
+        service: Serving = self._app.state.service
         return service
 
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self._started()
-
     async def on_tick(self, counter: int) -> bool:
-        self.failure = self._service.engine.failure
+        if self._tell_started is not None and self._service.healthy:
+            self._tell_started()
+            self._tell_started = None
+        self.failure = self._service.failure
         return await super().on_tick(counter) or self.failure is not None
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-        self._stopping(self._service.engine.pending)
+        self._stopping(self._service.pending)
         drained = asyncio.create_task(self._service.drain())
         await super().shutdown(sockets)
         await drained
@@ -135,6 +156,7 @@ class _Web(uvicorn.Server):
         if threading.current_thread() is not threading.main_thread():
             yield
             return
+        # Of a script's background, SIGINT comes here ignored; who sends it means it.
         heard = (signal.SIGINT, signal.SIGTERM)
         before = {each: signal.signal(each, self.handle_exit) for each in heard}
         try:
@@ -142,3 +164,12 @@ class _Web(uvicorn.Server):
         finally:
             for each, handler in before.items():
                 signal.signal(each, handler)
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Stop; at the second signal end as if there were nothing to stop."""
+        now = time.monotonic()
+        if not self.should_exit:
+            self.should_exit, self._asked = True, now
+        elif sig == signal.SIGINT or now > self._asked + _ONE_REQUEST:
+            signal.signal(sig, signal.SIG_DFL)
+            signal.raise_signal(sig)

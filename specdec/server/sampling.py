@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields
 from typing import Any
@@ -11,7 +12,7 @@ from ..grammar import Grammar
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.printable import quoted
 from .config import ServerConfig
-from .parameters import Parameter, Table, shaped
+from .parameters import Parameter, Table, check_parts, shaped
 from .refusal import Refusal, refusal_of
 
 #: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
@@ -27,6 +28,7 @@ MORE: Table = {
     "min_tokens": Parameter(int),
     "stop_token_ids": Parameter([int], high=128),
     "num_draft_tokens": Parameter(int),
+    "cache_salt": Parameter(str),
     "verification": Parameter(str, only=VERIFICATIONS),
 }
 #: OpenAI's.
@@ -39,7 +41,7 @@ SAMPLING: Table = {
     "seed": Parameter(int),
     **MORE,
 }
-#: Labels: they change no text, here or elsewhere.
+#: Labels: they change no text. Those of a user can keep prefixes apart.
 LABELS: Table = {
     "user": Parameter(str),
     "safety_identifier": Parameter(str),
@@ -49,9 +51,34 @@ LABELS: Table = {
         str, only=("auto", "default"), refused="there is one tier: leave it out"
     ),
 }
+#: Of every stream, beside the answer; of Anthropic's there are no options.
+STREAM: Table = {
+    "stream": Parameter(bool, default=False),
+    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
+}
+_PADDING: Table = {
+    "include_obfuscation": Parameter(
+        bool, only=(False,), refused="nothing is added to hide how long events are"
+    )
+}
 _FIELDS = {field.name for field in fields(SamplingParams)}
 #: Of no effect where the likeliest token is taken: it passes all of them.
 _FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
+
+
+def wants_usage(values: Mapping[str, Any]) -> bool:
+    """Whether a stream is to end with the usage.
+
+    Raises:
+        Refusal: its options cannot be used.
+    """
+    options = values["stream_options"]
+    if options is None:
+        return False
+    if not values["stream"]:
+        raise Refusal("stream_options needs stream: add it", param="stream_options")
+    check_parts(options, _PADDING, "stream_options")
+    return bool(options.get("include_usage"))
 
 
 def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
@@ -127,6 +154,8 @@ def sampling(
     }
     if "logit_bias" in found:
         found["logit_bias"] = _biases(found["logit_bias"])
+    if config.prefix_sharing == "client":
+        found["cache_salt"] = _salt(values)
     if "stop_token_ids" in found:
         found["stop_token_ids"] = tuple(found["stop_token_ids"])
     found = {"temperature": config.temperature, **found, "max_tokens": wanted, **more}
@@ -138,6 +167,13 @@ def sampling(
         return SamplingParams(**found)
     except Exception as error:
         raise refusal_of(error, {**{n: n for n in values}, **names}) from error
+
+
+def _salt(values: Mapping[str, Any]) -> str:
+    """What a request says of whose it is."""
+    user = (values.get("metadata") or {}).get("user_id")
+    names = ("cache_salt", "user", "safety_identifier")
+    return json.dumps([user, *(values.get(name) for name in names)])
 
 
 def _biases(given: Mapping[str, Any]) -> dict[int, float]:

@@ -24,7 +24,7 @@ from .metrics import Metrics
 from .parts import Parts
 from .refusal import Refusal, refusal_of
 
-#: Weight of the newest request in the mean time that a row takes.
+#: Weight of the newest row that has ended in the mean time that one takes.
 _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
 
@@ -103,7 +103,17 @@ class Service:
     @property
     def healthy(self) -> bool:
         """Whether requests are answered."""
-        return self.engine.failure is None and not self._draining
+        return self.failure is None and not self._draining
+
+    @property
+    def failure(self) -> BaseException | None:
+        """What went wrong in the engine, if it failed."""
+        return self.engine.failure
+
+    @property
+    def pending(self) -> int:
+        """Answers that have not ended."""
+        return self.engine.pending
 
     def check_model(self, name: str | None) -> str:
         """The model's name for a response to a request that calls it ``name``.
@@ -150,13 +160,10 @@ class Service:
             )
         self._rows += rows
         self._idle.clear()
-        began = time.monotonic()
         try:
             yield
         finally:
             self._rows -= rows
-            spent = time.monotonic() - began
-            self._row_seconds += _NEWEST * (spent - self._row_seconds)
             if not self._rows:
                 self._idle.set()
 
@@ -185,6 +192,9 @@ class Service:
         try:
             async with asyncio.timeout(self.config.request_timeout):
                 choices = await self.engine.tokenize(work)
+                for grammar in {params.grammar for _, params, _ in choices}:
+                    if grammar is not None:
+                        await self.engine.compile(grammar)
         except TimeoutError as error:
             raise _too_late() from error
         except Exception as error:
@@ -210,7 +220,7 @@ class Service:
                 stop_token_ids=(*job.params.stop_token_ids, *prompt.stop_token_ids),
             )
             self._check_size(prompt, job)
-            stop_texts(params.stop)  # kept, as is its grammar
+            stop_texts(params.stop)  # kept
             params = self.decoder.bounds.check(prompt.prompt, params)
             choices.append((prompt, params, tools))
         return choices
@@ -290,6 +300,8 @@ class Service:
         inbox: _Inbox,
     ) -> None:
         self.metrics.ended(result)
+        spent = time.monotonic() - prepared.began
+        self._row_seconds += _NEWEST * (spent - self._row_seconds)
         if result.finish_reason == "error":
             raise Refusal(
                 f"the request failed: {result.error}", status=500, code="row_failed"

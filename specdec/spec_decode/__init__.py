@@ -2,7 +2,14 @@
 
 from .chain import ChainDrafter
 from .draft_model import DraftModel
-from .drafter import Drafter, DraftRows, Proposals, Round, check_proposals
+from .drafter import (
+    Drafter,
+    DraftRows,
+    Proposals,
+    Round,
+    check_proposals,
+    vocabulary_share,
+)
 from .factory import (
     DescribedFactory,
     DraftContext,
@@ -35,4 +42,5 @@ __all__ = [
     "describe",
     "factory_of",
     "make_drafter",
+    "vocabulary_share",
 ]

@@ -18,6 +18,8 @@ from .drafter import (
     method,
     nbytes,
     new_shapes,
+    separate,
+    vocabulary_share,
 )
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
@@ -38,6 +40,7 @@ class ChainDrafter:
         context_length: the smaller of the two.
         hidden_layers: those of the first, then those of the second; each is shown
             its own.
+        vocabulary_share: that of the second, which proposes where the first does not.
     """
 
     def __init__(self, first: Drafter, second: Drafter):
@@ -50,6 +53,7 @@ class ChainDrafter:
         self.context: ModelRunner | None = None
         if len(reading) == 1:
             self.context = getattr(reading[0], "context", None)
+        self.vocabulary_share = vocabulary_share(second)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
@@ -119,6 +123,11 @@ class ChainRows:
             return hidden, None
         width = hidden.shape[-1] * first // (first + second)
         return hidden[..., :width], hidden[..., width:]
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Both share prompts among rows of the same salt alone."""
+        separate(self._first, salts)
+        separate(self._second, salts)
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts."""

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..backend import defaults
 from ..cuda import commit_kernel
+from ..models.kernel_proofs import kept_proofs
 from .rejection_sampler import Accepted, count_kept, next_recent
 
 
@@ -151,8 +152,11 @@ class Committer:
 
 def committer() -> Committer:
     """What commits rounds here: the kernel if the backend wants it and it is proven."""
-    kernel = defaults().kernels and commit_kernel.proven(commit)
-    return Committer(commit_kernel.commit if kernel else commit)
+    if not defaults().kernels:
+        return Committer(commit)
+    with kept_proofs():
+        proven = commit_kernel.proven(commit)
+    return Committer(commit_kernel.commit if proven else commit)
 
 
 def commit(

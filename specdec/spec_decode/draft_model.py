@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 import mlx.core as mx
+import numpy as np
+import numpy.typing as npt
 
 from ..cache.capacity import CATCH_UP_STEP
 from ..models.runner import ModelRows, ModelRunner
+from ..models.vocabulary import VocabularyMap
 from .backlog import Backlog, Piece
 from .drafter import Proposals, Round
 from .ready import Ready
@@ -23,6 +26,11 @@ class DraftModel:
         vocab_size: the target's number of logits; nothing beyond is proposed.
         max_draft_tokens: largest k of any round.
         context_length: positions that the draft model was made for, if known.
+        vocabulary: its tokens for those of the target, where they differ.
+
+    Attributes:
+        vocabulary_share: of the target's tokens, those that it can propose; ``None``
+            where the models have one vocabulary.
     """
 
     hidden_layers: tuple[int, ...] = ()
@@ -35,12 +43,27 @@ class DraftModel:
         vocab_size: int,
         max_draft_tokens: int,
         context_length: int | None = None,
+        vocabulary: VocabularyMap | None = None,
     ):
         self.runner = runner
         self.context_length = context_length
         self.vocab_size = min(vocab_size, runner.vocab_size)
-        # A target may have more tokens than the draft has embeddings.
-        self.clips = runner.vocab_size < vocab_size
+        self.vocabulary_share: float | None = None
+        # What the draft reads for each target token, on the host and on the device,
+        # and whether it may propose it; ``None``: the token itself, all that it has.
+        self._host_reads: npt.NDArray[np.int32] | None = None
+        self._reads: mx.array | None = None
+        self._proposes: mx.array | None = None
+        if vocabulary is not None:
+            sized = vocabulary.sized(vocab_size, runner.vocab_size)
+            self._host_reads, self._proposes = sized.reads, mx.array(sized.proposes)
+            self.vocab_size, self.vocabulary_share = vocab_size, vocabulary.share
+        elif runner.vocab_size < vocab_size:  # more tokens than it has embeddings
+            last = runner.vocab_size - 1
+            self._host_reads = np.minimum(np.arange(vocab_size, dtype=np.int32), last)
+        if self._host_reads is not None:
+            self._reads = mx.array(self._host_reads)
+        mx.eval(self._reads, self._proposes)
         # The first forward of a round writes two tokens.
         self.max_round = max(2, max_draft_tokens + 1)
 
@@ -49,11 +72,25 @@ class DraftModel:
     ) -> DraftModelRows:
         """Begin rows for ``prompts``."""
         known = [p[:-1] for p in prompts]
-        if self.clips:
-            last = self.runner.vocab_size - 1
-            known = [[min(token, last) for token in p] for p in known]
+        if (reads := self._host_reads) is not None:
+            known = [reads[np.array(p, np.int32)].tolist() for p in known]
         rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
         return DraftModelRows(self, rows)
+
+    def read(self, tokens: mx.array) -> mx.array:
+        """The draft's tokens for those of the target."""
+        return tokens if self._reads is None else self._reads[tokens]
+
+    def proposable(self, logits: mx.array) -> mx.array:
+        """The draft's logits by target id, minus infinity at what it cannot propose.
+
+        So it chooses, like the target, by target ids: bias, filters, noise and
+        grammars are the same, and probabilities add up to 1 over what it can propose.
+        """
+        if self._proposes is None or self._reads is None:
+            return logits[..., : self.vocab_size]
+        found = mx.take(logits, self._reads, axis=-1)
+        return mx.where(self._proposes, found, -mx.inf)
 
 
 @ours
@@ -87,6 +124,10 @@ class DraftModelRows:
         """Bytes of keys and values."""
         return self._rows.nbytes
 
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share prefixes among rows of the same salt alone."""
+        self._rows.separate(salts)
+
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""
         for more in self._rows.prefill():
@@ -100,7 +141,7 @@ class DraftModelRows:
         tokens: list[mx.array] = []
         drawn_from: list[mx.array] = []
         for _ in range(round_.num_draft_tokens):
-            logits = self._forward(inputs)[:, -1:, : self._draft.vocab_size]
+            logits = self._draft.proposable(self._forward(inputs)[:, -1:])
             inputs, probabilities = round_.choose(logits, tokens)
             tokens.append(inputs)
             if probabilities is not None:
@@ -111,9 +152,7 @@ class DraftModelRows:
         )
 
     def _forward(self, tokens: mx.array) -> mx.array:
-        if self._draft.clips:
-            tokens = mx.minimum(tokens, self._draft.runner.vocab_size - 1)
-        return self._rows.forward(tokens)
+        return self._rows.forward(self._draft.read(tokens))
 
     def _catch_up(self, round_: Round) -> mx.array:
         """Write what rounds without proposals committed.

@@ -153,7 +153,8 @@ class DraftRows(Protocol):
     from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
     else it does not write does nothing. Where proposing costs next to nothing it may
     have a method ``peek``, see :func:`peek`; where rounds with k = 0 leave something to
-    do, an attribute ``backlog``, see :func:`backlog`.
+    do, an attribute ``backlog``, see :func:`backlog`; where something of prompts is
+    kept for later ones, a method ``separate``, see :func:`separate`.
     """
 
     def observe(
@@ -238,6 +239,15 @@ class Drafter(Protocol):
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
 
 
+def vocabulary_share(drafter: Drafter | None) -> float | None:
+    """Of the target's tokens, those that a drafter can propose, 0 to 1; ``None``: all.
+
+    Its attribute ``vocabulary_share`` says it, where it has one.
+    """
+    found: float | None = getattr(drafter, "vocabulary_share", None)
+    return found
+
+
 def backlog(rows: DraftRows) -> int:
     """Tokens of a row, on average, that the next :meth:`DraftRows.propose` takes in.
 
@@ -263,6 +273,16 @@ def new_shapes(rows: DraftRows) -> int:
     The attribute ``new_shapes`` of rows says it, where they have one.
     """
     return int(getattr(rows, "new_shapes", 0))
+
+
+def separate(rows: DraftRows, salts: Sequence[str | None]) -> None:
+    """Have rows share what is kept of prompts with those of the same salt alone.
+
+    Called before :meth:`DraftRows.prefill`, where a request has a ``cache_salt``. Their
+    method ``separate`` does it, where they have one.
+    """
+    if (own := getattr(rows, "separate", None)) is not None:
+        own(salts)
 
 
 def method(rows: DraftRows, name: str) -> Callable[..., None]:

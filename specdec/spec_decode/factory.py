@@ -5,11 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, runtime_checkable
+from typing import Any, Protocol, runtime_checkable
 
 from ..draft_names import DraftSpec, named_draft
 from ..errors import ConfigError
-from ..models import LoadedModel, check_same_vocabulary, context_length, load_draft
+from ..models import (
+    LoadedModel,
+    VocabularyMap,
+    context_length,
+    load_draft,
+    map_vocabulary,
+)
 from ..models.draft_heads import DraftHead
 from ..models.runner import ModelRunner
 from .chain import ChainDrafter
@@ -81,11 +87,14 @@ class NamedDrafter:
         name: for reports.
         model: what proposes; ``None``: n-grams alone.
         ngram: looked up before the model is asked; ``None``: none are.
+        vocabulary: the model's tokens for those of the target; ``None``: they are
+            looked at when the drafter is made.
     """
 
     name: str
     model: LoadedModel | None = None
     ngram: NgramOptions | None = None
+    vocabulary: VocabularyMap | None = None
 
     @classmethod
     def load(
@@ -112,7 +121,7 @@ class NamedDrafter:
         """The drafter.
 
         Raises:
-            VocabularyMismatchError: target and draft model do not share one.
+            VocabularyMismatchError: target and draft model share too few tokens.
             UnsupportedModelError: the draft model needs a cache that is not
                 supported.
         """
@@ -120,17 +129,18 @@ class NamedDrafter:
         if self.ngram is not None:
             found.append(NgramDrafter(self.ngram))
         if self.model is not None:
-            check_same_vocabulary(context.target, self.model)
-            head = isinstance(self.model.model, DraftHead)
-            kind = HeadDrafter if head else DraftModel
-            found.append(
-                kind(
-                    context.runner(self.model),
-                    vocab_size=context.vocab_size,
-                    max_draft_tokens=context.max_draft_tokens,
-                    context_length=context_length(self.model.config),
-                )
-            )
+            runner = context.runner(self.model)
+            how: dict[str, Any] = {
+                "vocab_size": context.vocab_size,
+                "max_draft_tokens": context.max_draft_tokens,
+                "context_length": context_length(self.model.config),
+            }
+            if isinstance(self.model.model, DraftHead):
+                found.append(HeadDrafter(runner, **how))
+            else:
+                vocabulary = self.vocabulary
+                vocabulary = vocabulary or map_vocabulary(context.target, self.model)
+                found.append(DraftModel(runner, vocabulary=vocabulary, **how))
         return found[0] if len(found) == 1 else ChainDrafter(*found)
 
 

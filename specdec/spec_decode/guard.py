@@ -22,6 +22,7 @@ from .drafter import (
     nbytes,
     new_shapes,
     peek,
+    separate,
 )
 from .rejection_sampler import Accepted
 from .vetting import vetted
@@ -129,6 +130,9 @@ class _GuardedRows(DraftRows):
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
         self._ask(lambda rows: rows.observe(hidden, following, lengths), None)
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        self._ask(lambda rows: separate(rows, salts), None)
 
     def prefill(self) -> Iterator[None]:
         none: Iterator[None] = iter(())

@@ -14,6 +14,7 @@ import mlx.core as mx
 from ..backend import defaults
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
+from ..models.kernel_proofs import kept_proofs
 from ..models.runner import ModelRunner
 from ..utils.checks import require, require_int
 from . import ngram_search
@@ -90,10 +91,11 @@ class NgramDrafter:
                 "decoder wants drafter='ngram', or a function that makes one"
             )
         self.options = options or NgramOptions()
-        kernels = defaults().kernels and ngram_kernel.proven(
-            ngram_search.search, ngram_search.keep
-        )
-        self.lookup: Lookup = ngram_kernel if kernels else ngram_search
+        self.lookup: Lookup = ngram_search
+        if defaults().kernels:
+            with kept_proofs():
+                if ngram_kernel.proven(ngram_search.search, ngram_search.keep):
+                    self.lookup = ngram_kernel
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
         """Begin rows for ``prompts``."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import pkgutil
 from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -48,7 +49,7 @@ def refusal(model: Any, options: CacheOptions | None = None) -> str:
     with pytest.raises(UnsupportedModelError) as caught:
         check_caches(model, "some/model", options)
     message = str(caught.value)
-    assert message.startswith("some/model: ")
+    assert message.startswith(("some/model: ", "some/model has "))
     assert "\n" not in message
     return message
 
@@ -201,7 +202,7 @@ class TestRefusals:
     )
     def test_classes_without_counterpart(self, cache: Any, name: str) -> None:
         model = Asking(mlx_lm_cache.KVCache(), cache)
-        assert f"layer 1 asks for a {name}," in refusal(model)
+        assert f"has {name} layers, from layer 1 on," in refusal(model)
         with pytest.raises(UnsupportedModelError, match=name):
             make_batch_caches(model, 1, OPTIONS)
 
@@ -209,7 +210,7 @@ class TestRefusals:
         class Odd(mlx_lm_cache.KVCache):
             pass
 
-        assert "asks for a Odd" in refusal(Asking(Odd()))  # type: ignore[no-untyped-call]
+        assert "has Odd layers" in refusal(Asking(Odd()))  # type: ignore[no-untyped-call]
 
     def test_llama4_takes_one_position_for_all_rows(
         self, tiny_model: TinyModel
@@ -217,6 +218,7 @@ class TestRefusals:
         message = refusal(tiny_model("llama4", **LLAMA4))
         assert "mlx_lm.models.llama4" in message
         assert "start_position" in message
+        check_caches(with_row_positions(tiny_model("llama4", **LLAMA4)), "twin")
 
     def test_gemma2_does_not_batch(self, tiny_model: TinyModel) -> None:
         """Its code takes no mask per row: mlx-lm's own batch caches fail too."""
@@ -233,11 +235,11 @@ class TestRefusals:
     ) -> None:
         """Right for the longest row alone, and without any error."""
         model = tiny_model("afm7", **AFM7)
-        assert "positions from the number of columns" in refusal(model)
+        assert "(mlx_lm.models.afm7) that take the number of col" in refusal(model)
         check_caches(with_row_positions(model), "twin")
-        assert "mlx_lm.models.minimax_m3_vl" in refusal(
-            tiny_model("minimax_m3_vl", **MINIMAX_M3)
-        )
+        sparse = tiny_model("minimax_m3_vl", **MINIMAX_M3)
+        assert "mlx_lm.models.minimax_m3_vl" in refusal(sparse)
+        check_caches(with_row_positions(sparse), "twin")
 
     @pytest.mark.parametrize("name", ["afm7", "minimax_m3_vl", *MODELS])
     def test_columns_are_told_from_positions(
@@ -281,12 +283,12 @@ class TestRefusals:
         )
 
     @pytest.mark.parametrize("start", [0, 1000])
-    def test_attention_sinks_with_kv_bits(
+    def test_code_that_takes_no_packed_keys_gets_them_unpacked(
         self, start: int, tiny_model: TinyModel
     ) -> None:
-        """Before any work, even where quantization would start later."""
+        """Known before any work, even where quantization would start later."""
         arch, arguments = MODELS["gpt-oss"]
-        model = tiny_model(arch, **{**arguments, "head_dim": 32})
+        sinks = tiny_model(arch, **{**arguments, "head_dim": 32})
         options = CacheOptions(
             max_write=4,
             kv_bits=8,
@@ -294,7 +296,13 @@ class TestRefusals:
             quantized_kv_start=start,
             unpacks=False,
         )
-        assert "attention sinks" in refusal(model, options)
+        unpacking = replace(options, unpacks=True)
+        assert check_caches(sinks, "sinks", options) == unpacking
+        usual = tiny_model("llama", head_dim=32)
+        assert check_caches(usual, "usual", options) == options
+        # Of a model that fails with dense keys too, nothing else is said.
+        dense = replace(options, kv_bits=None)
+        assert "kv bits" not in refusal(tiny_model("llama4", **LLAMA4), dense)
 
     def test_nothing_is_computed(self, tiny_model: TinyModel) -> None:
         model = tiny_model("llama")

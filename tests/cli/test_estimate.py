@@ -126,16 +126,20 @@ def test_tokens_in_thousands(config: str) -> None:
 
 
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
-    """Told as a pair that fits, which no run takes."""
+    """Told as a pair that fits, which no run takes; or without what they share."""
     target = tmp_path / "target"
     write_folder(target)
     (tmp_path / "same").symlink_to(target)
     one = write_model(tmp_path / "one.gguf", "llama", random_model("llama"))
-    swapped = byte_level()
-    tokens = swapped.tokens
-    tokens[256], tokens[257] = tokens[257], tokens[256]
-    other = write_model(
-        tmp_path / "other.gguf", "llama", random_model("llama"), vocabulary=swapped
+    fewer, foreign = byte_level(), byte_level()
+    fewer.tokens[fewer.tokens.index("ab")] = "ba"
+    foreign.tokens = [f"{token} " for token in foreign.tokens]
+    fewer.merges = foreign.merges = []
+    part, other = (
+        write_model(
+            tmp_path / name, "llama", random_model("llama"), vocabulary=vocabulary
+        )
+        for name, vocabulary in (("part.gguf", fewer), ("other.gguf", foreign))
     )
     common = ("--context", "99", "--memory-limit", "8GB")
     for draft in ("self:4bit", "layers:0", str(tmp_path / "same")):
@@ -149,6 +153,14 @@ def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
         assert found.stderr == run.stderr.splitlines(keepends=True)[-1]
         assert "cannot draft for" in found.stderr
         assert found.stdout == ""
+    run = CliRunner().invoke(
+        main, ["run", "-p", "Hi", "--target", str(one), "--draft", str(part),
+               "--max-tokens", "4", "--num-draft-tokens", "2"],
+    )  # fmt: skip
+    found = estimate("--target", str(one), "--draft", str(part), *common)
+    for result in (run, found):
+        assert result.exit_code == 0, result.output
+        assert ", which has 99.6% of the target's tokens" in result.stderr
     # A configuration alone has no vocabulary to compare.
     alone = tmp_path / "alone"
     alone.mkdir()

@@ -91,6 +91,62 @@ def test_output_lines_come_as_rows_finish(specdec: Specdec, tmp_path: Path) -> N
     assert "n°" in path.read_text("utf-8"), "text stays readable in the file"
 
 
+def test_an_interrupted_run_is_resumed(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """A prompt that is decoded twice or never, or with the seed of another one.
+
+    What failed runs again, and so does what was being written; a file of other prompts
+    stays as it is.
+    """
+    path, prompts = tmp_path / "out.jsonl", tmp_path / "p.txt"
+    prompts.write_text("a\nb\nc\nd\n")
+    good = result_of(2, "c", "Salut n°2").to_dict()
+    bad = result_of(0, "a", "").to_dict() | {"finish_reason": "error", "error": "e"}
+    lines = "".join(json.dumps(line) + "\n" for line in (bad, good))
+    path.write_text(lines + lines[:40])
+    arguments = ("run", "--prompts", str(prompts), "--output", str(path), "--temp", "1")
+    resume = (*arguments, "--seed", "5", "--resume")
+    result = specdec(*resume)
+    assert result.exit_code == 0, result.output
+    assert decoder.calls["prompts"] == ["a", "b", "d"]
+    assert [each.seed for each in decoder.calls["params"]] == [5, 6, 8]
+    rows = read_lines(path)
+    assert rows[0] == good
+    assert sorted(row["index"] for row in rows) == [0, 1, 2, 3]
+    assert [x for x in result.stdout.splitlines() if "==" in x] == [
+        "== [0] a", "== [1] b", "== [3] d",
+    ]  # fmt: skip
+    decoder.calls.clear()
+    result = specdec(*resume)
+    assert (result.exit_code, result.stdout, decoder.calls) == (0, "", {})
+    assert "all 4 prompts have their results" in result.stderr
+    assert read_lines(path) == rows
+    for line, message in (
+        ({**good, "index": 3}, "is of another prompt 3"),
+        ({**good, "id": "x"}, "is of another prompt 2"),
+        ({**good, "index": 4}, "is of no prompt"),
+        ("text", "is of no prompt"),
+    ):
+        text = json.dumps(line) + "\n"
+        path.write_text(text)
+        result = specdec(*resume)
+        assert result.exit_code == 2
+        assert f"out.jsonl:1 {message}" in result.stderr
+        assert path.read_text() == text
+    turns = tmp_path / "t.jsonl"
+    turns.write_text('{"turns": ["a", "b"]}\n')
+    for more, message in (
+        (("run", "-p", "a", "--resume"), "--resume needs --output"),
+        ((*resume, "--output-format", "openai"), "--resume needs --output"),
+        ((*arguments, "--ray-workers", "2"), "without --ray"),
+        (("run", "--prompts", str(turns), "--ray", "local"), "leave out --ray"),
+    ):
+        result = specdec(*more)
+        assert result.exit_code == 2
+        assert message in result.stderr
+
+
 def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> None:
     arguments = (
         "--target a/T --draft self:4bit --batch 3 --num-draft-tokens 5 --dtype float32 "
@@ -271,7 +327,8 @@ def test_help_pages_begin_with_the_common_options(specdec: Specdec) -> None:
     lines = specdec("run", "--help").stdout.splitlines()
     titles = [x.rstrip(":") for x in lines if x and not x.startswith(" ")]
     assert titles[1:] == [
-        "Common options", "Models", "Sampling", "Drafting", "Memory", "Output",
+        "Common options", "Models", "Sampling", "Drafting", "Memory", "Many devices",
+        "Output",
     ]  # fmt: skip
     first = lines.index("Common options:")
     common = lines[first + 1 : lines.index("Models:")]
@@ -320,7 +377,7 @@ def test_a_draft_on_a_cpu_is_noted(
     noted: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    cpu = BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+    cpu = backend._DEFAULTS["cpu"]
     monkeypatch.setattr(backend, "defaults", lambda: cpu)
     result = specdec("run", "-p", "Hi", *arguments)
     assert ("slower there; the output is the same" in result.stderr) is noted
@@ -515,6 +572,17 @@ def test_an_error_of_an_interrupted_run_is_told(
         "specdec: error: prompt 1: the logits are NaN\n"
         "specdec: interrupted: 1 of 2 prompts finished\n"
     )
+
+
+def test_turns_that_never_come_are_not_waited_for(
+    specdec: Specdec, decoder: FakeDecoder, tmp_path: Path
+) -> None:
+    """Those after an answer that failed count as missing to the end."""
+    decoder.raises = (3, KeyboardInterrupt())
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"turns": ["a", "b"]}\n{"turns": ["failing", "x", "y"]}\n')
+    result = specdec("run", "--quiet", "--prompts", str(path))
+    assert "specdec: interrupted: 1 of 3 turns finished\n" in result.stderr
 
 
 def test_ctrl_c_while_loading(specdec: Specdec, decoder: FakeDecoder) -> None:

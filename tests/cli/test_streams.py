@@ -14,6 +14,7 @@ from click.testing import Result
 
 from specdec.cli.output import show_warnings
 from specdec.prefix_cache.disk import DiskTier
+from specdec.utils.warm_up import WarmUp
 from tests.prefix_cache.entries import write_chain
 
 Specdec = Callable[..., Result]
@@ -92,6 +93,35 @@ def test_a_warning_is_one_printable_line(
     show_warnings()
     logging.getLogger("specdec.models").warning("made for %s", "a\x1b[0m\nb\u202e")
     assert capsys.readouterr().err == "specdec: warning: made for a?[0m b?\n"
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_a_line_that_passes_gives_way(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, terminal: bool
+) -> None:
+    """Catches a line for each kernel: a terminal has one that changes, a log two."""
+    logger = logging.getLogger("specdec")
+    monkeypatch.setattr(logger, "handlers", [])
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    show_warnings()
+    now = 0.0
+
+    def compile_one() -> None:
+        nonlocal now
+        now += 3.5
+
+    WarmUp(lambda: now).run([compile_one] * 4)
+    note = "specdec: note: "
+    passing = [
+        f"{note}compiling kernels for this GPU: {i} of 4, once per machine"
+        for i in (2, 3, 4)
+    ]
+    last = f"{note}kernels for this GPU were compiled in 14.0 seconds\n"
+    shown = capsys.readouterr().err
+    if terminal:
+        assert shown == "\r\x1b[K".join([*passing, last])
+    else:
+        assert shown == f"{passing[0]}\n{last}"
 
 
 def test_values_are_not_echoed_whole(specdec: Specdec) -> None:

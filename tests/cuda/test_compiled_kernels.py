@@ -19,7 +19,8 @@ from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.tools.bench.models import random_model, token_level
 cpu = backend.defaults()
 made = replace(
-    cpu, read_bucket=64, static_shapes=True, compile_after=0, pad_single_token=True
+    cpu, read_bucket=64, static_shapes=True, costs_by_token=False,
+    compile_after=0, pad_single_token=True
 )
 backend.defaults = lambda: made
 target, draft = random_model("tiny", "float32"), random_model("tiny", "float32")

@@ -281,7 +281,11 @@ def test_decoding_asks_for_it_and_says_the_same(
 ) -> None:
     """Rows of different lengths, in buckets of columns, as where shapes repeat."""
     made = replace(
-        backend.defaults(), read_bucket=32, static_shapes=True, pad_single_token=True
+        backend.defaults(),
+        read_bucket=32,
+        static_shapes=True,
+        costs_by_token=False,
+        pad_single_token=True,
     )
     monkeypatch.setattr(backend, "defaults", lambda: made)
     model = tiny_model("llama").eval()

@@ -11,6 +11,7 @@ from click.testing import CliRunner
 
 from specdec import ConfigError, PromptError, SamplingParams
 from specdec.cli import main
+from specdec.engine.conversation import Conversation, converse, user
 from tests.models.folders import write_folder
 from tests.server.harness import tiny_decoder
 
@@ -55,6 +56,19 @@ def test_turns_are_what_they_are_alone(tmp_path: Path) -> None:
         given: Any = [wrong]
         with pytest.raises(ConfigError, match="give a list of texts for each prompt"):
             decoder.stream(["a"], turns=given)
+
+
+def test_a_conversation_that_is_over_is_let_go(tmp_path: Path) -> None:
+    """A job of many would hold all that was said, to its end."""
+    decoder = tiny_decoder(tmp_path)
+    session, params = decoder.session(), SamplingParams(max_tokens=3)
+    talks = {
+        session.add(user("Hello"), params): Conversation(i, user("Hello"), left, params)
+        for i, left in enumerate([[], ["And then?"]])
+    }
+    turns = [(e.index, e.turn) for e in converse(session, talks, {}) if e.result]
+    assert turns == [(0, 0), (1, 0), (1, 1)]
+    assert not talks
 
 
 def test_an_answer_without_text_does_not_end_a_conversation(tmp_path: Path) -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.switch_layers import SwitchGLU
 
 from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
@@ -18,6 +19,7 @@ from specdec.engine.profiler import (
     PROPOSED,
     SWEEPS,
     VERIFIED,
+    SpreadTokens,
     _Stopwatch,
     draft_length,
     measure_forwards,
@@ -283,6 +285,49 @@ def test_forwards_are_measured(target: Any, other: Any, kind: str) -> None:
     assert set(forwards.verify) <= {1, 2, 5}
     assert all(seconds > 0 for seconds in forwards.verify.values())
     assert forwards.draft_step > 0
+
+
+def test_verify_forwards_are_measured_with_experts_spread(
+    tiny_model: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one token repeated, the experts of that token would be all that is read.
+
+    Verifying would look as cheap as a plain step, in a mixture of experts alone.
+    """
+    target = tiny_model(
+        "qwen3_moe",
+        seed=0,
+        num_experts=16,
+        num_experts_per_tok=2,
+        moe_intermediate_size=16,
+        decoder_sparse_step=1,
+        mlp_only_layers=[],
+        norm_topk_prob=True,
+    )
+    _, runner, drafter = runners(target, target)
+    chosen: list[tuple[int, set[int]]] = []
+    call = SwitchGLU.__call__
+
+    def noted(self: SwitchGLU, x: mx.array, indices: mx.array) -> mx.array:
+        tokens: Any = indices.reshape(-1).tolist()
+        chosen.append((len(tokens) // 2, set(tokens)))
+        return call(self, x, indices)
+
+    monkeypatch.setattr(SwitchGLU, "__call__", noted)
+    measure_forwards(runner, drafter, 3, max_draft_tokens=8)
+    widest = [experts for tokens, experts in chosen if tokens == 3 * VERIFIED[-1]]
+    assert widest
+    # 15 tokens of 2 experts each, of 16, by chance: hardly ever fewer than 8.
+    assert min(map(len, widest)) >= 8
+    assert len(set(map(frozenset, widest))) > len(target.layers)  # others every time
+
+
+def test_measured_tokens_are_all_different() -> None:
+    """Of any vocabulary; one that the stride divides would have them come again."""
+    for size in (2, 97, 100, 49152, 151936):
+        tokens: Any = SpreadTokens(size).next(4, 64).reshape(-1).tolist()
+        assert len(set(tokens)) == min(256, size)
+        assert 0 <= min(tokens) <= max(tokens) < size
 
 
 def test_measuring_stops_when_its_time_is_up(target: Any, other: Any) -> None:

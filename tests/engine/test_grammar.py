@@ -12,7 +12,6 @@ from typing import Any
 import jsonschema
 import mlx.core as mx
 import pytest
-from llguidance import LLMatcher
 
 from specdec.grammar import Grammar, GrammarCompiler, GrammarState
 from specdec.request import Request
@@ -20,7 +19,7 @@ from specdec.sampling.grammar_masks import GrammarMasks
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import ChainDrafter, DraftModel, NgramDrafter
 from tests.byte_tokenizer import byte_tokenizer
-from tests.plain import AT_ONCE, BEHIND, greedy, plainly, run_rows
+from tests.plain import AT_ONCE, BEHIND, Masked, greedy, plainly, run_rows
 from tests.scripted import Script
 
 TOKENIZER: Any = byte_tokenizer()
@@ -194,25 +193,6 @@ def drafter_of(name: str, model: Any, k: int, backend: Any) -> Any:
     runner = ModelRunner(model, "draft", config, backend)
     second = DraftModel(runner, vocab_size=VOCAB, max_draft_tokens=k)
     return ChainDrafter(NgramDrafter(), second)
-
-
-class Masked:
-    """A logits processor that masks by llguidance's own bytes, from the beginning."""
-
-    def __init__(self, compiler: GrammarCompiler, grammar: Grammar, prompt: int):
-        self._matcher: LLMatcher = compiler.compile(grammar)._fresh.deep_copy()
-        self._seen = prompt
-
-    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
-        new: Any = tokens[self._seen :].tolist()
-        for token in new:
-            assert self._matcher.consume_token(token)
-        self._seen = len(tokens)
-        bits = self._matcher.compute_bitmask()
-        allowed = [
-            i // 8 < len(bits) and bool(bits[i // 8] >> i % 8 & 1) for i in range(VOCAB)
-        ]
-        return mx.where(mx.array(allowed)[None], logits, -mx.inf)
 
 
 def test_tokens_and_logprobs_are_those_of_plain_decoding(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import random
+import re
+from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +20,16 @@ from specdec.models.runner import ModelRows
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter
-from tests.plain import AT_ONCE, BACKENDS, BEHIND, engine_of, exact, greedy, run_rows
+from tests.plain import (
+    AT_ONCE,
+    BACKENDS,
+    BEHIND,
+    VOCAB,
+    engine_of,
+    exact,
+    greedy,
+    run_rows,
+)
 from tests.scripted import Script
 
 BATCH, BUCKET = 8, BEHIND.read_bucket
@@ -101,6 +113,38 @@ def test_a_job_meets_few_shapes_however_many_requests_it_has(
     assert len(long[0]) <= len(short[0]) + 3
     assert len(long[1]) <= len(short[1]) + 6
     assert long[2] <= short[2] + 6
+
+
+def test_a_row_is_placed_by_one_operation_for_each_array(
+    target: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where launches bound a round, widening and cutting each array take as long again.
+
+    Rows that join allocate as many slots as there are, from the second of them on.
+    """
+    file, found = tmp_path / "graph.dot", list[Counter[str]]()
+    place = Storage.place
+
+    def counted(self: Storage, rows: Any, other: Storage, capacity: int) -> None:
+        assert self.arrays is not None
+        assert other.arrays is not None
+        mx.eval(self.arrays, other.arrays)
+        place(self, rows, other, capacity)
+        mx.export_to_dot(str(file), *self.arrays)
+        found.append(Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8"))))
+
+    monkeypatch.setattr(Storage, "place", counted)
+    # The first goes on while the others come and soon end, though they might be long.
+    prompts = [[1] * 270, *[[i + 1] * 150 for i in range(5)]]
+    params = [SamplingParams(max_tokens=60, min_tokens=60)]
+    params += [SamplingParams(max_tokens=110)] * 5
+    ends = frozenset(range(0, VOCAB, 2))
+    exact(target, None, prompts, params, batch_size=2, backend=BEHIND, eos=ends)
+    once = [Counter({"DynamicSliceUpdate": 2})]
+    layers = len(target.layers)
+    assert len(found) >= 4 * layers
+    assert found[:layers] != once * layers
+    assert found[layers:] == once * (len(found) - layers)
 
 
 @pytest.mark.parametrize("draft", [None, "model", "ngram"])

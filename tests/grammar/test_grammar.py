@@ -7,6 +7,7 @@ import json
 import sys
 import threading
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -275,7 +276,10 @@ def test_the_api_checks_grammars_when_requests_are_added(decoder: SpecDecoder) -
 def test_a_server_compiles_beside_the_rows(
     decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In the tokenizing thread; one that cannot be used is its own request's loss."""
+    """In a thread of its own; one that cannot be used is its own request's loss.
+
+    Requests with no grammar, and with one that is kept, overtake a slow one.
+    """
     asked: list[str] = []
     compiled = GrammarCompiler.compile
 
@@ -300,4 +304,29 @@ def test_a_server_compiles_beside_the_rows(
     first, bad, last = asyncio.run(serve())
     assert (first.text, last.text) == ("aaa", "ccc")
     assert isinstance(bad, ConfigError)
-    assert set(asked) == {"specdec tokenizer"}
+    assert set(asked) == {"specdec compiler"}
+
+    begun, go, make = threading.Event(), threading.Event(), GrammarCompiler._compiled
+
+    def slow(self: GrammarCompiler, grammar: Grammar) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return make(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
+
+    async def overtake() -> str:
+        async with decoder.serve() as server:
+            ask = partial(SamplingParams, max_tokens=4)
+            one = SamplingParams(grammar=Grammar.regex("ddd"))
+            waits = asyncio.create_task(server.generate("x", one))
+            left = asyncio.create_task(server.generate("x", one))
+            await asyncio.to_thread(begun.wait)
+            left.cancel()
+            await server.generate("y", ask())
+            await server.generate(encoded, ask(grammar=Grammar.regex("ccc")))
+            assert not waits.done()
+            go.set()
+            return (await waits).text
+
+    assert asyncio.run(overtake()) == "ddd"

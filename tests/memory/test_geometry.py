@@ -21,7 +21,7 @@ from ..cache.small_models import MODELS, WINDOW, ChunkedModel
 from ..models import architectures
 
 TinyModel = Callable[..., nn.Module]
-CPU = backend.BackendDefaults("cpu", read_bucket=1, static_shapes=False, lookahead=1)
+CPU = backend._DEFAULTS["cpu"]
 GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 

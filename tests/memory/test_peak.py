@@ -292,7 +292,7 @@ def test_measuring_costs_stays_within_the_plan(
     length = GoodputPolicy(
         RoundCosts(ForwardCosts()),
         measure=lambda n: measure_forwards(runner, drafter, n, max_draft_tokens=k),
-        measured_rows=None if switches.static_shapes else 1,
+        measured_rows=1 if switches.costs_by_token else None,
     )
     peak, plan = measure(target, draft, config, requests, length=length)
     assert peak <= plan.peak(rows)

@@ -14,11 +14,11 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
-from mlx_lm.models.cache import CacheList, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from specdec.errors import UnsupportedModelError
 from specdec.models.hidden_states import record_layers
-from specdec.models.layers import has_trunk
+from specdec.models.layers import caches_of_layers, has_text_model
 from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Accepted, Drafter, DraftRows, Proposals, Round
@@ -26,6 +26,8 @@ from specdec.spec_decode import Accepted, Drafter, DraftRows, Proposals, Round
 from ..plain import AT_ONCE, run_rows
 
 VOCABULARY = 61
+#: Of packed keys and values.
+GROUP_SIZE = 32
 
 #: By the names that mlx-lm's arguments have; an architecture takes those that it knows.
 COMMON: dict[str, Any] = {
@@ -326,7 +328,11 @@ OWN: dict[str, dict[str, Any]] = {
         "rope_scaling": {"alpha": 1.0, "factor": 1.0, "type": "dynamic"}
     },
     "laguna": {"layer_types": _SLIDING},
-    "llama4": {"interleave_moe_layer_step": 2, "num_experts_per_tok": 1},
+    "llama4": {
+        "interleave_moe_layer_step": 2,
+        "num_experts_per_tok": 1,
+        "floor_scale": 4,
+    },
     "lille-130m": {"n_embd": 256, "n_head": 4},
     "llama4_text": {"no_rope_layers": [1, 0, 1, 0]},
     "mellum": {"layer_types": _SLIDING, "rope_parameters": _BY_LAYER},
@@ -383,9 +389,14 @@ OWN: dict[str, dict[str, Any]] = {
         "ffn_multipliers": [1.0] * 4,
     },
     "phi3small": {
-        "dense_attention_every_n_layers": 1,
+        "dense_attention_every_n_layers": 2,
         "ff_intermediate_size": 48,
         "gegelu_limit": 20.0,
+        "blocksparse_block_size": 32,
+        "blocksparse_num_local_blocks": 1,
+        "blocksparse_vert_stride": 3,
+        # Some of its last tokens are never chosen.
+        "vocab_size": 100352,
     },
     "phixtral": {"num_vocab": VOCABULARY, "rotary_dim": 8},
     "spark2_5": {
@@ -405,10 +416,10 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
-def build(arch: str, seed: int = 0) -> nn.Module:
-    """A small random model in float32."""
+def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
+    """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
-    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {})}
+    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {}), **changes}
     arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
     model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
@@ -508,26 +519,67 @@ NOT_RUN = {
     "bitnet": "mlx-lm runs it on Metal only",
     "muse_spark": "mlx-lm runs it on Metal only",
     "olmo": "mlx-lm needs the package ai2-olmo for it",
-    "phi3small": "its sparse attention takes the number of columns for positions",
     "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
     "those of qwen3_5",
 }
 #: Of these layers nobody reads hidden states.
 UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
+#: Those whose second cache of a layer is an indexer's, which stays as it is.
+INDEXED = ("deepseek_v32", "glm_moe_dsa")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
-    "deepseek_v41": "it asks for a LayerCache, which keeps one position for all rows",
-    "llama4": "it builds chunk masks from one position for all rows",
-    "minimax_m3_vl": "its sparse layers choose blocks by the columns that are read",
+    "deepseek_v41": "its LayerCache keeps one position for all rows",
 }
 
 PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
 NEW_TOKENS = 6
+#: What mlx-lm puts out depends on the size of a chunk: its windows and masks do.
+BY_TOKEN = {"phi3small", "plamo3"}
 
 
-def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> list[int]:
+class Rounding:
+    """A cache of mlx-lm's that holds what packed keys and values can hold.
+
+    Attributes that a model reads or sets are the cache's.
+    """
+
+    def __init__(self, cache: Any, bits: int):
+        vars(self).update(cache=cache, bits_=bits)
+
+    def update_and_fetch(self, *arrays: mx.array) -> Any:
+        return self.cache.update_and_fetch(*map(self._rounded, arrays))
+
+    def _rounded(self, array: mx.array) -> mx.array:
+        packing = {"group_size": GROUP_SIZE, "bits": self.bits_}
+        return mx.dequantize(*mx.quantize(array, **packing), **packing)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.cache, name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        setattr(self.cache, name, value)
+
+
+def rounding(arch: str, cache: Any, bits: int) -> Any:
+    """The cache, or those of a list, that keep keys and values rounded."""
+    if isinstance(cache, CacheList):
+        n = 1 if arch in INDEXED else None
+        rounded = [rounding(arch, each, bits) for each in cache.caches[:n]]
+        return CacheList(*rounded, *cache.caches[len(rounded) :])
+    return cache if isinstance(cache, ArraysCache) else Rounding(cache, bits)
+
+
+def plain(
+    model: Any,
+    prompt: Sequence[int],
+    *,
+    by_token: bool = False,
+    kv_bits: int | None = None,
+) -> list[int]:
     """Greedy tokens of one sequence, with mlx-lm's own caches."""
     caches = make_prompt_cache(model)
+    if kv_bits is not None:
+        caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
     inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
     tokens: list[int] = []
@@ -540,7 +592,9 @@ def plain(model: Any, prompt: Sequence[int], *, by_token: bool = False) -> list[
     return tokens
 
 
-def differences(arch: str, model: Any) -> list[int]:
+def differences(
+    arch: str, model: Any, kv_bits: int | None = None, backend: Any = AT_ONCE
+) -> list[int]:
     """Prompts whose tokens are others in a batch than alone; none is exact.
 
     A batch of two rows for three prompts, of 1 to 12 tokens, prefilled in chunks; a
@@ -549,25 +603,30 @@ def differences(arch: str, model: Any) -> list[int]:
     Raises:
         UnsupportedModelError: the architecture is refused.
     """
-    # Its window depends on the size of a chunk in mlx-lm.
-    wanted = [plain(model, p, by_token=arch == "plamo3") for p in PROMPTS]
+    prompts = [p * 8 if arch == "phi3small" else p for p in PROMPTS]  # blocks of 32
+    by_token = arch in BY_TOKEN
+    wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
     assert len({tuple(tokens) for tokens in wanted}) > 1
-    texts = [[*p, *t] for p, t in zip(PROMPTS, wanted, strict=True)]
+    texts = [[*p, *t] for p, t in zip(prompts, wanted, strict=True)]
     drafter = Guesses(texts, () if arch in UNHEARD else (0, -1))
     got = run_rows(
         model,
         None,
-        PROMPTS,
-        [SamplingParams(max_tokens=NEW_TOKENS)] * len(PROMPTS),
+        prompts,
+        [SamplingParams(max_tokens=NEW_TOKENS)] * len(prompts),
         batch_size=2,
         num_draft_tokens=3,
         drafter=drafter,
         prefill_step_size=5,
-        backend=AT_ONCE,
+        backend=backend,
+        kv_bits=kv_bits,
+        kv_group_size=GROUP_SIZE,
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
     wrong = [i for i, row in enumerate(got) if row.tokens != wanted[i]]
-    step = 1 if arch == "plamo3" else len(PROMPTS[1]) + NEW_TOKENS
+    if kv_bits is not None:  # plain forwards have other keys
+        return wrong
+    step = 1 if by_token else max(map(len, texts))
     heard = [heard_well(model, drafter, text, step) for text in texts]
     return wrong + [i for i, well in enumerate(heard) if not well]
 
@@ -611,9 +670,10 @@ def line(arch: str, model: Any) -> str:
     if reason is not None:
         return f"| {arch} | no: {reason} | {caches} | |"
     assert model is not None
-    drafts = "`layers:`, distilled, " if has_trunk(model) else ""
-    drafts += "heads, any other" if takes_heads(model) else "any other"
-    return f"| {arch} | yes | {caches} | {drafts} |"
+    drafts = ["`layers:`"] * (caches_of_layers(model) is not None)
+    drafts += ["distilled"] * has_text_model(model)
+    drafts += ["heads"] * takes_heads(model)
+    return f"| {arch} | yes | {caches} | {', '.join([*drafts, 'any other'])} |"
 
 
 def _kinds(caches: Sequence[Any]) -> set[str]:

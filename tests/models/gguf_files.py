@@ -111,6 +111,13 @@ MORE: dict[str, dict[str, Any]] = {
     },
     "olmoe": EXPERTS,
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "qwen3_5": {
+        "full_attention_interval": 2,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 16,
+        "linear_value_head_dim": 16,
+    },
 }
 KEYS = {
     "attn_logit_softcapping": "attn_logit_softcapping",

@@ -3,15 +3,33 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+from specdec.backend import BackendDefaults
+from specdec.cache import BatchRecurrentCache, make_batch_caches
+from specdec.cache.quantized import Quantized
+from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
+from specdec.models.runner import cache_options
 
-from .architectures import NOT_RUN, REFUSED, build, differences, line, names
+from ..plain import AT_ONCE, METAL
+from .architectures import (
+    INDEXED,
+    NOT_RUN,
+    PROMPTS,
+    REFUSED,
+    build,
+    differences,
+    line,
+    names,
+    plain,
+)
 
 PAGE = (Path(__file__).parents[2] / "docs" / "models.md").read_text("utf-8")
 WRITE = "scripts/models_table.py writes docs/models.md"
+LATENT = {"kv_lora_rank": 64, "qk_rope_head_dim": 32, "qk_nope_head_dim": 16}
 
 
 def test_lists_hold_nothing_else() -> None:
@@ -31,6 +49,39 @@ def test_every_architecture_is_exact_or_refused(arch: str) -> None:
     else:
         assert differences(arch, model) == []
     assert line(arch, model) in PAGE, WRITE
+
+
+# Latent attention, twice a layer too; keys that layers share; attention sinks. All but
+# llama's are unpacked for attention.
+PACKED: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "deepseek_v3": LATENT,
+    "glm4_moe_lite": LATENT,
+    "longcat_flash": LATENT,
+    "mistral4": LATENT,
+    "deepseek_v32": {**LATENT, "index_head_dim": 32},
+    "gemma4_text": {"global_head_dim": 64},
+    "gpt_oss": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("arch", "backend"),
+    [*((arch, AT_ONCE) for arch in PACKED), ("gpt_oss", METAL), ("deepseek_v3", METAL)],
+)
+def test_packed_keys_and_values(arch: str, backend: BackendDefaults) -> None:
+    """What is stored is rounded and nothing else: mlx-lm's tokens with rounded keys.
+
+    Keys that stay dense, are packed twice, or come from another row or after a trim.
+    """
+    model = build(arch, head_dim=32, **PACKED[arch])
+    options = cache_options(EngineConfig(kv_bits=4, kv_group_size=32), backend)
+    for cache in make_batch_caches(model, 1, options):
+        members = getattr(cache, "caches", [cache])[: 1 if arch in INDEXED else None]
+        assert all(isinstance(c, Quantized | BatchRecurrentCache) for c in members)
+    assert differences(arch, model, kv_bits=4, backend=backend) == []
+    dense = [plain(model, p) for p in PROMPTS]
+    assert dense != [plain(model, p, kv_bits=4) for p in PROMPTS]
 
 
 @pytest.mark.parametrize("arch", sorted(NOT_RUN))

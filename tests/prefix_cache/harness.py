@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
@@ -59,6 +60,7 @@ def decode(
     backend: BackendDefaults = AT_ONCE,
     batch_size: int | None = None,
     params: SamplingParams | None = None,
+    salts: Sequence[str | None] = (),
     **options: Any,
 ) -> tuple[list[list[int]], list[int], list[int]]:
     """Tokens of every row; tokens of its prompt that target and draft reused."""
@@ -79,7 +81,8 @@ def decode(
         )
     engine = Engine(runner, drafter, config, backend, frozenset())
     for i, prompt in enumerate(prompts):
-        engine.add(Request(i, "", tuple(prompt), params))
+        own = replace(params, cache_salt=salts[i]) if salts else params
+        engine.add(Request(i, "", tuple(prompt), own))
     tokens: list[list[int]] = [[] for _ in prompts]
     while engine.busy:
         for output in engine.step():

@@ -76,6 +76,29 @@ def test_tokens_are_those_of_plain_decoding(
         store.close()
 
 
+def test_salts_keep_prompts_apart(tiny_model: TinyModel, tmp_path: Path) -> None:
+    """A request finds another's prefix: of target or draft, in memory or on disk."""
+    arch, arguments = MODELS["sliding"]
+    target, draft = tiny_model(arch, **arguments), tiny_model("llama", seed=1)
+    prompt, longer = STEM[:30], STEM[:26] + other(9, 1)
+    calls: list[tuple[list[Prompt], list[str | None], list[int]]] = [
+        ([prompt], ["a"], [0]),
+        ([prompt, prompt, prompt], ["b", None, "a"], [0, 0, 29]),
+        ([prompt, longer], ["c", "d"], [0, 0]),
+        ([longer, longer], ["a", "e"], [26, 0]),
+        ([prompt, prompt, prompt], ["b", "c", None], [29, 29, 29]),
+    ]
+    wanted = {len(p): greedy(target, p, NEW_TOKENS) for p in (prompt, longer)}
+    on_disk: dict[str, Any] = {"memory": 0, "folder": tmp_path, "disk": 1 << 30}
+    for where in ({}, on_disk):
+        store = memory_store(**where)
+        for prompts, salts, reused in calls:
+            got = decode(target, draft, prompts, store, salts=salts)
+            assert got[0] == [wanted[len(p)] for p in prompts]
+            assert got[1:] == (reused, reused)
+        store.close()
+
+
 @pytest.mark.parametrize(
     "options",
     [

@@ -13,7 +13,7 @@ from typing import Any
 import uvicorn
 from starlette.applications import Starlette
 
-from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec import EngineConfig, Grammar, SamplingParams, SpecDecoder
 from specdec.models import LoadedModel
 from specdec.models.detokenizer import ExactTokenizerWrapper
 from specdec.outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
@@ -120,6 +120,9 @@ class Scripted:
 
     async def tokenize(self, work: Callable[[], Any]) -> Any:
         return work()
+
+    async def compile(self, grammar: Grammar) -> None:
+        pass
 
     async def stream(
         self, prompt: EncodedPrompt, params: SamplingParams, timeout: float

@@ -22,7 +22,7 @@ from typing import Any
 
 import httpx
 
-from specdec import SamplingParams
+from specdec import Grammar, SamplingParams
 from tests.server.harness import Running, running, tiny_decoder
 
 CASES = 60
@@ -32,12 +32,22 @@ REQUESTS = 240
 _GROWTH = 64 << 20
 
 
+GRAMMARS = (
+    Grammar.json_schema(
+        {"type": "object", "properties": {"name": {"enum": ["ab", "cd"]}},
+         "required": ["name"]}
+    ),
+    Grammar.regex("(river|lake|[a-c]{2})+"),
+)  # fmt: skip
+
+
 @dataclass
 class Case:
     """A request, and the text that answers it."""
 
     messages: list[dict[str, str]]
     params: dict[str, Any]
+    grammar: Grammar | None = None
     text: str = ""
 
 
@@ -53,7 +63,7 @@ class Counts:
 
 
 def cases(decoder: Any, rng: random.Random) -> list[Case]:
-    """Requests of many lengths, greedy and drawn."""
+    """Requests of many lengths, greedy and drawn, some of a form that is wanted."""
     words = ["river", "lake", "sea", "hill", "road", "tree", "stone", "wind"]
     made = []
     for i in range(CASES):
@@ -61,10 +71,11 @@ def cases(decoder: Any, rng: random.Random) -> list[Case]:
         params: dict[str, Any] = {"max_tokens": rng.choice((1, 4, 12, 40))}
         if i % 2:
             params |= {"temperature": 0.9, "seed": i}
-        made.append(Case([{"role": "user", "content": text}], params))
+        grammar = GRAMMARS[i // 6 % len(GRAMMARS)] if i % 6 > 3 else None
+        made.append(Case([{"role": "user", "content": text}], params, grammar))
     results = decoder.generate(
         [case.messages for case in made],
-        [SamplingParams(**case.params) for case in made],
+        [SamplingParams(**case.params, grammar=case.grammar) for case in made],
     )
     for case, result in zip(made, results, strict=True):
         case.text = result.text
@@ -74,6 +85,18 @@ def cases(decoder: Any, rng: random.Random) -> list[Case]:
 def body_of(case: Case, path: str) -> dict[str, Any]:
     """The request in the protocol of a path."""
     params = {"model": "tiny", "temperature": 0, **case.params}
+    if case.grammar is not None:
+        kind, text = case.grammar.kind, case.grammar.text
+        format_: dict[str, Any] = {"type": kind, "pattern": text}
+        if kind == "json_schema":
+            format_ = {"type": kind, "name": "x", "schema": json.loads(text)}
+        if path == "/v1/chat/completions":
+            if kind == "json_schema":
+                format_ = {"type": kind, "json_schema": format_}
+            params["response_format"] = format_
+        else:
+            key = "text" if path == "/v1/responses" else "output_config"
+            params[key] = {"format": format_}
     if path == "/v1/responses":
         most = params.pop("max_tokens")
         return {**params, "max_output_tokens": most, "input": case.messages}

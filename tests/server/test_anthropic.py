@@ -123,6 +123,14 @@ def test_tools_and_thoughts(decoder: SpecDecoder) -> None:
             **given, tool_choice={"type": "auto", "disable_parallel_tool_use": True}
         )
         assert [b.type for b in one.content].count("tool_use") == 1
+        thinking: Any = {"type": "enabled", "budget_tokens": 1024, "display": "omitted"}
+        with client.messages.stream(**given, thinking=thinking) as stream:
+            omitted = [client.messages.create(**given, thinking=thinking),
+                       stream.get_final_message()]  # fmt: skip
+        for message in omitted:
+            assert (message.content[0].type, message.content[0].thinking) == (
+                "thinking", "")  # fmt: skip
+            assert message.content[1].text == made.content[1].text
         named = client.messages.create(
             **given, tool_choice={"type": "tool", "name": "weather"}
         )

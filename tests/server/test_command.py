@@ -6,9 +6,11 @@ import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
@@ -88,6 +90,50 @@ def test_serve_and_its_end(model: Path) -> None:
         for pipe in (process.stdin, process.stdout):
             assert pipe is not None
             pipe.close()
+
+
+def test_a_second_signal_ends_at_once(model: Path) -> None:
+    """It is lost, or it prints where the program was; a SIGTERM sent twice is one.
+
+    In the background of a script, where SIGINT is ignored when the server begins, and
+    with an answer that nobody reads, which it would wait for.
+    """
+    command = (
+        f"{sys.executable} -m specdec serve --target {model} --draft none --port 0"
+    )
+    script = subprocess.Popen(
+        ["bash", "-c", f"{command} --stop-timeout 600 & echo $!; wait $!; echo $?"],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": ""},
+    )
+    assert script.stdout is not None
+    assert script.stderr is not None
+    server = int(script.stdout.readline())
+    try:
+        for line in script.stderr:
+            if found := re.search(r"http://(\S+):(\d+)", line):
+                break
+        assert found
+        body = b'{"prompt": "a", "max_tokens": 9999, "stream": true, "logprobs": 20}'
+        kind = b"Content-Type: application/json\r\nContent-Length: %d" % len(body)
+        head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n" + kind
+        with socket.create_connection((found[1], int(found[2]))) as client:
+            client.sendall(head + b"\r\n\r\n" + body)
+            assert client.recv(1)
+            os.kill(server, signal.SIGTERM)
+            assert "stopping: 1 answer has up to 600" in script.stderr.readline()
+            os.kill(server, signal.SIGTERM)
+            os.kill(server, signal.SIGINT)
+            assert int(script.stdout.readline()) == 128 + signal.SIGINT
+        assert script.stderr.read() == ""
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(server, signal.SIGKILL)
+        script.wait()
+        script.stdout.close()
+        script.stderr.close()
 
 
 @pytest.mark.parametrize(

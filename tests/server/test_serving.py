@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import socket
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -15,6 +16,7 @@ import httpx
 import pytest
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat
 from specdec.server.config import ServerConfig
 from specdec.server.service import Service
@@ -143,7 +145,7 @@ def test_a_page_of_another_site_is_refused(decoder: SpecDecoder) -> None:
         ):
             answer = httpx.get(server.url + "/v1/models", headers={"Host": host})
             assert answer.status_code == status, host
-    with running(decoder, api_key="k") as server:
+    with running(decoder, api_keys=("k",)) as server:
         headers = {"Host": "proxy.example", "x-api-key": "k"}
         answer = httpx.get(server.url + "/v1/models", headers=headers)
         assert answer.status_code == 200
@@ -354,3 +356,91 @@ def test_a_bounded_part_of_the_soak() -> None:
     counts = soak(seed=1, seconds=0)
     assert counts.whole > 150
     assert min(counts.left, counts.refused) > 20
+
+
+def test_a_slow_grammar_holds_nobody_up(
+    decoder: SpecDecoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts wait for a schema of another client's that takes long to compile."""
+    begun, go, make = threading.Event(), threading.Event(), GrammarCompiler._compiled
+
+    def slow(self: GrammarCompiler, grammar: Any) -> Any:
+        begun.set()
+        assert go.wait(60)
+        return make(self, grammar)
+
+    async def ask() -> tuple[Any, Any]:
+        async with httpx.AsyncClient(base_url=server.url, timeout=60) as client:
+            path, short = "/v1/chat/completions", {**ENDLESS, "max_tokens": 2}
+            format_ = {"response_format": {"type": "regex", "pattern": "slow"}}
+            waits = asyncio.create_task(client.post(path, json={**short, **format_}))
+            await asyncio.to_thread(begun.wait)
+            other = await client.post(path, json=short)
+            assert not waits.done()
+            go.set()
+            return (await waits).json(), other.json()
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
+    with running(decoder) as server:
+        waited, other = asyncio.run(ask())
+    assert other["usage"]["completion_tokens"] == 2
+    assert waited["choices"][0]["message"]["content"] == "slow"[:2]
+
+
+def test_only_rows_count_for_the_time_to_wait(server: Running) -> None:
+    """What takes no row, or is refused, would say that places are free at once."""
+    service, said = server.service, {"model": "tiny", **ENDLESS}
+    with httpx.Client(base_url=server.url, timeout=60) as client:
+        before = service._row_seconds
+        count = {"model": "tiny", "messages": ENDLESS["messages"]}
+        assert client.post("/v1/messages/count_tokens", json=count).is_success
+        long = {**said, "messages": [{"role": "user", "content": "a " * 9000}]}
+        assert client.post("/v1/messages", json=long).status_code == 400
+        assert service._row_seconds == before
+        assert client.post("/v1/messages", json={**said, "max_tokens": 1}).is_success
+        assert service._row_seconds != before
+
+
+def test_who_finds_whose_prefixes(decoder: SpecDecoder) -> None:
+    """A client that is told, by ``cached_tokens``, what another one has asked before.
+
+    With ``prefix_sharing="client"`` keys keep clients apart, where there are none
+    addresses, and the users that requests name; a salt does in any case.
+    """
+
+    def cached(text: str, key: str = "", **more: Any) -> int:
+        said = [{"role": "user", "content": f"{text}: what a river is, and a lake"}]
+        body = {"messages": said, "max_tokens": 1, "model": "tiny", **more}
+        path = "/v1/messages" if "user_id" in str(more) else "/v1/chat/completions"
+        found = httpx.post(server.url + path, json=body, headers={"x-api-key": key})
+        assert found.status_code == 200, found.text
+        usage = found.json()["usage"]
+        if path == "/v1/messages":
+            return int(usage["cache_read_input_tokens"])
+        return int(usage["prompt_tokens_details"]["cached_tokens"])
+
+    with running(decoder) as server:
+        assert not cached("Shared")
+        assert cached("Shared", user="someone", key="else")
+        assert not cached("Shared", cache_salt="mine")
+        assert cached("Shared", cache_salt="mine")
+        empty = httpx.post(f"{server.url}/v1/completions",
+                           json={"prompt": "a", "cache_salt": ""})  # fmt: skip
+        assert empty.json()["error"]["param"] == "cache_salt"
+    options: dict[str, Any] = {"prefix_sharing": "client", "api_keys": ("a", "b")}
+    with running(decoder, **options) as server:
+        for more in (
+            {},
+            {"user": "anna"},
+            {"safety_identifier": "anna"},
+            {"metadata": {"user_id": "anna"}},
+            {"cache_salt": "mine"},
+        ):
+            for key in "ab":
+                assert not cached("Apart", key, **more), (key, more)
+            for key in "ab":
+                assert cached("Apart", key, **more), (key, more)
+    with running(decoder, prefix_sharing="client") as server:
+        assert not cached("Shared")
+        assert cached("Shared")
+        assert not cached("Shared", user="anna")

@@ -231,7 +231,9 @@ def test_lengths_are_those_of_the_caches(
     target = token_level(tiny_model("llama", seed=0))
     drafts = {None: None, "ngram": "ngram", "model": NamedDrafter("itself", target)}
     # As on a GPU: rows that have ended stay.
-    defaults = replace(backend.defaults(), static_shapes=True, read_bucket=64)
+    defaults = replace(
+        backend.defaults(), static_shapes=True, costs_by_token=False, read_bucket=64
+    )
     monkeypatch.setattr(backend, "defaults", lambda: defaults)
     config = EngineConfig(batch_size=3, num_draft_tokens=3)
     params = [

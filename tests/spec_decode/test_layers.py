@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -19,7 +18,7 @@ from specdec.memory.planning import plan_memory
 from specdec.models import LoadedModel
 from specdec.models.layer_skip import SkippingModel
 from specdec.sampling_params import SamplingParams
-from tests.cache.small_models import MODELS
+from tests.models.architectures import build as build_arch
 from tests.plain import BACKENDS, BEHIND, drafts_of, exact
 from tests.spec_decode.by_hand import ARCHITECTURES, build, plain_forward
 from tests.spec_decode.repetitive import check_distribution, make_prompts
@@ -148,12 +147,13 @@ def test_what_is_refused(tiny_model: Callable[..., Any]) -> None:
     model = build(tiny_model, "llama")
     with pytest.raises(ConfigError, match=r"has 6 layers, 0 to 5: .* layer 6"):
         SkippingModel(model, (0, 6), "mine")
-    arch, options = MODELS["gpt-oss"]
-    other: nn.Module = tiny_model(arch, **options)
+    hybrid = build_arch("qwen3_5")
+    with pytest.raises(ConfigError, match=r"of mine do not attend .* one of 1, 3"):
+        SkippingModel(hybrid, (0, 2), "mine")
     with pytest.raises(
-        UnsupportedModelError, match="mine: skipping layers of gpt_oss models"
+        UnsupportedModelError, match="mine: skipping layers of rwkv7 models"
     ):
-        SkippingModel(other, (0,), "mine")
+        SkippingModel(build_arch("rwkv7"), (0,), "mine")
 
 
 def test_a_mask_of_the_wrong_kind_is_noticed(

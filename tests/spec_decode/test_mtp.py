@@ -26,7 +26,8 @@ from tests.spec_decode.repetitive import make_prompts
 from tests.spec_decode.test_heads import Noted
 
 K = 3
-PLACES = {"qwen3_5": 1, "glm4_moe": 3}  # of a layer like that of the head
+# Of a layer like that of the head.
+PLACES = {"qwen3_5": 1, "glm4_moe": 3, "qwen3_next": 1, "qwen3_5_moe": 1}
 
 
 def random(array: mx.array, key: Any = None) -> mx.array:
@@ -43,6 +44,8 @@ def arrays_of(module: Any) -> list[tuple[str, mx.array]]:
 
 def parts_of(arch: str, args: Any, module: Any) -> dict[str, Any]:
     """The head's own parts: a layer of mlx-lm, and what is around it."""
+    if arch == "qwen3_5_moe":
+        module = importlib.import_module("mlx_lm.models.qwen3_5")
     kind = next(
         value for name, value in vars(module).items() if name.endswith("DecoderLayer")
     )
@@ -60,13 +63,15 @@ def write_checkpoint(path: Path, arch: str) -> dict[str, Any]:
     """A checkpoint as it is published, with an MTP head; the head's parts."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
     config = {**COMMON, "model_type": arch, **OWN.get(arch, {}), "vocab_size": VOCAB}
-    if arch == "qwen3_5":
+    if arch == "qwen3_5_moe":
+        config["num_experts"] = 4
+    if "qwen" in arch:
         del config["rope_scaling"]  # which transformers has another name for
     mx.random.seed(5)
     model = module.Model(module.ModelArgs.from_dict(config))
     model.update(tree_map(random, model.parameters()))
-    qwen = arch == "qwen3_5"
-    args = model.language_model.args if qwen else model.args
+    qwen = "qwen" in arch
+    args = model.language_model.args if "qwen3_5" in arch else model.args
     parts = parts_of(arch, args, module)
     arrays = dict(arrays_of(model))
     own = arrays_of(parts["layer"])
@@ -88,6 +93,14 @@ def write_checkpoint(path: Path, arch: str) -> dict[str, Any]:
                 arrays[key] = array.moveaxis(1, 2)
             elif array.ndim == 1 and "norm" in key and "linear_attn" not in key:
                 arrays[key] = array - 1
+        if arch == "qwen3_5_moe":
+            for key in [key for key in arrays if key.endswith("gate_proj.weight")]:
+                before, found, _ = key.partition("switch_mlp.")
+                if found and not before.startswith("mtp"):
+                    both = [arrays.pop(key), arrays.pop(key.replace("gate", "up"))]
+                    arrays[before + "experts.gate_up_proj"] = mx.concatenate(both, 1)
+                    down = arrays.pop(key.replace("gate", "down"))
+                    arrays[before + "experts.down_proj"] = down
     else:
         at = f"model.layers.{args.num_hidden_layers}."
         arrays |= {at + name: a for name, a in own}
@@ -99,10 +112,10 @@ def write_checkpoint(path: Path, arch: str) -> dict[str, Any]:
             at + "shared_head.head.weight": arrays["lm_head.weight"],
             at + "embed_tokens.weight": arrays["model.embed_tokens.weight"],
         }
-        for key in [key for key in arrays if "switch_mlp" in key]:
-            before, _, name = key.partition("switch_mlp.")
-            for i, expert in enumerate(arrays.pop(key)):
-                arrays[f"{before}experts.{i}.{name}"] = expert
+    for key in [key for key in arrays if "switch_mlp" in key]:
+        before, _, name = key.partition("switch_mlp.")
+        for i, expert in enumerate(arrays.pop(key)):
+            arrays[f"{before}experts.{i}.{name}"] = expert
     tokenizer_of(path.with_name("tokens")).save_pretrained(path)
     (path / "config.json").write_text(json.dumps(config), "utf-8")
     mx.save_safetensors(str(path / "model.safetensors"), arrays)
@@ -133,7 +146,22 @@ def proposals(
     return proposed
 
 
-@pytest.mark.parametrize("arch", PLACES)
+@pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_moe"])
+def test_arrays_are_read(arch: str, tmp_path: Path) -> None:
+    """Of targets with experts: joined, or one by one; norms less one or whole."""
+    parts = write_checkpoint(tmp_path / "target", arch)
+    head: Any = load_draft("mtp", load(str(tmp_path / "target"))).model
+    found = {"fc": head.fc.weight, "out": head.norm.weight}
+    found |= {"token": head.token_norm.weight, "state": head.state_norm.weight}
+    for name, array in found.items():
+        assert mx.allclose(array, parts[name], atol=1e-6), name
+    own = dict(arrays_of(head.layers[0]))
+    wanted = dict(arrays_of(parts["layer"]))
+    assert own.keys() == wanted.keys()
+    assert all(mx.allclose(own[n], a, atol=1e-6) for n, a in wanted.items())
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "glm4_moe"])
 def test_proposals_are_those_of_a_plain_forward(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

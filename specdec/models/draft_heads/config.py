@@ -69,6 +69,13 @@ _DFLASH: dict[str, Any] = {
     "input_embedding_scale?": (*_NUMBER, None),
 }
 
+# Of these, a number that is there is 1 or more.
+_POSITIVE = {
+    "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "max_position_embeddings",
+    "sliding_window", "draft_vocab_size", "target_hidden_size", "num_target_layers",
+}  # fmt: skip
+
 # By the first of a configuration's ``architectures``, where speculators' format does
 # not say it.
 _BLOCK = ("DFlashDraftModel", "Qwen3DSparkModel", "DSparkDraftModel")
@@ -250,7 +257,16 @@ def _parsed(
             f"{source} has the activation {quoted(layers['hidden_act'])}: silu alone "
             "is supported"
         )
+    for name, value in (*layers.items(), *config.items()):
+        if name in _POSITIVE and isinstance(value, int) and value < 1:
+            raise DataError(f"{name} is {value}: it must be 1 or more")
     common = _common(config, layers, names)
+    sizes: LayerSizes = common["sizes"]
+    if sizes.num_heads % sizes.num_kv_heads:
+        raise DataError(
+            f"num_key_value_heads is {sizes.num_kv_heads}, which does not divide "
+            f"{sizes.num_heads} heads"
+        )
     if block:
         return _block(config, layers, names, common, source)
     return _eagle(config, common)
@@ -327,6 +343,8 @@ def _block(
     ):
         if found is None or found == []:
             raise DataError(f"{name} is missing")
+    if value("block_size") < 2:
+        raise DataError(f"block_size is {value('block_size')}: it must be 2 or more")
     anchor = config.get("sample_from_anchor")
     if anchor is None:
         # DSpark's own checkpoints all do, and do not say so.

@@ -57,6 +57,11 @@ class DraftHead(nn.Module):
         self._places = places
 
     @property
+    def lenders(self) -> list[nn.Module]:
+        """Models whose weights it computes with, beside its own."""
+        return [] if self._ends is None else [self._ends.model]
+
+    @property
     def ends(self) -> TargetEnds:
         """The target's embedding and output head."""
         ends = self._ends

@@ -121,7 +121,7 @@ def make_head(config: HeadConfig) -> DraftHead:
     kinds: Any = {BlockConfig: BlockHead, EagleConfig: EagleHead}
     try:
         made: DraftHead = kinds[type(config)](config)
-    except (KeyError, ValueError) as error:
+    except (LookupError, TypeError, ValueError, ArithmeticError) as error:
         scaling = config.sizes.rope_scaling
         raise UnsupportedModelError(
             f"a {config.kind} head with the rotary embedding {shorten(scaling)} is not "

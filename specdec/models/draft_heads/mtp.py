@@ -30,7 +30,7 @@ from .loading import fill
 # By the target's architecture, as mlx-lm's modules are called: how its MTP arrays are
 # named.
 _QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-_NEXTN = ("glm4_moe", "glm4_moe_lite", "deepseek_v3")
+_NEXTN = ("glm4_moe",)
 _QWEN_ARRAY = re.compile(r"(?:^|\.)mtp\.(.+)$")
 _NEXTN_ARRAY = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(.+)$")
 # Of both, the names here. Embedding and output head are the target's.
@@ -207,9 +207,21 @@ def _named(
     given = {id(array) for array in arrays.values()}
     for key, array in model.sanitize(inside).items():
         weights["layers.0." + key.rpartition(f"layers.{place}.")[2]] = array
+    _stack_experts(weights)
     if shifted:
         for key, array in weights.items():
             # What mlx-lm's code has shifted is another array.
             if array.ndim == 1 and "norm" in key and id(array) in given:
                 weights[key] = array + 1.0
     return weights
+
+
+def _stack_experts(weights: dict[str, mx.array]) -> None:
+    """Join experts that are stored one by one and that mlx-lm's code has left so."""
+    at = "layers.0.mlp."
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        each = list[mx.array]()
+        while (key := f"{at}experts.{len(each)}.{name}.weight") in weights:
+            each.append(weights.pop(key))
+        if each:
+            weights[f"{at}switch_mlp.{name}.weight"] = mx.stack(each)

@@ -2,25 +2,20 @@
 
 from __future__ import annotations
 
-import contextlib
-import json
-import os
 from pathlib import Path
 from typing import Any
 
-from ...utils.data_files import DataError, check_shape, read_json
-from ...utils.files import replace_file
+from ...utils.kept import KeptEntries, kept_path
 from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
-VERSION = 4
+VERSION = 5
 # Pairs of models that are remembered; beyond, the oldest are forgotten.
 MOST_ENTRIES = 64
 
 
 def default_path() -> Path:
-    """``costs.json`` in the user's cache folder: ``$XDG_CACHE_HOME/specdec``."""
-    home = os.environ.get("XDG_CACHE_HOME", "").strip()
-    return Path(home or Path.home() / ".cache") / "specdec" / "costs.json"
+    """``costs.json`` in the user's cache folder."""
+    return kept_path("costs.json")
 
 
 class CostStore:
@@ -32,32 +27,18 @@ class CostStore:
 
     def __init__(self, path: Path):
         self.path = path
+        self._kept = KeptEntries(path, "costs", version=VERSION, most=MOST_ENTRIES)
 
     def load(self, key: str, *, new_shape: float = 0.0) -> RoundCosts:
         """Costs saved for ``key``; empty where there are none."""
         try:
-            return _costs_of(self._entries()[key], new_shape)
+            return _costs_of(self._kept.load()[key], new_shape)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return RoundCosts(ForwardCosts(), new_shape=new_shape)
 
     def save(self, key: str, costs: RoundCosts) -> None:
         """Write the file with ``costs`` added, in one step."""
-        entries = self._entries()
-        entries.pop(key, None)
-        entries[key] = _entry_of(costs)
-        kept = dict(list(entries.items())[-MOST_ENTRIES:])
-        text = json.dumps({"version": VERSION, "costs": kept})
-        # A cache: without it, the next run measures again.
-        with contextlib.suppress(OSError):
-            self.path.parent.mkdir(parents=True, exist_ok=True)
-            replace_file(self.path, text.encode())
-
-    def _entries(self) -> dict[str, Any]:
-        try:
-            found = check_shape(read_json(self.path), {"version": int, "costs": dict})
-        except (OSError, DataError):
-            return {}
-        return dict(found["costs"]) if found["version"] == VERSION else {}
+        self._kept.save(key, _entry_of(costs))
 
 
 def _entry_of(costs: RoundCosts) -> dict[str, Any]:

@@ -34,6 +34,16 @@ DTYPES = {
 }
 
 SHAPES: dict[str, dict[str, Any]] = {
+    "32b": {
+        "hidden_size": 5120,
+        "num_hidden_layers": 64,
+        "intermediate_size": 25600,
+        "num_attention_heads": 64,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "vocab_size": 151936,
+        "tie_word_embeddings": False,
+    },
     "8b": {
         "hidden_size": 4096,
         "num_hidden_layers": 32,

@@ -17,7 +17,7 @@ from ...cuda.fused_linear import separated
 from ...decoder import SpecDecoder, wired_memory
 from ...draft_names import DraftSpec, named_draft
 from ...model_names import DEFAULT_TARGET
-from ...models import LoadedModel, check_same_vocabulary
+from ...models import LoadedModel, map_vocabulary
 from ...prompts import Prompt
 from ...sampling_params import SamplingParams
 from ...spec_decode import NamedDrafter
@@ -186,7 +186,8 @@ def _drafter(
         trust_remote_code=trust_remote_code,
     )
     if found.model is not None and found.model.tokenizer is not None:
-        check_same_vocabulary(target, found.model)
+        # Both may run with token ids alone later.
+        found = replace(found, vocabulary=map_vocabulary(target, found.model))
     return found
 
 

@@ -46,4 +46,5 @@ class WrongDrafter(NamedDrafter):
             context.runner(self.model),
             vocab_size=context.vocab_size,
             max_draft_tokens=context.max_draft_tokens,
+            vocabulary=self.vocabulary,
         )

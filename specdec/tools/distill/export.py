@@ -50,7 +50,7 @@ def export(
     Raises:
         ModelError: it cannot be written.
     """
-    model, quantization = packed(student.model, packing)
+    model, quantization = packed(student.model, packing, student.prefix)
     config = dict(student.config)
     if quantization is not None:
         config["quantization"] = quantization
@@ -59,6 +59,7 @@ def export(
     weights = dict(leaves)
     if not alone:
         weights = {k: v for k, v in weights.items() if not _is_target_s(k)}
+    weights = {student.prefix + k: v for k, v in weights.items()}
     buffer = io.BytesIO()
     mx.save_safetensors(buffer, weights, {"format": "mlx"})
     # The card first: a folder that is half replaced can then be recognized.
@@ -88,9 +89,13 @@ def _card_files(card: dict[str, Any]) -> dict[str, bytes]:
 
 
 def packed(
-    model: nn.Module, packing: Packing | None
+    model: nn.Module, packing: Packing | None, prefix: str = ""
 ) -> tuple[nn.Module, dict[str, Any] | None]:
-    """A copy with packed matrices, and how they are packed, for ``config.json``."""
+    """A copy with packed matrices, and how they are packed, for ``config.json``.
+
+    Args:
+        prefix: what the names of its weights begin with there.
+    """
     if packing is None:
         return model, None
     made: nn.Module = copy.deepcopy(model)
@@ -107,7 +112,7 @@ def packed(
         if size is not None:
             chosen = {"group_size": size, "bits": bits}
         if chosen != {"group_size": entry["group_size"], "bits": entry["bits"]}:
-            entry[path] = chosen
+            entry[prefix + path] = chosen
         return chosen
 
     nn.quantize(made, class_predicate=choose)

@@ -78,7 +78,7 @@ class Plan:
             UnsupportedModelError: the target's architecture is not supported.
             ConfigError: it has no such layers.
         """
-        layers = choose_layers(options.layers, len(layers_of(target.model)))
+        layers = choose_layers(options.layers, layers_of(target.model))
         head = head_of(text_model(target))
         vocab_size = head.shape[0]
         memory = backend.memory_size() or 8 << 30
@@ -160,7 +160,7 @@ def check_target(options: Options) -> None:
     found = outlined(options)
     if found is not None:
         text_model(found)
-        choose_layers(options.layers, len(layers_of(found.model)))
+        choose_layers(options.layers, layers_of(found.model))
 
 
 def describe(options: Options) -> list[str]:

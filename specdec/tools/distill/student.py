@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,7 +14,8 @@ import numpy.typing as npt
 from mlx.utils import tree_map
 
 from ...errors import ConfigError, UnsupportedModelError
-from ...models.layers import check_trunk, layers_of
+from ...models import layers as models_layers
+from ...models.layers import layers_of
 from ...models.loaded import Described
 from ...models.loading import QUANTIZATION_KEYS
 from .blocks import Block
@@ -49,6 +50,7 @@ class Student(ABC):
         layers: of the target, that it began with.
         name: for messages.
         source: the target's text model.
+        prefix: what the names of its weights begin with in files.
     """
 
     model: nn.Module
@@ -56,6 +58,7 @@ class Student(ABC):
     layers: tuple[int, ...]
     name: str
     source: nn.Module
+    prefix: str = field(default="", kw_only=True)
 
     @property
     def slots(self) -> int | None:
@@ -147,8 +150,12 @@ def text_model(target: Described) -> nn.Module:
     Raises:
         UnsupportedModelError: its architecture is not supported.
     """
-    check_trunk(target.model, target.name, "distilling a draft")
-    model: nn.Module = target.model.get("language_model", target.model)
+    what = "distilling a draft"
+    model = models_layers.text_model(target.model, target.name, what)
+    if any("gate_proj" not in layer["mlp"] for layer in model["model"]["layers"]):
+        raise UnsupportedModelError(
+            f"{target.name}: {what} of models with experts is not supported"
+        )
     return model
 
 
@@ -167,8 +174,14 @@ def head_of(model: nn.Module) -> mx.array:
     return weight
 
 
-def choose_layers(text: str, num_layers: int) -> tuple[int, ...]:
+def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
     """The layers of ``4`` (that many, spread evenly) or of ``0,10,20,29``.
+
+    Of a hybrid target they are layers of attention: a scan over the tokens of a text
+    would keep the states of every position for its gradient.
+
+    Args:
+        layers: the target's.
 
     Raises:
         ConfigError: there are no such layers.
@@ -179,22 +192,31 @@ def choose_layers(text: str, num_layers: int) -> tuple[int, ...]:
             f"layers is {text!r}: write a number of layers, or 0,10,20,29"
         )
     numbers = [int(part) for part in parts]
+    usable = [i for i, layer in enumerate(layers) if "self_attn" in layer]
     if len(numbers) > 1:
-        if max(numbers) >= num_layers or len(set(numbers)) != len(numbers):
+        if max(numbers) >= len(layers) or len(set(numbers)) != len(numbers):
             raise ConfigError(
-                f"layers is {text!r}: the target has layers 0 to {num_layers - 1}, "
+                f"layers is {text!r}: the target has layers 0 to {len(layers) - 1}, "
                 "name each once at most"
+            )
+        if not set(numbers) <= set(usable):
+            raise ConfigError(
+                f"layers is {text!r}: a draft takes layers of attention, which are "
+                f"{', '.join(map(str, usable))} of the target's"
             )
         return tuple(numbers)
     (count,) = numbers
-    if not 1 <= count < num_layers:
+    most = min(len(usable), len(layers) - 1)
+    if not 1 <= count <= most:
+        of_attention = " of attention" if len(usable) < len(layers) else ""
         raise ConfigError(
-            f"layers is {count}: the target has {num_layers}, take fewer, at least 1"
+            f"layers is {count}: the target has {len(usable)}{of_attention}, take "
+            f"{'fewer' if most < len(usable) else 'so many at most'}, at least 1"
         )
-    last = num_layers - 1
     if count == 1:
-        return (0,)
-    return tuple(round(i * last / (count - 1)) for i in range(count))
+        return (usable[0],)
+    last = len(usable) - 1
+    return tuple(usable[round(i * last / (count - 1))] for i in range(count))
 
 
 def make_student(
@@ -211,7 +233,7 @@ def make_student(
         UnsupportedModelError: the target's architecture is not supported.
     """
     source = text_model(target)
-    every = layers_of(target.model)
+    every: list[Any] = layers_of(target.model)
     known: Any = source.args
     changes: dict[str, Any] = {"num_hidden_layers": len(layers)}
     names = {field.name for field in fields(known)}
@@ -223,6 +245,11 @@ def make_student(
         if "full_attention" not in changes["layer_types"]:
             # mlx-lm looks for one.
             changes["layer_types"][-1] = "full_attention"
+    prefix = ""
+    if "full_attention_interval" in names:
+        # Every layer is of attention. mlx-lm loads it as a part of another model.
+        changes |= {"full_attention_interval": 1, "model_type": "qwen3_5"}
+        prefix = "language_model."
     if "sliding_window_pattern" in names:
         # The last layer sees everything.
         changes["sliding_window_pattern"] = len(layers)
@@ -240,7 +267,7 @@ def make_student(
     config = text_config(target.config) | changes
     model.eval()
     name = f"{len(layers)} layers"
-    return LayerStudent(model, config, tuple(layers), name, source)
+    return LayerStudent(model, config, tuple(layers), name, source, prefix=prefix)
 
 
 def widened(

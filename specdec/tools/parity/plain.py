@@ -62,7 +62,8 @@ class PlainTarget:
     Args:
         model: an mlx-lm model.
         kv_bits, kv_group_size: quantize keys and values from the first token on.
-        unpacks: unpack them for attention, as the engine's caches do on some backends.
+        unpacks: unpack them for attention, as the engine's caches do on some backends,
+            and for models whose code takes no packed ones.
 
     Raises:
         ConfigError: mlx-lm has no quantized cache of a kind that the model needs.
@@ -79,7 +80,12 @@ class PlainTarget:
         self._model = model
         self._unpacks = unpacks
         self._quantization = kv_bits, kv_group_size
-        self._caches()
+        caches = self._caches()
+        if kv_bits is not None and not unpacks:
+            try:
+                model(mx.zeros((1, 2), mx.int32), cache=caches)
+            except Exception:  # whatever a model's code raises
+                self._unpacks = True
 
     def _caches(self) -> list[Any]:
         caches = make_prompt_cache(self._model)

@@ -312,6 +312,10 @@ def test_what_is_damaged_is_named(lender: LoadedModel, tmp_path: Path) -> None:
             dflash={"mask_token_id": None}
         ),
         "block_size is .*, not": published.dflash_config(block_size="six"),
+        "block_size is 1: it must": published.dflash_config(block_size=1),
+        "num_attention_heads is 0": published.dflash_config(num_attention_heads=0),
+        "3, which does not divide": published.dflash_config(num_key_value_heads=3),
+        "hidden_size is missing": {"architectures": ["DFlashDraftModel"]},
         "layers.1.*is not known": {
             **config, "num_hidden_layers": 1, "layer_types": None,
         },

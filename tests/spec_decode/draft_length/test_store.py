@@ -55,17 +55,17 @@ ENTRY = {
         "[]",
         "null",
         '"costs"',
-        '{"version": 4}',
-        '{"version": 4, "costs": []}',
-        '{"version": 4, "costs": {"a": null}}',
+        '{"version": 5}',
+        '{"version": 5, "costs": []}',
+        '{"version": 5, "costs": {"a": null}}',
         json.dumps({"version": 2, "costs": {"a": ENTRY}}),
-        json.dumps({"version": 4, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
-        json.dumps({"version": 4, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
+        json.dumps({"version": 5, "costs": {"a": {**ENTRY, "forwards": [{}]}}}),
+        json.dumps({"version": 5, "costs": {"a": {**ENTRY, "corrections": [[1]]}}}),
         json.dumps(
-            {"version": 4, "costs": {"a": ENTRY}}, separators=(",", ":")
+            {"version": 5, "costs": {"a": ENTRY}}, separators=(",", ":")
         ).replace("0.1]", "-1]"),
-        json.dumps({"version": 4, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
-        json.dumps({"version": 4, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
+        json.dumps({"version": 5, "costs": {"a": ENTRY}}).replace("0.1]", "NaN]"),
+        json.dumps({"version": 5, "costs": {"a": ENTRY}}).replace("[[1,", "[[2,"),
     ],
 )
 def test_a_broken_file_is_measured_anew(tmp_path: Path, text: str) -> None:

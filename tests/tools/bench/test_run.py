@@ -17,11 +17,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from click.testing import CliRunner
 
 from specdec.cli import main
 from specdec.errors import ConfigError, ModelNotFoundError, SpecdecError
+from specdec.models import load, map_vocabulary
 from specdec.tools.bench import plots
 from specdec.tools.bench.cells import Cell, Unit, units_of
 from specdec.tools.bench.figures import Figures
@@ -30,8 +32,11 @@ from specdec.tools.bench.recipe import Recipe
 from specdec.tools.bench.report import block, report, write_report
 from specdec.utils.records import read_record
 
+from ...models.folders import write_folder
+from ...models.gguf_files import byte_level
 from .conftest import TINY, Tiny, run
 
+HEADS = ("embed_tokens", "lm_head")
 FEW = ("batch=2", "repeat=1", "profile_rounds=0", "mlx_lm=false")
 
 
@@ -472,3 +477,38 @@ def test_a_full_disk(
         run(recipe, tmp_path / "out")
     monkeypatch.undo()
     assert len(run(recipe, tmp_path / "out").passes) == 2
+
+
+def test_a_draft_with_another_vocabulary(tmp_path: Path, tiny: Tiny) -> None:
+    """The target under other ids is accepted, also where rows have token ids alone.
+
+    Whoever drops the map with the tokenizer sees hardly any acceptance.
+    """
+    other = byte_level()
+    other.tokens[:256] = other.tokens[128:256] + other.tokens[:128]
+    for name, tokens in (("target", None), ("draft", other)):
+        mx.random.seed(1)
+        write_folder(tmp_path / name, vocabulary=tokens)
+    target, draft = (load(str(tmp_path / name)) for name in ("target", "draft"))
+    vocabulary = map_vocabulary(target, draft)
+    assert vocabulary is not None
+    file = tmp_path / "draft" / "model.safetensors"
+    weights: Any = mx.load(str(file))
+    for name in [name for name in weights if name.split(".")[-2] in HEADS]:
+        rows = weights[name] + 0
+        weights[name][mx.array(vocabulary.reads)] = rows[: len(vocabulary.reads)]
+    mx.save_safetensors(str(file), dict(weights), {"format": "mlx"})
+    prompts = tmp_path / "prompts.txt"
+    prompts.write_text("".join(f"Don't {i}12 the ab\n" for i in range(5)))
+    results = run(
+        tiny(
+            f"target={tmp_path / 'target'}", f"draft={tmp_path / 'draft'}",
+            f"source=file:{prompts}", "num_draft_tokens=2", "end_of_sequence=false",
+            *FEW,
+        ),
+        tmp_path / "out",
+    )  # fmt: skip
+    figures = Figures(results)
+    (found,) = figures.drafted
+    assert found.acceptance().drafted > 0
+    assert found.acceptance().accepted == found.acceptance().drafted

@@ -31,7 +31,9 @@ from .harness import (
 )
 
 TOKENS = mx.array([[5, 6, 7, 8, 9, 10, 11]])
-ARCHES = ["llama", "qwen2", "qwen3", "gemma3"]
+ARCHES = ["llama", "qwen2", "qwen3", "gemma3", "qwen3_5"]
+# mlx-lm's Gemma 3 has six layers or more; of a hybrid, layers of attention are taken.
+COUNTS = {"gemma3": 6, "qwen3_5": 4}
 
 
 def brief(target: Path, out: Path, **changes: Any) -> Options:
@@ -47,8 +49,7 @@ def invoke(*arguments: str) -> Result:
 @pytest.mark.parametrize("arch", ARCHES)
 def test_a_folder_that_mlx_lm_loads(tmp_path: Path, arch: str, bits: int) -> None:
     """Logits are those that training ended with; specdec decodes with it, exactly."""
-    # mlx-lm's Gemma 3 has six layers or more.
-    count = 6 if arch == "gemma3" else 3
+    count = COUNTS.get(arch, 3)
     target = write_target(tmp_path / "target", arch, num_hidden_layers=count)
     made = Job(brief(target, tmp_path / "out", bits=bits, widen=2), quietly)
     card = made.run()
@@ -67,7 +68,8 @@ def test_a_folder_that_mlx_lm_loads(tmp_path: Path, arch: str, bits: int) -> Non
                 size = 64 if array.shape[-1] % 64 == 0 else 32
                 packed = mx.quantize(array, group_size=size, bits=bits)
                 stored = mx.dequantize(*packed, group_size=size, bits=bits)
-                assert bool(mx.array_equal(named[name], stored)), name
+                found = named[made.student.prefix + name]
+                assert bool(mx.array_equal(found, stored)), name
     assert card["bits"] == bits
     run = ["run", "--target", str(target), "-p", "What is 2?", "-m", "12"]
     run += ["--ignore-chat-template", "--dtype", "float32"]

@@ -94,9 +94,21 @@ def test_joined_mlps_add_up() -> None:
 
 
 def test_layers_to_choose() -> None:
-    assert choose_layers("4", 30) == (0, 10, 19, 29)
-    assert choose_layers("1", 30) == (0,)
-    assert choose_layers("0, 10,20,29", 30) == (0, 10, 20, 29)
+    """Of a hybrid, layers whose scans nothing can be learnt through at length."""
+    layers: list[Any] = [{"self_attn": None}] * 30
+    assert choose_layers("4", layers) == (0, 10, 19, 29)
+    assert choose_layers("1", layers) == (0,)
+    assert choose_layers("0, 10,20,29", layers) == (0, 10, 20, 29)
+    hybrid: list[Any] = [{}, {}, {"self_attn": None}] * 4
+    assert choose_layers("3", hybrid) == (2, 8, 11)
+    assert choose_layers("4", hybrid) == (2, 5, 8, 11)
+    assert choose_layers("1", hybrid) == (2,)
+    for text, message in (
+        ("5", "the target has 4 of attention, take so many at most"),
+        ("2,3", "layers of attention, which are 2, 5, 8, 11 of"),
+    ):
+        with pytest.raises(ConfigError, match=message):
+            choose_layers(text, hybrid)
     for text, message in (
         ("30", "the target has 30, take fewer"),
         ("0", "at least 1"),
@@ -107,7 +119,7 @@ def test_layers_to_choose() -> None:
         ("-1", "write a number of layers"),
     ):
         with pytest.raises(ConfigError, match=message):
-            choose_layers(text, 30)
+            choose_layers(text, layers)
 
 
 def test_others_are_refused_by_name(tiny_model: Callable[..., Any]) -> None:

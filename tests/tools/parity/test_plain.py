@@ -12,6 +12,7 @@ import specdec.tools.parity
 from specdec import ConfigError, SamplingParams
 from specdec.sampling.noise import gumbel_noise
 from specdec.tools.parity.plain import PlainTarget, scores
+from tests.models import architectures
 from tests.plain import greedy, plainly
 
 from .harness import TinyModel, make_prompts
@@ -81,6 +82,17 @@ def test_kv_bits_that_mlx_lm_does_not_have(tiny_model: TinyModel) -> None:
     model = tiny_model("gemma3_text", sliding_window=8, sliding_window_pattern=2)
     with pytest.raises(ConfigError, match="mlx-lm cannot quantize all of its caches"):
         PlainTarget(model, kv_bits=8)
+
+
+def test_packed_keys_for_code_that_takes_none() -> None:
+    """The reference would fail where the engine unpacks them for latent attention."""
+    latent = {"kv_lora_rank": 64, "qk_rope_head_dim": 32}
+    model = architectures.build("deepseek_v3", **latent)
+    reference = PlainTarget(model, kv_bits=4, kv_group_size=architectures.GROUP_SIZE)
+    for prompt in architectures.PROMPTS:
+        wanted = architectures.plain(model, prompt, kv_bits=4)
+        found = reference.decode(prompt, max_tokens=len(wanted), ends=frozenset())
+        assert list(found.tokens) == wanted
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,198 @@
+"""Several processes that run one model: started here, or by ``mlx.launch``.
+
+Rank 0 is the command that the user sees: it reads options, prompts and standard input,
+and prints. The others take everything from it, also what to load; whatever their
+command line says, they only follow.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable
+from contextlib import ExitStack, suppress
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import click
+
+from ..parallel import Follower, Leader, Ranks, launched_rank
+from . import options
+from .output import FAILURE, show_error, silence_third_parties
+
+if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
+
+_LOCAL = "127.0.0.1"
+
+
+def tensor_parallel() -> options.Option[Any]:
+    """``--tensor-parallel``."""
+    return click.option(
+        "--tensor-parallel",
+        type=click.IntRange(min=1),
+        metavar="N",
+        help="Divide the target between N devices of this machine, and start a process "
+        "for each; mlx.launch does it for several machines. [default: 1]",
+    )
+
+
+def load(tensor_parallel: int | None, **settings: Any) -> SpecDecoder:
+    """The decoder of rank 0, or of the only process; the other ranks load theirs.
+
+    Args:
+        settings: of :meth:`specdec.SpecDecoder.from_pretrained`.
+
+    Raises:
+        click.UsageError: there are not so many ranks, or devices.
+        SpecdecError: see :meth:`specdec.SpecDecoder.from_pretrained`.
+    """
+    from ..decoder import SpecDecoder
+
+    ranks = _join(tensor_parallel)
+    if isinstance(ranks, Leader):
+        signal.signal(signal.SIGTERM, partial(_hear, ranks))
+        ranks.decide("models", lambda: settings)
+    return SpecDecoder.from_pretrained(**settings, ranks=ranks)
+
+
+def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
+    """Take a SIGTERM as a Ctrl-C; mlx.launch sends it when another rank has ended."""
+    if leader.failure is None:
+        raise KeyboardInterrupt
+
+
+def last_words(decoder: SpecDecoder, say: Callable[..., None]) -> None:
+    """What is said where a rank has ended while the main thread waits for it.
+
+    Args:
+        say: called in another thread with ``lost``, the error.
+    """
+    if isinstance(decoder.target.ranks, Leader):
+        decoder.target.ranks.last_words = lambda error: say(lost=error)
+
+
+def follow() -> NoReturn:
+    """On another rank than 0, do what rank 0 does; nothing is printed."""
+    # A Ctrl-C ends rank 0, and that ends this one.
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    silence_third_parties()
+    from .. import templates
+    from ..decoder import SpecDecoder
+
+    ranks = Ranks.join()
+    if not isinstance(ranks, Follower):
+        sys.exit(FAILURE)
+    try:
+        with ranks.reporting():
+            settings: dict[str, Any] = ranks.decide("models", dict)
+            templates.start()
+            decoder = SpecDecoder.from_pretrained(**settings, ranks=ranks)
+        decoder.follow()
+    except Exception:  # which rank 0 has heard of
+        sys.exit(FAILURE)
+    sys.exit()
+
+
+def _join(wanted: int | None) -> Ranks | None:
+    """All ranks of this run, started if need be; ``None``: this process is alone."""
+    with ExitStack() as until_joined:
+        if launched_rank() is None:
+            if wanted in (None, 1):
+                return None
+            assert wanted is not None
+            _start(wanted, until_joined)
+        ranks = Ranks.join()
+    size = 1 if ranks is None else ranks.size
+    if wanted not in (None, size):
+        raise click.UsageError(
+            f"--tensor-parallel is {wanted}, and {size} ranks were launched: leave it "
+            "out"
+        )
+    return ranks
+
+
+def _start(size: int, until_joined: ExitStack) -> None:
+    """Start the other ranks on this machine, one a device."""
+    import mlx.core as mx
+
+    from ..backend import defaults
+
+    environment: dict[str, str] = {}
+    devices: list[str] | None = None
+    kind = defaults().name
+    if kind == "cuda":
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+        count = mx.device_count(mx.DeviceType.gpu)
+        devices = visible.split(",") if visible else [str(i) for i in range(count)]
+        environment = {
+            "NCCL_HOST_IP": _LOCAL,
+            "NCCL_PORT": str(_free_ports(1)[0]),
+            "MLX_WORLD_SIZE": str(size),
+        }
+    elif kind == "metal":
+        devices = ["0"]
+    if devices is not None and len(devices) < size:
+        raise click.UsageError(
+            f"--tensor-parallel is {size}, and this machine has {len(devices)} of "
+            "MLX's devices: take fewer, or mlx.launch --hosts for several machines"
+        )
+    if devices is None:
+        hosts = [[f"{_LOCAL}:{port}"] for port in _free_ports(size)]
+        number, path = tempfile.mkstemp(prefix="specdec-ranks-", suffix=".json")
+        with open(number, "w", encoding="utf-8") as file:
+            json.dump(hosts, file)
+        until_joined.callback(os.remove, path)
+        environment = {"MLX_HOSTFILE": path}
+    joined = threading.Event()
+    until_joined.callback(joined.set)
+    for rank in range(1, size):
+        own = {**os.environ, **environment, "MLX_RANK": str(rank)}
+        if devices is not None:
+            own["CUDA_VISIBLE_DEVICES"] = devices[rank]
+        process = subprocess.Popen(
+            [sys.executable, "-m", "specdec"],
+            env=own,
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            process_group=0,  # a Ctrl-C is for rank 0
+        )
+        atexit.register(_end, process, joined)
+        threading.Thread(
+            target=_watch, args=(rank, process, joined), daemon=True
+        ).start()
+    os.environ.update(environment, MLX_RANK="0")
+
+
+def _watch(
+    rank: int, process: subprocess.Popen[bytes], joined: threading.Event
+) -> None:
+    """End this process if another rank ends before they have met."""
+    code = process.wait()
+    if not joined.is_set():
+        show_error(f"rank {rank} ended with code {code} before it had begun")
+        os._exit(FAILURE)
+
+
+def _end(process: subprocess.Popen[bytes], joined: threading.Event) -> None:
+    """End a rank that waits for this one, which gives up."""
+    if not joined.is_set():
+        with suppress(OSError):
+            process.terminate()
+
+
+def _free_ports(count: int) -> list[int]:
+    with ExitStack() as open_together:
+        found = [
+            open_together.enter_context(socket.create_server((_LOCAL, 0)))
+            for _ in range(count)
+        ]
+        return [each.getsockname()[1] for each in found]

@@ -1,0 +1,108 @@
+"""One replica of ``specdec serve --replicas``: ``python -m specdec.cli.replica``.
+
+It reads what to serve from its standard input, serves it at a Unix socket, and ends
+when its standard input does: no replica outlives the process that started it.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from .. import templates
+from .output import report, show_warnings, silence_third_parties
+from .serve import described, engine_failed
+
+if TYPE_CHECKING:
+    from ..server.config import ServerConfig
+    from ..server.replicas import Command
+
+
+def environments(count: int) -> list[dict[str, str]]:
+    """The variables that give each of so many replicas a device of its own.
+
+    Where there are fewer devices, several replicas share one.
+    """
+    from ..backend import defaults
+
+    if defaults().name != "cuda":
+        return [{}] * count
+    import mlx.core as mx
+
+    devices = mx.device_count(mx.DeviceType.gpu)
+    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
+    names = given.split(",")[:devices] if given else list(map(str, range(devices)))
+    return [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} for i in range(count)]
+
+
+def command(
+    loading: Mapping[str, Any],
+    config: ServerConfig,
+    environments: Sequence[Mapping[str, str]],
+    index: int,
+    path: str,
+) -> Command:
+    """How replica ``index`` is started, to listen at ``path``.
+
+    Args:
+        loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
+        config: of the server; keys and origins are checked before its replicas.
+    """
+    from ..server.replicas import Command
+
+    config = replace(config, api_keys=(), cors=())
+    program = [sys.executable, "-m", "specdec.cli.replica"]
+    greeting = pickle.dumps((path, dict(loading), config))
+    return Command(program, environments[index], greeting)
+
+
+def main() -> int:
+    """Serve until it is told to end; the exit code."""
+    # What a library prints is no line for the parent.
+    parent = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)
+    path, loading, config = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    silence_third_parties()
+    show_warnings()
+    try:
+        _serve(path, loading, config, parent)
+    except Exception as error:
+        return report(error)
+    return 0
+
+
+def _serve(
+    path: str, loading: dict[str, Any], config: ServerConfig, parent: Any
+) -> None:
+    from ..decoder import SpecDecoder
+    from ..server.app import make_app
+    from ..server.running import run
+
+    templates.start()
+    decoder = SpecDecoder.from_pretrained(**loading)
+
+    def started() -> None:
+        print(described(decoder), file=parent, flush=True)
+
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(path)
+        failure = run(make_app(decoder, config), config.stop_timeout, listener, started)
+    if failure is not None:
+        raise engine_failed(failure) from failure
+
+
+def _end_with_parent() -> None:
+    os.read(0, 1)  # not by sys.stdin: the interpreter could not close it
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

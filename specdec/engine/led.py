@@ -1,0 +1,203 @@
+"""Sessions of a tensor-parallel run: what rank 0's does, those of the others do, too.
+
+An engine is a function of the requests that it is given, of when it is stepped, and of
+the draft lengths that are chosen. So these are sent, and nothing else: requests and
+cancels, each step, and what a draft length says, which depends on clocks. What a step
+commits is compared, before rank 0 reports a row that has ended.
+"""
+
+from __future__ import annotations
+
+import pickle
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import count
+from typing import Any, ClassVar
+from weakref import WeakSet
+
+from ..errors import ConfigError, SessionError, SpecdecError
+from ..grammar import GrammarState
+from ..outputs import StreamEvent
+from ..parallel import Follower, Leader, Ranks
+from ..prompts import EncodedPrompt
+from ..sampling_params import SamplingParams
+from ..spec_decode.draft_length import BatchState, DraftLength, RoundTiming
+from .session import Session
+
+#: Of each row that emitted something: its index, the tokens before, those it emitted,
+#: and how it ended, if it did.
+Committed = list[tuple[int, int, tuple[int, ...], str | None]]
+
+
+class LedLength:
+    """A draft length that rank 0 asks, and learns for.
+
+    Args:
+        length: rank 0's. What it is measured with is the same on all ranks.
+    """
+
+    def __init__(self, length: DraftLength, ranks: Ranks):
+        self._length, self._ranks = length, ranks
+
+    @property
+    def max_draft_tokens(self) -> int:
+        """The largest k that it ever chooses."""
+        return self._length.max_draft_tokens
+
+    def prepare(self, num_rows: int) -> None:
+        """Measure, on all ranks: the forwards that are timed have collectives."""
+        self._length.prepare(num_rows)
+
+    def may_pay(self, state: BatchState) -> bool:
+        """Rank 0's answer."""
+        return self._ranks.decide("may_pay", partial(self._length.may_pay, state))
+
+    def choose(self, state: BatchState) -> int:
+        """Rank 0's choice."""
+        return self._ranks.decide("k", partial(self._length.choose, state))
+
+    def observe(self, timing: RoundTiming) -> None:
+        """Learn from a round that was read, on rank 0."""
+        if self._ranks.leads:
+            self._length.observe(timing)
+
+
+class _Commits:
+    """What the rows of a session have committed, step by step."""
+
+    def __init__(self) -> None:
+        self._lengths: defaultdict[int, int] = defaultdict(int)
+
+    def of(self, events: Sequence[StreamEvent]) -> Committed:
+        """What a step's events add."""
+        added: Committed = []
+        for event in events:
+            before = self._lengths[event.index]
+            self._lengths[event.index] += len(event.token_ids)
+            reason = None
+            if event.result is not None:
+                reason = event.result.finish_reason
+                del self._lengths[event.index]
+            added.append((event.index, before, tuple(event.token_ids), reason))
+        return added
+
+
+def parted(mine: Committed, theirs: Committed) -> str:
+    """Where two ranks' commits differ, in words."""
+    rows, others = [row[0] for row in mine], [row[0] for row in theirs]
+    if rows != others:
+        return f"rows {rows} are rows {others} there"
+    own, other = next((a, b) for a, b in zip(mine, theirs, strict=True) if a != b)
+    index, before, tokens, reason = own
+    where = f"request {index}, token"
+    for i, token in enumerate(tokens):
+        found = other[2][i] if i < len(other[2]) else "nothing"
+        if found != token:
+            return f"{where} {before + i} is {token} here and {found} there"
+    end = other[2][len(tokens)] if len(other[2]) > len(tokens) else other[3]
+    return f"{where} {before + len(tokens)}: {reason} here and {end} there"
+
+
+class LeadingSession(Session):
+    """Rank 0's session.
+
+    Args:
+        leader: this rank.
+        own: the arguments of :class:`Session`.
+    """
+
+    _numbers = count()
+    _alive: ClassVar[WeakSet[LeadingSession]] = WeakSet()
+
+    def __init__(self, leader: Leader, *own: Any):
+        super().__init__(*own)
+        self._leader, self._commits = leader, _Commits()
+        self._number = next(LeadingSession._numbers)
+        with leader.turn:
+            # Of those that nobody holds any more the others let go, too.
+            alive = [each._number for each in LeadingSession._alive]
+            LeadingSession._alive.add(self)
+            leader.say(("session", self._number, alive))
+
+    def _say(self, what: str, *content: object) -> None:
+        if self._leader.broken:
+            raise SessionError(
+                "a step did not end, so that the ranks wait for each other: start all "
+                "of them again"
+            )
+        self._leader.raise_failure()
+        self._leader.say((what, self._number, *content))
+
+    def add_encoded(
+        self,
+        prompt: EncodedPrompt,
+        params: SamplingParams,
+        grammar: GrammarState | None = None,
+    ) -> int:
+        self._check_whole()
+        params = self._completed(params)
+        try:
+            pickle.dumps(params)
+        except Exception as error:
+            raise ConfigError(
+                "a sampler or logits processor cannot be sent to other ranks: make it "
+                "a function of a module"
+            ) from error
+        with self._leader.turn:
+            self._say("add", prompt, params)
+            return super().add_encoded(prompt, params, grammar)
+
+    def cancel(self, index: int) -> bool:
+        self._check_whole()
+        with self._leader.turn:
+            self._say("cancel", index)
+            return super().cancel(index)
+
+    def step(self) -> list[StreamEvent]:
+        if self._broken:
+            return super().step()
+        with self._leader.turn:
+            self._say("step")
+            self._leader.broken = True
+            try:
+                events = super().step()
+            except Exception as error:
+                raise self._leader.lost(error) from error
+            self._leader.broken = False
+            ended = any(event.result is not None for event in events)
+            self._leader.check(self._commits.of(events), parted, wait=ended)
+            return events
+
+
+def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
+    """Do what rank 0's sessions do, until it ends.
+
+    Raises:
+        RankError: it ended in another way than by its own will.
+    """
+    sessions: dict[int, tuple[Session, _Commits]] = {}
+    with follower.reporting():
+        while (message := follower.hear())[0] not in ("release", "end"):
+            match message:
+                case ("session", number, alive):
+                    sessions = {n: s for n, s in sessions.items() if n in alive}
+                    sessions[number] = open_session(), _Commits()
+                case ("add", number, prompt, params):
+                    _same(partial(sessions[number][0].add_encoded, prompt, params))
+                case ("cancel", number, index):
+                    _same(partial(sessions[number][0].cancel, index))
+                case ("step", number):
+                    session, commits = sessions[number]
+                    added = commits.of(session.step())
+                    follower.check(added, parted, wait=False)
+                case _:
+                    raise AssertionError(message)
+
+
+def _same(call: Callable[[], object]) -> None:
+    """Call what rank 0 has called, and may have raised from."""
+    try:
+        call()
+    except SpecdecError:
+        return

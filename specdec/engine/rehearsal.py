@@ -1,0 +1,154 @@
+"""Rounds that nobody asked for: what requests will need is compiled by them."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+
+import mlx.core as mx
+
+from ..backend import BackendDefaults
+from ..models.compiled import CompiledForwards
+from ..models.runner import ModelRunner
+from ..request import Request
+from ..sampling_params import SamplingParams
+from ..spec_decode import Drafter
+from ..spec_decode.draft_length import FixedLength
+from ..utils.warm_up import warm_up
+from .decode_batch import DecodeBatch
+from .in_flight import InFlight
+from .observer import RoundObserver
+
+log = logging.getLogger("specdec.engine")
+
+
+class Rehearsal:
+    """Goes through all that a batch does, once, before the first request.
+
+    MLX's CUDA backend compiles a kernel when it first meets it, which takes seconds.
+    Elsewhere nothing is rehearsed. Nothing of it is timed, counted or kept, and what
+    goes wrong is left for requests to find.
+
+    Args:
+        backend: says whether shapes that were not met before cost.
+    """
+
+    def __init__(self, backend: BackendDefaults):
+        #: Whether nothing was rehearsed yet, and something should be.
+        self.due = backend.new_shape_seconds > 0
+        self._backend = backend
+
+    @CompiledForwards.at_once()
+    def run(
+        self,
+        target: ModelRunner,
+        drafter: Drafter | None,
+        num_slots: int,
+        max_draft_tokens: int,
+        params: Sequence[SamplingParams],
+    ) -> None:
+        """Rehearse with batches of ``num_slots`` rows.
+
+        Args:
+            max_draft_tokens: largest k of a round.
+            params: of the rows of each batch; functions of the user's are not called.
+        """
+        self.due = False
+        shows = [
+            _Show(target, drafter, self._backend, num_slots, max_draft_tokens, p)
+            for p in params
+        ]
+        try:
+            warm_up.run([step for show in shows for step in show.steps()])
+        except Exception as error:
+            log.debug("the rehearsal ended early", exc_info=error)
+        mx.synchronize()
+        mx.clear_cache()
+
+
+class _Show:
+    """One batch, from its prompts to a row that joins."""
+
+    def __init__(
+        self,
+        target: ModelRunner,
+        drafter: Drafter | None,
+        backend: BackendDefaults,
+        num_slots: int,
+        max_draft_tokens: int,
+        params: SamplingParams,
+    ):
+        self._target = target.without_prefixes()
+        self._drafter, self._backend = drafter, backend
+        self._most = max_draft_tokens if drafter is not None else 0
+        # Several rounds, of which none is a row's last.
+        self._params = replace(
+            params.seeded(),
+            max_tokens=8 * (self._most + 2),
+            min_tokens=0,
+            logits_processors=(),
+            sampler=None,
+            stop=(),
+            grammar=None,
+            num_draft_tokens=None,
+        )
+        self._in_flight: deque[InFlight] = deque()
+        self._rows = [self._row() for _ in range(num_slots)]
+        self._batch: DecodeBatch | None = None
+
+    def steps(self) -> Iterator[Callable[[], None]]:
+        """What is done, one after the other."""
+        yield self._prompts
+        yield self._begin
+        for k in sorted({0, self._most}):
+            yield partial(self._round, k)
+        if len(self._rows) > 1:
+            yield self._join
+
+    def _row(self) -> Request:
+        # With one token nothing is looked up in a prefix store, nor kept there.
+        return Request(-1, "", (0,), self._params)
+
+    def _prompts(self) -> None:
+        prompts = [(0, 0)] * len(self._rows)
+        rows = self._target.rows(prompts, max_round=self._most + 1, max_length=2)
+        for _ in rows.prefill():
+            pass
+        mx.synchronize()
+
+    def _begin(self) -> None:
+        self._batch = self._begun(self._rows)
+
+    def _begun(self, rows: Sequence[Request]) -> DecodeBatch:
+        """A batch whose rows have their first tokens."""
+        batch = DecodeBatch(
+            self._target,
+            self._drafter,
+            rows,
+            FixedLength(self._most),
+            self._backend,
+            RoundObserver(),
+            self._in_flight,
+            len(rows),
+        )
+        for _ in batch.prefill():
+            pass
+        self._in_flight.popleft().read()
+        return batch
+
+    def _round(self, k: int) -> None:
+        assert self._batch is not None
+        self._in_flight.append(self._batch.dispatch(k))
+        self._in_flight.popleft().read()
+
+    def _join(self) -> None:
+        """Have a row leave and another take its place."""
+        assert self._batch is not None
+        self._rows[0].cancel()
+        self._batch.expected = 1
+        self._batch.retire()
+        self._batch.join(self._begun([self._row()]), len(self._rows))
+        self._round(self._most)

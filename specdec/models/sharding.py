@@ -1,0 +1,125 @@
+"""A rank's shard of a model, as mlx-lm's own ``shard()`` makes it."""
+
+from __future__ import annotations
+
+import copyreg
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.nn.layers.distributed import (
+    AllToShardedLinear,
+    QuantizedAllToShardedLinear,
+    QuantizedShardedToAllLinear,
+    ShardedToAllLinear,
+)
+from mlx.utils import tree_flatten, tree_unflatten
+
+from ..cuda.flattened_matmul import as_kind
+from ..errors import UnsupportedModelError
+from ..utils.printable import shorten
+
+# A copy of a model has the same group: ``copy.deepcopy`` takes a name for the thing
+# itself.
+copyreg.pickle(mx.distributed.Group, lambda group: "group")
+
+
+class SummedLinear(nn.Module):
+    """A linear layer of which each rank has some columns; the ranks' results are added.
+
+    Args:
+        part: this rank's columns, without a bias.
+        bias: of the whole, added once.
+    """
+
+    def __init__(
+        self, part: nn.Module, bias: mx.array | None, group: mx.distributed.Group
+    ):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.part = part
+        if bias is not None:
+            self.bias = bias
+        self._group = group
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """The whole product with x of shape (..., D / ranks)."""
+        summed = mx.distributed.all_sum(self.part(x), group=self._group)
+        return summed + self.bias if "bias" in self else summed
+
+
+def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
+    """Leave of ``model`` what one rank computes, in place; nothing is evaluated.
+
+    Layers that need no sum are plain ones afterwards, with fewer rows: whatever serves
+    a model's layers (packing, casting, kernels) serves a shard's.
+
+    Args:
+        model: with its weights as they are stored, not yet fitted to a backend.
+        name: for messages.
+
+    Raises:
+        UnsupportedModelError: mlx-lm does not shard the architecture, or its sizes do
+            not divide.
+    """
+    size = group.size()
+    sharded: Any = getattr(model, "shard", None)
+    if sharded is None:
+        architecture = type(model).__module__.rpartition(".")[2]
+        raise UnsupportedModelError(
+            f"{name}: mlx-lm cannot shard {architecture} models: run it on one device, "
+            "or take a model of another architecture"
+        )
+    before = _numbers(model)
+    try:
+        sharded(group)
+    except Exception as error:  # sizes that do not divide, as each layer says it
+        lines = str(error).strip().splitlines() or [type(error).__name__]
+        raise _indivisible(name, size, shorten(lines[0])) from error
+    after = _numbers(model)
+    for key, number in before.items():
+        rest = after.get(key, number)
+        # Fewer heads than ranks are repeated where mlx-lm does that.
+        repeated = rest == 1 and number < size and size % number == 0
+        if rest not in (number, number / size) and not repeated:
+            raise _indivisible(name, size, f"{key[1]} is {number}")
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    for path, layer in leaves:
+        if type(layer) in _PLAIN:
+            model.update_modules(tree_unflatten([(path, _plain(layer, group))]))
+
+
+def _indivisible(name: str, size: int, why: str) -> UnsupportedModelError:
+    return UnsupportedModelError(
+        f"{name} cannot be divided between {size} ranks ({why}): take a number of "
+        "ranks that divides its heads"
+    )
+
+
+def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:
+    """Whole numbers that modules hold, by the module's path and the attribute."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    return {
+        (path, key): number
+        for path, module in modules
+        for key, number in vars(module).items()
+        if type(number) is int
+    }
+
+
+# mlx's layer of a shard, and the layer with the same product; whether it is summed.
+_PLAIN: dict[type, tuple[type, bool]] = {
+    AllToShardedLinear: (nn.Linear, False),
+    QuantizedAllToShardedLinear: (nn.QuantizedLinear, False),
+    ShardedToAllLinear: (nn.Linear, True),
+    QuantizedShardedToAllLinear: (nn.QuantizedLinear, True),
+}
+
+
+def _plain(layer: Any, group: mx.distributed.Group) -> nn.Module:
+    kind, is_summed = _PLAIN[type(layer)]
+    plain: Any = as_kind(layer, kind)
+    vars(plain).pop("group", None)
+    if not is_summed:
+        made: nn.Module = plain
+        return made
+    return SummedLinear(plain, plain.pop("bias", None), group)

@@ -1,0 +1,462 @@
+"""The ranks of a tensor-parallel run: rank 0 decides, all of them compute.
+
+Each rank holds a shard of the target and runs the same engine. Partial sums go through
+``mlx.core.distributed``. What ranks cannot work out alike by themselves (a clock, a
+request that arrives, a cancel) rank 0 decides and sends to the others, from host to
+host: a collective would wait for the round that the device is computing. What they
+commit they send back, and rank 0 compares.
+
+A rank that ends closes its connection, and the others hear of that at once, also while
+their main thread waits inside a collective.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hmac
+import json
+import os
+import pickle
+import secrets
+import socket
+import sys
+import threading
+import time
+from abc import ABC, abstractmethod
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from . import backend
+from .errors import RankError, reason_of
+from .utils.printable import shorten
+
+if TYPE_CHECKING:
+    import mlx.core as mx
+
+T = TypeVar("T")
+Facts = Any
+#: What differs between rank 0's facts and those of another rank, in words.
+Explain = Callable[[Facts, Facts], str]
+
+# By launchers: mlx.launch's, those of MPI.
+_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# Seconds that ranks have to meet, once they have found each other.
+_MEETING = 60.0
+# Seconds that the main thread has to hear that the run is over.
+PATIENCE = 2.0
+# Bytes of the note that says where rank 0 listens.
+_NOTE = 512
+_END, _ABORT, _LOST = ("end",), ("abort",), ("lost",)
+#: Versions that have to be the same on all ranks.
+_VERSIONS = ("specdec", "mlx", "mlx_lm")
+
+
+def launched_rank() -> int | None:
+    """The rank that a launcher gave this process; ``None``: it was started alone."""
+    found = next((os.environ[name] for name in _RANK if name in os.environ), "")
+    return int(found) if found.isdecimal() else None
+
+
+class Ranks(ABC):
+    """One rank's view of all of them; made by :meth:`join`.
+
+    Attributes:
+        group: of ``mlx.core.distributed``.
+        rank: of this process; rank 0 leads.
+        size: number of ranks.
+        memory_size: bytes that MLX can use on the rank that has least; ``None``: not
+            known.
+    """
+
+    def __init__(self, group: mx.distributed.Group):
+        self.group = group
+        self.rank, self.size = group.rank(), group.size()
+        self.memory_size: int | None = None
+
+    @staticmethod
+    def join() -> Ranks | None:
+        """Meet the other processes that a launcher has started.
+
+        Returns:
+            ``None`` where there is no other.
+
+        Raises:
+            RankError: they cannot be reached, or have other versions.
+        """
+        if launched_rank() is None:
+            return None
+        import mlx.core as mx
+
+        try:
+            group = mx.distributed.init(strict=True)
+        except RuntimeError as error:
+            raise RankError(
+                f"the ranks do not find each other ({shorten(error)}): start them "
+                "with mlx.launch"
+            ) from error
+        if group.size() == 1:
+            return None
+        try:
+            return Leader(group) if group.rank() == 0 else Follower(group)
+        except (OSError, ValueError) as error:
+            raise RankError(
+                f"rank {group.rank()} does not reach rank 0 ({shorten(error)}): let "
+                "the machines connect to each other"
+            ) from error
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is rank 0."""
+        return self.rank == 0
+
+    def release(self) -> None:  # noqa: B027 - nothing, on most ranks
+        """Let the other ranks leave :meth:`specdec.SpecDecoder.follow`.
+
+        They do at the end of rank 0, too. Another decoder can be made after it. On a
+        rank other than 0 it does nothing.
+        """
+
+    @abstractmethod
+    def decide(self, what: str, make: Callable[[], T]) -> T:
+        """What ``make`` returns on rank 0, where alone it is called.
+
+        Args:
+            what: is decided, the same on all ranks.
+        """
+
+    @abstractmethod
+    def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
+        """Let rank 0 compare what all ranks have come to.
+
+        Args:
+            facts: this rank's.
+            wait: until those of all ranks are known, on rank 0.
+
+        Raises:
+            RankError: they differ, or a rank has ended; on rank 0.
+        """
+
+
+def differing(mine: Mapping[str, Facts], theirs: Mapping[str, Facts]) -> str:
+    """Explain facts that have names."""
+    return f"another {', '.join(k for k in mine if mine[k] != theirs.get(k))}"
+
+
+class _Peer:
+    """Rank 0's connection to another rank, and what of it is to be compared."""
+
+    def __init__(self, rank: int, connection: socket.socket, reader: Any):
+        self.rank = rank
+        self.connection, self.reader = connection, reader
+        self.mine: deque[tuple[Facts, Explain]] = deque()
+        self.theirs: deque[Facts] = deque()
+        self.thread: threading.Thread | None = None
+        self.gone = False
+
+
+class Leader(Ranks):
+    """Rank 0.
+
+    Attributes:
+        turn: whoever steps a session, or adds to one, holds it: all ranks do these
+            things in one order.
+        failure: why the run is over, once it is.
+        last_words: says it where the main thread cannot, before the process ends.
+        broken: a step did not end here, so that the others may wait in it for good.
+    """
+
+    def __init__(self, group: mx.distributed.Group):
+        super().__init__(group)
+        self.turn = threading.RLock()
+        self.failure: RankError | None = None
+        self.last_words: Callable[[RankError], None] = _say
+        self.broken = False
+        self._changed = threading.Condition()
+        self._heard = threading.Event()
+        self._closing = False
+        self._released = False  # the others may end
+        self._peers = self._meet()
+        for peer in self._peers:
+            peer.thread = threading.Thread(
+                target=self._listen, args=(peer,), name="specdec rank", daemon=True
+            )
+            peer.thread.start()
+        atexit.register(self.close)
+
+    def _meet(self) -> list[_Peer]:
+        host, key = _address(), secrets.token_hex(16)
+        with socket.create_server((host, 0)) as server:
+            server.settimeout(_MEETING)
+            where = json.dumps([host, server.getsockname()[1], key]).encode()
+            _shared(self.group, where)
+            own = _facts()
+            peers: list[_Peer] = []
+            sizes = [own.pop("memory_size")]
+            while len(peers) < self.size - 1:
+                connection, _ = server.accept()
+                connection.settimeout(_MEETING)
+                reader = connection.makefile("rb")
+                hello = json.loads(reader.readline(4096) or "{}")
+                if not hmac.compare_digest(str(hello.pop("key", "")), key):
+                    connection.close()
+                    continue
+                rank, size = hello.pop("rank"), hello.pop("memory_size")
+                if hello != own:
+                    raise RankError(
+                        f"rank {rank} has other versions ({_named(hello)}) than rank 0 "
+                        f"({_named(own)}): install the same"
+                    )
+                sizes.append(size)
+                peers.append(_Peer(rank, connection, reader))
+        known = [size for size in sizes if size is not None]
+        self.memory_size = min(known) if len(known) == len(sizes) else None
+        for peer in peers:
+            peer.connection.settimeout(None)
+            peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        peers.sort(key=lambda peer: peer.rank)
+        self._send(peers, ("memory", self.memory_size))
+        return peers
+
+    def release(self) -> None:
+        self.say(("release",))
+        self._released = True
+
+    def say(self, message: tuple[Any, ...]) -> None:
+        """Send a message to the other ranks, which hear all in their order."""
+        with self._changed:
+            self._released = False
+            for peer in self._peers:
+                if peer.gone:
+                    self._fail(f"rank {peer.rank} of {self.size} has ended")
+        self._send(self._peers, message)
+
+    @staticmethod
+    def _send(peers: Sequence[_Peer], message: tuple[Any, ...]) -> None:
+        data = pickle.dumps(message)
+        for peer in peers:
+            with suppress(OSError):  # that it has ended is heard by who listens
+                peer.connection.sendall(data)
+
+    def decide(self, what: str, make: Callable[[], T]) -> T:
+        decided = make()
+        self.say((what, decided))
+        return decided
+
+    def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
+        with self._changed:
+            for peer in self._peers:
+                peer.mine.append((facts, explain))
+                self._compare(peer)
+            if wait:
+                self._changed.wait_for(
+                    lambda: self.failure or not any(p.mine for p in self._peers)
+                )
+        self.raise_failure()
+
+    def raise_failure(self) -> None:
+        """Raise what has ended the run, if anything has.
+
+        Raises:
+            RankError: it is over.
+        """
+        if self.failure is not None:
+            self._heard.set()
+            raise self.failure
+
+    def lost(self, error: Exception) -> Exception:
+        """What to raise for an error of a step: why a rank has ended, if one has."""
+        with self._changed:
+            self._changed.wait_for(lambda: self.failure, PATIENCE / 2)
+        if self.failure is None:
+            return error
+        self._heard.set()
+        return self.failure
+
+    def _compare(self, peer: _Peer) -> None:
+        while peer.mine and peer.theirs:
+            (mine, explain), theirs = peer.mine.popleft(), peer.theirs.popleft()
+            if mine != theirs:
+                found = explain(mine, theirs)
+                self._fail(f"rank {peer.rank} has parted from rank 0: {found}")
+
+    def _listen(self, peer: _Peer) -> None:
+        """Take what a rank sends, until it ends."""
+        with suppress(OSError, EOFError, pickle.UnpicklingError):
+            while True:
+                kind, content = pickle.load(peer.reader)
+                with self._changed:
+                    if kind == "error":
+                        self._fail(f"rank {peer.rank}: {content}")
+                    else:
+                        peer.theirs.append(content)
+                        self._compare(peer)
+                    self._changed.notify_all()
+        with self._changed:
+            peer.gone = True
+            if not self._released:
+                self._fail(f"rank {peer.rank} of {self.size} has ended")
+            self._changed.notify_all()
+
+    def _fail(self, why: str) -> None:
+        if self.failure is None and not self._closing:
+            self.failure = RankError(f"{why}: start all ranks again")
+            threading.Thread(target=self._end_soon, daemon=True).start()
+
+    def _end_soon(self) -> None:
+        assert self.failure is not None
+        if not self._heard.wait(PATIENCE) and not self._closing:
+            with suppress(Exception):
+                self.last_words(self.failure)
+            _leave(1)
+
+    def close(self) -> None:
+        """End the other ranks; called at the end of the process."""
+        with self._changed:
+            if self._closing:
+                return
+            self._closing = True
+        if self.failure is not None:
+            _leave(1)  # the device may wait for a rank that is no more
+        if self.broken:
+            self.say(_ABORT)
+        else:
+            import mlx.core as mx
+
+            mx.synchronize()
+            self.say(_END)
+        for peer in self._peers:
+            with suppress(OSError):
+                peer.connection.shutdown(socket.SHUT_WR)
+            if peer.thread is not None:
+                peer.thread.join(PATIENCE + 1)
+        if self.broken:
+            _leave(None)
+
+
+class Follower(Ranks):
+    """A rank other than 0."""
+
+    def __init__(self, group: mx.distributed.Group):
+        super().__init__(group)
+        self._inbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
+        host, port, key = json.loads(_shared(group, b""))
+        self._connection = socket.create_connection((host, port), _MEETING)
+        self._connection.settimeout(None)
+        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        hello = _facts() | {"key": key, "rank": self.rank}
+        self._connection.sendall(json.dumps(hello).encode() + b"\n")
+        reader = self._connection.makefile("rb")
+        threading.Thread(
+            target=self._listen, args=(reader,), name="specdec rank", daemon=True
+        ).start()
+        atexit.register(self._close)
+        self.memory_size = self.decide("memory", lambda: None)
+
+    def hear(self) -> tuple[Any, ...]:
+        """The next message of rank 0: ``("end",)`` once it ends, from then on.
+
+        Raises:
+            RankError: it has ended in another way.
+        """
+        message = self._inbox.get()
+        if message in (_END, _LOST):
+            self._inbox.put(message)
+        if message == _LOST:
+            raise RankError("rank 0 has ended: start all ranks again")
+        return message
+
+    def decide(self, what: str, make: Callable[[], T]) -> T:
+        message = self.hear()
+        if message[0] != what:
+            raise RankError(
+                f"rank 0 says {message[0]} where rank {self.rank} waits for {what}"
+            )
+        decided: T = message[1]
+        return decided
+
+    def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
+        self._send(("facts", facts))
+
+    @contextmanager
+    def reporting(self) -> Iterator[None]:
+        """Let rank 0 say what is raised within the block."""
+        try:
+            yield
+        except Exception as error:
+            ours = isinstance(error, RankError) or type(error).__module__.startswith(
+                "specdec"
+            )
+            self._send(("error", str(error) if ours else reason_of(error)))
+            raise
+
+    def _send(self, message: tuple[str, Facts]) -> None:
+        with suppress(OSError):  # the end of rank 0 is heard by who listens
+            self._connection.sendall(pickle.dumps(message))
+
+    def _listen(self, reader: Any) -> None:
+        message = None
+        with suppress(OSError, EOFError, pickle.UnpicklingError):
+            while message not in (_END, _ABORT):
+                message = pickle.load(reader)
+                if message != _ABORT:
+                    self._inbox.put(message)
+        if message == _ABORT:
+            _leave(0)  # the main thread may wait in a collective
+        if message == _END:
+            return
+        self._inbox.put(_LOST)
+        time.sleep(PATIENCE)
+        _leave(1)
+
+    def _close(self) -> None:
+        """Let rank 0 know, at the end of the process."""
+        with suppress(OSError):
+            self._connection.shutdown(socket.SHUT_RDWR)
+
+
+def _shared(group: mx.distributed.Group, note: bytes) -> bytes:
+    """A short note of rank 0's, on every rank."""
+    import mlx.core as mx
+
+    assert len(note) <= _NOTE
+    own = mx.array([*note, *[0] * (_NOTE - len(note))], mx.int32)
+    summed: Any = mx.distributed.all_sum(own, group=group).tolist()
+    return bytes(summed).rstrip(b"\0")
+
+
+def _address() -> str:
+    """Where the launcher says that rank 0 can be reached."""
+    for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
+        if found := os.environ.get(name):
+            return found.rpartition(":")[0] if found.count(":") == 1 else found
+    hosts = os.environ.get("MLX_HOSTFILE")
+    if hosts is None:
+        return socket.gethostname()
+    first: str = json.loads(Path(hosts).read_text("utf-8"))[0][0]
+    return first.rpartition(":")[0].strip("[]")
+
+
+def _facts() -> dict[str, Any]:
+    described = backend.describe()
+    versions = {name: described[name] for name in _VERSIONS}
+    return {**versions, "memory_size": backend.memory_size()}
+
+
+def _named(versions: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} {version}" for name, version in versions.items())
+
+
+def _say(error: RankError) -> None:
+    print(f"specdec: error: {error}", file=sys.stderr)
+
+
+def _leave(code: int | None) -> None:
+    """End the process where its own end might wait for the device; ``None``: 130."""
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(Exception):
+            stream.flush()
+    os._exit(130 if code is None else code)

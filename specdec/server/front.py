@@ -1,0 +1,376 @@
+"""The web application in front of replicas, which gives each request to one of them.
+
+No mlx here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from hashlib import sha256
+
+import httpx
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from prometheus_client.registry import Collector
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
+
+from ..errors import ServerError
+from ..utils.data_files import DataError, parse_json
+from .config import ServerConfig
+from .refusal import Refusal
+from .rendering import sse
+from .replicas import Replica, Replicas
+from .routing import Blocks, blocks_of, choose
+from .web import (
+    CLIENT_HEADER,
+    HANDLERS,
+    client_of,
+    error_response,
+    middleware,
+    read_body,
+    until_gone,
+)
+
+#: Replicas that a request is given to, one after the other, while nothing was sent.
+_ATTEMPTS = 2
+#: Seconds that a client may take to read its answer, beside the time that it takes.
+_READ_SECONDS = 120
+#: A body is parsed in the event loop up to this size.
+_SMALL = 1 << 18
+#: Headers of one connection, and those that are another's on the next one.
+_NOT_PASSED_ON = frozenset(
+    (b"authorization", b"connection", b"content-length", b"cookie", b"date", b"expect",
+     b"host", b"keep-alive", b"origin", b"proxy-authorization", b"request-id", b"te",
+     b"trailer", b"transfer-encoding", b"upgrade", b"x-api-key", b"x-request-id",
+     CLIENT_HEADER)
+)  # fmt: skip
+Headers = list[tuple[bytes, bytes]]
+
+
+def make_front(replicas: Replicas, config: ServerConfig) -> Starlette:
+    """A web application that gives each request to one of the replicas.
+
+    Its ``state.service`` is the :class:`Front`.
+    """
+    front = Front(replicas, config)
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:
+        async with replicas:
+            yield
+
+    app = Starlette(
+        routes=[
+            Route("/health", _health),
+            Route("/metrics", _metrics),
+            Route("/{path:path}", _forward, methods=["GET", "POST"]),
+        ],
+        middleware=middleware(config),
+        exception_handlers=HANDLERS,
+        lifespan=lifespan,
+    )
+    app.state.service = front
+    return app
+
+
+class Front:
+    """Gives requests to replicas; of one event loop.
+
+    Args:
+        replicas: entered, or soon.
+        config: limits; those of the replicas.
+    """
+
+    def __init__(self, replicas: Replicas, config: ServerConfig):
+        self.replicas = replicas
+        self.config = config
+        self.again = 0
+        self.lost = 0
+        self._draining = False
+
+    @property
+    def healthy(self) -> bool:
+        """Whether requests are answered."""
+        return bool(self.replicas.ready) and not self._draining
+
+    @property
+    def failure(self) -> ServerError | None:
+        """Why there is no replica and none will be, if that is so."""
+        return self.replicas.failure
+
+    @property
+    def pending(self) -> int:
+        """Answers that have not ended."""
+        return sum(each.place.running for each in self.replicas.all)
+
+    @property
+    def status(self) -> str:
+        """In a word."""
+        if self._draining:
+            return "stopping"
+        return "ok" if self.healthy else "starting"
+
+    @contextmanager
+    def replica(self, blocks: Blocks, tried: Sequence[Replica]) -> Iterator[Replica]:
+        """A replica for a request, which counts as its load.
+
+        Raises:
+            Refusal: there is none.
+        """
+        if self._draining:
+            raise Refusal(
+                "the server is stopping: ask another one",
+                status=503,
+                code="stopping",
+                retry_after=5,
+            )
+        ready = [each for each in self.replicas.ready if each not in tried]
+        if not ready:
+            lost = "the replica that answered has ended, and there is no other one yet"
+            raise Refusal(
+                f"{lost if tried else 'no replica is ready'}: try again later",
+                status=503,
+                code="no_replica",
+                retry_after=5,
+            )
+        chosen = choose(ready, blocks)
+        chosen.place.running += 1
+        try:
+            yield chosen
+        finally:
+            chosen.place.running -= 1
+
+    async def drain(self) -> None:
+        """Take no more requests, and let the replicas end those that run."""
+        self._draining = True
+        await self.replicas.stop(self.config.stop_timeout)
+
+
+def _front(request: Request) -> Front:
+    front: Front = request.app.state.service
+    return front
+
+
+async def _health(request: Request) -> Response:
+    front = _front(request)
+    replicas = [
+        {
+            "status": "starting" if each.client is None else "ok",
+            "running": each.place.running,
+            "starts": each.starts,
+        }
+        for each in front.replicas.all
+    ]
+    payload = {"status": front.status, "replicas": replicas}
+    return JSONResponse(payload, 200 if front.healthy else 503)
+
+
+# -- requests -----------------------------------------------------------------------
+
+
+async def _forward(request: Request) -> Response:
+    front, body = _front(request), b""
+    if request.method == "POST":
+        try:
+            body = await read_body(request, front.config.max_body_bytes)
+        except ClientDisconnect:
+            return Response(status_code=499)
+    small = len(body) <= _SMALL
+    blocks = _blocks(body) if small else await asyncio.to_thread(_blocks, body)
+    return _Forwarded(front, request, body, blocks)
+
+
+def _blocks(body: bytes) -> Blocks:
+    try:
+        return blocks_of(parse_json(body)) if body else ()
+    except DataError:  # for the replica to refuse
+        return ()
+
+
+class _Forwarded(Response):
+    """The answer of a replica; a client that goes away ends it there as well."""
+
+    def __init__(self, front: Front, request: Request, body: bytes, blocks: Blocks):
+        super().__init__()
+        self._front = front
+        self._request = request
+        self._body = body
+        self._blocks = blocks
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        limit = self._front.config.request_timeout + _READ_SECONDS
+        await until_gone(self._answer(scope, receive, send), receive, limit)
+
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+        front, path = self._front, self._request.url.path
+        tried: list[Replica] = []
+        given = 0
+        sent = _Sent(send)
+        while True:
+            try:
+                with front.replica(self._blocks, tried) as replica:
+                    await self._ask(replica, sent)
+                return
+            except Refusal as refusal:
+                await error_response(refusal, path)(scope, receive, send)
+                return
+            except httpx.ConnectError:  # it has just ended, and was given nothing
+                tried.append(replica)
+            except httpx.TransportError:
+                given, tried = given + 1, [*tried, replica]
+                if sent.begun or given == _ATTEMPTS:
+                    break
+                front.again += 1
+        front.lost += 1
+        lost = Refusal(
+            f"replica {tried[-1].index} ended meanwhile: send the request again",
+            status=502,
+            code="replica_lost",
+        )
+        if sent.begun:
+            await sent.fail(lost, path)
+        else:
+            await error_response(lost, path)(scope, receive, send)
+
+    async def _ask(self, replica: Replica, sent: _Sent) -> None:
+        """Pass a replica's answer on.
+
+        Raises:
+            httpx.TransportError: the replica ended, or its answer broke off.
+        """
+        request, client = self._request, replica.client
+        if client is None:
+            raise httpx.ConnectError("it has just ended")
+        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+        client_name = client_of(request.scope, self._front.config.api_keys)
+        digest = sha256(client_name.encode()).hexdigest().encode()
+        headers = [*_passed_on(request.headers.raw), (CLIENT_HEADER, digest)]
+        asked = client.build_request(
+            request.method, url, headers=headers, content=self._body
+        )
+        answer = await client.send(asked, stream=True)
+        try:
+            head = _passed_on(answer.headers.raw)
+            kind = answer.headers.get("content-type", "")
+            if not kind.startswith("text/event-stream"):
+                await sent.whole(answer.status_code, head, await answer.aread())
+                return
+            async for data in answer.aiter_raw():
+                await sent.events(answer.status_code, head, data)
+            await sent.end()
+        finally:
+            await answer.aclose()
+
+
+def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
+    return [(k.lower(), v) for k, v in headers if k.lower() not in _NOT_PASSED_ON]
+
+
+class _Sent:
+    """What the client was sent; of a stream, whole events only."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self._part = b""  # of an event
+        self._count = 0  # of events
+        self.begun = False
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        headers = [*headers, (b"content-length", str(len(body)).encode())]
+        await self._begin(status, headers)
+        await self._more(body, last=True)
+
+    async def events(self, status: int, headers: Headers, data: bytes) -> None:
+        whole, end, self._part = (self._part + data).rpartition(b"\n\n")
+        if end:
+            if not self.begun:
+                await self._begin(status, headers)
+            self._count += whole.count(b"data: ")
+            await self._more(whole + end)
+
+    async def end(self) -> None:
+        await self._more(self._part, last=True)
+
+    async def fail(self, refusal: Refusal, path: str) -> None:
+        """End a stream with the error of the protocol that the path belongs to."""
+        if path.startswith("/v1/messages"):
+            event = sse(refusal.anthropic(), "error")
+        elif path.startswith("/v1/responses"):
+            error = {"code": refusal.code, "message": str(refusal), "param": None}
+            number = {"sequence_number": self._count}
+            event = sse({"type": "error", **error, **number}, "error")
+        else:
+            event = sse(refusal.openai())
+        await self._more(event, last=True)
+
+    async def _begin(self, status: int, headers: Headers) -> None:
+        self.begun = True
+        start = {"type": "http.response.start", "status": status, "headers": headers}
+        await self._send(start)
+
+    async def _more(self, body: bytes, *, last: bool = False) -> None:
+        part = {"type": "http.response.body", "body": body, "more_body": not last}
+        await self._send(part)
+
+
+# -- metrics ------------------------------------------------------------------------
+
+
+async def _metrics(request: Request) -> Response:
+    """What the replicas count, each with its number, and what is counted here."""
+    front = _front(request)
+    texts = await asyncio.gather(*map(_metrics_of, front.replicas.all))
+    registry = CollectorRegistry()
+    registry.register(_Gathered(front, texts))
+    kind = "text/plain; version=0.0.4; charset=utf-8"
+    return Response(generate_latest(registry), media_type=kind)
+
+
+async def _metrics_of(replica: Replica) -> str:
+    if replica.client is None:
+        return ""
+    try:
+        return (await replica.client.get("/metrics", timeout=5)).text
+    except httpx.TransportError:
+        return ""
+
+
+class _Gathered(Collector):
+    """Metrics of all replicas."""
+
+    def __init__(self, front: Front, texts: Sequence[str]):
+        self._front, self._texts = front, texts
+
+    def collect(self) -> Iterator[Metric]:
+        found: dict[str, Metric] = {}
+        for i, text in enumerate(self._texts):
+            for family in text_string_to_metric_families(text):
+                made = Metric(family.name, family.documentation, family.type)
+                metric = found.setdefault(family.name, made)
+                for sample in family.samples:
+                    labels = {**sample.labels, "replica": str(i)}
+                    metric.add_sample(sample.name, labels, sample.value)
+        yield from found.values()
+        replicas = self._front.replicas.all
+        up = GaugeMetricFamily(
+            "specdec_replica_up", "Whether a replica answers.", labels=["replica"]
+        )
+        starts = CounterMetricFamily(
+            "specdec_replica_starts", "Starts of a replica.", labels=["replica"]
+        )
+        for each in replicas:
+            up.add_metric([str(each.index)], float(each.client is not None))
+            starts.add_metric([str(each.index)], each.starts)
+        yield from (up, starts)
+        for name, text, number in (
+            ("again", "Requests that a second replica ran.", self._front.again),
+            ("lost", "Requests that ended with a replica.", self._front.lost),
+        ):
+            yield CounterMetricFamily(f"specdec_requests_{name}", text, value=number)

@@ -1,0 +1,249 @@
+"""Processes that serve the same model, one for each device; those that end start again.
+
+A replica listens on a Unix socket in a folder that only this user can enter, so it asks
+for no key. It ends when its standard input does, so none outlives its parent. No mlx
+here.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import shutil
+import signal
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+import httpx
+
+from ..errors import ServerError
+from .routing import HasPlace, Place
+
+log = logging.getLogger("specdec.server")
+
+#: Seconds between two looks whether a replica answers, and those that it may take.
+_LOOK_SECONDS = 5.0
+_ANSWER_SECONDS = 60.0
+#: Seconds before one that did not become ready starts again: doubled each time.
+_LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
+#: Seconds that a replica gets to end, beside those for its answers.
+_LAST_SECONDS = 15.0
+
+
+@dataclass(frozen=True)
+class Command:
+    """How a replica's process is started.
+
+    Args:
+        arguments: the program and what it is given.
+        environment: variables beside those of this process.
+        greeting: what it reads first from its standard input.
+    """
+
+    arguments: Sequence[str]
+    environment: Mapping[str, str]
+    greeting: bytes
+
+
+#: How replica ``i`` is started when it is to listen at a path. It writes a line to its
+#: standard output when it answers, which says what it serves.
+Start = Callable[[int, str], Command]
+
+
+class Replica(HasPlace):
+    """A process that serves, or the next one in its place.
+
+    Attributes:
+        index: among its like, from 0.
+        place: what it runs and was given.
+        client: reaches it while it answers; ``None``: it does not.
+        starts: how often it was started.
+        described: what it serves, as it says.
+        process: while there is one.
+    """
+
+    def __init__(self, index: int):
+        self.index = index
+        self.place = Place()
+        self.client: httpx.AsyncClient | None = None
+        self.starts = 0
+        self.described = ""
+        self.process: asyncio.subprocess.Process | None = None
+
+    def signal(self, number: int) -> None:
+        """Send a signal to its process, if there is one."""
+        if self.process is not None:
+            with suppress(ProcessLookupError):
+                self.process.send_signal(number)
+
+
+class FirstReplicaError(ServerError):
+    """The first replica ended before it was ready.
+
+    Args:
+        code: its exit code, if it said itself why it ended; else ``None``.
+    """
+
+    def __init__(self, message: str, code: int | None):
+        super().__init__(message)
+        self.code = code
+
+
+class Replicas:
+    """Starts replicas, and starts those again that end.
+
+    The first is ready before the others start: a model that cannot be loaded is
+    reported once, and one that is downloaded is so once.
+
+    Args:
+        count: replicas.
+        start: how each is started.
+        answer_seconds: the longest that an answer takes.
+
+    Attributes:
+        failure: why there are none: the first one did not become ready.
+    """
+
+    def __init__(self, count: int, start: Start, answer_seconds: float = 600.0):
+        self.all = [Replica(i) for i in range(count)]
+        self.failure: FirstReplicaError | None = None
+        self._start = start
+        self._answer_seconds = answer_seconds
+        self._folder = ""
+        self._first = asyncio.Event()
+        self._tasks: list[asyncio.Task[None]] = []
+        self._stopping = False
+
+    async def __aenter__(self) -> Self:
+        self._folder = tempfile.mkdtemp(prefix="specdec-")  # for this user alone
+        self._tasks = [asyncio.create_task(self._keep(each)) for each in self.all]
+        return self
+
+    async def __aexit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        where: TracebackType | None,
+    ) -> None:
+        await self.stop(0)
+
+    @property
+    def ready(self) -> list[Replica]:
+        """Those that answer."""
+        return [each for each in self.all if each.client is not None]
+
+    async def stop(self, seconds: float) -> None:
+        """Let all end, with so many seconds for the answers that they are at."""
+        self._stopping = True
+        for each in self.all:
+            each.signal(signal.SIGTERM)
+        for task, each in zip(self._tasks, self.all, strict=True):
+            if each.process is None:  # it waits to be started
+                task.cancel()
+        try:
+            async with asyncio.timeout(seconds + _LAST_SECONDS):
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        except TimeoutError:
+            log.warning("replicas did not end in time, and are killed")
+        finally:
+            for each in self.all:
+                each.signal(signal.SIGKILL)
+            for task in self._tasks:
+                task.cancel()
+            await asyncio.gather(*self._tasks, return_exceptions=True)
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+    async def _keep(self, replica: Replica) -> None:
+        """Start a replica whenever there is none, until all stop."""
+        pause = _LEAST_PAUSE
+        if replica.index:
+            await self._first.wait()
+        while not self._stopping:
+            was_ready, code = await self._run(replica)
+            if self._stopping:
+                return
+            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            if not self._first.is_set():
+                message = f"the first replica ended before it was ready ({how})"
+                self.failure = FirstReplicaError(message, code if code > 0 else None)
+                return
+            pause = _LEAST_PAUSE if was_ready else min(2 * pause, _MOST_PAUSE)
+            log.warning("replica %d ended (%s): it starts again", replica.index, how)
+            if not was_ready:
+                await asyncio.sleep(pause)
+
+    async def _run(self, replica: Replica) -> tuple[bool, int]:
+        """Run a replica to its end; whether it was ready, and its exit code."""
+        path = os.path.join(self._folder, f"{replica.index}-{replica.starts}")
+        command = self._start(replica.index, path)
+        process = await asyncio.create_subprocess_exec(
+            *command.arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, **command.environment},
+            # Ctrl-C at a terminal is for this process, which stops the others.
+            start_new_session=True,
+        )
+        replica.process = process
+        replica.starts += 1
+        was_ready = False
+        try:
+            assert process.stdin is not None
+            assert process.stdout is not None
+            process.stdin.write(command.greeting)
+            if self._stopping:
+                process.terminate()
+            line = await process.stdout.readline()
+            if line:
+                was_ready = True
+                replica.described = line.decode().strip()
+                replica.place.forget()
+                async with self._client(path) as client:
+                    replica.client = client
+                    self._first.set()
+                    await self._watch(process, client)
+        finally:
+            replica.client = None
+            if process.returncode is None and not was_ready:
+                with suppress(TimeoutError):  # it has closed its output, and ends
+                    await asyncio.wait_for(process.wait(), _LAST_SECONDS)
+            if process.returncode is None:
+                process.kill()
+            code = await process.wait()
+            replica.process = None
+        return was_ready, code
+
+    def _client(self, path: str) -> httpx.AsyncClient:
+        # The replica closes what is idle for 5 seconds; it is closed before that here.
+        limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
+        return httpx.AsyncClient(
+            transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
+            timeout=httpx.Timeout(None, read=self._answer_seconds + _ANSWER_SECONDS),
+            base_url="http://localhost",
+            trust_env=False,
+        )
+
+    async def _watch(
+        self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
+    ) -> None:
+        """Wait until a replica ends; one that does not answer any more is killed."""
+        ended = asyncio.create_task(process.wait())
+        try:
+            while not ended.done():
+                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
+                if ended.done():
+                    return
+                try:
+                    await client.get("/health", timeout=_ANSWER_SECONDS)
+                except httpx.TimeoutException:
+                    log.warning("a replica does not answer, and is killed")
+                    process.kill()
+                except httpx.TransportError:
+                    pass  # it is about to end
+        finally:
+            ended.cancel()

@@ -1,0 +1,127 @@
+"""Which replica answers a request: one that keeps its prefix, unless it is busier.
+
+No mlx here.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, TypeVar
+
+#: A line of Claude Code's system prompt that is another one in every request: it is for
+#: the service, and would make all prompts differ from their beginning on.
+BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
+
+#: Characters that are looked up together, and how many of them of a prompt.
+_BLOCK = 512
+_MOST_BLOCKS = 256
+#: Blocks that are remembered of a replica: 16 million characters.
+_KEPT = 1 << 15
+#: A replica may run so many times the mean number of requests.
+_IMBALANCE = 1.25
+#: Where a body has what its prompt begins with, in the order of chat templates.
+_PARTS = ("instructions", "system", "tools", "messages", "input", "prompt")
+
+Blocks = Sequence[int]
+
+
+def blocks_of(body: Any) -> Blocks:
+    """What a prompt begins with: a number for each block, with all blocks before it."""
+    if not isinstance(body, Mapping):
+        return ()
+    text, size = [], 0
+    for part in _PARTS:
+        for piece in _pieces(body.get(part)):
+            text.append(piece)
+            size += len(piece) + 1
+            if size > _BLOCK * _MOST_BLOCKS:
+                break
+    joined, blocks, number = "\0".join(text), [], 0
+    for end in range(_BLOCK, min(len(joined), _BLOCK * _MOST_BLOCKS) + 1, _BLOCK):
+        number = hash((number, joined[end - _BLOCK : end]))
+        blocks.append(number)
+    return blocks
+
+
+def _pieces(value: Any) -> Iterator[str]:
+    """The texts of a value, in an order that is always the same."""
+    if isinstance(value, str):
+        yield BILLING.sub("", value, 1)
+    elif isinstance(value, Mapping):
+        for key in sorted(value):
+            yield key
+            yield from _pieces(value[key])
+    elif isinstance(value, list):
+        for each in value:
+            yield from _pieces(each)
+    elif value is not None:
+        yield str(value)
+
+
+class Place:
+    """What is known of a replica: what it runs, and which prompts it was given.
+
+    Attributes:
+        running: requests that it answers.
+        last: when it was given one, in no unit.
+    """
+
+    def __init__(self) -> None:
+        self.running = 0
+        self.last = 0
+        self._kept: OrderedDict[int, None] = OrderedDict()
+
+    def matching(self, blocks: Blocks) -> int:
+        """Blocks at the beginning of a prompt that it was given before."""
+        found = 0
+        for block in blocks:
+            if block not in self._kept:
+                break
+            found += 1
+        return found
+
+    def note(self, blocks: Blocks) -> None:
+        """It is given a prompt. The oldest ones are forgotten."""
+        # The first block comes last: what follows it is of no use without it.
+        for block in reversed(blocks):
+            self._kept[block] = None
+            self._kept.move_to_end(block)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
+
+    def forget(self) -> None:
+        """It has begun anew, and keeps nothing."""
+        self._kept.clear()
+
+
+class HasPlace:
+    """What :func:`choose` chooses from."""
+
+    place: Place
+
+
+T = TypeVar("T", bound=HasPlace)
+
+
+def choose(replicas: Sequence[T], blocks: Blocks) -> T:
+    """The replica that was given most of a prompt's beginning, or the least busy one.
+
+    One that runs more than 1.25 times the mean is left out, so that a prefix that all
+    requests share does not keep the other replicas idle.
+    """
+    total = sum(each.place.running for each in replicas)
+    most = math.ceil(_IMBALANCE * (total + 1) / len(replicas))
+    chosen = max(
+        (each for each in replicas if each.place.running < most),
+        key=lambda each: (
+            each.place.matching(blocks),
+            -each.place.running,
+            -each.place.last,
+        ),
+    )
+    chosen.place.note(blocks)
+    chosen.place.last = 1 + max(each.place.last for each in replicas)
+    return chosen

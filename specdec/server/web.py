@@ -1,0 +1,223 @@
+"""What every web application here shares: keys, hosts, bodies, errors. No mlx here."""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import ipaddress
+import re
+import uuid
+from collections.abc import Awaitable, Mapping, Sequence
+from typing import Any, TypeVar
+
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .config import ServerConfig
+from .refusal import Refusal
+
+#: Seconds that a body may take to arrive.
+_BODY_SECONDS = 60
+T = TypeVar("T")
+
+#: By which the server before replicas says who asks.
+CLIENT_HEADER = b"x-specdec-client"
+_OPEN = frozenset(("/", "/health"))  # no key is asked for
+
+
+def middleware(config: ServerConfig) -> list[Middleware]:
+    """What comes before every endpoint."""
+    found = [Middleware(_Guard, config=config)]
+    if config.cors:
+        cors = Middleware(
+            CORSMiddleware,
+            allow_origins=list(config.cors),
+            allow_methods=["GET", "POST"],
+            allow_headers=["*"],
+            expose_headers=["x-request-id", "retry-after"],
+        )
+        found.insert(0, cors)
+    return found
+
+
+class _Guard:
+    """Names every request, asks for the key, and refuses pages of other sites.
+
+    A page whose name was rebound to this machine could call a server that has no key:
+    browsers let it, as it calls its own name (DNS rebinding).
+    """
+
+    def __init__(self, app: ASGIApp, config: ServerConfig):
+        self._app = app
+        self._keys = config.api_keys
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        name = f"req_{uuid.uuid4().hex}".encode()
+
+        async def named(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                headers = [(b"x-request-id", name), (b"request-id", name)]
+                message["headers"] = [*message.get("headers", ()), *headers]
+            await send(message)
+
+        refusal = None
+        is_open = scope["path"] in _OPEN
+        if self._keys and not is_open and _key_of(scope, self._keys) is None:
+            refusal = Refusal(
+                "the API key is missing or wrong: send it as Authorization: Bearer "
+                "KEY, or as x-api-key",
+                status=401,
+                code="invalid_api_key",
+            )
+        elif not self._keys and _is_rebound(scope):
+            refusal = Refusal(
+                "the Host header names another machine: call the server as localhost "
+                "or by its address, or start it with --api-key",
+                status=403,
+                code="wrong_host",
+            )
+        if refusal is None:
+            await self._app(scope, receive, named)
+            return
+        response = error_response(refusal, scope["path"])
+        await response(scope, receive, named)
+
+
+def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
+    """The key that a request has sent; all are compared, so that time says nothing."""
+    sent = dict(scope["headers"])
+    bearer = sent.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+    found = None
+    for key in keys:
+        for given in (bearer, sent.get(b"x-api-key", b"")):
+            if hmac.compare_digest(given, key.encode()):
+                found = key
+    return found
+
+
+def client_of(scope: Scope, keys: Sequence[str]) -> str:
+    """Who asks: by the key, where there are keys, else by the address.
+
+    A replica is reached by the server before it alone, which says who asks.
+    """
+    if not scope.get("client"):  # a Unix socket
+        sent: dict[bytes, bytes] = dict(scope["headers"])
+        return sent.get(CLIENT_HEADER, b"").decode("latin-1")
+    return _key_of(scope, keys) or "" if keys else str(scope["client"][0])
+
+
+def _is_rebound(scope: Scope) -> bool:
+    """Whether a request over the loopback interface asks for a name of elsewhere."""
+    server = scope.get("server")
+    if server is None or not _is_address(server[0], loopback=True):
+        return False
+    host = dict(scope["headers"]).get(b"host", b"").decode("latin-1").lower()
+    name = host.rpartition(":")[0] if re.search(r":\d+$", host) else host
+    name = name.strip("[]")
+    return not (name == "localhost" or name.endswith(".localhost") or _is_address(name))
+
+
+def _is_address(host: str, *, loopback: bool = False) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback or not loopback
+    except ValueError:
+        return False
+
+
+# -- errors -------------------------------------------------------------------------
+
+
+async def _refused(request: Request, error: Exception) -> Response:
+    assert isinstance(error, Refusal)
+    return error_response(error, request.url.path)
+
+
+async def _not_there(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    text = {
+        404: f"there is no {path} here: see /v1/models, /v1/chat/completions, "
+        "/v1/completions, /v1/responses, /v1/messages",
+        405: f"{method} {path} is not possible: use another method",
+    }.get(error.status_code, str(error.detail))
+    refusal = Refusal(text, status=error.status_code)
+    response = error_response(refusal, path)
+    response.headers.update(error.headers or {})
+    return response
+
+
+def error_response(refusal: Refusal, path: str) -> Response:
+    """The error object, in the form of the protocol that the path belongs to."""
+    anthropic = path.startswith("/v1/messages")
+    body = refusal.anthropic() if anthropic else refusal.openai()
+    return JSONResponse(body, refusal.status, headers=refusal.headers)
+
+
+# -- bodies -------------------------------------------------------------------------
+
+
+async def read_body(request: Request, most: int) -> bytes:
+    """The bytes of a request, ``most`` at most.
+
+    Raises:
+        Refusal: they are too many, too slow, or said to be no JSON.
+    """
+    # Of another type, a page of any site could send it from a browser, unasked.
+    kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    if kind != "application/json":
+        raise Refusal(
+            "the body must be JSON: send the header Content-Type: application/json",
+            status=415,
+            code="unsupported_media_type",
+        )
+    data = bytearray()
+    try:
+        async with asyncio.timeout(_BODY_SECONDS):
+            async for chunk in request.stream():
+                data += chunk
+                if len(data) > most:
+                    raise Refusal(
+                        f"the body has more than {most} bytes: shorten it",
+                        status=413,
+                        code="request_too_large",
+                    )
+    except TimeoutError as error:
+        raise Refusal("the body did not arrive in time", status=408) from error
+    return bytes(data)
+
+
+async def gone(receive: Receive) -> None:
+    """Wait until the client has gone."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+#: How errors that an endpoint raises are answered.
+HANDLERS: Mapping[Any, Any] = {Refusal: _refused, HTTPException: _not_there}
+
+
+async def until_gone(
+    answer: Awaitable[T], receive: Receive, seconds: float
+) -> T | None:
+    """Wait for an answer; ``None``: the client went away, or the time was over.
+
+    The answer is cancelled then.
+    """
+    task = asyncio.ensure_future(answer)
+    left = asyncio.create_task(gone(receive))
+    try:
+        await asyncio.wait(
+            {task, left}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED
+        )
+        return task.result() if task.done() else None
+    finally:
+        for each in (task, left):
+            each.cancel()
+        await asyncio.gather(task, left, return_exceptions=True)

@@ -1,0 +1,143 @@
+"""Proofs on disk: what one process proved, the next does not try again."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import pytest
+
+from specdec import backend
+from specdec.backend import BackendDefaults
+from specdec.cuda import decode_attention, proofs, skinny_matmul
+from specdec.models import kernel_proofs, loading
+from specdec.models.kernel_proofs import kept_proofs
+from specdec.utils.warm_up import WarmUp
+
+FILE = Path("specdec", "kernels.json")
+
+
+@pytest.fixture
+def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """The user's cache folder."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    kernel_proofs.signature.cache_clear()
+    yield tmp_path
+    kernel_proofs.signature.cache_clear()
+
+
+class Check:
+    """A proof that counts how often it runs."""
+
+    def __init__(self, *found: bool | Exception):
+        self.runs = 0
+        self._found = found
+
+    def __call__(self) -> bool:
+        found = self._found[self.runs]
+        self.runs += 1
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+
+def test_a_proof_is_kept_and_a_failure_is_not(home: Path) -> None:
+    """A device that was busy once would be slow for good."""
+    right, wrong = Check(True), Check(False, RuntimeError("no compiler"), True)
+    for _ in range(3):  # as of three processes
+        with kept_proofs():
+            assert proofs.holds("right", right)
+            proofs.holds("wrong", wrong)
+    assert (right.runs, wrong.runs) == (1, 3)
+    with kept_proofs():
+        assert proofs.holds("wrong", wrong)
+        assert not proofs.holds("another", Check(False))
+    # Elsewhere nothing is looked up: a test of a proof would test the file.
+    assert not proofs.holds("right", Check(False))
+
+
+@pytest.mark.parametrize("fact", ["specdec", "mlx", "device", "source"])
+def test_a_proof_is_of_a_device_its_versions_and_a_source(
+    home: Path, monkeypatch: pytest.MonkeyPatch, fact: str
+) -> None:
+    """Catches a kernel that was proven on another GPU, or before it was changed."""
+    with kept_proofs():
+        assert proofs.holds("kernel", Check(True))
+    if fact == "source":
+        monkeypatch.setattr(proofs, "sources", lambda: "changed")
+    else:
+        described = {**backend.describe(), fact: "another"}
+        monkeypatch.setattr(backend, "describe", lambda: described)
+    kernel_proofs.signature.cache_clear()
+    with kept_proofs():
+        assert not proofs.holds("kernel", Check(False))
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "",
+        "[]",
+        '{"version": 1}',
+        '{"version": 1, "proven": ["kernel"]}',
+        '{"version": 2, "proven": {"KEY": ["kernel"]}}',
+        '{"version": 1, "proven": {"KEY": "kernel"}}',
+        '{"version": 1, "proven": {"KEY": {"kernel": true}}}',
+        '{"version": 1, "proven": {"KEY": [["kernel"], null]}}',
+        '{"version": 1, "proven": {"other": ["kernel"]}}',
+    ],
+)
+def test_broken_and_foreign_files_prove_nothing(home: Path, text: str) -> None:
+    """A kernel must not be trusted because a file is odd; the file is mended."""
+    file = home / FILE
+    file.parent.mkdir()
+    file.write_text(text.replace("KEY", kernel_proofs.signature()), "utf-8")
+    check = Check(True)
+    for _ in range(2):
+        with kept_proofs():
+            assert proofs.holds("kernel", check)
+    assert check.runs == 1
+    assert "kernel" in json.loads(file.read_text())["proven"][kernel_proofs.signature()]
+
+
+def test_a_second_process_loads_a_model_without_a_trial(
+    home: Path,
+    tiny_model: Callable[..., Any],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """All kernels of a model are proven when it is loaded, as steps of the warm-up."""
+    kernels = BackendDefaults(
+        "cuda", read_bucket=64, static_shapes=True, lookahead=1, kernels=True
+    )
+    monkeypatch.setattr(loading, "defaults", lambda: kernels)
+    tried: list[str] = []
+
+    def agrees(name: str) -> Callable[..., bool]:
+        return lambda *_, **__: tried.append(name) or True  # type: ignore[func-returns-value]
+
+    monkeypatch.setattr(skinny_matmul, "_agree", agrees("skinny"))
+    monkeypatch.setattr(decode_attention, "_agrees", agrees("attention"))
+    steps: list[int] = []
+
+    class Noted(WarmUp):
+        def run(self, todo: Any) -> None:
+            steps.append(len(todo))
+            super().run(todo)
+            assert tried in (["skinny", "attention"], [])
+
+    monkeypatch.setattr(loading, "warm_up", Noted())
+    for expected in (["skinny", "attention"], []):
+        tried.clear()
+        skinny_matmul.proven.cache_clear()
+        monkeypatch.setattr(decode_attention, "_proven", {})
+        model = tiny_model("llama", seed=0, head_dim=64)
+        model.set_dtype(mx.bfloat16)
+        loading.fit(model)
+        assert tried == expected
+        kinds = [type(m) for _, m in model.named_modules()]
+        assert kinds.count(skinny_matmul.SkinnyEmbedding) == 1
+    assert steps == [2, 2]
+    skinny_matmul.proven.cache_clear()

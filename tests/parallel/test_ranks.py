@@ -1,0 +1,235 @@
+"""Two processes that run one model: what they decode, and what ends them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import SamplingParams, SpecDecoder
+from specdec.engine.led import parted
+from tests.models.folders import write_folder
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Models: one that can be sharded, and two that cannot."""
+    base = tmp_path_factory.mktemp("ranks")
+    write_folder(base / "llama")
+    write_folder(base / "odd-heads", num_attention_heads=6, num_key_value_heads=3)
+    write_folder(base / "no-shard", "gemma3")
+    return base
+
+
+#: What the program finds out on rank 0.
+CHECKS = {
+    *(
+        f"{arch} logits of all ranks"
+        for arch in ("llama", "qwen3", "qwen3_moe", "qwen3_5")
+    ),
+    *(f"{arch} bytes of a rank" for arch in ("llama", "qwen3_moe", "qwen3_5")),
+    "llama with a draft",
+    "llama accepted",
+    "qwen3 compiled, with hidden states",
+    "qwen3 accepted",
+    "qwen3_moe with n-grams",
+    "qwen3_moe drafted",
+    "qwen3_5 hybrid",
+    "qwen3_5 accepted",
+    "llama packed",
+    "llama prefixes",
+    "refusal: cannot shard gemma3_text models",
+    "refusal: n_kv_heads is 3",
+    "refusal: adapter_path does not",
+    "refusal: prefix_cache does not",
+    "a cut",
+    "a server",
+    "a cancel",
+    "a random seed",
+}
+
+
+def free_ports(count: int) -> list[int]:
+    with ExitStack() as stack:
+        made = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
+        return [stack.enter_context(each).getsockname()[1] for each in made]
+
+
+def environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT)}
+
+
+def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None:
+    """In float32: four architectures, and all kinds of drafts.
+
+    The bits of all ranks are the same, and the tokens are those of the whole model,
+    with rows that join, end and are cancelled; a planted fault is an error that says
+    where. A sum that is left out, a head that is counted twice, a decision that each
+    rank makes by its own clock, or a seed that is drawn twice shows here.
+    """
+    ports = free_ports(2)
+    hosts = tmp_path / "hosts.json"
+    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in ports]))
+    own = environment() | {"MLX_HOSTFILE": str(hosts)}
+    ranks = [
+        begin(["tests.parallel.program", str(folder)], own | {"MLX_RANK": str(rank)})
+        for rank in range(2)
+    ]
+    (output, errors), (followed, also) = (r.communicate(timeout=200) for r in ranks)
+    assert not followed
+    lines = output.splitlines()
+    assert [line for line in lines if line.endswith("FAILS")] == [], errors
+    holds = {line.removesuffix(": holds") for line in lines if line.endswith("holds")}
+    assert holds >= CHECKS, output + errors
+    other = [line for line in lines if not line.endswith(": holds")]
+    numbers = re.compile(r"is \d+ here and (\d+|nothing) there")
+    places = [numbers.sub("differs", each).split(": ") for each in other]
+    assert [f"{place[0]}: {place[2]}" for place in places] == [
+        "found: request 1, token 2 differs",
+        "found: request 0, token 0 differs",
+        "found: rows [0, 1] are rows [1, 0] there",
+        "ended: request 0, token 0 differs",
+    ]
+    assert ranks[0].returncode == 1, also
+    assert ranks[1].returncode == 1, "it has not heard of it"
+
+
+def lines_of(file: Path) -> list[dict[str, Any]]:
+    if not file.exists():
+        return []
+    found: list[dict[str, Any]] = [json.loads(x) for x in file.read_text().splitlines()]
+    return found
+
+
+def begin(module: list[str], own: dict[str, str]) -> Any:
+    return subprocess.Popen(
+        [sys.executable, "-m", *module],
+        cwd=ROOT,
+        env=own,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def command(folder: Path, prompts: list[dict[str, Any]], *more: str) -> list[str]:
+    """Of ``specdec run``."""
+    file = folder / "prompts.jsonl"
+    file.write_text("".join(json.dumps(p) + "\n" for p in prompts))
+    target = str(folder / "llama")
+    return ["specdec", "run", "--target", target, "--prompts", str(file), *more]
+
+
+def listed(*what: str) -> list[str]:
+    done = subprocess.run(["ps", *what], capture_output=True, text=True, check=False)
+    return [line.strip() for line in done.stdout.splitlines()]
+
+
+def rank_1(pid: int) -> int:
+    """The rank that a command has started."""
+    lines = listed("-o", "pid=,command=", "--ppid", str(pid))
+    (found,) = (line for line in lines if line.endswith("-m specdec"))
+    return int(found.split()[0])
+
+
+def ended(pid: int) -> bool:
+    """Whether a process has gone within seconds."""
+    for _ in range(100):
+        if not [s for s in listed("-o", "state=", "-p", str(pid)) if s[0] != "Z"]:
+            return True
+        time.sleep(0.1)
+    return False
+
+
+PROMPTS: list[dict[str, Any]] = [
+    {"prompt": "Hello", "max_tokens": 6},
+    {"prompt": "Name a river.", "max_tokens": 24, "temperature": 0.8, "seed": 3},
+    {"prompt": "abc", "max_tokens": 9},
+]
+
+
+def texts(folder: Path) -> dict[int, str]:
+    """What one process makes of the prompts."""
+    decoder = SpecDecoder.from_pretrained(folder / "llama", "none")
+    params = [SamplingParams().updated({**p}) for p in map(without_prompt, PROMPTS)]
+    results = decoder.generate([p["prompt"] for p in PROMPTS], params)
+    return {each.index: each.text for each in results}
+
+
+def without_prompt(line: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in line.items() if key != "prompt"}
+
+
+def test_a_command_under_mlx_launch(folder: Path, tmp_path: Path) -> None:
+    """The same text as of one process, printed once; standard input is not read."""
+    file = tmp_path / "out.jsonl"
+    run = command(folder, PROMPTS, "--output", str(file), "--draft", "ngram")
+    launch = [str(Path(sys.executable).with_name("mlx.launch")), "-n", "2"]
+    done = subprocess.run(
+        [*launch, "--backend", "ring", sys.executable, "-m", *run],
+        cwd=ROOT,
+        env=environment(),
+        stdin=subprocess.DEVNULL,
+        capture_output=True,
+        text=True,
+        timeout=200,
+        check=True,
+    )
+    found = {line["index"]: line["text"] for line in lines_of(file)}
+    assert found == texts(folder), done.stderr
+    assert done.stdout.count("== [0]") == 1
+    assert done.stderr.count("target:") == 1
+
+
+@pytest.mark.parametrize("killed", [0, 1])
+def test_a_rank_that_dies_ends_the_other(
+    killed: int, folder: Path, tmp_path: Path
+) -> None:
+    """Within seconds, whatever it waits for; what had finished is in the file."""
+    file = tmp_path / "out.jsonl"
+    prompts = [PROMPTS[0], {"prompt": "abc", "max_tokens": 3000}]
+    run = command(folder, prompts, "--output", str(file), "--quiet")
+    with begin([*run, "--tensor-parallel", "2"], environment()) as process:
+        while not lines_of(file):
+            assert process.poll() is None, process.communicate()
+            time.sleep(0.05)
+        other = rank_1(process.pid)
+        os.kill(other if killed else process.pid, signal.SIGKILL)
+        _, errors = process.communicate(timeout=20)
+    assert ended(other)
+    assert [line["index"] for line in lines_of(file)] == [0]
+    if killed:
+        assert process.returncode == 1
+        assert "specdec: error: rank 1 of 2 has ended" in errors
+        assert "1 of 2 prompts finished, their results are in" in errors
+
+
+def test_where_ranks_part() -> None:
+    """The first token that differs, an end that one of them has, or the order."""
+    row = (4, 10, (1, 2, 3), None)
+    assert parted([row], [(4, 10, (1, 5, 3), None)]) == (
+        "request 4, token 11 is 2 here and 5 there"
+    )
+    assert parted([row], [(4, 10, (1, 2), None)]).endswith(
+        "12 is 3 here and nothing there"
+    )
+    assert parted([row], [(4, 10, (1, 2, 3, 9), None)]) == (
+        "request 4, token 13: None here and 9 there"
+    )
+    assert parted([row], [(4, 10, (1, 2, 3), "stop")]).endswith(
+        "None here and stop there"
+    )
+    assert parted([row], []) == "rows [4] are rows [] there"

@@ -1,0 +1,427 @@
+"""Every field that the clients' own types document is honoured, a label, or refused."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, get_type_hints
+
+import pytest
+from anthropic.types import (
+    TextBlockParam,
+    ThinkingBlockParam,
+    ThinkingConfigEnabledParam,
+    ToolParam,
+    ToolResultBlockParam,
+    ToolUseBlockParam,
+    message_count_tokens_params,
+    message_create_params,
+)
+from anthropic.types.beta import message_count_tokens_params as beta_count_params
+from anthropic.types.beta import message_create_params as beta_params
+from openai.types import completion_create_params
+from openai.types.chat import (
+    ChatCompletionAssistantMessageParam,
+    ChatCompletionContentPartTextParam,
+    ChatCompletionStreamOptionsParam,
+    ChatCompletionToolMessageParam,
+    ChatCompletionUserMessageParam,
+)
+from openai.types.chat import (
+    completion_create_params as chat_params,
+)
+from openai.types.responses import (
+    EasyInputMessageParam,
+    FunctionToolParam,
+    ResponseFunctionToolCallParam,
+    ResponseOutputMessageParam,
+    ResponseOutputTextParam,
+    ResponseReasoningItemParam,
+    ResponseTextConfigParam,
+    response_create_params,
+)
+from openai.types.responses.response_input_item_param import FunctionCallOutput
+from openai.types.shared_params import FunctionDefinition, Reasoning
+from openai.types.shared_params.response_format_json_schema import JSONSchema
+
+from specdec.server import chat, completions, messages, responses
+from specdec.server.job import Chat, Text
+from specdec.server.parameters import Table
+from specdec.server.refusal import Refusal
+from tests.server.harness import Running
+
+USER = {"role": "user", "content": "Hello there"}
+TOOL = {"type": "function", "function": {"name": "f", "parameters": {}}}
+FLAT = {"type": "function", "name": "f", "parameters": {}}
+CUSTOM = {"name": "f", "input_schema": {}}
+SCHEMA = {"type": "json_schema", "name": "x", "schema": {"type": "object"}}
+JSON = {"type": "json_schema", "json_schema": {"name": "x", "schema": {}}}
+
+
+@dataclass
+class Used:
+    """A field that is honoured: ``get`` of the rendering is ``expected``."""
+
+    value: Any
+    get: Callable[[Any], Any]
+    expected: Any = None
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Refused:
+    """A field that is refused by its name."""
+
+    value: Any
+    more: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass
+class Label:
+    """A field that changes nothing, as docs/server.md says of it."""
+
+    value: Any
+
+
+def param(name: str, value: Any, expected: Any = None, **more: Any) -> Used:
+    """A field that becomes one of ``SamplingParams``."""
+    return Used(value, lambda r: getattr(r.job.params, name), expected, more)
+
+
+def source(name: str, value: Any, expected: Any = None, **more: Any) -> Used:
+    """A field that becomes one of the source."""
+
+    def get(rendering: Any) -> Any:
+        (made,) = (
+            [rendering] if isinstance(rendering, Chat | Text) else rendering.job.sources
+        )
+        for part in name.split("."):
+            made = getattr(made, part)
+        return made
+
+    return Used(value, get, expected, more)
+
+
+def attribute(name: str, value: Any, expected: Any = None, **more: Any) -> Used:
+    return Used(value, lambda r: getattr(r, name), expected, more)
+
+
+Cases = dict[str, Used | Refused | Label]
+MORE: Cases = {
+    "top_k": param("top_k", 3, temperature=1),
+    "min_p": param("min_p", 0.1, temperature=1),
+    "xtc_probability": param("xtc_probability", 0.5, temperature=1),
+    "xtc_threshold": param("xtc_threshold", 0.2, xtc_probability=1, temperature=1),
+    "repetition_penalty": param("repetition_penalty", 1.5),
+    "repetition_context_size": param("repetition_context_size", 7),
+    "presence_context_size": param("presence_context_size", 7),
+    "frequency_context_size": param("frequency_context_size", 7),
+    "min_tokens": param("min_tokens", 2),
+    "stop_token_ids": param("stop_token_ids", [5], (5,)),
+    "num_draft_tokens": param("num_draft_tokens", 1),
+    "cache_salt": param("cache_salt", "mine"),
+    "verification": param("verification", "block"),
+    "seed": param("seed", 7),
+    "temperature": param("temperature", 0.5),
+    "top_p": param("top_p", 0.5, temperature=1),
+    "stream": attribute("streamed", True),
+    "model": attribute("model", "tiny"),
+}
+OPENAI: Cases = {
+    **MORE,
+    "presence_penalty": param("presence_penalty", 0.5),
+    "frequency_penalty": param("frequency_penalty", 0.5),
+    "logit_bias": param("logit_bias", {"5": 1}, {5: 1}),
+    "user": Label("anna"),
+    "safety_identifier": Label("anna"),
+    "metadata": Label({"a": "b"}),
+    "prompt_cache_key": Label("key"),
+    "service_tier": Refused("flex"),
+}
+THINKING = {"type": "enabled", "budget_tokens": 2000}
+PROMPT: Cases = {
+    "messages": source("messages", [USER], [USER]),
+    "system": Used("Be kind", lambda r: _chat(r).messages[0]["content"]),
+    "tools": Used([CUSTOM], lambda r: len(_chat(r).tools.functions), 1),
+    "tool_choice": source("tools.required", {"type": "any"}, True, tools=[CUSTOM]),
+    "thinking": Used(
+        {"type": "disabled"}, lambda r: _chat(r).variables["enable_thinking"], False
+    ),
+    "output_config": Used(
+        {"effort": "low"}, lambda r: _chat(r).variables["reasoning_effort"], "low"
+    ),
+    "cache_control": Label({"type": "ephemeral"}),
+    "context_management": Refused({"edits": [{"type": "clear_tool_uses_20250919"}]}),
+    "user_profile_id": Label("x"),
+    "workspace_id": Label("x"),
+    "speed": Refused("fast"),
+    "mcp_servers": Refused([{"type": "url"}]),
+    "betas": Label(["context-1m-2025-08-07"]),
+    "billing_policy": Refused({}),
+    "compaction": Refused({}),
+    "model": Refused("other"),
+}
+CASES: dict[str, tuple[Callable[..., Any], Table, dict[str, Any], Cases]] = {
+    "chat": (chat.parse, chat.TABLE, {"messages": [USER]}, {
+        **OPENAI,
+        "messages": source("messages", [USER], [USER]),
+        "max_tokens": param("max_tokens", 7),
+        "max_completion_tokens": param("max_tokens", 7),
+        "n": Used(3, lambda r: r.job.n),
+        "stop": param("stop", "a", ("a",)),
+        "stream_options": attribute(
+            "_usage", {"include_usage": True}, True, stream=True
+        ),
+        "logprobs": param("logprobs", True),
+        "top_logprobs": param("top_logprobs", 2, logprobs=True),
+        "tools": source("tools.functions", [TOOL], [TOOL]),
+        "tool_choice": source("tools.required", "required", True, tools=[TOOL]),
+        "parallel_tool_calls": source("tools.parallel", False),
+        "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
+        "reasoning_effort": Refused("high"),  # this template has none
+        "chat_template_kwargs": source("variables", {"think": True}),
+        "continue_final_message": source(
+            "continue_final", True, messages=[USER, {**USER, "role": "assistant"}]
+        ),
+        "modalities": Refused(["audio"]),
+        "audio": Refused({"voice": "x", "format": "wav"}),
+        "web_search_options": Refused({}),
+        "functions": Refused([{"name": "f"}]),
+        "function_call": Refused("auto"),
+        "store": Refused(True),
+        "prediction": Refused({"type": "content", "content": "x"}),
+        "prompt_cache_retention": Refused("24h"),
+        "prompt_cache_options": Refused({"mode": "explicit"}),
+        "moderation": Refused({}),
+        "verbosity": Refused("low"),
+    }),
+    "completions": (completions.parse, completions.TABLE, {"prompt": "Hello"}, {
+        **OPENAI,
+        "prompt": source("prompt", "Hi", "Hi"),
+        "suffix": source("suffix", "end"),
+        "max_tokens": param("max_tokens", 7),
+        "n": Used(3, lambda r: r.job.n),
+        "best_of": Refused(2),
+        "echo": attribute("echo", True),
+        "logprobs": param("top_logprobs", 2),
+        "stop": param("stop", ["a", "b"], ("a", "b")),
+        "stream_options": attribute(
+            "with_usage", {"include_usage": True}, True, stream=True
+        ),
+        "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
+    }),
+    "responses": (responses.parse, responses.TABLE, {"input": "Hello"}, {
+        **OPENAI,
+        "input": source("messages", "Hi", [{**USER, "content": "Hi"}]),
+        "instructions": Used("Be kind", lambda r: _chat(r).messages[0]["content"]),
+        "max_output_tokens": param("max_tokens", 7),
+        "stream_options": Refused({"include_obfuscation": True}, {"stream": True}),
+        "tools": Used([FLAT], lambda r: len(_chat(r).tools.functions), 1),
+        "tool_choice": source("tools.required", "required", True, tools=[FLAT]),
+        "parallel_tool_calls": source("tools.parallel", False),
+        "text": Used({"format": SCHEMA}, lambda r: r.job.params.grammar.text,
+                     '{"type": "object"}'),
+        "reasoning": Refused({"effort": "high"}),  # this template has none
+        "top_logprobs": param("logprobs", 2, True),
+        "include": param("logprobs", [
+            "reasoning.encrypted_content", "message.output_text.logprobs"], True),
+        "truncation": Refused("auto"),
+        "chat_template_kwargs": source("variables", {"think": True}),
+        "store": Refused(True),
+        "previous_response_id": Refused("resp_1"),
+        "conversation": Refused("conv_1"),
+        "background": Refused(True),
+        "prompt": Refused({"id": "x"}),
+        "context_management": Refused([{"type": "compaction"}]),
+        "prompt_cache_options": Refused({"mode": "explicit"}),
+        "moderation": Refused({}),
+        "background_options": Refused({}),
+        "image": Refused({}),
+        "access_programs": Refused({}),
+        "max_tool_calls": Refused(3),
+        "prompt_cache_retention": Refused("24h"),
+    }),
+    "messages": (
+        messages.parse,
+        messages.TABLE,
+        {"model": "tiny", "messages": [USER], "max_tokens": 9},
+        {
+            **PROMPT, **MORE,
+            "max_tokens": param("max_tokens", 7),
+            "stop_sequences": param("stop", ["a"], ("a",)),
+            "metadata": Label({"user_id": "anna"}),
+            "service_tier": Refused("priority"),
+            "diagnostics": attribute("diagnoses", {"previous_message_id": "x"}, True),
+            "fallbacks": Refused([]),
+            "fallback_credit_token": Refused("x"),
+            "thread": Refused({}),
+            "container": Refused("x"),
+            "inference_geo": Refused("eu"),
+            "output_format": Used({"type": "json_schema", "schema": {}},
+                                  lambda r: r.job.params.grammar.text, "{}"),
+        },
+    ),
+    "count_tokens": (
+        messages.parse_count, messages.PROMPT, {"model": "tiny", "messages": [USER]},
+        PROMPT,
+    ),
+}  # fmt: skip
+DOCUMENTED: tuple[tuple[str, Any], ...] = (
+    ("chat", chat_params.CompletionCreateParamsStreaming),
+    ("completions", completion_create_params.CompletionCreateParamsStreaming),
+    ("responses", response_create_params.ResponseCreateParamsStreaming),
+    ("messages", message_create_params.MessageCreateParamsStreaming),
+    ("messages", beta_params.MessageCreateParamsStreaming),
+    ("count_tokens", message_count_tokens_params.MessageCountTokensParams),
+    ("count_tokens", beta_count_params.MessageCountTokensParams),
+)
+
+
+def _chat(rendering: Any) -> Chat:
+    made = rendering if isinstance(rendering, Chat) else rendering.job.sources[0]
+    assert isinstance(made, Chat)
+    return made
+
+
+def test_every_documented_parameter_is_tried() -> None:
+    """A field of a new version of a client that nobody has thought of, by its name."""
+    for endpoint, kind in DOCUMENTED:
+        cases = CASES[endpoint][3]
+        new = sorted(get_type_hints(kind).keys() - cases.keys())
+        assert not new, f"{endpoint}: what becomes of {', '.join(new)}?"
+    for endpoint, (_, table, _, cases) in CASES.items():
+        assert table.keys() == cases.keys(), endpoint
+
+
+@pytest.mark.parametrize("endpoint", CASES)
+def test_no_parameter_is_silently_ignored(endpoint: str, server: Running) -> None:
+    """One that is read and dropped, or refused under another name."""
+    parse, _, good, cases = CASES[endpoint]
+    page = (Path(__file__).parents[2] / "docs" / "server.md").read_text("utf-8")
+    plain = parse(good, server.service)
+    for name, case in cases.items():
+        more = {} if isinstance(case, Label) else case.more
+        body = {**good, **more, name: case.value}
+        if isinstance(case, Refused):
+            with pytest.raises(Refusal) as refused:
+                parse(body, server.service)
+            where = f"{refused.value.param} {refused.value}"
+            assert where.partition(".")[0].partition(" ")[0] == name, (name, where)
+            continue
+        made = parse(body, server.service)
+        if isinstance(case, Label):
+            assert _same(made, plain), name
+            assert f"`{name}" in page, name
+            continue
+        expected = case.value if case.expected is None else case.expected
+        assert case.get(made) == expected, name
+
+
+def _same(made: Any, plain: Any) -> bool:
+    if isinstance(made, Chat):
+        return bool(made == plain)
+    return bool(made.job == plain.job and made.streamed == plain.streamed)
+
+
+ASSISTANT = {"role": "assistant", "content": "a"}
+CALL = {"type": "function_call", "call_id": "c", "name": "f", "arguments": "{}"}
+RESULT = {"type": "function_call_output", "call_id": "c", "output": "x"}
+USE = {"type": "tool_use", "id": "c", "name": "f", "input": {}}
+USED = {"type": "tool_result", "tool_use_id": "c", "content": "x"}
+PROGRAM = {"type": "program", "caller_id": "x"}
+TOOLS = {
+    "allowed_callers": ["programmatic"],
+    "defer_loading": True,
+}
+#: Of each documented object that is taken: how to send one, what of it is refused, and
+#: what is honoured or, as the documentation says, changes nothing.
+PARTS: tuple[tuple[Any, str, Callable[[Any], Any], dict[str, Any], str], ...] = (
+    (ChatCompletionUserMessageParam, "chat", lambda p: {"messages": [{**USER, **p}]},
+     {}, "content name role"),
+    (ChatCompletionAssistantMessageParam, "chat",
+     lambda p: {"messages": [USER, {**ASSISTANT, **p}]},
+     {"audio": {"id": "x"}, "function_call": {"name": "f", "arguments": ""}},
+     "content name refusal role tool_calls"),
+    (ChatCompletionToolMessageParam, "chat",
+     lambda p: {"messages": [USER, {"role": "tool", "tool_call_id": "c", **p}]},
+     {"content": [{"type": "image_url"}]}, "role tool_call_id"),
+    (ChatCompletionContentPartTextParam, "chat",
+     lambda p: {"messages": [{**USER, "content": [
+         {"type": "text", "text": "a", **p}]}]},
+     {}, "prompt_cache_breakpoint text type"),
+    (ChatCompletionStreamOptionsParam, "chat",
+     lambda p: {"messages": [USER], "stream": True, "stream_options": p},
+     {"include_obfuscation": True}, "include_usage"),
+    (FunctionDefinition, "chat",
+     lambda p: {"messages": [USER], "tools": [
+         {"type": "function", "function": {"name": "f", **p}}]},
+     {"strict": True}, "description name parameters"),
+    (JSONSchema, "chat",
+     lambda p: {"messages": [USER], "response_format": {
+         "type": "json_schema", "json_schema": {"name": "x", "schema": {}, **p}}},
+     {}, "description name schema strict"),
+    (EasyInputMessageParam, "responses", lambda p: {"input": [{**USER, **p}]},
+     {}, "content phase role type"),
+    (ResponseOutputMessageParam, "responses",
+     lambda p: {"input": [{**ASSISTANT, "type": "message", **p}]},
+     {}, "content id phase role status type"),
+    (ResponseOutputTextParam, "responses",
+     lambda p: {"input": [{**USER, "content": [
+         {"type": "output_text", "text": "a", **p}]}]},
+     {}, "annotations logprobs text type"),
+    (ResponseFunctionToolCallParam, "responses", lambda p: {"input": [{**CALL, **p}]},
+     {"async": True, "caller": PROGRAM, "namespace": "x"},
+     "arguments call_id id name status type"),
+    (FunctionCallOutput, "responses", lambda p: {"input": [CALL, {**RESULT, **p}]},
+     {"caller": PROGRAM, "namespace": "x"}, "call_id id name output status type"),
+    (ResponseReasoningItemParam, "responses",
+     lambda p: {"input": [{"type": "reasoning", "summary": [], **p}, USER]},
+     {"content": [{"type": "x"}]}, "encrypted_content id status summary type"),
+    (FunctionToolParam, "responses",
+     lambda p: {"input": "a", "tools": [{**FLAT, **p}]},
+     {**TOOLS, "async": True, "output_schema": {}, "strict": True},
+     "description name parameters type"),
+    (Reasoning, "responses", lambda p: {"input": "a", "reasoning": p},
+     {"context": "current_turn", "generate_summary": "concise", "mode": "pro",
+      "summary": "detailed", "effort": "high"}, ""),
+    (ResponseTextConfigParam, "responses", lambda p: {"input": "a", "text": p},
+     {"verbosity": "low"}, "format"),
+    (TextBlockParam, "messages",
+     lambda p: _said([{"type": "text", "text": "a", **p}]),
+     {}, "cache_control citations text type"),
+    (ThinkingBlockParam, "messages",
+     lambda p: _said([{"type": "thinking", "thinking": "a", "signature": "", **p}],
+                     "assistant"),
+     {}, "signature thinking type"),
+    (ToolUseBlockParam, "messages", lambda p: _said([{**USE, **p}], "assistant"),
+     {"caller": PROGRAM, "toolset_name": "x"}, "cache_control id input name type"),
+    (ToolResultBlockParam, "messages", lambda p: _said([{**USED, **p}]),
+     {"toolset_name": "x", "content": [{"type": "image"}]},
+     "cache_control is_error tool_use_id type"),
+    (ToolParam, "messages", lambda p: {**_said("a"), "tools": [{**CUSTOM, **p}]},
+     {**TOOLS, "input_examples": [{}], "strict": True},
+     "cache_control description eager_input_streaming input_schema name type"),
+    (ThinkingConfigEnabledParam, "messages",
+     lambda p: {**_said("a"), "thinking": {**THINKING, **p}},
+     {"display": "x"}, "budget_tokens type"),
+)  # fmt: skip
+
+
+def _said(content: Any, role: str = "user") -> dict[str, Any]:
+    said = [USER, {"role": role, "content": content}]
+    return {"model": "tiny", "max_tokens": 9, "messages": said}
+
+
+@pytest.mark.parametrize("part", PARTS, ids=lambda part: part[0].__name__)
+def test_no_part_of_an_object_is_silently_ignored(part: Any, server: Running) -> None:
+    """A documented field of a message, a tool or an item, read by nobody."""
+    kind, endpoint, body_of, refused, taken = part
+    parse = CASES[endpoint][0]
+    new = sorted(get_type_hints(kind).keys() - refused.keys() - set(taken.split()))
+    assert not new, f"what becomes of {', '.join(new)}?"
+    if "content" not in refused or kind is ResponseReasoningItemParam:
+        parse(body_of({}), server.service)
+    for name, value in refused.items():
+        with pytest.raises(Refusal, match=rf"\b{name}\b"):
+            parse(body_of({name: value}), server.service)

@@ -1,0 +1,488 @@
+"""Replicas behind one port: those that end, those that stream, where requests go."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from click.testing import CliRunner
+
+from specdec import SpecDecoder
+from specdec.cli import main
+from specdec.cli.replica import command
+from specdec.server import replicas as supervision
+from specdec.server.config import ServerConfig
+from specdec.server.front import Front, make_front
+from specdec.server.replicas import Command, Replica, Replicas
+from specdec.server.routing import BILLING, HasPlace, Place, blocks_of, choose
+from tests.models.folders import write_folder
+from tests.server.harness import Running
+from tests.server.test_command import line_of, specdec
+from tests.server.test_serving import until
+
+# -- where requests go --------------------------------------------------------------
+
+
+class Fake(HasPlace):
+    def __init__(self) -> None:
+        self.place = Place()
+
+
+def talk(first: str, turns: int) -> dict[str, Any]:
+    said = [{"role": "user", "content": f"{first} {'and so on ' * 80}"}]
+    for i in range(turns):
+        said += [
+            {"role": "assistant", "content": f"{first} {i} " * 99},
+            {"role": "user", "content": f"more {i} " * 99},
+        ]
+    return {"messages": said, "system": "You are terse. " * 99}
+
+
+def test_a_prompt_goes_where_its_beginning_is() -> None:
+    """A turn that leaves its conversation; one that follows who merely shares a system.
+
+    Keys of a body have no order, and Claude Code's line that always changes is no
+    beginning.
+    """
+    replicas = [Fake() for _ in range(4)]
+    rng = random.Random(5)
+    homes: dict[str, Fake] = {}
+    for turns in range(4):
+        names = [f"talk {i}" for i in range(12)]
+        rng.shuffle(names)
+        for name in names:
+            body = talk(name, turns)
+            body = dict(rng.sample(sorted(body.items()), len(body)))
+            body["temperature"] = rng.random()
+            chosen = choose(replicas, blocks_of(body))
+            assert homes.setdefault(name, chosen) is chosen
+            chosen.place.running += turns == 0  # the first turns are spread
+    assert len(set(map(id, homes.values()))) >= 3
+    assert max(each.place.running for each in replicas) <= 5
+    line = "x-anthropic-billing-header: cc={}\n"
+    for i in range(2):
+        assert BILLING.match(line)
+        changing = [{"type": "text", "text": line.format(i)}, {"text": "Help. " * 300}]
+        body = {"system": changing, "messages": []}
+        assert blocks_of(body) == blocks_of({**body, "system": [
+            {"type": "text", "text": ""}, changing[1]]})  # fmt: skip
+    odd: Any
+    for odd in (None, 3, [], "x" * 9999, {"messages": {"a": [None, 1.5, True]}}):
+        blocks_of(odd)
+
+
+def test_a_prefix_of_all_keeps_no_replica_idle() -> None:
+    """Affinity without a bound sends everything to one replica."""
+    replicas = [Fake() for _ in range(4)]
+    blocks = blocks_of(talk("everyone", 3))
+    rng = random.Random(7)
+    for _ in range(2000):
+        chosen = choose(replicas, blocks)
+        chosen.place.running += 1
+        total = sum(each.place.running for each in replicas)
+        assert chosen.place.running <= 1.25 * total / 4 + 1
+        if total > 60:
+            rng.choice([r for r in replicas if r.place.running]).place.running -= 1
+    for each in replicas:
+        each.place.forget()
+        each.place.running = 3
+    replicas[2].place.running = 2
+    assert choose(replicas, blocks) is replicas[2]
+
+
+# -- processes that stand for replicas ----------------------------------------------
+
+
+def fake(index: int, path: str) -> Command:
+    program = [sys.executable, "-m", "tests.server.fake_replica", str(index)]
+    return Command(program, {"PYTHONWARNINGS": ""}, f"{path}\n".encode())
+
+
+@contextmanager
+def fronted(count: int = 2, **options: Any) -> Iterator[tuple[httpx.Client, Front]]:
+    config = replace(ServerConfig(request_timeout=30), **options)
+    server = Running(make_front(Replicas(count, fake, 30), config))
+    server.start()
+    front: Front = server.app.state.service
+    try:
+        with httpx.Client(base_url=server.url, timeout=60) as client:
+            yield client, front
+    finally:
+        server.stop()
+
+
+@pytest.fixture(scope="module")
+def two() -> Iterator[tuple[httpx.Client, Front]]:
+    with fronted(cors=("http://a.example",)) as made:
+        yield made
+
+
+@pytest.fixture
+def ready(two: tuple[httpx.Client, Front]) -> Iterator[tuple[httpx.Client, Front]]:
+    """Two replicas that answer and have nothing to do, before a test and after it."""
+    _, front = two
+    until(lambda: all(map(answers, front.replicas.all)))
+    assert front.pending == 0
+    yield two
+    until(lambda: front.pending == 0)
+
+
+def pids(front: Front) -> list[int]:
+    return [r.process.pid for r in front.replicas.all if r.process is not None]
+
+
+def socket_of(replica: Replica) -> str:
+    """The path of a replica's socket."""
+    assert replica.client is not None
+    transport: Any = replica.client._transport
+    return str(transport._pool._uds)
+
+
+def direct(replica: Replica) -> httpx.Client:
+    """A client of a replica alone."""
+    path = httpx.HTTPTransport(uds=socket_of(replica))
+    return httpx.Client(base_url="http://localhost", transport=path)
+
+
+def answers(replica: Replica) -> bool:
+    """Whether a replica answers: one that was just killed may seem ready."""
+    if replica.client is None:
+        return False
+    with socket.socket(socket.AF_UNIX) as made:
+        return made.connect_ex(socket_of(replica)) == 0
+
+
+def busy(front: Front) -> int:
+    """The process of the replica that has been given something."""
+    until(lambda: front.pending > 0)
+    (found,) = [r for r in front.replicas.all if r.place.running]
+    with direct(found) as client:
+        until(lambda: client.get("/health").json()["given"])
+    assert found.process is not None
+    return found.process.pid
+
+
+def after(act: Callable[[], Any], call: Callable[[], Any]) -> Any:
+    """What ``call`` returns, while ``act`` happens."""
+
+    async def both() -> Any:
+        called = asyncio.create_task(asyncio.to_thread(call))
+        await asyncio.to_thread(act)
+        return await called
+
+    return asyncio.run(both())
+
+
+def test_a_request_and_its_answer_pass_as_they_are(
+    ready: tuple[httpx.Client, Front],
+) -> None:
+    """A body that is written anew, a lost status, a key that is passed on."""
+    client, _ = ready
+    text = '{"prompt":"plain",  "x": 1e0, "u": "\\u00e9"}'
+    headers = {"content-type": "application/json", "authorization": "Bearer k",
+               "anthropic-version": "7", "origin": "http://a.example",
+               "x-specdec-client": "somebody else"}  # fmt: skip
+    answer = client.post("/v1/completions?beta=true", content=text, headers=headers)
+    assert answer.status_code == 203
+    assert answer.headers["access-control-allow-origin"] == "http://a.example"
+    assert len(answer.headers.get_list("x-request-id")) == 1
+    said = answer.json()
+    assert said["body"] == {"prompt": "plain", "x": 1.0, "u": "é"}
+    sent = dict(said["headers"])
+    assert sent["anthropic-version"] == "7"
+    assert sent["content-length"] == str(len(text.encode()))
+    assert not {"authorization", "origin", "transfer-encoding"} & sent.keys()
+    # By which a replica keeps clients apart: the address, not what a client says.
+    assert sent["x-specdec-client"] == sha256(b"127.0.0.1").hexdigest()
+    assert client.get("/v1/nothing").status_code == 404
+    assert client.delete("/v1/completions").status_code == 405
+    assert client.post("/v1/completions", content="x").status_code == 415
+    wrong = client.get("/health", headers={"Host": "evil.example"})
+    assert wrong.status_code == 403
+    health = client.get("/health").json()
+    assert health["status"] == "ok"
+    assert [each["status"] for each in health["replicas"]] == ["ok", "ok"]
+    text = client.get("/metrics").text
+    for line in (
+        'specdec_rounds_total{replica="0"} 1.0',
+        'specdec_rounds_total{replica="1"} 11.0',
+        'specdec_replica_up{replica="1"} 1.0',
+    ):
+        assert line in text
+
+
+def test_events_come_one_by_one(ready: tuple[httpx.Client, Front]) -> None:
+    """A front that waits for more of a stream than there is."""
+    client, front = ready
+    with client.stream("POST", "/v1/completions", json={"prompt": "step"}) as answer_to:
+        (replica,) = [r for r in front.replicas.all if r.place.running]
+
+        def go(step: int) -> None:
+            with direct(replica) as client:
+                client.post("/v1/go", json={"step": step})
+
+        lines = answer_to.iter_lines()
+        for step in range(3):
+            go(step) if step else None
+            assert next(lines) == f"data: {step}"
+            assert next(lines) == ""
+        go(-1)
+        assert list(lines) == []
+
+
+def test_a_replica_that_ends_before_the_first_byte(
+    ready: tuple[httpx.Client, Front],
+) -> None:
+    """A request that is lost though another replica could run it, or runs twice."""
+    client, front = ready
+    again = front.again
+    starts = sum(each.starts for each in front.replicas.all)
+
+    def kill() -> None:
+        pid = busy(front)
+        os.kill(pid, signal.SIGKILL)
+        until(lambda: front.again == again + 1)  # the other one has it, and hangs
+        until(lambda: pid not in pids(front) and len(front.replicas.ready) == 2)
+        os.kill(busy(front), signal.SIGKILL)
+        until(lambda: front.pending == 0)
+
+    for path in ("/v1/completions", "/v1/messages"):
+        lost, again = front.lost, front.again
+        answer = after(kill, partial(client.post, path, json={"prompt": "hang"}))
+        assert answer.status_code == 502
+        error = answer.json()["error"]
+        assert "send the request again" in error["message"]
+        assert error["type"] == (
+            "server_error" if path == "/v1/completions" else "api_error"
+        )
+        assert (front.lost, front.again) == (lost + 1, again + 1)
+        starts += 2
+        until(lambda n=starts: sum(r.starts for r in front.replicas.all) == n)  # type: ignore[misc]
+        until(lambda: len(front.replicas.ready) == 2)
+    # One that runs to its end at the other replica is whole.
+    again = front.again
+    answer = after(
+        lambda: os.kill(busy(front), signal.SIGKILL),
+        lambda: client.post("/v1/completions", json={"prompt": "slow"}),
+    )
+    assert answer.json()["body"] == {"prompt": "slow"}
+    assert front.again == again + 1
+
+
+@pytest.mark.parametrize(
+    ("path", "error"),
+    [
+        ("/v1/completions", '{"error":{"message":'),
+        ("/v1/messages", '{"type":"error","error":{"type":"api_error"'),
+        ("/v1/responses", '{"type":"error","code":"replica_lost"'),
+    ],
+)
+def test_a_replica_that_ends_in_mid_stream(
+    ready: tuple[httpx.Client, Front], path: str, error: str
+) -> None:
+    """Half an event, a stream that breaks off, or one that begins anew."""
+    client, front = ready
+    with client.stream("POST", path, json={"prompt": "stream"}) as stream:
+        parts = stream.iter_raw()
+        text = b""
+        while text.count(b"\n\n") < 2:
+            text += next(parts)
+        os.kill(busy(front), signal.SIGKILL)
+        text += b"".join(parts)
+    first, second, last, end = text.decode().split("\n\n")
+    assert (first, second, end) == ('event: a\ndata: {"n": 0}', 'data: {"n": 1}', "")
+    assert last.rpartition("data: ")[2].startswith(error)
+    if path == "/v1/responses":
+        assert '"sequence_number":2' in last
+    assert last.startswith("event: error") == (path != "/v1/completions")
+
+
+def test_a_client_that_leaves_is_left_by_the_replica(
+    ready: tuple[httpx.Client, Front],
+) -> None:
+    """A row that runs on for nobody: before the first byte, and in mid-stream."""
+    client, front = ready
+    ends = dict.fromkeys(pids(front), 0)
+    for prompt in ("hang", "stream"):
+        with pytest.raises(httpx.ReadTimeout):
+            client.post("/v1/completions", json={"prompt": prompt}, timeout=0.3)
+    until(lambda: front.pending == 0)
+
+    def look() -> bool:
+        said = client.post("/v1/completions", json={"prompt": "x" * 9}).json()
+        ends[said["pid"]] = said["left"]
+        return sum(ends.values()) == 2
+
+    until(look)
+    assert len(ends) == 2  # the same processes
+
+
+def test_a_replica_that_does_not_answer_is_replaced(
+    ready: tuple[httpx.Client, Front], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that lives and hangs would take requests for ever."""
+    client, front = ready
+    monkeypatch.setattr(supervision, "_LOOK_SECONDS", 0.1)
+    monkeypatch.setattr(supervision, "_ANSWER_SECONDS", 0.3)
+    before = [each.starts for each in front.replicas.all]
+    # Both begin their looks anew, with the times of this test.
+    for pid in pids(front):
+        os.kill(pid, signal.SIGKILL)
+    until(lambda: [r.starts for r in front.replicas.all] == [n + 1 for n in before])
+    until(lambda: len(front.replicas.ready) == 2)
+    answer = client.post("/v1/completions", json={"prompt": "stop"})
+    # The second one stops as well.
+    assert answer.status_code in (502, 503)
+    until(lambda: [r.starts for r in front.replicas.all] == [n + 2 for n in before])
+
+
+def test_the_end_and_the_beginning() -> None:
+    """An answer that is cut for nothing, a process that stays, a key that is not asked.
+
+    While no replica is ready yet, requests are refused, not lost.
+    """
+    with fronted(api_keys=("k",)) as (client, front):
+        early = client.get("/v1/models", headers={"x-api-key": "k"})
+        assert early.status_code == 503
+        assert early.json()["error"]["code"] == "no_replica"
+        assert early.headers["retry-after"]
+        assert client.get("/health").status_code == 503
+        until(lambda: len(front.replicas.ready) == 2)
+        assert client.get("/v1/models").status_code == 401
+        all_pids = pids(front)
+        headers = {"x-api-key": "k"}
+
+        def drain() -> None:
+            busy(front)
+            loop = front.replicas._tasks[0].get_loop()
+            asyncio.run_coroutine_threadsafe(front.drain(), loop).result(30)
+
+        body = {"prompt": "slow"}
+        answer = after(
+            drain,
+            lambda: client.post("/v1/completions", json=body, headers=headers),
+        )
+        assert answer.json()["body"] == body
+        late = client.post("/v1/completions", json=body, headers=headers)
+        assert late.json()["error"]["code"] == "stopping"
+        assert pids(front) == []
+        for pid in all_pids:
+            with pytest.raises(ProcessLookupError):
+                os.kill(pid, 0)
+
+
+# -- the command --------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    write_folder(path, "llama")
+    return path
+
+
+def children(pid: int) -> list[int]:
+    """Processes of ``specdec.cli.replica`` that a process has started."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        try:
+            stat = (entry / "stat").read_text() if entry.name.isdigit() else ""
+            words = (entry / "cmdline").read_bytes() if stat else b""
+        except OSError:
+            continue
+        if stat and int(stat.rpartition(")")[2].split()[1]) == pid:
+            found += [int(entry.name)] * (b"specdec.cli.replica" in words)
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="looks for processes in /proc")
+def test_serve_replicas(model: Path) -> None:
+    """The texts of one process; a replica that is killed, and comes back; the end."""
+    process = specdec(
+        "serve", "--target", str(model), "--replicas", "2", "--port", "0", "--temp",
+        "0", "--stop-timeout", "0.2",
+    )  # fmt: skip
+    try:
+        url = line_of(process.stderr, r"http://\S+")
+        decoder = SpecDecoder.from_pretrained(model)
+        with httpx.Client(base_url=url, timeout=60) as client:
+
+            def ready() -> int:
+                said = client.get("/health").json()["replicas"]
+                return sum(each["status"] == "ok" for each in said)
+
+            until(lambda: ready() == 2)
+            prompts = [f"{i} {'Go on. ' * 75}" for i in range(3)]
+            params: dict[str, Any] = {"max_tokens": 9, "temperature": 1.0}
+            for i, prompt in enumerate(prompts * 2):
+                body = {"prompt": prompt, "seed": i, **params}
+                answer = client.post("/v1/completions", json=body).json()
+                (expected,) = decoder.generate(
+                    [prompt], seed=i, ignore_chat_template=True, **params
+                )
+                assert answer["choices"][0]["text"] == expected.text
+                # The second time it goes where it is kept.
+                details = answer["usage"]["prompt_tokens_details"]
+                assert bool(details["cached_tokens"]) == (i >= len(prompts))
+            before = children(process.pid)
+            body = {"prompt": "On", "max_tokens": 9999, "stream": True}
+            with client.stream("POST", "/v1/completions", json=body) as answer_to:
+                lines = answer_to.iter_lines()
+                assert next(lines).startswith("data: ")
+                health = client.get("/health").json()["replicas"]
+                assert [each["running"] for each in health] in ([1, 0], [0, 1])
+                for pid in before:
+                    os.kill(pid, signal.SIGKILL)
+                text = "\n".join(lines)
+            assert '"code":"replica_lost"' in text
+            assert "[DONE]" not in text
+            until(lambda: len(set(children(process.pid)) - set(before)) == 2)
+            until(lambda: ready() > 0)
+            with client.stream("POST", "/v1/completions", json=body) as answer_to:
+                lines = answer_to.iter_lines()
+                assert next(lines).startswith("data: ")
+                process.send_signal(signal.SIGTERM)
+                text = "\n".join(lines)
+            assert text.rstrip().endswith("data: [DONE]")
+        assert process.wait(30) == 0
+    finally:
+        process.kill()
+        process.wait()
+        for pipe in (process.stdin, process.stdout):
+            assert pipe is not None
+            pipe.close()
+
+
+def test_no_replica_outlives_its_parent(model: Path) -> None:
+    """A GPU that stays full after the server was killed."""
+    made = command({"target": str(model)}, ServerConfig(), [{}], 0, "/nowhere/s")
+    process = subprocess.Popen(made.arguments, stdin=subprocess.PIPE)
+    process.communicate(made.greeting, timeout=60)
+    assert process.returncode == -signal.SIGTERM
+
+
+def test_a_model_that_cannot_be_loaded_is_reported_once(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A line for each replica, or replicas that are started for ever."""
+    monkeypatch.setenv("PYTHONWARNINGS", "")
+    arguments = ["--target", str(tmp_path / "none"), "--replicas", "3", "--port", "0"]
+    done = CliRunner().invoke(main, ["serve", "--quiet", *arguments])
+    assert done.exit_code == 2, done.output
+    (line,) = (capfd.readouterr().err + done.output).splitlines()
+    assert line.startswith("specdec: error: ")
+    assert "none" in line
