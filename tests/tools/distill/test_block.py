@@ -22,6 +22,7 @@ from specdec.models import LoadedModel, load, load_draft
 from specdec.models.layers import layers_of
 from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
+from specdec.tools.distill import job
 from specdec.tools.distill.block_student import (
     BlockStudent,
     draw_anchors,
@@ -29,6 +30,7 @@ from specdec.tools.distill.block_student import (
 )
 from specdec.tools.distill.blocks import Block
 from specdec.tools.distill.loss import ChunkedLoss
+from specdec.tools.distill.options import Options
 from specdec.tools.distill.student import head_of
 from specdec.tools.distill.train import Trainer
 from tests.models.draft_heads import published
@@ -264,11 +266,17 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(folder, num_hidden_layers=6)
 
 
+def block_options(target: Path, out: Path, **changes: Any) -> Options:
+    """A run whose answers are there once they are written."""
+    known = target.with_name("data")
+    return options(target, out, kind="block", block_size=SIZE, data=known, **changes)
+
+
 def test_a_run_learns_stops_goes_on_and_drafts(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """To the bit what a run in one piece gives; what comes out drafts."""
-    wanted = options(target, tmp_path / "whole", kind="block", block_size=SIZE, bits=4)
+    wanted = block_options(target, tmp_path / "whole", bits=4)
     wanted = longer(wanted, 1800)
     card = run(wanted)
     history = card["training"]["history"]
@@ -297,18 +305,15 @@ def test_a_run_learns_stops_goes_on_and_drafts(
     check_drafts(target, wanted.folder)
 
 
-def test_a_dflash_head_is_stored_and_measured(target: Path, tmp_path: Path) -> None:
+def test_a_dflash_head_is_stored_and_measured(
+    target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """On texts that are held out, and in rounds of the engine."""
+    monkeypatch.setattr(job, "HOLDOUT_TOKENS", 16)
     holdout = tmp_path / "rivers.txt"
     holdout.write_text("Name a river.\n", "utf-8")
-    wanted = options(
-        target,
-        tmp_path / "out",
-        kind="block",
-        block_size=SIZE,
-        form="dflash",
-        holdout=(str(holdout),),
-        rounds=1,
+    wanted = block_options(
+        target, tmp_path / "out", form="dflash", holdout=(str(holdout),), rounds=1
     )
     card = run(longer(wanted, 300))
     assert 0 <= card["agreement"]["rivers"]["agreement"] <= 1
