@@ -48,6 +48,7 @@ NAVIGATION = {
         "/docs/server",
         "/docs/structured",
         "/docs/serving",
+        "/docs/scaling",
         "/docs/memory",
         "/docs/prefix",
         "/docs/distill",
@@ -66,7 +67,7 @@ NAVIGATION = {
     "Measure": ["/docs/benchmarks", "/benchmarks/README"],
     "Take part": ["/CONTRIBUTING", "/SECURITY"],
 }
-API = ["specdec", "cache", "drafters", "memory", "models", "parity"]
+API = ["specdec", "cache", "drafters", "memory", "models", "parity", "ray"]
 
 
 def result_pages() -> list[str]:
@@ -108,6 +109,7 @@ html_additional_pages = {"index": "redirect.html"}
 PUBLIC = (
     "specdec",
     "specdec.cache",
+    "specdec.ray",
     "specdec.tools.parity",
     "specdec.spec_decode",
     "specdec.memory",

@@ -176,7 +176,7 @@ class SpecDecoder:
             GrammarCompiler(self.tokenizer, self._target.vocab_size),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
-        self._rehearsal = Rehearsal(self._backend)
+        self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)
         # What one call learns of the draft serves the next.
         self._length = draft_length(
             self.config,

@@ -235,14 +235,15 @@ class RunStats:
     the first one, ``calibration_seconds`` to measure what rounds of a draft cost,
     ``prefill_seconds`` on prompts, for the first token of each row, ``decode_seconds``
     on rounds, for the ``decode_tokens`` after it, and ``other_seconds`` between steps,
-    on what their caller does. Kernels that are compiled when a model is loaded, or a
-    server starts, are in none of them. A prefill chunk
-    that finds a round still running waits for it, so that with rows that join the two
-    mix a little. ``rounds`` counts rounds of the batch, ``prefilled`` and
-    ``prompt_tokens`` prompts that have been taken in, ``prefix_tokens`` what of them
-    was found in the prefix store; ``prompts``, ``row_rounds``, ``drafted``,
-    ``accepted`` and what they are by position
-    (:class:`~specdec.outputs.GenerationResult`) add up the rows that have
+    on what their caller does. A server compiles before the first step, which
+    ``warmup_seconds`` counts too; kernels that are compiled when a model is loaded are
+    in none of them. A prefill chunk that finds a round still running waits for it, so
+    that with rows that join the two mix a little.
+
+    ``rounds`` counts rounds of the batch, ``prefilled`` and ``prompt_tokens`` prompts
+    that have been taken in, ``prefix_tokens`` what of them was found in the prefix
+    store; ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
+    position (:class:`~specdec.outputs.GenerationResult`) add up the rows that have
     ended. ``vocabulary_share`` is the share of the target's tokens that a draft with
     another vocabulary can propose, ``None`` where there is no such draft.
     ``draft_error`` is what ended drafting before its time, in a line.

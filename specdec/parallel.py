@@ -31,7 +31,7 @@ from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from . import backend
-from .errors import RankError, reason_of
+from .errors import RankError, SpecdecError, reason_of
 from .utils.printable import shorten
 
 if TYPE_CHECKING:
@@ -42,11 +42,13 @@ Facts = Any
 #: What differs between rank 0's facts and those of another rank, in words.
 Explain = Callable[[Facts, Facts], str]
 
-# By launchers: mlx.launch's, those of MPI.
-_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK")
+# What mlx.launch sets; with --backend mpi it is Open MPI that does.
+_RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
 # Seconds that ranks have to meet, once they have found each other.
 _MEETING = 60.0
-# Seconds that the main thread has to hear that the run is over.
+# Seconds that who connects has to say who it is.
+_GREETING = 5.0
+# Seconds that the thread which steps has to hear that the run is over.
 PATIENCE = 2.0
 # Bytes of the note that says where rank 0 listens.
 _NOTE = 512
@@ -198,10 +200,9 @@ class Leader(Ranks):
             sizes = [own.pop("memory_size")]
             while len(peers) < self.size - 1:
                 connection, _ = server.accept()
-                connection.settimeout(_MEETING)
                 reader = connection.makefile("rb")
-                hello = json.loads(reader.readline(4096) or "{}")
-                if not hmac.compare_digest(str(hello.pop("key", "")), key):
+                hello = _greeting(connection, reader, key)
+                if hello is None:
                     connection.close()
                     continue
                 rank, size = hello.pop("rank"), hello.pop("memory_size")
@@ -215,8 +216,7 @@ class Leader(Ranks):
         known = [size for size in sizes if size is not None]
         self.memory_size = min(known) if len(known) == len(sizes) else None
         for peer in peers:
-            peer.connection.settimeout(None)
-            peer.connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            _tune(peer.connection)
         peers.sort(key=lambda peer: peer.rank)
         self._send(peers, ("memory", self.memory_size))
         return peers
@@ -227,12 +227,13 @@ class Leader(Ranks):
 
     def say(self, message: tuple[Any, ...]) -> None:
         """Send a message to the other ranks, which hear all in their order."""
-        with self._changed:
-            self._released = False
-            for peer in self._peers:
-                if peer.gone:
-                    self._fail(f"rank {peer.rank} of {self.size} has ended")
-        self._send(self._peers, message)
+        with self.turn:
+            with self._changed:
+                self._released = False
+                for peer in self._peers:
+                    if peer.gone:
+                        self._fail(f"rank {peer.rank} of {self.size} has ended")
+            self._send(self._peers, message)
 
     @staticmethod
     def _send(peers: Sequence[_Peer], message: tuple[Any, ...]) -> None:
@@ -264,17 +265,18 @@ class Leader(Ranks):
             RankError: it is over.
         """
         if self.failure is not None:
-            self._heard.set()
-            raise self.failure
+            raise self._fresh()
+
+    def _fresh(self) -> RankError:
+        """The failure for one more thread: a traceback belongs to one."""
+        self._heard.set()
+        return RankError(self.failure)
 
     def lost(self, error: Exception) -> Exception:
         """What to raise for an error of a step: why a rank has ended, if one has."""
         with self._changed:
             self._changed.wait_for(lambda: self.failure, PATIENCE / 2)
-        if self.failure is None:
-            return error
-        self._heard.set()
-        return self.failure
+        return error if self.failure is None else self._fresh()
 
     def _compare(self, peer: _Peer) -> None:
         while peer.mine and peer.theirs:
@@ -322,12 +324,12 @@ class Leader(Ranks):
         if self.failure is not None:
             _leave(1)  # the device may wait for a rank that is no more
         if self.broken:
-            self.say(_ABORT)
+            self._send(self._peers, _ABORT)
         else:
             import mlx.core as mx
 
             mx.synchronize()
-            self.say(_END)
+            self._send(self._peers, _END)
         for peer in self._peers:
             with suppress(OSError):
                 peer.connection.shutdown(socket.SHUT_WR)
@@ -345,8 +347,7 @@ class Follower(Ranks):
         self._inbox: SimpleQueue[tuple[Any, ...]] = SimpleQueue()
         host, port, key = json.loads(_shared(group, b""))
         self._connection = socket.create_connection((host, port), _MEETING)
-        self._connection.settimeout(None)
-        self._connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        _tune(self._connection)
         hello = _facts() | {"key": key, "rank": self.rank}
         self._connection.sendall(json.dumps(hello).encode() + b"\n")
         reader = self._connection.makefile("rb")
@@ -387,9 +388,7 @@ class Follower(Ranks):
         try:
             yield
         except Exception as error:
-            ours = isinstance(error, RankError) or type(error).__module__.startswith(
-                "specdec"
-            )
+            ours = isinstance(error, SpecdecError)
             self._send(("error", str(error) if ours else reason_of(error)))
             raise
 
@@ -428,6 +427,36 @@ def _shared(group: mx.distributed.Group, note: bytes) -> bytes:
     return bytes(summed).rstrip(b"\0")
 
 
+def _greeting(
+    connection: socket.socket, reader: Any, key: str
+) -> dict[str, Any] | None:
+    """What a rank says of itself; ``None``: who connects does not know the key."""
+    connection.settimeout(_GREETING)
+    try:
+        hello = json.loads(reader.readline(4096))
+        known = hmac.compare_digest(hello.pop("key"), key)
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None
+    found: dict[str, Any] = hello
+    return found if known else None
+
+
+def _tune(connection: socket.socket) -> None:
+    """Send small messages at once; find out soon that a machine is gone."""
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    # Seconds of silence, seconds between two probes, probes: as the system has them.
+    for name, number in (
+        ("TCP_KEEPIDLE", 2),
+        ("TCP_KEEPALIVE", 2),
+        ("TCP_KEEPINTVL", 2),
+        ("TCP_KEEPCNT", 3),
+    ):
+        if hasattr(socket, name):
+            connection.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), number)
+
+
 def _address() -> str:
     """Where the launcher says that rank 0 can be reached."""
     for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR"):
@@ -451,6 +480,7 @@ def _named(versions: Mapping[str, Any]) -> str:
 
 
 def _say(error: RankError) -> None:
+    """Print it to standard error, as the command line does."""
     print(f"specdec: error: {error}", file=sys.stderr)
 
 

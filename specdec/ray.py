@@ -295,7 +295,7 @@ class Cluster:
         import ray
         import ray.data
 
-        logging.getLogger("ray.data").setLevel(logging.ERROR)
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL + 1)
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         gpus = int(ray.cluster_resources().get("GPU", 0))

@@ -27,6 +27,7 @@ from tests.models.folders import write_folder
 
 _MARK = "SPECDEC_RAY_SOAK"
 _PATIENCE = 600
+_RAY = ("--ray", "local", "--ray-workers", "2", "--batch", "2")
 
 
 def processes(mark: str, title: bytes = b"") -> list[int]:
@@ -75,15 +76,15 @@ class Job:
         rows[3]["prompt"] = "too long " * 600  # is refused; the others go on
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.expected = folder / "expected.jsonl"
-        assert self.start(self.expected).wait(_PATIENCE) == 1
+        # Many rows at once, and few in the job, so that it lasts: texts are the same.
+        assert self.start(self.expected, "--batch", "32").wait(_PATIENCE) == 1
 
     def start(self, output: Path, *more: str, mark: str = "") -> subprocess.Popen[str]:
         """Decode, with two workers where ``--ray`` is asked for."""
         return subprocess.Popen(
             [sys.executable, "-m", "specdec", "run", "--target", str(self.model),
              "--draft", "ngram", "--prompts", str(self.prompts), "--output",
-             str(output), "--temp", "1", "--seed", "3", "--batch", "4", "--quiet",
-             *more],
+             str(output), "--temp", "1", "--seed", "3", "--quiet", *more],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -107,17 +108,22 @@ def _index(line: dict[str, Any]) -> int:
 def kill_workers(job: Job, output: Path, kills: int, rng: random.Random) -> int:
     """Run the job while its workers are killed; how many results were there by then."""
     mark = uuid.uuid4().hex
-    process = job.start(output, "--ray", "local", "--ray-workers", "2", mark=mark)
+    process = job.start(output, *_RAY, mark=mark)
     try:
         end = time.monotonic() + _PATIENCE
-        for _ in range(kills):
-            age = rng.uniform(0, 12)  # while it loads, or decodes
-            seen: dict[int, float] = {}
+        for number in range(kills):
+            # In turns one that loads, and one that decodes; Ray's titles say which.
+            loads = number % 2 == 0
+            title = b"ray::MapWorker(MapBatches(_Job))" + (
+                b".__init__" if loads else b".submit"
+            )
+            age, seen = rng.uniform(0, 3), dict[int, float]()
             while True:
-                assert process.poll() is None, "the job ended before: give it more"
+                if process.poll() is not None:
+                    raise AssertionError(f"it ended: {process.communicate()[1]}")
                 assert time.monotonic() < end
                 now = time.monotonic()
-                for pid in processes(mark, b"ray::MapWorker"):
+                for pid in processes(mark, title):
                     seen.setdefault(pid, now)
                 old = [pid for pid, since in seen.items() if now - since >= age]
                 if old:
@@ -126,6 +132,8 @@ def kill_workers(job: Job, output: Path, kills: int, rng: random.Random) -> int:
                         break
                     seen.clear()
                 time.sleep(0.05)
+            what = "loaded" if loads else "decoded"
+            print(f"kill {number + 1}, of one that {what}", flush=True)
         finished = len(lines_of(output))
         _, said = process.communicate(timeout=_PATIENCE)
         assert process.returncode == 1, said
@@ -141,7 +149,7 @@ def kill_workers(job: Job, output: Path, kills: int, rng: random.Random) -> int:
 def kill_the_job(job: Job, output: Path) -> int:
     """Kill the job when it has some results, and resume it; how many it had."""
     mark = uuid.uuid4().hex
-    process = job.start(output, "--ray", "local", "--ray-workers", "2", mark=mark)
+    process = job.start(output, *_RAY, mark=mark)
     try:
         while len(lines_of(output)) < 5:
             assert process.poll() is None
@@ -152,9 +160,7 @@ def kill_the_job(job: Job, output: Path) -> int:
         end_all(mark)
     done = len(lines_of(output))
     mark = uuid.uuid4().hex
-    process = job.start(
-        output, "--ray", "local", "--ray-workers", "2", "--resume", mark=mark
-    )
+    process = job.start(output, *_RAY, "--resume", mark=mark)
     try:
         _, said = process.communicate(timeout=_PATIENCE)
         assert process.returncode == 1, said
@@ -168,24 +174,22 @@ def kill_the_job(job: Job, output: Path) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--kills", type=int, default=20)
-    parser.add_argument("--prompts", type=int, default=400)
-    parser.add_argument("--tokens", type=int, default=300)
+    parser.add_argument("--prompts", type=int, default=120)
+    parser.add_argument("--tokens", type=int, default=200)
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", choices=["kills", "resume"])
     given = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
+        folder, began = Path(name), time.monotonic()
         job = Job(folder, given.prompts, given.tokens)
-        began = time.monotonic()
-        rng = random.Random(given.seed)
-        finished = kill_workers(job, folder / "a.jsonl", given.kills, rng)
-        print(
-            f"{given.kills} kills, {finished} of {given.prompts} prompts had ended by"
-        )
-        print(
-            f"the last one; all have one result after {time.monotonic() - began:.0f} s"
-        )
-        done = kill_the_job(job, folder / "b.jsonl")
-        print(f"the job was killed when {done} prompts had ended, and resumed")
+        if given.only != "resume":
+            rng = random.Random(given.seed)
+            done = kill_workers(job, folder / "a.jsonl", given.kills, rng)
+            print(f"{done} of {given.prompts} prompts had ended by the last kill")
+            print(f"all have one result after {time.monotonic() - began:.0f} s")
+        if given.only != "kills":
+            done = kill_the_job(job, folder / "b.jsonl")
+            print(f"the job was killed when {done} prompts had ended, and resumed")
 
 
 if __name__ == "__main__":

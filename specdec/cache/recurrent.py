@@ -180,8 +180,8 @@ class BatchRecurrentCache(BatchCache):
         self._layers.append(write.layer)
         slots = self._now
         output, self._now = write.run(slots, self._offset_now, self._valid)
-        if self._lengths is not None and max(self._valid, default=0) > 1:
-            # A window is a view of all inputs of a prompt's chunk, and would keep them.
+        if self._of_prompts:
+            # A window is a view of all inputs of the chunk, and would keep them.
             self._now = [None if a is None else mx.contiguous(a) for a in self._now]
         if self._num_written:
             begin = self._num_written - max(self._valid, default=0)
@@ -190,9 +190,10 @@ class BatchRecurrentCache(BatchCache):
         return output
 
     def _next_forward(self, width: int) -> None:
-        if not self._spans or self._kept is not None:
+        spans = self._spans and self._kept is None
+        if not spans or not self._num_written:
             self._settle()
-            self._begin()
+            self._begin(spans=spans)
         self._layers, self._now = [], self._slots
         self._offset_now = self.offset
         self._valid = [width] * self.batch_size
@@ -200,8 +201,14 @@ class BatchRecurrentCache(BatchCache):
             self._valid = [min(width, n) for n in self._lengths]
         self._num_written += max(self._valid, default=width)
         self._advance(width, self._longest + width)
-        if len(set(self._valid)) > 1:  # of ragged writes nothing is taken back
-            self._num_written = 0
+        if self._of_prompts:  # nothing is taken back, and its inputs would be held
+            self._num_written, self._before = 0, []
+
+    @property
+    def _of_prompts(self) -> bool:
+        """Whether the forward under way writes chunks of prompts, of any length."""
+        ragged = len(set(self._valid)) > 1
+        return ragged or (self._lengths is not None and max(self._valid, default=0) > 1)
 
     def _store(self, slots: Slots) -> None:
         """Hold states, once every layer has written its own."""
@@ -440,9 +447,14 @@ class BatchRecurrentCache(BatchCache):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the states, and of those before the last write."""
+        """Bytes of the states, and of all that taking the last write back needs."""
         before = [a.nbytes for a in self._before if a is not None]
-        return self._storage.nbytes + sum(before)
+        return self._storage.nbytes + sum(before) + self.held_bytes
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of the inputs of the last write, held to take tokens back."""
+        return sum(a.nbytes for _, write in self._written for a in write.arrays)
 
     @property
     def state(self) -> tuple[Any, ...]:

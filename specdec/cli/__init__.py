@@ -38,6 +38,19 @@ class _Group(click.Group):
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
 
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        name, command, rest = super().resolve_command(ctx, args)
+        params = [] if command is None else command.params
+        if launched_rank() is not None and not any(
+            param.name == "tensor_parallel" for param in params
+        ):
+            raise click.UsageError(
+                f"specdec {name} runs on one device: start it without mlx.launch"
+            )
+        return name, command, rest
+
     def invoke(self, ctx: click.Context) -> Any:
         try:
             return super().invoke(ctx)

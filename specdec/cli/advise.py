@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import click
 
@@ -49,9 +49,7 @@ _SURE = 0.9
 )
 @options.batches("Batch size to predict for; repeat it for more.", default=(1, 8))
 @options.temp()
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @options.ignore_chat_template()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @options.quiet()
@@ -65,11 +63,7 @@ def advise(
     num_draft_tokens: int,
     batch_sizes: tuple[int, ...],
     temp: float,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     ignore_chat_template: bool,
     as_json: bool,
     quiet: bool,
@@ -82,12 +76,7 @@ def advise(
     """  # noqa: D301 - click's mark for lines to keep
     if options.check_pair(target, draft) is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
-    loading = options.origin_of(
-        drafts=True,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=True)
     records = read_records(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe
@@ -97,14 +86,7 @@ def advise(
 
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
-    decoder = SpecDecoder.from_pretrained(
-        target,
-        draft,
-        dtype=dtype,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        **loading,
-    )
+    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],

@@ -55,9 +55,7 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
     "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
 )
 @options.kv_bits("Keep keys and values quantized. [default: as they are]")
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
@@ -73,11 +71,7 @@ def chat(
     seed: int | None,
     num_draft_tokens: NumDraftTokens,
     kv_bits: int | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     memory_limit: str | None,
     quiet: bool,
 ) -> None:
@@ -94,12 +88,7 @@ def chat(
 
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
-    origin = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     config = EngineConfig(
         batch_size=1,
         num_draft_tokens=num_draft_tokens,
@@ -115,14 +104,7 @@ def chat(
     templates.start()
     from ..decoder import SpecDecoder
 
-    decoder = SpecDecoder.from_pretrained(
-        target,
-        draft,
-        dtype=dtype,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        **origin,
-    )
+    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):

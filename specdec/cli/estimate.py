@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import click
 
@@ -34,9 +35,7 @@ from .output import FAILURE, share_text, show, silence_third_parties
 )
 @options.kv_bits("Keep keys and values quantized. [default: as they are]")
 @options.kv_group_size()
-@options.dtype("As the run would load the weights. [default: as they are stored]")
-@options.origin
-@options.trust_remote_code()
+@options.loading("As the run would load the weights. [default: as they are stored]")
 @options.temp("Above 0, count what drawing tokens takes, filters included.")
 @options.memory_limit(
     "Memory available, such as 8GB or 6.5GiB. [default: all that the device has]"
@@ -53,11 +52,7 @@ def estimate(
     max_kv_size: int | None,
     kv_bits: int | None,
     kv_group_size: str,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     temp: float,
     memory_limit: str | None,
     as_json: bool,
@@ -74,12 +69,7 @@ def estimate(
     spec = options.check_pair(target, draft)
     options.check_num_draft_tokens(draft, drafts=spec is not None)
     options.check_kv_options(kv_bits)
-    loading = options.origin_of(
-        drafts=spec is not None,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=spec is not None)
     limit = None if memory_limit is None else parse_size(memory_limit)
     silence_third_parties()
     from .. import backend
@@ -95,8 +85,8 @@ def estimate(
 
     target_outline = outline(
         target_name(target),
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
+        dtype=loading["dtype"],
+        trust_remote_code=loading["trust_remote_code"],
         adapter_path=loading.get("adapter_path"),
         revision=loading.get("revision"),
     )
@@ -108,11 +98,13 @@ def estimate(
         draft_outline = outline_draft(
             spec.model,
             target_outline,
-            dtype=dtype,
-            trust_remote_code=trust_remote_code,
+            dtype=loading["dtype"],
+            trust_remote_code=loading["trust_remote_code"],
         )
         vocabulary = check_tokenizers(
-            target_outline, draft_outline, trust_remote_code=trust_remote_code
+            target_outline,
+            draft_outline,
+            trust_remote_code=loading["trust_remote_code"],
         )
     ngram = None if spec is None else ngram_of(spec)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping
+from functools import wraps
+from typing import Any, TypeVar, cast
 
 import click
 from click.core import ParameterSource
@@ -19,7 +20,6 @@ from ..draft_names import DraftSpec, draft_for
 from ..errors import ConfigError
 from ..grammar import Grammar
 from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
-from ..parallel import launched_rank
 from ..prompts import Encoding
 from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json
@@ -92,15 +92,6 @@ def grouped(
 
 class Command(click.Command):
     """A command whose help page shows its options in groups."""
-
-    def invoke(self, ctx: click.Context) -> Any:
-        several = any(param.name == "tensor_parallel" for param in self.params)
-        if launched_rank() is not None and not several:
-            raise click.UsageError(
-                f"{ctx.command_path} runs on one device: start it without mlx.launch",
-                ctx,
-            )
-        return super().invoke(ctx)
 
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter
@@ -357,25 +348,43 @@ _ORIGIN = (
 )
 
 
-def origin(command: F) -> F:
-    """Give ``command`` the options; it hands their values to :func:`origin_of`."""
-    return added(command, _ORIGIN)
+_LOADING = ("dtype", "trust_remote_code")
+_ORIGINS = ("adapter_path", "draft_adapter_path", "revision")
 
 
-def origin_of(*, drafts: bool, **given: str | None) -> dict[str, Any]:
-    """Those that are given, as arguments of ``SpecDecoder.from_pretrained``.
+def loading(*text: str) -> Option[Any]:
+    """How models are loaded: the command gets ``loading``, to be checked.
+
+    These are arguments of ``SpecDecoder.from_pretrained``; ``text`` is the help of
+    ``--dtype``.
+    """
+
+    def give(command: F) -> F:
+        @wraps(command)
+        def packed(**values: Any) -> Any:
+            found = {name: values.pop(name) for name in _LOADING}
+            origins = {name: values.pop(name) for name in _ORIGINS}
+            given = {k: v for k, v in origins.items() if v is not None}
+            return command(loading={**found, **given}, **values)
+
+        some = (dtype(*text), *_ORIGIN, trust_remote_code())
+        return added(cast(F, packed), some)
+
+    return give
+
+
+def check_loading(loading: Mapping[str, Any], *, drafts: bool) -> None:
+    """Check what :func:`loading` gave, before anything is loaded.
 
     Raises:
         click.UsageError: one is empty, or needs a draft.
     """
-    found = {name: value for name, value in given.items() if value is not None}
-    for name, value in found.items():
-        if not value.strip():
+    for name in _ORIGINS:
+        if name in loading and not loading[name].strip():
             what = "branch, tag or commit" if name == "revision" else "folder"
             raise click.UsageError(f"{dashed(name)} is empty: name a {what}")
-    if "draft_adapter_path" in found and not drafts:
+    if "draft_adapter_path" in loading and not drafts:
         raise click.UsageError("--draft-adapter-path needs --draft: name a draft")
-    return found
 
 
 def chat_template_config() -> Option[Any]:

@@ -45,11 +45,16 @@ def tensor_parallel() -> options.Option[Any]:
     )
 
 
-def load(tensor_parallel: int | None, **settings: Any) -> SpecDecoder:
+def load(
+    tensor_parallel: int | None, **settings: Any
+) -> tuple[SpecDecoder, Leader | None]:
     """The decoder of rank 0, or of the only process; the other ranks load theirs.
 
     Args:
         settings: of :meth:`specdec.SpecDecoder.from_pretrained`.
+
+    Returns:
+        The decoder, and rank 0 where there are others.
 
     Raises:
         click.UsageError: there are not so many ranks, or devices.
@@ -61,7 +66,9 @@ def load(tensor_parallel: int | None, **settings: Any) -> SpecDecoder:
     if isinstance(ranks, Leader):
         signal.signal(signal.SIGTERM, partial(_hear, ranks))
         ranks.decide("models", lambda: settings)
-    return SpecDecoder.from_pretrained(**settings, ranks=ranks)
+        decoder = SpecDecoder.from_pretrained(**settings, ranks=ranks)
+        return decoder, ranks
+    return SpecDecoder.from_pretrained(**settings), None
 
 
 def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
@@ -70,14 +77,14 @@ def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
         raise KeyboardInterrupt
 
 
-def last_words(decoder: SpecDecoder, say: Callable[..., None]) -> None:
+def last_words(leader: Leader | None, say: Callable[..., None]) -> None:
     """What is said where a rank has ended while the main thread waits for it.
 
     Args:
         say: called in another thread with ``lost``, the error.
     """
-    if isinstance(decoder.target.ranks, Leader):
-        decoder.target.ranks.last_words = lambda error: say(lost=error)
+    if leader is not None:
+        leader.last_words = lambda error: say(lost=error)
 
 
 def follow() -> NoReturn:
@@ -85,7 +92,6 @@ def follow() -> NoReturn:
     # A Ctrl-C ends rank 0, and that ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     silence_third_parties()
-    from .. import templates
     from ..decoder import SpecDecoder
 
     ranks = Ranks.join()
@@ -94,7 +100,6 @@ def follow() -> NoReturn:
     try:
         with ranks.reporting():
             settings: dict[str, Any] = ranks.decide("models", dict)
-            templates.start()
             decoder = SpecDecoder.from_pretrained(**settings, ranks=ranks)
         decoder.follow()
     except Exception:  # which rank 0 has heard of

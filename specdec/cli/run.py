@@ -52,6 +52,7 @@ from .sink import Sink
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
     from ..outputs import RunStats, StreamEvent
+    from ..parallel import Leader
     from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
@@ -115,9 +116,7 @@ _PATIENCE = 2.0
     help="Quantize once the longest row holds N tokens, with --kv-bits.",
 )
 @options.prefix_cache
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
@@ -177,11 +176,7 @@ def run(
     prefix_cache: str | None,
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     tensor_parallel: int | None,
     memory_limit: str | None,
     output_file: str | None,
@@ -240,12 +235,7 @@ def run(
         chat_template_config=chat_template_config,
         ignore_chat_template=ignore_chat_template,
     )
-    loading: dict[str, Any] = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     if chat_template is not None:
         if ignore_chat_template:
             raise click.UsageError(
@@ -305,11 +295,6 @@ def run(
     for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
         if note and not quiet:
             show(f"specdec: note: {note}", err=True)
-    loading |= {
-        "dtype": dtype,
-        "config": config,
-        "trust_remote_code": trust_remote_code,
-    }
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
@@ -317,8 +302,10 @@ def run(
     prompts = [records[index].prompt for index in left]
     events: Iterator[StreamEvent]
     summary: Callable[[], str]
+    leader: Leader | None = None
+    loading |= {"target": target, "draft": draft, "config": config}
     if ray is not None:
-        job = RayJob(ray, ray_workers, {"target": target, "draft": draft, **loading})
+        job = RayJob(ray, ray_workers, loading)
         name = target_name(target)
         assert isinstance(requests, list)
         events = job.events(left, prompts, requests, encoding)
@@ -326,7 +313,7 @@ def run(
     else:
         if not ignore_chat_template:
             templates.start()
-        decoder = ranks.load(tensor_parallel, target=target, draft=draft, **loading)
+        decoder, leader = ranks.load(tensor_parallel, **loading)
         name = decoder.target_name
         with places_named(records):
             events = decoder.stream(
@@ -343,7 +330,7 @@ def run(
             return _under_way(decoder.stats)
 
         def summary() -> str:
-            return _summary(decoder, each, len(sink.errors))
+            return _summary(decoder, leader, each, len(sink.errors))
 
     total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
@@ -364,9 +351,9 @@ def run(
             show_error(str(lost))
         if interrupted:
             kept = f", their results are in {output_file}" if sink.finished else ""
-            left = total - sink.dropped
+            coming = total - sink.dropped
             show(
-                f"specdec: interrupted: {sink.finished} of {left} {what}s "
+                f"specdec: interrupted: {sink.finished} of {coming} {what}s "
                 f"finished{kept if output_file is not None else ''}",
                 err=True,
             )
@@ -376,8 +363,7 @@ def run(
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
-    if ray is None:
-        ranks.last_words(decoder, partial(conclude, interrupted=True))
+    ranks.last_words(leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
@@ -512,7 +498,10 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _summary(
-    decoder: SpecDecoder, requests: Sequence[SamplingParams], num_failed: int
+    decoder: SpecDecoder,
+    leader: Leader | None,
+    requests: Sequence[SamplingParams],
+    num_failed: int,
 ) -> str:
     from ..model_names import short
 
@@ -524,7 +513,7 @@ def _summary(
     failed = ", until it failed" if stats.draft_error else ""
     shared = share_text(stats.vocabulary_share)
     lines = {
-        "target": short(decoder.target_name),
+        "target": short(decoder.target_name) + _divided(leader),
         "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
     if warm_up.seconds >= 0.05:
@@ -558,6 +547,10 @@ def _summary(
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+
+
+def _divided(leader: Leader | None) -> str:
+    return "" if leader is None else f", divided between {leader.size} ranks"
 
 
 def _reused(n: int) -> str:

@@ -6,6 +6,7 @@ import importlib.util
 import ipaddress
 import socket
 import sys
+import time
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +20,7 @@ from ..config import (
     EngineConfig,
     NumDraftTokens,
 )
-from ..errors import ServerError, reason_of
+from ..errors import RankError, ServerError, reason_of
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
@@ -28,10 +29,21 @@ from ..server.config import (
 )
 from ..utils.sizes import parse_size
 from . import options, ranks
-from .output import share_text, show, show_warnings, silence_third_parties
+from .output import (
+    share_text,
+    show,
+    show_error,
+    show_warnings,
+    silence_third_parties,
+)
 
 if TYPE_CHECKING:
+    from starlette.applications import Starlette
+
     from ..server.config import ServerConfig
+
+#: Seconds that answers have where a rank of the target has ended.
+_ANSWERING = 1.0
 
 
 def _seconds(
@@ -165,9 +177,7 @@ def _seconds(
     help="Whose prompts begin with what is kept of one: all clients', or those of the "
     "same client (its key, else its address, and the user that it names).",
 )
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @ranks.tensor_parallel()
 @options.memory_limit(
     "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
@@ -193,11 +203,7 @@ def serve(
     prefix_cache: str | None,
     prefix_cache_size: str | None,
     prefix_cache_memory: str | None,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     tensor_parallel: int | None,
     memory_limit: str | None,
     quiet: bool,
@@ -224,12 +230,7 @@ def serve(
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
     check_extra("starlette", "uvicorn", "prometheus_client", "httpx")
-    origin = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
         prefix_cache_size=prefix_cache_size,
@@ -255,14 +256,7 @@ def serve(
         chat_template_config=options.template_variables(chat_template_config),
         **limits,
     )
-    loading = {
-        "target": target,
-        "draft": draft,
-        "dtype": dtype,
-        "config": engine,
-        "trust_remote_code": trust_remote_code,
-        **origin,
-    }
+    loading |= {"target": target, "draft": draft, "config": engine}
     silence_third_parties()
     show_warnings()
     from ..server.running import bind
@@ -295,7 +289,7 @@ def _serve_here(
     from ..server.running import run, url_of
 
     templates.start()
-    decoder = ranks.load(tensor_parallel, **loading)
+    decoder, leader = ranks.load(tensor_parallel, **loading)
 
     def started() -> None:
         if not quiet:
@@ -303,9 +297,18 @@ def _serve_here(
 
     stopping = partial(_show_stopping, config, quiet=quiet)
     app = make_app(decoder, config)
+    ranks.last_words(leader, partial(_answer, app))
     failure = run(app, config.stop_timeout, listener, started, stopping)
     if failure is not None:
         raise engine_failed(failure) from failure
+
+
+def _answer(app: Starlette, *, lost: RankError) -> None:
+    """Answer what is open where the engine waits for a rank that has ended."""
+    if (service := getattr(app.state, "service", None)) is not None:
+        service.engine.fail(lost)
+        time.sleep(_ANSWERING)
+    show_error(str(lost))
 
 
 def _serve_by(

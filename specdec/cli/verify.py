@@ -85,9 +85,7 @@ TOKENS_BEYOND_DRAFT = 3
     "Keep keys and values quantized, in plain decoding too. [default: as they are]"
 )
 @options.kv_group_size()
-@options.dtype()
-@options.origin
-@options.trust_remote_code()
+@options.loading()
 @options.ignore_chat_template()
 @options.file(
     "--json",
@@ -111,11 +109,7 @@ def verify(
     max_restarts: int,
     kv_bits: int | None,
     kv_group_size: str,
-    dtype: str | None,
-    adapter_path: str | None,
-    draft_adapter_path: str | None,
-    revision: str | None,
-    trust_remote_code: bool,
+    loading: dict[str, Any],
     ignore_chat_template: bool,
     json_file: str | None,
     quiet: bool,
@@ -148,12 +142,7 @@ def verify(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
     )
-    loading: dict[str, Any] = options.origin_of(
-        drafts=drafts,
-        adapter_path=adapter_path,
-        draft_adapter_path=draft_adapter_path,
-        revision=revision,
-    )
+    options.check_loading(loading, drafts=drafts)
     records = read_records(file)[:num_prompts]
     output = None
     if json_file is not None:
@@ -167,14 +156,7 @@ def verify(
     from ..tools.parity import certify, summary
 
     check_compiler()
-    decoder = SpecDecoder.from_pretrained(
-        target,
-        draft,
-        dtype=dtype,
-        config=config,
-        trust_remote_code=trust_remote_code,
-        **loading,
-    )
+    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
     with places_named(records), Progress("row", quiet=quiet) as progress:
         found = certify(
             decoder,
@@ -197,7 +179,6 @@ def verify(
             "verification": verification,
             "kv_bits": config.kv_bits,
             "kv_group_size": config.kv_group_size if kv_bits else None,
-            "dtype": dtype,
             **loading,
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,

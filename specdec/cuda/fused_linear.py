@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import copy
 import logging
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import partial
 from itertools import accumulate
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_attention
 from .flattened_matmul import FlattenedEmbedding, FlattenedLinear, as_kind
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
@@ -195,6 +197,30 @@ def joining_bytes(model: nn.Module) -> int:
         sum(a.nbytes for each in layers for a in each.values()) for *_, layers in groups
     ]
     return max(sizes, default=0)
+
+
+def choices_of(model: nn.Module) -> list[Callable[[], None]]:
+    """What times kernels for the model's matrices, stacked as they are used."""
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    kinds: dict[Any, list[Any]] = {}
+    for _, layer in leaves:
+        if isinstance(layer, _Joined):
+            layer = layer._product._whole
+        for kind, part in _TIMED.items():
+            if isinstance(layer, kind):
+                shape = layer["weight"].shape, layer["weight"].dtype
+                of = part, shape, getattr(layer, "bits", None)
+                if all(layer is not other for other in kinds.setdefault(of, [])):
+                    kinds[of].append(layer)
+    return [partial(part.choose, layers) for (part, *_), layers in kinds.items()]
+
+
+_TIMED: dict[Any, Any] = {
+    SkinnyLinear: skinny_matmul,
+    SkinnyEmbedding: skinny_matmul,
+    FlattenedLinear: packed_matmul,
+    FlattenedEmbedding: packed_matmul,
+}
 
 
 def separated(model: nn.Module) -> nn.Module:

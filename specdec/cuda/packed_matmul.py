@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 
+from . import choices
 from . import packed_matmul_source as text
 from .kernels import (
     MOST_PARTS,
@@ -213,16 +214,53 @@ def computes(layer: Any, x: mx.array) -> bool:
     if layer.training or not x.size:
         return False
     kind = Kind.of(layer)
-    if kind is not None and x.size == kind.length:
-        many = kind.columns * kind.length >= FEWEST_ALONE
-        if not (many and kind.bits == 4):
-            return False
     return (
         kind is not None
+        and (x.size > kind.length or _alone(kind))
         and x.dtype == kind.dtype
         and x.shape[-1] == kind.length
         and _proven.get(kind[:3], False)
     )
+
+
+def _alone(kind: Kind) -> bool:
+    """Whether one row is left to the kernel."""
+    ours = choices.chosen(("packed row", *kind))
+    return _usual_alone(kind) if ours is None else ours
+
+
+def _usual_alone(kind: Kind) -> bool:
+    return kind.bits == 4 and kind.columns * kind.length >= FEWEST_ALONE
+
+
+def choose(layers: Sequence[Any]) -> None:
+    """Time the product of one row by the kernel and by MLX's, for layers of one kind.
+
+    Of more rows MLX's is not timed: it would have a kernel compiled for half a minute.
+    """
+    kind = Kind.of(layers[0])
+    if kind is None or not _proven.get(kind[:3], False):
+        return
+    some, x = layers[: choices.MATRICES], mx.ones((1, kind.length), kind.dtype)
+
+    def ours() -> list[mx.array]:
+        return [of_layer(layer, x)[0] for layer in some]
+
+    def theirs() -> list[mx.array]:
+        return [
+            mx.quantized_matmul(
+                x,
+                layer["weight"],
+                layer["scales"],
+                layer["biases"],
+                group_size=kind.group_size,
+                bits=kind.bits,
+            )
+            for layer in some
+        ]
+
+    usual = _usual_alone(kind)
+    choices.choose(("packed row", *kind), [(ours, theirs)], usual=usual)
 
 
 def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:

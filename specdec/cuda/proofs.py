@@ -18,13 +18,13 @@ logger = logging.getLogger(__name__)
 
 
 class Verdicts(Protocol):
-    """Kernels that were proven on this device, by name."""
+    """What was found out about kernels on this device, by name."""
 
-    def __contains__(self, name: object, /) -> bool:
-        """Whether a kernel was proven by this process or one before it."""
+    def get(self, name: str, /) -> bool | None:
+        """What this process or one before it found; ``None``: nothing."""
 
-    def add(self, name: str, /) -> None:
-        """Keep that a kernel was proven."""
+    def put(self, name: str, found: bool, /) -> None:
+        """Keep what was found."""
 
 
 _kept: Verdicts | None = None
@@ -51,16 +51,27 @@ def holds(name: str, check: Callable[[], bool]) -> bool:
         name: of the kernel and of all that it was compiled for.
         check: runs it beside its reference.
     """
-    if _kept is not None and name in _kept:
+    if kept(name):
         return True
     try:
         right = check()
     except (RuntimeError, ValueError) as error:
         logger.debug("no kernel %s: %s", name, error)
         return False
-    if right and _kept is not None:
-        _kept.add(name)
+    if right:
+        keep(name, right)
     return right
+
+
+def kept(name: str) -> bool | None:
+    """What was found of a name before; ``None``: nothing."""
+    return None if _kept is None else _kept.get(name)
+
+
+def keep(name: str, found: bool) -> None:
+    """Keep what was found, where that is asked for."""
+    if _kept is not None:
+        _kept.put(name, found)
 
 
 @cache

@@ -12,7 +12,7 @@ of a verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache, partial
 from itertools import product as product_of
 from typing import Any
@@ -21,6 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 
+from . import choices
 from .flattened_matmul import as_kind
 from .kernels import (
     MOST_PARTS,
@@ -38,6 +39,8 @@ from .proofs import holds
 # rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
 # sooner, and longer than it takes to launch (benchmarks/results/skinny-h200.md).
 MOST_ROWS, MOST_WEIGHTS, MOST_WORK = 256, 2**25, 2**29
+# Rows at which both are timed, and up to which the faster one is taken.
+TIMED_ROWS = (1, 8, 32)
 # More tokens of a sequence at a time are a prompt's, whose number is always another.
 MOST_TOKENS = 16
 # A warp reads so many columns of the matrix at a time, of so many of its rows. A tensor
@@ -262,17 +265,44 @@ def _block(rows: int, warps: int) -> tuple[int, int, int]:
 def takes(x: mx.array, weight: mx.array, bias: mx.array | None) -> bool:
     """Whether x (..., K) times weight (N, K) is left to :func:`product`."""
     rows = x.size // x.shape[-1]
+    ours = choices.chosen(_kind(weight))
     return (
         0 < rows <= MOST_ROWS
         and (x.ndim < 3 or x.shape[-2] <= MOST_TOKENS)
-        and weight.size <= MOST_WEIGHTS
-        and rows * weight.size <= MOST_WORK
+        and ours is not False
+        and (_usual(weight, rows) or (bool(ours) and rows <= TIMED_ROWS[-1]))
         and weight.shape[-1] % COLUMNS == 0
         and x.dtype in TYPES
         and weight.shape[-1] == x.shape[-1]
         and weight.dtype == x.dtype
         and (bias is None or bias.dtype == x.dtype)
     )
+
+
+def _usual(weight: mx.array, rows: int) -> bool:
+    """Whether the kernel is taken where it was not timed."""
+    return weight.size <= MOST_WEIGHTS and rows * weight.size <= MOST_WORK
+
+
+def _kind(weight: mx.array) -> choices.Kind:
+    return "skinny", TYPES.get(weight.dtype), *weight.shape
+
+
+def choose(layers: Sequence[nn.Module]) -> None:
+    """Time the kernel and MLX's for layers with matrices of one shape and type."""
+    weights = [layer["weight"] for layer in layers[: choices.MATRICES]]
+    if weights[0].shape[-1] % COLUMNS:
+        return
+
+    def runs(rows: int) -> tuple[choices.Run, choices.Run]:
+        x = mx.ones((rows, weights[0].shape[-1]), weights[0].dtype)
+        return (
+            lambda: [product(x, weight, None) for weight in weights],
+            lambda: [x @ weight.T for weight in weights],
+        )
+
+    usual = _usual(weights[0], TIMED_ROWS[-1])
+    choices.choose(_kind(weights[0]), list(map(runs, TIMED_ROWS)), usual=usual)
 
 
 class SkinnyLinear(nn.Linear):

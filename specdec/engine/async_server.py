@@ -26,7 +26,7 @@ from typing import Any, Self, TypeVar, Unpack
 
 import mlx.core as mx
 
-from ..errors import PromptError, ServerError, reason_of
+from ..errors import PromptError, RankError, ServerError, reason_of
 from ..grammar import Grammar, GrammarCompiler, GrammarState
 from ..output_text import stop_texts
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
@@ -193,6 +193,11 @@ class _Worker(threading.Thread):
         self._commands.put(self._cancel_all)
         self._prompts.end()
 
+    def give_up(self, failure: BaseException | None) -> None:
+        """Let the loop know that nothing comes any more; called by any thread."""
+        with suppress(RuntimeError):  # the loop has gone, and all who could hear
+            self._loop.call_soon_threadsafe(self._hear_end, failure)
+
     # -- in the tokenizing and the compiling thread ------------------------
 
     def _all_compiled(self) -> None:
@@ -257,11 +262,11 @@ class _Worker(threading.Thread):
         if failure is not None:
             # Its frames would keep the caches alive for as long as the error.
             traceback.clear_frames(failure.__traceback__)
-        # A process that ends while a thread has any aborts.
-        mx.clear_streams()
+        if not isinstance(failure, RankError):
+            # A process that ends while a thread has any aborts.
+            mx.clear_streams()
         atexit.unregister(self._end)
-        with suppress(RuntimeError):  # the loop has gone, and all who could hear
-            self._loop.call_soon_threadsafe(self._hear_end, failure)
+        self.give_up(failure)
 
     def _end(self) -> None:
         """End the thread, in the last moments of the process."""
@@ -359,10 +364,19 @@ def _stream() -> Iterator[None]:
     mx.set_default_stream(stream)
     try:
         yield
-    finally:
-        with suppress(Exception):  # of a device that failed, which was reported
-            mx.synchronize(stream)
-        idle.append(stream)
+    except RankError:
+        raise  # what waits for a rank that has ended may never be done
+    except BaseException:
+        _settle_stream(stream)
+        raise
+    _settle_stream(stream)
+
+
+def _settle_stream(stream: mx.Stream) -> None:
+    """Wait for what a thread has computed; then another one may use its stream."""
+    with suppress(Exception):  # of a device that failed, which was reported
+        mx.synchronize(stream)
+    _idle_streams[str(stream.device)].append(stream)
 
 
 class Server:
@@ -458,6 +472,11 @@ class Server:
     def failure(self) -> BaseException | None:
         """What went wrong in the engine, if it failed."""
         return self._failure
+
+    def fail(self, error: BaseException) -> None:
+        """Give up, as any thread may say: the engine's own does not come back."""
+        if self._worker is not None:
+            self._worker.give_up(error)
 
     async def tokenize(self, work: Callable[[], T]) -> T:
         """Call ``work``, which tokenizes something, in the thread that does.

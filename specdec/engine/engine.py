@@ -220,11 +220,16 @@ class Engine:
         Without it that is done for the first ones, by their parameters.
         """
         if self._rehearsal.due:
-            drawn = SamplingParams(temperature=1.0, top_p=0.9)
+            drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
+            begun = time.perf_counter()
             self._rehearse(self._scheduler.batch_size, [SamplingParams(), drawn])
+            self.stats.warmup_seconds += time.perf_counter() - begun
 
     def _rehearse(self, num_rows: int, params: Sequence[SamplingParams]) -> None:
         slots = self._backend.rows_to_keep(self._scheduler.batch_size, num_rows)
+        row = Request(-1, "", (0,), SamplingParams())
+        while slots > 1 and not self._scheduler.affords([row], slots):
+            slots //= 2
         most = self._length.max_draft_tokens
         self._rehearsal.run(*self._models, slots, most, params)
 

@@ -154,6 +154,11 @@ class LeadingSession(Session):
             self._say("cancel", index)
             return super().cancel(index)
 
+    def warm_up(self) -> None:
+        with self._leader.turn:
+            self._say("warm_up")
+            super().warm_up()
+
     def step(self) -> list[StreamEvent]:
         if self._broken:
             return super().step()
@@ -187,6 +192,8 @@ def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
                     _same(partial(sessions[number][0].add_encoded, prompt, params))
                 case ("cancel", number, index):
                     _same(partial(sessions[number][0].cancel, index))
+                case ("warm_up", number):
+                    sessions[number][0].warm_up()
                 case ("step", number):
                     session, commits = sessions[number]
                     added = commits.of(session.step())

@@ -34,11 +34,12 @@ class Rehearsal:
 
     Args:
         backend: says whether shapes that were not met before cost.
+        alone: no other rank computes with this one; ranks meet in what requests need.
     """
 
-    def __init__(self, backend: BackendDefaults):
+    def __init__(self, backend: BackendDefaults, *, alone: bool = True):
         #: Whether nothing was rehearsed yet, and something should be.
-        self.due = backend.new_shape_seconds > 0
+        self.due = alone and backend.new_shape_seconds > 0
         self._backend = backend
 
     @CompiledForwards.at_once()

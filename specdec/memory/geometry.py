@@ -6,6 +6,9 @@ from dataclasses import dataclass
 
 from ..cache.capacity import cache_slots, ring_slots, round_up
 
+#: Tokens that mlx-lm's scans score with each other at a time.
+SCAN_PART = 256
+
 
 @dataclass(frozen=True, kw_only=True)
 class CacheGeometry:
@@ -20,12 +23,15 @@ class CacheGeometry:
         keep: first tokens that a ring never drops.
         state_bytes: of one row, however long it is: of a recurrent layer its states,
             those before the last write, and those that are being computed.
+        held_bytes: of one token of a round: inputs of a recurrent layer, which are held
+            to take tokens back.
     """
 
     slot_bytes: int
     window: int | None = None
     keep: int = 0
     state_bytes: int = 0
+    held_bytes: int = 0
 
     def slots(self, length: int, *, max_length: int | None, max_write: int) -> int:
         """Slots per row, see :func:`~specdec.cache.capacity.cache_slots`."""
@@ -59,6 +65,7 @@ class ModelGeometry:
         elem_bytes: of one logit.
         token_bytes: activations of one token.
         score_bytes: attention scores and masks of one token and one cached column.
+        pair_bytes: of two tokens of a row in one part of a scan (:data:`SCAN_PART`).
         column_bytes: copies that attention makes of one cached column of a row.
         loading_bytes: most that is held while the model is loaded, its weights
             included; 0 when it is loaded already.
@@ -76,6 +83,7 @@ class ModelGeometry:
     elem_bytes: int
     token_bytes: int
     score_bytes: int
+    pair_bytes: int = 0
     column_bytes: int = 0
     loading_bytes: int = 0
     feature_bytes: int = 0
@@ -111,6 +119,10 @@ class ModelGeometry:
         }
         return [sizes[c] for c in caches]
 
+    def held_bytes(self, rows: int, tokens: int) -> int:
+        """What recurrent layers hold of a round of so many tokens per row."""
+        return rows * tokens * sum(c.held_bytes for c in self.caches)
+
     def columns(self, length: int, *, max_write: int, read_bucket: int) -> int:
         """Keys that attention reads for rows of ``length`` tokens, at most."""
         extent = round_up(length, read_bucket)
@@ -125,4 +137,5 @@ class ModelGeometry:
             columns: keys that each row has, its newest included.
         """
         per_token = self.token_bytes + columns * self.score_bytes
+        per_token += min(tokens, SCAN_PART) * self.pair_bytes
         return rows * (tokens * per_token + columns * self.column_bytes)

@@ -35,6 +35,9 @@ from .geometry import CacheGeometry, ModelGeometry
 # of about a layer's operations at a time, waits where ten are under way, and gives an
 # array back with the graph that used it last.
 UNDER_WAY = 10
+# Copies of what a recurrent layer holds of a token, in its scan: of one that goes token
+# by token, and of one that scores tokens in pairs.
+SCAN_COPIES = 3, 5
 # States of a recurrent layer that are held at once: now, before the last write, next.
 STATE_COPIES = 3
 # Of what a draft head reads of the target: as it is recorded, joined, and normed.
@@ -81,11 +84,14 @@ def geometry_of(
     queries = heads * (nope + rope if latent else head)
     unfolded = heads * (nope + values) if latent else 0
     elem_bytes: int = logits.dtype.size
+    flat = tuple(map(_cache_geometry, caches))
+    held = max((cache.held_bytes for cache in flat), default=0)
+    states_of_token, pair_bytes = scan_bytes(model)
     return ModelGeometry(
         name=name,
         num_parameters=sum(_count(layer) for _, layer in _leaves(model)),
         weight_bytes=sum(array.nbytes for _, array in _arrays(model)),
-        caches=tuple(map(_cache_geometry, caches)),
+        caches=flat,
         dense_caches=tuple(map(_cache_geometry, dense)),
         vocab_size=int(logits.shape[-1]),
         elem_bytes=elem_bytes,
@@ -95,9 +101,11 @@ def geometry_of(
         token_bytes=elem_bytes * _layer_width(model, settings)
         + 24 * queries
         + 32 * hidden
-        + scan_bytes(model),
+        + states_of_token
+        + SCAN_COPIES[pair_bytes > 0] * held,
         # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
         score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
+        pair_bytes=pair_bytes,
         column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
         loading_bytes=loading_bytes,
         feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
@@ -126,8 +134,11 @@ def _forward(
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:
     if isinstance(cache, BatchRecurrentCache):
+        held = cache.held_bytes  # of the token that was written
         states = sum(array.nbytes for array in cache.arrays)
-        return CacheGeometry(slot_bytes=0, state_bytes=STATE_COPIES * states)
+        return CacheGeometry(
+            slot_bytes=0, state_bytes=STATE_COPIES * states, held_bytes=held
+        )
     ring = isinstance(cache, RingCache)
     return CacheGeometry(
         slot_bytes=_per_slot(cache, cache.nbytes),

@@ -22,6 +22,7 @@ PARTS = (
     "growth and joins",
     "logits",
     "activations",
+    "rollback inputs",
     "rounds in flight",
     "n-gram lookup",
     "prefix cache",
@@ -144,7 +145,7 @@ class MemoryPlan:
     def _decoding(self, rows: Sequence[RowNeeds]) -> Moment:
         """A round in which every row is as long as it can become."""
         length, k = self._longest(rows), self.num_draft_tokens
-        parts = self._weights()
+        parts, inputs = self._weights(), 0
         for name, model in self._models():
             held, width, writes = length, self._wide, self._wide
             # A draft takes in what it missed in pieces; with static shapes the last
@@ -154,6 +155,7 @@ class MemoryPlan:
                 width = max(width, min(CATCH_UP_STEP, held))
                 writes = width + self.pad_single_token
             self._add(parts, name, model, rows, held, width, writes)
+            inputs += model.held_bytes(len(rows), width)
         # Rows that leave and rows that join copy a layer twice more, in one go.
         parts["growth and joins"] *= 3 if len(rows) > 1 else 1
         parts["activations"] += self._features(len(rows), self._wide)
@@ -165,6 +167,8 @@ class MemoryPlan:
         parts["logits"] = sum(
             logits_bytes(len(rows), n, m.vocab_size, m.elem_bytes) for m, n in heads
         ) + max(choosing_bytes(choosing, n, m.vocab_size) for m, n in heads)
+        if inputs:
+            parts["rollback inputs"] = inputs
         if ahead := self._ahead:
             parts["rounds in flight"] = ahead * (parts["activations"] + parts["logits"])
         return Moment("decoding", self._with_others(parts))

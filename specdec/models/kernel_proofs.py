@@ -1,10 +1,14 @@
-"""Proofs of kernels on disk: a kernel is tried once for a device and its versions."""
+"""Proofs and choices of kernels on disk, once for a device and its versions."""
 
 from __future__ import annotations
 
 import hashlib
+import os
+import tempfile
 from contextlib import AbstractContextManager
 from functools import cache
+from pathlib import Path
+from typing import Any
 
 from .. import backend
 from ..cuda import proofs
@@ -16,10 +20,37 @@ MOST_ENTRIES = 16
 
 
 def kept_proofs() -> AbstractContextManager[None]:
-    """Proofs of kernels are looked for on disk, and kept there, within this."""
+    """Within this, proofs and choices are looked for on disk, and kept there."""
     path = kept_path("kernels.json")
-    kept = KeptEntries(path, "proven", version=VERSION, most=MOST_ENTRIES)
+    kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
+    _forget_what_is_gone(kept)
     return proofs.kept_in(KeptProofs(kept, signature()))
+
+
+_looked: set[Path] = set()
+
+
+def _forget_what_is_gone(kept: KeptEntries) -> None:
+    """Once in a process: without compiled kernels, begin anew."""
+    if kept.path in _looked:
+        return
+    _looked.add(kept.path)
+    if not compiled_before() and signature() in kept.load():
+        kept.save(signature(), {})
+
+
+def compiled_before() -> bool:
+    """Whether MLX has kept kernels of ours that it compiled, when this process began.
+
+    It keeps them in a folder for temporary files, unless ``$MLX_PTX_CACHE_DIR`` names
+    another (``ptx_cache_dir`` in its ``backend/cuda/jit_module.cpp``). Where they are
+    gone, a proof has to be repeated for their sake: that compiles them, not a request.
+    """
+    if backend.defaults().name != "cuda":
+        return True
+    own = os.environ.get("MLX_PTX_CACHE_DIR")
+    usual = Path(tempfile.gettempdir(), "mlx", backend.describe()["mlx"], "ptx")
+    return any(Path(own or usual).glob("*specdec_*"))
 
 
 @cache
@@ -31,7 +62,7 @@ def signature() -> str:
 
 
 class KeptProofs:
-    """Names of the kernels that were proven, in a file.
+    """What was found out about kernels, in a file.
 
     Args:
         file: of all devices and versions.
@@ -41,14 +72,15 @@ class KeptProofs:
     def __init__(self, file: KeptEntries, key: str):
         self._file, self._key = file, key
 
-    def __contains__(self, name: object) -> bool:
-        return name in self._names()
+    def get(self, name: str) -> bool | None:
+        """What was found; ``None``: nothing."""
+        found = self._entry().get(name)
+        return found if isinstance(found, bool) else None
 
-    def add(self, name: str) -> None:
-        """Keep that a kernel was proven."""
-        if name not in (names := self._names()):
-            self._file.save(self._key, [*names, name])
+    def put(self, name: str, found: bool) -> None:
+        """Keep what was found."""
+        self._file.save(self._key, self._entry() | {name: found})
 
-    def _names(self) -> list[str]:
+    def _entry(self) -> dict[str, Any]:
         found = self._file.load().get(self._key)
-        return found if isinstance(found, list) else []
+        return found if isinstance(found, dict) else {}

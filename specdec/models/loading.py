@@ -13,11 +13,12 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
+from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
 from ..cuda import attention_patch, flattened_matmul, skinny_matmul
-from ..cuda.fused_linear import join_products
+from ..cuda.fused_linear import choices_of, join_products
 from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
@@ -27,7 +28,7 @@ from ..errors import (
     UnsupportedModelError,
 )
 from ..model_names import locate_target
-from ..parallel import Ranks, differing
+from ..parallel import Ranks, differing, launched_rank
 from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
@@ -105,7 +106,6 @@ def load(
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
         if ranks is not None:
             take_shard(loaded.model, loaded.config, ranks, name)
-            mx.eval(loaded.model.parameters())
     else:
         loaded = replace(
             _load_folder_or_hub(
@@ -174,6 +174,9 @@ def take_shard(
     facts = {"model": fingerprint(model), "configuration": repr(sorted(config.items()))}
     shard(model, ranks.group, name)
     ranks.check(facts, differing, wait=True)
+    leaves: Any = tree_flatten(model.parameters())
+    for _, array in leaves:
+        mx.eval(array)  # one at a time, as each is read whole first
 
 
 def adopt(
@@ -239,6 +242,10 @@ def fit(model: Any, *, joins: bool = True) -> None:
             attention_patch.take_few_queries(model)
         if joins:
             join_products(model)
+        # What is faster on one rank may not be on another, and all have to compute
+        # the same bits of what they do not share.
+        if launched_rank() is None:
+            warm_up.run(choices_of(model))
 
 
 def load_draft(
@@ -253,8 +260,8 @@ def load_draft(
     ``self:2bit``, ``self:3bit``, ``self:4bit`` and ``self:8bit`` quantize the
     target in memory, layer by layer; ``layers:0-7,22-29`` runs just those layers of
     it, and shares its weights; ``mtp`` is the MTP head in its checkpoint. A draft head
-    is bound to the target. The target does not change. What a draft's vocabulary shares
-    with the target's, :func:`map_vocabulary` says.
+    is bound to the target. The target does not change. What a draft's vocabulary
+    shares with the target's, :func:`map_vocabulary` says.
 
     Raises:
         ConfigError: another ``self:`` draft, or layers that there are not.
@@ -286,7 +293,8 @@ def _load_made(
     """Load a draft that has files of its own, and perhaps a card."""
     source = draft.source
     card = read_card(source)
-    folder = None if is_gguf(source) else folder_of(source)
+    located = locate_target(source)
+    folder = None if is_gguf(located) else folder_of(located)
     head = None if folder is None else read_head_config(folder)
     if folder is not None and head is not None:
         check_no_adapter(draft)

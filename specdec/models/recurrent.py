@@ -59,6 +59,16 @@ _SCANNED = {
     "olmo_hybrid.GatedDeltaNet": 0,
     "recurrent_gemma.RecurrentBlock": 3,
 }
+#: Layers whose scan scores the tokens of a part with each other, head by head, and the
+#: copies of those scores in float32, measured likewise.
+_PAIRED = {
+    "falcon_h1.FalconH1Mixer",
+    "granitemoehybrid.GraniteMoeHybridMamba2Mixer",
+    "mamba2.Mamba2Block",
+    "nemotron_h.NemotronHMamba2Mixer",
+    "plamo2.Mamba",
+}
+_PAIR_COPIES = 8
 #: Layers for which no states are something else than states of zeros.
 _BEGIN_OTHERWISE = {"recurrent_gemma.RecurrentBlock"}
 
@@ -445,20 +455,27 @@ def share_weights(twins: Iterable[nn.Module]) -> None:
                 dict.__setitem__(module, name, value)
 
 
-def scan_bytes(twin: nn.Module) -> int:
-    """Bytes that a recurrent layer holds for each token that it scans, at most."""
-    most = 0
+def scan_bytes(twin: nn.Module) -> tuple[int, int]:
+    """Bytes of the states that a recurrent layer's scan holds, at most.
+
+    Returns:
+        Those for each token that it scans, and for each pair of tokens.
+    """
+    by_token = by_pair = 0
     for _, module in twin.named_modules():
         states: _States | None = vars(module).get("_recurrent_states")
         if states is None:
             continue
         code = _code(type(module).__mro__[1])
         held = _SCANNED.get(code, 0 if code in _MASKED else 2)
-        sizes = (
+        sizes = [
             math.prod(shape) * dtype.size for shape, dtype in states.blank.values()
-        )
-        most = max(most, held * sum(sizes))
-    return most
+        ]
+        by_token = max(by_token, held * sum(sizes))
+        if code in _PAIRED:
+            heads = max(shape[0] for shape, _ in states.blank.values() if shape[2:])
+            by_pair = max(by_pair, _PAIR_COPIES * 4 * heads)
+    return by_token, by_pair
 
 
 def _with(part: Any, states: dict[int, _States], within: bool = False) -> Any:

@@ -134,6 +134,7 @@ class ModelRunner:
             return self
         runner = self.without_prefixes()
         runner.model, runner.recorder = record_layers(self.model, layers, self.name)
+        runner._twins = twins_within(runner.model)
         caches = make_batch_caches(self.model, 1, self.options, self.name)
         runner.model(mx.array([[0]]), cache=caches)  # built, not computed
         runner.recorder.check(self.name)
@@ -147,7 +148,6 @@ class ModelRunner:
                 lambda: [*own(), *others()],
                 beside.model,
             )
-        runner._twins = twins_within(runner.model)
         if runner.compiled is not None:
             runner.compiled = runner.compiled.of(runner.model, runner.recorder)
         return runner

@@ -64,7 +64,7 @@ TABLE: Table = {
     "web_search_options": Parameter(
         dict, refused="nothing is searched here: use a tool"
     ),
-    "functions": Parameter(list, refused="it is deprecated: use tools"),
+    "functions": Parameter(list, only=([],), refused="it is deprecated: use tools"),
     "function_call": Parameter(object, refused="it is deprecated: use tool_choice"),
     "store": Parameter(bool, only=(False,), refused="nothing is stored here"),
     "prediction": Parameter(
@@ -129,6 +129,12 @@ def parse(body: Any, service: Service) -> ChatRendering:
         raise Refusal("top_logprobs needs logprobs: add it", param="top_logprobs")
     usage = wants_usage(values)
     most = values["max_completion_tokens"]
+    if most is not None and values["max_tokens"] not in (None, most):
+        raise Refusal(
+            "max_tokens and max_completion_tokens are the same: leave max_tokens out",
+            param="max_tokens",
+            code="invalid_value",
+        )
     names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
     params = sampling(
         values,

@@ -97,6 +97,8 @@ class _Totals(Collector):
             ("drafted_tokens", "Tokens that the draft proposed.", stats.drafted),
             ("accepted_tokens", "Of these, accepted.", stats.accepted),
             ("rounds", "Rounds of the batch.", stats.rounds),
+            ("warmup_seconds", "Time spent on compiling kernels, before the first "
+             "request.", stats.warmup_seconds),
             ("prefill_seconds", "Time spent on prompts.", stats.prefill_seconds),
             ("decode_seconds", "Time spent on rounds.", stats.decode_seconds),
         ):  # fmt: skip

@@ -78,11 +78,16 @@ class Parameter:
 
 Table: TypeAlias = Mapping[str, Parameter]
 
-#: Parameters of vLLM and llama.cpp that have another name here.
-_ELSEWHERE = dict.fromkeys(
-    ("grammar", "guided_grammar", "guided_json", "guided_regex", "structured_outputs"),
-    "response_format",
-)
+#: Parameters of other servers that have another name here, or nothing like them.
+_ELSEWHERE = {
+    **dict.fromkeys(
+        ("grammar", "guided_grammar", "guided_json", "guided_regex",
+         "structured_outputs"),
+        "response_format",
+    ),
+    **dict.fromkeys(("n_predict", "num_predict", "max_new_tokens"), "max_tokens"),
+    **dict.fromkeys(("cache_prompt", "draft_model", "options", "think"), ""),
+}  # fmt: skip
 
 
 def shaped(value: Any, shape: Shape, where: str) -> Any:
@@ -120,7 +125,7 @@ def read(body: Any, table: Table) -> dict[str, Any]:
     values = {}
     for name, value in body.items():
         if name not in table:
-            near = _ELSEWHERE.get(name) or nearest(name[:100], table)
+            near = _ELSEWHERE.get(name, nearest(name[:100], table))
             near = near if near in table else None
             meant = f": {near} is meant?" if near else ": leave it out"
             raise Refusal(

@@ -164,10 +164,13 @@ class Replicas:
         if replica.index:
             await self._first.wait()
         while not self._stopping:
-            was_ready, code = await self._run(replica)
+            try:
+                was_ready, code = await self._run(replica)
+                how = f"exit code {code}" if code >= 0 else f"signal {-code}"
+            except OSError as error:  # there is no room for a process
+                was_ready, code, how = False, 0, str(error)
             if self._stopping:
                 return
-            how = f"exit code {code}" if code >= 0 else f"signal {-code}"
             if not self._first.is_set():
                 message = f"the first replica ended before it was ready ({how})"
                 self.failure = FirstReplicaError(message, code if code > 0 else None)
@@ -206,9 +209,11 @@ class Replicas:
                 async with self._client(path) as client:
                     replica.client = client
                     self._first.set()
-                    await self._watch(process, client)
+                    try:
+                        await self._watch(process, client)
+                    finally:
+                        replica.client = None  # before it is closed
         finally:
-            replica.client = None
             if process.returncode is None and not was_ready:
                 with suppress(TimeoutError):  # it has closed its output, and ends
                     await asyncio.wait_for(process.wait(), _LAST_SECONDS)

@@ -156,6 +156,8 @@ def sampling(
         found["logit_bias"] = _biases(found["logit_bias"])
     if config.prefix_sharing == "client":
         found["cache_salt"] = _salt(values)
+    if found.get("top_k") == -1:  # as vLLM and others say that all are kept
+        found["top_k"] = 0
     if "stop_token_ids" in found:
         found["stop_token_ids"] = tuple(found["stop_token_ids"])
     found = {"temperature": config.temperature, **found, "max_tokens": wanted, **more}

@@ -27,6 +27,11 @@ T = TypeVar("T")
 #: By which the server before replicas says who asks.
 CLIENT_HEADER = b"x-specdec-client"
 _OPEN = frozenset(("/", "/health"))  # no key is asked for
+#: What clients add to their base URL, or find in it.
+_PATHS = (
+    "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses",
+    "/v1/messages", "/v1/messages/count_tokens",
+)  # fmt: skip
 
 
 def middleware(config: ServerConfig) -> list[Middleware]:
@@ -93,10 +98,12 @@ class _Guard:
 def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
     """The key that a request has sent; all are compared, so that time says nothing."""
     sent = dict(scope["headers"])
-    bearer = sent.get(b"authorization", b"").removeprefix(b"Bearer ").strip()
+    scheme, _, bearer = sent.get(b"authorization", b"").strip().partition(b" ")
+    if scheme.lower() != b"bearer":
+        bearer = b""
     found = None
     for key in keys:
-        for given in (bearer, sent.get(b"x-api-key", b"")):
+        for given in (bearer.strip(), sent.get(b"x-api-key", b"")):
             if hmac.compare_digest(given, key.encode()):
                 found = key
     return found
@@ -142,9 +149,11 @@ async def _refused(request: Request, error: Exception) -> Response:
 async def _not_there(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     method, path = request.method, request.url.path
+    near = [known for known in _PATHS if known.endswith(path) or path.endswith(known)]
     text = {
-        404: f"there is no {path} here: see /v1/models, /v1/chat/completions, "
-        "/v1/completions, /v1/responses, /v1/messages",
+        404: f"there is no {path} here: {near[0]} is meant? Check the base URL"
+        if near and len(path) > 1
+        else f"there is no {path} here: see {', '.join(_PATHS)}",
         405: f"{method} {path} is not possible: use another method",
     }.get(error.status_code, str(error.detail))
     refusal = Refusal(text, status=error.status_code)

@@ -49,11 +49,11 @@ class ChainDrafter:
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
+        self.vocabulary_share = vocabulary_share(second)
         reading = [d for d in (first, second) if d.hidden_layers]
         self.context: ModelRunner | None = None
         if len(reading) == 1:
             self.context = getattr(reading[0], "context", None)
-        self.vocabulary_share = vocabulary_share(second)
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""

@@ -119,14 +119,14 @@ class DraftModelRows:
         """Forwards of the model so far whose shapes were not ready."""
         return self._rows.new_shapes
 
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share prefixes among rows of the same salt alone."""
+        self._rows.separate(salts)
+
     @property
     def nbytes(self) -> int:
         """Bytes of keys and values."""
         return self._rows.nbytes
-
-    def separate(self, salts: Sequence[str | None]) -> None:
-        """Share prefixes among rows of the same salt alone."""
-        self._rows.separate(salts)
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts, but for each row's last token."""

@@ -129,18 +129,17 @@ class NamedDrafter:
         if self.ngram is not None:
             found.append(NgramDrafter(self.ngram))
         if self.model is not None:
-            runner = context.runner(self.model)
-            how: dict[str, Any] = {
+            settings: dict[str, Any] = {
                 "vocab_size": context.vocab_size,
                 "max_draft_tokens": context.max_draft_tokens,
                 "context_length": context_length(self.model.config),
             }
+            runner = context.runner(self.model)
             if isinstance(self.model.model, DraftHead):
-                found.append(HeadDrafter(runner, **how))
+                found.append(HeadDrafter(runner, **settings))
             else:
-                vocabulary = self.vocabulary
-                vocabulary = vocabulary or map_vocabulary(context.target, self.model)
-                found.append(DraftModel(runner, vocabulary=vocabulary, **how))
+                known = self.vocabulary or map_vocabulary(context.target, self.model)
+                found.append(DraftModel(runner, vocabulary=known, **settings))
         return found[0] if len(found) == 1 else ChainDrafter(*found)
 
 

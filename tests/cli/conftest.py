@@ -6,7 +6,7 @@ import signal
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -70,6 +70,7 @@ class FakeDecoder:
     stats: RunStats = field(default_factory=lambda: replace(STATS))
     config: EngineConfig = field(default_factory=EngineConfig)
     target_name: str = "the-target"
+    target: Any = field(default_factory=lambda: SimpleNamespace(ranks=None))
     draft_name: str | None = None
 
     def from_pretrained(
@@ -86,6 +87,7 @@ class FakeDecoder:
             raise self.raises
         self.calls.update(target=target, draft=draft, dtype=dtype, config=config)
         self.calls["trust_remote_code"] = trust_remote_code
+        assert loading.pop("ranks", None) is None  # it is the only process
         self.calls.update(loading)
         self.config = config or EngineConfig()
         self.draft_name = draft

@@ -32,7 +32,7 @@ from click.testing import Result
         ("run --verbose", None),
         ("run --stream", None),
         ("run --ctx-size 9", None),
-        ("run --tensor-parallel-size 2", None),
+        ("run --tensor-parallel-size 2", "--tensor-parallel"),
         ("run -n 9", None),
         ("cache list --json", None),
     ],

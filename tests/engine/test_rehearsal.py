@@ -15,6 +15,7 @@ import specdec.backend
 from specdec import EngineConfig, SamplingParams, SpecDecoder
 from specdec.engine import pacing
 from specdec.engine.rehearsal import Rehearsal
+from specdec.engine.scheduler import Scheduler
 from specdec.models.runner import ModelRows
 from specdec.request import Request
 from specdec.spec_decode.draft_length import StepTimer
@@ -132,6 +133,7 @@ def test_a_rehearsal_leaves_nothing_behind(
     session = decoder.session()
     session.warm_up()
     assert not rehearsal.due
+    assert session.stats.warmup_seconds > 0
     assert decoder.prefix_store is not None
     assert decoder.prefix_store.nbytes == 0
     assert session.stats.rounds == session.stats.generated_tokens == 0
@@ -160,5 +162,21 @@ def test_a_rehearsal_that_fails_is_no_loss(
     exact(target, None, PROMPTS, 5, batch_size=2, backend=COMPILES)
 
 
-def test_nothing_is_rehearsed_where_shapes_are_cheap() -> None:
+def test_no_more_rows_are_rehearsed_than_memory_has(
+    target: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server would run out of memory before its first request."""
+    slots: list[int] = []
+    monkeypatch.setattr(Rehearsal, "run", lambda *given: slots.append(given[3]))
+    for budget in (None, 100, 7, 1, 0):
+        engine = engine_of(target, None, batch_size=8, backend=COMPILES)
+        engine._scheduler = Scheduler(8, budget=budget, cost=len)
+        engine.warm_up()
+    assert slots == [8, 8, 4, 1, 1]
+
+
+def test_nothing_is_rehearsed_where_that_is_no_use() -> None:
+    """Where shapes are cheap; where other ranks would be waited for."""
+    assert Rehearsal(COMPILES).due
     assert not Rehearsal(BEHIND).due
+    assert not Rehearsal(COMPILES, alone=False).due

@@ -194,13 +194,16 @@ def test_nothing_is_computed(tiny_model: TinyModel) -> None:
 
 def test_states_of_recurrent_layers_do_not_grow_with_the_rows() -> None:
     """Counted per token, a plan would be far too large; left out, too small."""
-    model = architectures.build("mamba")
+    model = architectures.build("mamba", num_hidden_layers=4)
     found = geometry_of(model, HEADS, "mamba")
     window, state = 3 * 48, 48 * 8
     states = STATE_COPIES * 4 * (window + state)
     assert [c.state_bytes for c in found.caches] == [states] * 4
     assert found.layer_bytes(5, 7) == found.layer_bytes(5, 700) == [5 * states] * 4
     assert found.layer_bytes(5, 0) == [0] * 4
+    # Its input, and what projections and the convolution make of it, to the output.
+    held = 4 * (32 + 2 * 48 + 48 + (4 + 2 * 8) + 48 + 32)
+    assert found.held_bytes(5, 3) == 4 * 5 * 3 * held
 
 
 @pytest.mark.parametrize("layers", [2, 12])

@@ -31,6 +31,7 @@ from specdec.spec_decode.draft_length import (
 )
 
 from ..cache.small_models import MODELS
+from ..models import architectures
 from ..plain import AT_ONCE, BEHIND
 from ..scripted import Script
 
@@ -216,6 +217,54 @@ def test_a_run_stays_within_its_plan(
     # What is told above the weights is not just anything large.
     most = 2 if switches is BEHIND else 1.75
     check_plan(run, lambda told, peak: told - weights <= most * (peak - weights))
+
+
+def hybrid(arch: str, seed: int = 0) -> LoadedModel:
+    """A model with recurrent layers, wide enough for what they hold to show."""
+    sizes = {
+        "vocab_size": 500,
+        "num_hidden_layers": 4,
+        "hidden_size": 128,
+        "intermediate_size": 256,
+        "head_dim": 32,
+        "linear_key_head_dim": 32,
+        "linear_value_head_dim": 32,
+        "num_heads": 8,
+        "state_size": 16,
+    }
+    tokenizer: Any = None
+    model = architectures.build(arch, seed, **sizes)
+    return LoadedModel(model, tokenizer, {**architectures.COMMON, **sizes}, arch)
+
+
+@pytest.mark.parametrize(
+    ("arch", "batch", "prompt", "generated", "k"),
+    [
+        # Inputs of rounds, of target and draft; a chunk's scan, token by token, and
+        # by pairs of tokens.
+        ("qwen3_5", 6, 20, 25, 8),
+        ("qwen3_5", 4, 100, 12, 0),
+        ("mamba2", 1, 300, 6, 0),
+    ],
+)
+def test_a_hybrid_stays_within_its_plan(
+    arch: str, batch: int, prompt: int, generated: int, k: int
+) -> None:
+    """Inputs held to take tokens back, of which a chunk of a prompt needs none."""
+    config = EngineConfig(
+        batch_size=batch, num_draft_tokens=k, prefill_step_size=64 if batch > 1 else 256
+    )
+    target, draft = hybrid(arch), hybrid(arch, 1) if k else None
+    requests = requests_of(batch, prompt, generated)
+    weights = 0
+
+    def run() -> tuple[int, int]:
+        nonlocal weights
+        peak, plan = measure(target, draft, config, requests)
+        weights = plan.weight_bytes
+        return peak, plan.peak(fullest(requests, batch))
+
+    check_plan(run, lambda told, peak: told - weights <= 1.5 * (peak - weights))
 
 
 @pytest.mark.parametrize("dtype", [mx.float32, mx.bfloat16], ids=str)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import ast
 import importlib
 import importlib.util
+import inspect
 import pkgutil
 from collections.abc import Sequence
+from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm.models
 from mlx.utils import tree_map
+from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
 
 from specdec.errors import UnsupportedModelError
@@ -34,7 +39,7 @@ COMMON: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,
     "intermediate_size": 48,
-    "num_hidden_layers": 4,
+    "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
     "head_dim": 8,
@@ -99,9 +104,9 @@ COMMON: dict[str, Any] = {
     "d_model": 32,
     "n_embd": 32,
     "model_dim": 32,
-    "num_layers": 4,
-    "n_layers": 4,
-    "n_layer": 4,
+    "num_layers": 2,
+    "n_layers": 2,
+    "n_layer": 2,
     "num_heads": 4,
     "n_heads": 4,
     "n_head": 4,
@@ -231,6 +236,23 @@ _LONGCAT = {
     "num_layers": 2,
     "mla_scale_q_lora": True,
     "mla_scale_kv_lora": True,
+}
+
+# Two layers have one of each kind, but for these.
+_FOUR_LAYERS = {
+    "afm7",
+    "afmoe",
+    "gear",
+    "gemma3n",
+    "gemma4",
+    "gemma4_text",
+    "granitemoehybrid",
+    "llama4",
+    "ministral3",
+    "nemotron-nas",
+    "olmo_hybrid",
+    "openelm",
+    "spark2_5",
 }
 
 #: What an architecture wants beside, or otherwise.
@@ -416,13 +438,20 @@ TEXT: dict[str, dict[str, Any]] = {
 }
 
 
+# mlx-lm looks at a class's signature for every argument that it is offered.
+_SIGNATURES = SimpleNamespace(signature=cache(inspect.signature))
+
+
 def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
     """A small random model in float32; ``changes`` are arguments by mlx-lm's names."""
     module = importlib.import_module(f"mlx_lm.models.{arch}")
-    arguments = {**COMMON, "model_type": arch, **OWN.get(arch, {}), **changes}
+    layers = {"num_hidden_layers": 4, "num_layers": 4} if arch in _FOUR_LAYERS else {}
+    own = {**layers, **OWN.get(arch, {}), **changes}
+    arguments = {**COMMON, "model_type": arch, **own}
     arguments["text_config"] = {**arguments, **TEXT.get(arch, {})}
     mx.random.seed(seed)
-    model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
+    with patch.object(base, "inspect", _SIGNATURES):
+        model: nn.Module = module.Model(module.ModelArgs.from_dict(arguments))
 
     def draw(weight: mx.array) -> mx.array:
         if not mx.issubdtype(weight.dtype, mx.floating):
@@ -444,6 +473,7 @@ def names() -> list[str]:
     return [n for n in found if _has_model(n)]
 
 
+@cache
 def _has_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None
@@ -522,10 +552,10 @@ NOT_RUN = {
     "prism_hadamard_qwen35": "mlx-lm runs it from packed weights only; its layers are "
     "those of qwen3_5",
 }
-#: Of these layers nobody reads hidden states.
-UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
 #: Those whose second cache of a layer is an indexer's, which stays as it is.
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
+#: Of these layers nobody reads hidden states.
+UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
 #: What is refused, before any work, and why; the reason is in the error.
 REFUSED = {
     "deepseek_v41": "its LayerCache keeps one position for all rows",
@@ -581,15 +611,14 @@ def plain(
     if kv_bits is not None:
         caches = [rounding(model.model_type, cache, kv_bits) for cache in caches]
     step = 1 if by_token else len(prompt)
-    inputs = [list(prompt[i : i + step]) for i in range(0, len(prompt), step)]
-    tokens: list[int] = []
-    for part in inputs:
-        logits = model(mx.array([part]), cache=caches)
-        mx.eval([c.state for c in caches])
+    for i in range(0, len(prompt), step):
+        logits = model(mx.array([prompt[i : i + step]]), cache=caches)
+    tokens = [mx.argmax(logits[:, -1], axis=-1)]
     while len(tokens) < NEW_TOKENS:
-        tokens.append(int(mx.argmax(logits[0, -1])))
-        logits = model(mx.array([tokens[-1:]]), cache=caches)
-    return tokens
+        logits = model(tokens[-1][None], cache=caches)
+        tokens.append(mx.argmax(logits[:, -1], axis=-1))
+    found: Any = mx.concatenate(tokens).tolist()
+    return list(found)
 
 
 def differences(
@@ -608,7 +637,8 @@ def differences(
     wanted = [plain(model, p, by_token=by_token, kv_bits=kv_bits) for p in prompts]
     assert len({tuple(tokens) for tokens in wanted}) > 1
     texts = [[*p, *t] for p, t in zip(prompts, wanted, strict=True)]
-    drafter = Guesses(texts, () if arch in UNHEARD else (0, -1))
+    heard_layers = () if arch in UNHEARD or kv_bits is not None else (0, -1)
+    drafter = Guesses(texts, heard_layers)
     got = run_rows(
         model,
         None,
@@ -624,10 +654,9 @@ def differences(
     )
     assert sum(row.accepted for row in got) >= NEW_TOKENS
     wrong = [i for i, row in enumerate(got) if row.tokens != wanted[i]]
-    if kv_bits is not None:  # plain forwards have other keys
-        return wrong
-    step = 1 if by_token else max(map(len, texts))
-    heard = [heard_well(model, drafter, text, step) for text in texts]
+    heard = [
+        heard_well(model, drafter, text, 1 if by_token else len(text)) for text in texts
+    ]
     return wrong + [i for i, well in enumerate(heard) if not well]
 
 
@@ -678,11 +707,11 @@ def line(arch: str, model: Any) -> str:
 
 def _kinds(caches: Sequence[Any]) -> set[str]:
     kinds: set[str] = set()
-    for cache in caches:
-        if isinstance(cache, CacheList):
-            kinds |= _kinds(cache.caches)
+    for each in caches:
+        if isinstance(each, CacheList):
+            kinds |= _kinds(each.caches)
         else:
-            kinds.add(_KINDS.get(type(cache).__name__, type(cache).__name__))
+            kinds.add(_KINDS.get(type(each).__name__, type(each).__name__))
     return kinds
 
 

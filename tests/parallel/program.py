@@ -18,6 +18,7 @@ from unittest.mock import patch
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import load_model
 
 from specdec import (
     ConfigError,
@@ -186,6 +187,7 @@ def compare(
     decoder = SpecDecoder(loaded(mine, arch, ranks), config=config, **made)
     if decoder.follow():
         return
+    decoder.session().warm_up()
     for again in (False, True)[: 1 + twice]:
         results = decoder.generate(PROMPTS, PARAMS)
         single = SpecDecoder(loaded(whole, arch), config=config, **made)
@@ -203,6 +205,17 @@ def compare(
         mine_bytes, all_bytes = (p.target.weight_bytes for p in plans if p)
         shown(f"{arch} bytes of a rank", holds=mine_bytes < 0.8 * all_bytes)
     ranks.release()
+
+
+def loading(shown: Shown, folder: Path) -> None:
+    """A rank never holds the whole: tensors are read one after the other."""
+    model, config = load_model(folder / "wide", lazy=True)
+    before = mx.get_active_memory()
+    mx.reset_peak_memory()
+    take_shard(model, config, shown.ranks, "wide")
+    held = mx.get_peak_memory() - before
+    size = (folder / "wide" / "model.safetensors").stat().st_size
+    shown("loading a shard", holds=held < 0.8 * size)
 
 
 def refusals(shown: Shown, folder: Path) -> None:
@@ -342,6 +355,12 @@ def faults(shown: Shown) -> None:
     else:
         assert isinstance(ranks, Leader)
         find(decoder, ranks)
+    try:
+        take_shard(model_of("llama"), {"rank": ranks.rank}, ranks, "llama")
+    except RankError as error:
+        print(f"found: {error}", flush=True)
+        assert isinstance(ranks, Leader)
+        forgive(ranks)
     take_shard(model, {}, ranks, "llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
@@ -378,9 +397,10 @@ def forgive(leader: Leader) -> None:
 
 @contextmanager
 def rounds_ahead() -> Iterator[None]:
-    """Compiled forwards, handed over ahead, as on a GPU."""
+    """Compiled forwards, handed over ahead and rehearsed, as on a GPU."""
+    as_on_a_gpu = replace(BEHIND, new_shape_seconds=0.01)
     with (
-        patch("specdec.backend.defaults", lambda: BEHIND),
+        patch("specdec.backend.defaults", lambda: as_on_a_gpu),
         patch("specdec.build.replace", lambda backend, **changes: backend),
     ):
         yield
@@ -403,6 +423,7 @@ def main(folder: Path) -> None:
     compare(
         shown, "llama", "packed", packed, draft="self:4bit", twice=True, head_dim=32
     )
+    loading(shown, folder)
     refusals(shown, folder)
     conversation(shown, folder)
     faults(shown)

@@ -15,9 +15,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.cli import main
 from specdec.engine.led import parted
+from specdec.parallel import _greeting
 from tests.models.folders import write_folder
 
 ROOT = Path(__file__).parents[2]
@@ -27,7 +30,8 @@ ROOT = Path(__file__).parents[2]
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Models: one that can be sharded, and two that cannot."""
     base = tmp_path_factory.mktemp("ranks")
-    write_folder(base / "llama")
+    write_folder(base / "llama", bits=4, intermediate_size=128)
+    write_folder(base / "wide", hidden_size=128, intermediate_size=1024)
     write_folder(base / "odd-heads", num_attention_heads=6, num_key_value_heads=3)
     write_folder(base / "no-shard", "gemma3")
     return base
@@ -50,6 +54,7 @@ CHECKS = {
     "qwen3_5 accepted",
     "llama packed",
     "llama prefixes",
+    "loading a shard",
     "refusal: cannot shard gemma3_text models",
     "refusal: n_kv_heads is 3",
     "refusal: adapter_path does not",
@@ -100,6 +105,7 @@ def test_ranks_decode_what_one_device_does(folder: Path, tmp_path: Path) -> None
         "found: request 1, token 2 differs",
         "found: request 0, token 0 differs",
         "found: rows [0, 1] are rows [1, 0] there",
+        "found: another configuration",
         "ended: request 0, token 0 differs",
     ]
     assert ranks[0].returncode == 1, also
@@ -140,9 +146,13 @@ def listed(*what: str) -> list[str]:
 
 def rank_1(pid: int) -> int:
     """The rank that a command has started."""
-    lines = listed("-o", "pid=,command=", "--ppid", str(pid))
-    (found,) = (line for line in lines if line.endswith("-m specdec"))
-    return int(found.split()[0])
+    lines = [line.split(maxsplit=2) for line in listed("-Ao", "pid=,ppid=,command=")]
+    (found,) = (
+        int(own)
+        for own, parent, command in lines
+        if int(parent) == pid and command.endswith("-m specdec")
+    )
+    return found
 
 
 def ended(pid: int) -> bool:
@@ -155,9 +165,8 @@ def ended(pid: int) -> bool:
 
 
 PROMPTS: list[dict[str, Any]] = [
-    {"prompt": "Hello", "max_tokens": 6},
-    {"prompt": "Name a river.", "max_tokens": 24, "temperature": 0.8, "seed": 3},
-    {"prompt": "abc", "max_tokens": 9},
+    {"prompt": "Hello", "max_tokens": 3},
+    {"prompt": "Name a river.", "max_tokens": 8, "temperature": 0.8, "seed": 3},
 ]
 
 
@@ -192,6 +201,7 @@ def test_a_command_under_mlx_launch(folder: Path, tmp_path: Path) -> None:
     assert found == texts(folder), done.stderr
     assert done.stdout.count("== [0]") == 1
     assert done.stderr.count("target:") == 1
+    assert "llama, divided between 2 ranks" in done.stderr
 
 
 @pytest.mark.parametrize("killed", [0, 1])
@@ -233,3 +243,38 @@ def test_where_ranks_part() -> None:
         "None here and stop there"
     )
     assert parted([row], []) == "rows [4] are rows [] there"
+
+
+def test_only_ranks_are_listened_to() -> None:
+    """Bytes of others are never unpickled, whatever they say."""
+    right = {"key": "k", "rank": 1, "mlx": "1"}
+    for said in (b"", b"\n", b"GET / HTTP/1.1\n", b"[1]\n", b'{"key": 3}\n', b"{}\n"):
+        assert greeted(said) is None
+    assert greeted(json.dumps({**right, "key": "l"}).encode() + b"\n") is None
+    assert greeted(json.dumps(right).encode() + b"\n") == {"rank": 1, "mlx": "1"}
+
+
+def greeted(said: bytes) -> dict[str, Any] | None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs, ours.makefile("rb") as reader:
+        theirs.sendall(said)
+        theirs.shutdown(socket.SHUT_WR)
+        return _greeting(ours, reader, "k")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["bench", "acceptance-quick"], "bench runs on one device"),
+        (["run", "--prompts", "-"], "leaves standard input open"),
+        (["run"], "leaves standard input open"),
+    ],
+)
+def test_what_a_launcher_cannot_start(
+    command: list[str], said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two of it would do everything twice, or wait for an end that never comes."""
+    monkeypatch.setenv("MLX_RANK", "0")
+    result = CliRunner().invoke(main, command)
+    assert result.exit_code != 0
+    assert said in result.output + str(result.exception)

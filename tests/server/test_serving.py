@@ -12,10 +12,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import anthropic
 import httpx
+import openai
 import pytest
 
-from specdec import SamplingParams, SpecDecoder
+from specdec import SamplingParams, ServerError, SpecDecoder
 from specdec.grammar import GrammarCompiler
 from specdec.server import app, chat
 from specdec.server.config import ServerConfig
@@ -151,6 +153,43 @@ def test_a_page_of_another_site_is_refused(decoder: SpecDecoder) -> None:
         assert answer.status_code == 200
 
 
+def test_what_clients_do_first(decoder: SpecDecoder) -> None:
+    """A look at the models, a key in any of its forms, and a base URL that is wrong."""
+    with running(decoder, api_keys=("k",), names=("tiny",)) as server:
+        one = openai.OpenAI(base_url=f"{server.url}/v1", api_key="k", max_retries=0)
+        two: Any = anthropic.Anthropic(
+            base_url=server.url, auth_token="k", max_retries=0
+        )
+        with one, two, httpx.Client(base_url=server.url) as plain:
+            for client in (one, two):
+                assert [model.id for model in client.models.list()] == ["tiny"]
+                assert client.models.retrieve("tiny").id == "tiny"
+            said: Any = [{"role": "user", "content": "Hi"}]
+            beta = two.beta.messages.create(
+                model="tiny",
+                max_tokens=1,
+                messages=said,
+                betas=["context-1m-2025-08-07"],
+            )
+            assert beta.usage.output_tokens == 1
+            assert plain.head("/").status_code == 200
+            lower = {"Authorization": "bearer  k"}
+            assert plain.get("/v1/models", headers=lower).status_code == 200
+            assert plain.get("/v1/models", headers={"Authorization": "k"}).is_error
+            for wrong, right in (
+                ("/chat/completions", "/v1/chat/completions"),
+                ("/v1/v1/messages", "/v1/messages"),
+            ):
+                answer = plain.post(wrong, headers=lower, json={})
+                assert answer.status_code == 404
+                assert f"{right} is meant? Check the base URL" in answer.text
+            with pytest.raises(openai.BadRequestError) as refused:
+                one.chat.completions.create(
+                    model="tiny", messages=said, max_tokens=1, max_completion_tokens=2
+                )
+            assert refused.value.param == "max_tokens"
+
+
 def test_leaving_at_every_phase(decoder: SpecDecoder) -> None:
     """In the headers, in the body, while it waits, and after the answer has begun."""
     with running(decoder, max_waiting=9) as server:
@@ -248,6 +287,22 @@ def test_the_time_limit_cuts(decoder: SpecDecoder) -> None:
     params = SamplingParams(max_tokens=n, min_tokens=n)
     (whole,) = decoder.generate(["Go on"], params, ignore_chat_template=True)
     assert choice["text"] == whole.text
+
+
+def test_what_fails_before_the_first_token_has_a_status(decoder: SpecDecoder) -> None:
+    """A stream of nothing but an error: it cannot be sent to another replica."""
+
+    def fails(prompt: str) -> str:
+        raise ServerError("the device is gone")
+
+    with running(Scripted(decoder, fails)) as server:
+        body = {"messages": ENDLESS["messages"], "max_tokens": 9, "stream": True}
+        for path in ("/v1/chat/completions", "/v1/messages", "/v1/responses"):
+            text = {"input": "a", "max_output_tokens": 9, "stream": True}
+            asked = text if path == "/v1/responses" else body
+            answer = httpx.post(server.url + path, json={"model": "tiny", **asked})
+            assert answer.status_code == 500, path
+            assert "the device is gone" in answer.json()["error"]["message"]
 
 
 def test_a_stream_that_waits_stays_open(decoder: SpecDecoder) -> None:

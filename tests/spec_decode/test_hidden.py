@@ -95,12 +95,30 @@ def run(model: Any, backend: BackendDefaults, drafter: Drafter) -> None:
     assert 0 < accepted < drafted
 
 
-def check(model: Any, drafter: Listening) -> None:
+def six_layers(model: Any, tokens: mx.array) -> list[mx.array]:
+    return layer_outputs(model, range(6), tokens)
+
+
+def hybrid_layers(model: Any, tokens: mx.array) -> list[mx.array]:
+    """What the layers of a qwen3_5 put out, by hand."""
+    trunk, outputs = model.language_model.model, []
+    h = trunk.embed_tokens(tokens)
+    for layer in trunk.layers:
+        h = layer(h, None if layer.is_linear else "causal", None)
+        outputs.append(h)
+    return outputs
+
+
+def check(
+    model: Any,
+    drafter: Listening,
+    outputs_of_layers: Callable[[Any, mx.array], list[mx.array]] = six_layers,
+) -> None:
     """Every position but the last, which was never fed."""
     for prompt, heard in drafter.heard.items():
         tokens = drafter.whole[prompt]
         assert set(range(len(tokens) - 1)) <= set(heard)
-        outputs = layer_outputs(model, range(6), mx.array([tokens]))
+        outputs = outputs_of_layers(model, mx.array([tokens]))
         wanted = [outputs[i] for i in drafter.hidden_layers]
         expected = np.array(mx.concatenate(wanted, axis=-1)[0])
         for position in range(len(tokens) - 1):
@@ -117,6 +135,14 @@ def test_states_of_prompts_and_rounds_equal_a_plain_forward(
     drafter = Listening(outputs_of(model))
     run(model, backend, drafter)
     check(model, drafter)
+
+
+def test_states_of_a_hybrid_equal_a_plain_forward() -> None:
+    """Layers of a twin that keeps rows are listened to, not the model's own."""
+    model = architectures.build("qwen3_5", vocab_size=97)
+    drafter = Listening(outputs_of(model), (0, -1))
+    run(model, AT_ONCE, drafter)
+    check(model, drafter, hybrid_layers)
 
 
 @BACKENDS

@@ -147,7 +147,7 @@ def test_what_is_refused(tiny_model: Callable[..., Any]) -> None:
     model = build(tiny_model, "llama")
     with pytest.raises(ConfigError, match=r"has 6 layers, 0 to 5: .* layer 6"):
         SkippingModel(model, (0, 6), "mine")
-    hybrid = build_arch("qwen3_5")
+    hybrid = build_arch("qwen3_5", num_hidden_layers=4)
     with pytest.raises(ConfigError, match=r"of mine do not attend .* one of 1, 3"):
         SkippingModel(hybrid, (0, 2), "mine")
     with pytest.raises(

@@ -267,6 +267,7 @@ def make_block_student(
         tuple(layers),
         f"a block of {block_size}",
         source,
+        "",
         recorded,
         heard,
         TargetEnds(source, target.name),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import mlx.core as mx
@@ -58,7 +58,7 @@ class Student(ABC):
     layers: tuple[int, ...]
     name: str
     source: nn.Module
-    prefix: str = field(default="", kw_only=True)
+    prefix: str
 
     @property
     def slots(self) -> int | None:
@@ -267,7 +267,7 @@ def make_student(
     config = text_config(target.config) | changes
     model.eval()
     name = f"{len(layers)} layers"
-    return LayerStudent(model, config, tuple(layers), name, source, prefix=prefix)
+    return LayerStudent(model, config, tuple(layers), name, source, prefix)
 
 
 def widened(

@@ -1,0 +1,167 @@
+"""Jobs of many machines, by two workers of Ray; skipped where Ray is missing.
+
+Ray takes 350 MB and starts in 10 seconds, so that continuous integration does without;
+``scripts/soak --ray`` installs it and runs these, and many kills after them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from specdec import EngineConfig, SamplingParams, SpecDecoder
+from tests.models.folders import write_folder
+
+pytest.importorskip("ray", reason="the extra ray is not installed: scripts/soak --ray")
+pa = pytest.importorskip("pyarrow")
+
+from specdec.ray import SpecDecodeStage  # noqa: E402
+from tests.ray_soak import Job, kill_workers  # noqa: E402
+
+PARAMS = SamplingParams(max_tokens=9, temperature=1.0, seed=4)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("models") / "small"
+    write_folder(path, "llama")
+    return path
+
+
+def staged(model: Path, batch: Any, **options: Any) -> list[dict[str, Any]]:
+    """Rows of a batch with their results, without a cluster."""
+
+    async def call() -> Any:
+        given = {"params": PARAMS, "config": EngineConfig(batch_size=4), **options}
+        stage = SpecDecodeStage(str(model), **given)
+        try:
+            return await stage(batch)
+        finally:
+            if stage._server is not None:
+                await stage._server.aclose()
+
+    rows: list[dict[str, Any]] = asyncio.run(call()).to_pylist()
+    return rows
+
+
+def test_a_stage_gives_what_one_machine_gives(model: Path) -> None:
+    """A seed of another row, settings that are lost, a row that fails with its batch.
+
+    Numpy's columns have floats and NaN for numbers and nulls.
+    """
+    prompts = [f"prompt {i} " * (1 + i % 3) for i in range(10)]
+    rows: list[dict[str, Any]] = [
+        {"index": i, "prompt": prompt, "id": f"n{i}", "max_tokens": None, "seed": None}
+        for i, prompt in enumerate(prompts)
+    ]
+    rows[2]["max_tokens"], rows[6]["seed"] = 3, 77
+    rows[4]["prompt"] = "too long " * 600
+    each = [
+        PARAMS.updated(
+            {"seed": row["seed"] or 4 + i, "max_tokens": row["max_tokens"] or 9}
+        )
+        for i, row in enumerate(rows)
+    ]
+    del each[4]
+    decoder = SpecDecoder.from_pretrained(model)
+    expected = decoder.generate(prompts[:4] + prompts[5:], each)
+    table = pa.Table.from_pylist(rows)
+    frame = table.to_pandas()
+    for batch in (table, {name: frame[name].to_numpy() for name in frame}):
+        found = staged(model, batch)
+        assert [row["id"] for row in found] == [row["id"] for row in rows]
+        assert [row["index"] for row in found] == list(range(10))
+        failed = found.pop(4)
+        assert failed["finish_reason"] == "error"
+        assert "shorten it" in failed["error"]
+        for row, result in zip(found, expected, strict=True):
+            line = result.to_dict()
+            assert {**line, **row}.keys() - line.keys() == {"id", "max_tokens"}
+            for key in ("text", "token_ids", "seed", "finish_reason", "stop_token"):
+                assert row[key] == line[key]
+
+
+def test_rows_that_cannot_be_asked_for(model: Path) -> None:
+    """All rows with the same draws; an exception that ends the worker's whole block."""
+    said = [{"role": "user", "content": "b"}]
+    rows = [
+        {"prompt": "a", "messages": None},
+        {"prompt": None, "messages": said},
+        {"prompt": None, "messages": None},
+    ]
+    first, second, third = staged(model, pa.Table.from_pylist(rows))
+    assert "add a column index" in first["error"]
+    assert "add a column index" in second["error"]
+    assert "neither prompt nor messages" in third["error"]
+    params = SamplingParams(max_tokens=2)
+    greedy = staged(model, pa.Table.from_pylist(rows), params=params)
+    assert [row["error"] for row in greedy[:2]] == [None, None]
+
+
+STAGED = """
+import sys, ray, ray.data
+from specdec import SamplingParams
+from specdec.ray import SpecDecodeStage
+ray.init("local", include_dashboard=False)
+ray.data.DataContext.get_current().execution_options.preserve_order = True
+rows = [{"index": i, "prompt": f"prompt {i}"} for i in range(24)]
+params = SamplingParams(max_tokens=9, temperature=1.0, seed=4)
+ray.data.from_items(rows, override_num_blocks=6).map_batches(
+    SpecDecodeStage,
+    fn_constructor_kwargs={"target": sys.argv[1], "params": params},
+    batch_size=None,
+    batch_format="pyarrow",
+    compute=ray.data.ActorPoolStrategy(size=2),
+).write_json(sys.argv[2])
+"""
+
+
+def test_a_dataset(model: Path, tmp_path: Path) -> None:
+    """Blocks out of order, types that differ from block to block."""
+    environment = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONWARNINGS": ""}
+    subprocess.run(
+        [sys.executable, "-c", STAGED, str(model), str(tmp_path)],
+        check=True,
+        capture_output=True,
+        env=environment,
+        timeout=300,
+    )
+    files = sorted(tmp_path.iterdir())
+    text = "".join(file.read_text("utf-8") for file in files)
+    lines = [json.loads(line) for line in text.splitlines()]
+    decoder = SpecDecoder.from_pretrained(model)
+    expected = decoder.generate([f"prompt {i}" for i in range(24)], PARAMS)
+    assert [line["index"] for line in lines] == list(range(24))
+    assert [line["text"] for line in lines] == [each.text for each in expected]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="finds processes in /proc")
+@pytest.mark.slow
+def test_workers_that_are_killed(tmp_path: Path) -> None:
+    """A prompt that is lost or doubled; the long form is ``scripts/soak --ray``."""
+    job = Job(tmp_path, prompts=60, tokens=150)
+    kill_workers(job, tmp_path / "out.jsonl", 3, random.Random(1))
+
+
+def test_a_model_that_no_worker_finds(tmp_path: Path) -> None:
+    """Tracebacks of Ray's, or workers that try for ever."""
+    arguments = ["--prompt", "a", "--prompt", "b", "--ray", "local", "--quiet"]
+    done = subprocess.run(
+        [sys.executable, "-m", "specdec", "run", "--target", str(tmp_path), *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONWARNINGS": ""},
+        timeout=300,
+    )
+    assert done.returncode in (1, 2)
+    (line,) = [line for line in done.stderr.splitlines() if "error" in line]
+    assert line.startswith("specdec: error: ")
+    assert str(tmp_path) in line
