@@ -77,7 +77,9 @@ class Job:
         self.prompts.write_text("".join(json.dumps(row) + "\n" for row in rows))
         self.expected = folder / "expected.jsonl"
         # Many rows at once, and few in the job, so that it lasts: texts are the same.
-        assert self.start(self.expected, "--batch", "32").wait(_PATIENCE) == 1
+        alone = self.start(self.expected, "--batch", "32")
+        alone.communicate(timeout=_PATIENCE)
+        assert alone.returncode == 1
 
     def start(self, output: Path, *more: str, mark: str = "") -> subprocess.Popen[str]:
         """Decode, with two workers where ``--ray`` is asked for."""
