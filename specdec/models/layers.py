@@ -103,7 +103,7 @@ def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
         a model that does not call its layers one after the other, each with the
         hidden states that it changes, or where two share a cache.
     """
-    if _path(model) is None:
+    if path_to_layers(model) is None:
         return None
     calls: list[_Call] = []
     watched = [_Watched(e, i, calls) for i, e in enumerate(layers_of(model))]
@@ -146,15 +146,22 @@ def check_layers(model: nn.Module, name: str, what: str) -> tuple[int | None, ..
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model that has some, in the order of their calls."""
     layers: Any = model
-    for part in _path(model) or ():
+    for part in path_to_layers(model) or ():
         layers = layers[part]
     return list(layers)
 
 
-def _path(model: nn.Module) -> tuple[str, ...] | None:
-    """Names of the modules on the way to the list of the model's layers."""
+def path_to_layers(model: nn.Module) -> tuple[str, ...] | None:
+    """Names of the modules on the way to the list of the model's layers.
+
+    Of a model that wraps another one as its ``model``, through that.
+    """
     wanted: Any = getattr(model, "layers", None)
-    return _way_to([*wanted], model) if wanted else None
+    if wanted:
+        return _way_to([*wanted], model)
+    inside = model.get("model")
+    path = None if inside is None else path_to_layers(inside)
+    return None if path is None else ("model", *path)
 
 
 def _way_to(layers: list[Any], part: nn.Module) -> tuple[str, ...] | None:
@@ -174,7 +181,7 @@ def with_layers(model: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
 
     Everything else is shared with ``model``, which does not change.
     """
-    *modules, last = _path(model) or ()
+    *modules, last = path_to_layers(model) or ()
     whole = part = copy.copy(model)
     for name in modules:
         part[name] = copy.copy(part[name])
