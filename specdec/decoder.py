@@ -173,7 +173,11 @@ class SpecDecoder:
             self._target.vocab_size,
             context_length(target.config),
             self._preflight,
-            GrammarCompiler(self.tokenizer, self._target.vocab_size),
+            GrammarCompiler(
+                self.tokenizer,
+                self._target.vocab_size,
+                bounded=not isinstance(target.ranks, Follower),
+            ),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)

@@ -45,7 +45,7 @@ from .errors import ConfigError, MemoryLimitError, PromptError, ServerError
 from .outputs import GenerationResult
 from .prompts import Encoding, Prompt
 from .sampling_params import SamplingParams, require_params
-from .utils.printable import one_line
+from .utils.printable import one_line, quoted
 
 __all__ = ["SpecDecodeStage"]
 
@@ -145,12 +145,15 @@ class SpecDecodeStage(_Worker):
         return _table(columns, results)
 
     async def _row(self, at: int, row: Mapping[str, Any]) -> GenerationResult:
-        index = row.get("index")
-        number = at if index is None else int(index)
+        number, index = at, None
         prompt = row.get("prompt")
         if prompt is None:
             prompt = row.get("messages")
         try:
+            if (given := row.get("index")) is not None:
+                if type(_whole(given)) is not int:
+                    raise ConfigError(f"index is {quoted(given)}: give a whole number")
+                number = index = _whole(given)
             if prompt is None:
                 raise PromptError("the row has neither prompt nor messages")
             params = self._params_of(row, index)
@@ -162,8 +165,7 @@ class SpecDecodeStage(_Worker):
     def _params_of(self, row: Mapping[str, Any], index: Any) -> SamplingParams:
         found = {name: row[name] for name in _SETTINGS & row.keys()}
         settings = {
-            # A column of whole numbers with nulls has floats in numpy.
-            name: int(value) if name in _WHOLE and value == int(value) else value
+            name: _whole(value) if name in _WHOLE else value
             for name, value in found.items()
             if value is not None
         }
@@ -174,7 +176,13 @@ class SpecDecodeStage(_Worker):
             raise ConfigError(
                 "one seed is given for all rows: add a column index, or a column seed"
             )
-        return replace(params, seed=params.seed + int(index))
+        return replace(params, seed=params.seed + index)
+
+
+def _whole(value: Any) -> Any:
+    """A column of whole numbers with nulls has floats in numpy."""
+    whole = isinstance(value, float) and value.is_integer()
+    return int(value) if whole else value
 
 
 def _plain(value: Any) -> Any:
@@ -197,7 +205,8 @@ def _table(
     lines = [result.to_dict() for result in results]
     logprobs = any("logprobs" in line for line in lines)
     made = {name: pa.array(values) for name, values in columns.items()}
-    for name in (*results[0].to_dict(), *["logprobs"] * logprobs):
+    names = GenerationResult.refused(0, "", "").to_dict()
+    for name in (*names, *["logprobs"] * logprobs):
         kind = None
         if name in _TYPES:
             kind = getattr(pa, _TYPES[name])()
@@ -315,7 +324,8 @@ class Cluster:
                 max_concurrent_calls_per_actor=2,
             ),
             num_cpus=0 if gpus else 1,
-            num_gpus=min(1, gpus / workers) if gpus else 0,
+            # As many on each: of 3 workers on 2 GPUs, two share one.
+            num_gpus=1 / -(-workers // gpus) if gpus else 0,
         )
         left = {each.index for each in asked}
         try:

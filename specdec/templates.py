@@ -27,6 +27,7 @@ from types import MappingProxyType
 from typing import IO, Any
 
 from .errors import PromptError
+from .utils.child import module_process
 
 #: Seconds that one rendering may take; real ones take milliseconds.
 SECONDS = 10
@@ -164,13 +165,10 @@ class _Child:
             if self._process.poll() is None:
                 return self._process
             self._stop()
-        # Modules are found as here; -P: not in the current folder, though.
-        package = str(Path(__file__).resolve().parents[1])
-        path = [os.path.abspath(entry) for entry in sys.path if entry]
-        environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, package])}
+        program, environment = module_process(__name__, [str(SECONDS)])
         try:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(SECONDS)],
+                program,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 bufsize=0,

@@ -97,13 +97,22 @@ def test_rows_that_cannot_be_asked_for(model: Path) -> None:
         {"prompt": None, "messages": said},
         {"prompt": None, "messages": None},
     ]
-    first, second, third = staged(model, pa.Table.from_pylist(rows))
+    table = pa.Table.from_pylist(rows)
+    first, second, third = staged(model, table)
     assert "add a column index" in first["error"]
     assert "add a column index" in second["error"]
     assert "neither prompt nor messages" in third["error"]
     params = SamplingParams(max_tokens=2)
     greedy = staged(model, pa.Table.from_pylist(rows), params=params)
     assert [row["error"] for row in greedy[:2]] == [None, None]
+    odd = [
+        {"prompt": "a", "index": "x", "max_tokens": "2"},
+        {"prompt": "a", "index": "", "max_tokens": None},
+        {"prompt": "a", "index": None, "max_tokens": "many"},
+    ]
+    for row in staged(model, pa.Table.from_pylist(odd), params=params):
+        assert row["error"]
+    assert staged(model, table.slice(0, 0)) == []
 
 
 STAGED = """

@@ -96,8 +96,9 @@ def _everywhere(loading: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments, with whole paths: workers run in other folders."""
     found = dict(loading)
     for name in ("target", "draft", "adapter_path", "draft_adapter_path"):
-        if found.get(name) is not None and os.path.exists(found[name]):
-            found[name] = os.path.abspath(found[name])
+        looked_up, plus, path = str(found.get(name) or "").rpartition("ngram+")
+        if not looked_up and os.path.exists(path):
+            found[name] = plus + os.path.abspath(path)
     config: EngineConfig = found["config"]
     if config.prefix_cache is not None:
         folder = os.path.abspath(config.prefix_cache)

@@ -7,7 +7,6 @@ command line says, they only follow.
 
 from __future__ import annotations
 
-import atexit
 import json
 import os
 import signal
@@ -16,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from types import FrameType
@@ -25,6 +24,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import click
 
 from ..parallel import Follower, Leader, Ranks, launched_rank
+from ..utils.child import module_process
 from . import options
 from .output import FAILURE, show_error, silence_third_parties
 
@@ -158,19 +158,21 @@ def _start(size: int, until_joined: ExitStack) -> None:
         until_joined.callback(os.remove, path)
         environment = {"MLX_HOSTFILE": path}
     joined = threading.Event()
-    until_joined.callback(joined.set)
+    started: list[subprocess.Popen[bytes]] = []
+    until_joined.push(partial(_over, started, joined))
     for rank in range(1, size):
-        own = {**os.environ, **environment, "MLX_RANK": str(rank)}
+        program, own = module_process("specdec")
+        own |= {**environment, "MLX_RANK": str(rank)}
         if devices is not None:
             own["CUDA_VISIBLE_DEVICES"] = devices[rank]
         process = subprocess.Popen(
-            [sys.executable, "-m", "specdec"],
+            program,
             env=own,
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
             process_group=0,  # a Ctrl-C is for rank 0
         )
-        atexit.register(_end, process, joined)
+        started.append(process)
         threading.Thread(
             target=_watch, args=(rank, process, joined), daemon=True
         ).start()
@@ -187,11 +189,17 @@ def _watch(
         os._exit(FAILURE)
 
 
-def _end(process: subprocess.Popen[bytes], joined: threading.Event) -> None:
-    """End a rank that waits for this one, which gives up."""
-    if not joined.is_set():
+def _over(
+    started: Sequence[subprocess.Popen[bytes]],
+    joined: threading.Event,
+    failed: type[BaseException] | None,
+    *_: object,
+) -> None:
+    """Watch no more for who does not come; end who waits for this rank in vain."""
+    joined.set()
+    for process in started if failed else ():
         with suppress(OSError):
-            process.terminate()
+            process.kill()
 
 
 def _free_ports(count: int) -> list[int]:

@@ -17,6 +17,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from .. import templates
+from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
 from .serve import described, engine_failed
 
@@ -58,9 +59,9 @@ def command(
     from ..server.replicas import Command
 
     config = replace(config, api_keys=(), cors=())
-    program = [sys.executable, "-m", "specdec.cli.replica"]
+    program, environment = module_process("specdec.cli.replica")
     greeting = pickle.dumps((path, dict(loading), config))
-    return Command(program, environments[index], greeting)
+    return Command(program, {**environment, **environments[index]}, greeting)
 
 
 def main() -> int:

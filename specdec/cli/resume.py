@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -9,7 +10,8 @@ import click
 
 from ..prompts import PromptRecord
 from ..utils.data_files import DataError, json_text, parse_json
-from ..utils.files import replace_file
+from ..utils.files import open_plain, replace_file
+from .output import cannot_write
 
 
 def keep_finished(path: str, records: Sequence[PromptRecord]) -> set[int]:
@@ -19,9 +21,12 @@ def keep_finished(path: str, records: Sequence[PromptRecord]) -> set[int]:
 
     Raises:
         click.UsageError: it is of other prompts, or cannot be read.
+        click.ClickException: it cannot be written.
     """
     try:
-        data = Path(path).read_bytes()
+        with open_plain(path) as file:
+            private = not os.fstat(file.fileno()).st_mode & 0o077
+            data = file.read()
     except FileNotFoundError:
         return set()
     except OSError as error:
@@ -47,7 +52,11 @@ def keep_finished(path: str, records: Sequence[PromptRecord]) -> set[int]:
         if row.get("finish_reason") in ("stop", "length"):
             kept.setdefault(index, json_text(row))
     text = "".join(f"{line}\n" for line in kept.values())
-    replace_file(Path(path), text.encode(errors="surrogatepass"))
+    data = text.encode(errors="surrogatepass")
+    try:
+        replace_file(Path(path).resolve(), data, private=private)
+    except OSError as error:
+        raise cannot_write(f"--output {path}", error) from error
     return set(kept)
 
 

@@ -269,10 +269,10 @@ def run(
         raise click.UsageError(
             "turns are decoded in one process and one run: leave out --ray and --resume"
         )
-    if ray is not None and tensor_parallel is not None:
-        raise click.UsageError(
-            "workers of --ray have whole models: leave out --tensor-parallel"
-        )
+    launched = launched_rank() is not None
+    if ray is not None and (launched or tensor_parallel is not None):
+        other = "mlx.launch" if launched else "--tensor-parallel"
+        raise click.UsageError(f"workers of --ray have whole models: leave out {other}")
     if ray_workers is not None and ray is None:
         raise click.UsageError("--ray-workers has no effect without --ray")
     done: set[int] = set()
@@ -315,7 +315,7 @@ def run(
             templates.start()
         decoder, leader = ranks.load(tensor_parallel, **loading)
         name = decoder.target_name
-        with places_named(records):
+        with places_named([records[index] for index in left]):
             events = decoder.stream(
                 prompts,
                 requests,

@@ -21,6 +21,7 @@ from ..config import (
     NumDraftTokens,
 )
 from ..errors import RankError, ServerError, reason_of
+from ..parallel import launched_rank
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
@@ -221,10 +222,11 @@ def serve(
       SPECDEC_API_KEY=secret specdec serve --host 0.0.0.0 --port 8000
       specdec serve --target MODEL --replicas 8
     """  # noqa: D301 - click's mark for lines to keep
-    if replicas is not None and tensor_parallel is not None:
+    launched = launched_rank() is not None
+    if replicas is not None and (launched or tensor_parallel is not None):
+        other = "mlx.launch" if launched else "--tensor-parallel"
         raise click.UsageError(
-            "--replicas and --tensor-parallel are two ways to use several devices: "
-            "give one"
+            f"--replicas and {other} are two ways to use several devices: take one"
         )
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)

@@ -136,7 +136,9 @@ class LeadingSession(Session):
         grammar: GrammarState | None = None,
     ) -> int:
         self._check_whole()
-        params = self._completed(params)
+        # Others are given what can be decoded, and wait for what takes them longer.
+        params = self._bounds.check(prompt, self._completed(params))
+        grammar = grammar or self._bounds.grammar(params)
         try:
             pickle.dumps(params)
         except Exception as error:

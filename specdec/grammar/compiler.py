@@ -7,6 +7,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable
 from copy import copy
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..errors import ConfigError, SpecdecError
@@ -59,11 +60,14 @@ class GrammarCompiler:
     Args:
         tokenizer: mlx-lm's wrapper.
         vocab_size: the target's number of logits.
+        bounded: refuse what takes too long. A rank that follows does not: rank 0 has
+            compiled what it is given.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int):
+    def __init__(self, tokenizer: Any, vocab_size: int, *, bounded: bool = True):
         self._source = tokenizer
         self._vocab_size = vocab_size
+        self._bounded = bounded
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -81,7 +85,8 @@ class GrammarCompiler:
             return kept
         self._make_tokenizer()
         # Without the lock: who asks for one that is kept does not wait.
-        fresh = _apart(lambda: self._compiled(grammar), grammar)
+        work = partial(self._compiled, grammar)
+        fresh = _apart(work, grammar, bounded=self._bounded)
         if fresh.is_error():
             raise _refusal(grammar, fresh.get_error())
         with self._lock:
@@ -187,12 +192,13 @@ def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 _compiling = threading.Lock()
 
 
-def _apart(work: Callable[[], T], grammar: Grammar) -> T:
+def _apart(work: Callable[[], T], grammar: Grammar, *, bounded: bool = True) -> T:
     """Do it in a thread with a deep stack, one at a time.
 
     Raises:
         ConfigError: it takes too long. It goes on, and others wait for it.
     """
+    seconds = COMPILE_SECONDS if bounded else threading.TIMEOUT_MAX
     done: list[T | BaseException] = []
 
     def run() -> None:
@@ -203,7 +209,7 @@ def _apart(work: Callable[[], T], grammar: Grammar) -> T:
         finally:
             _compiling.release()
 
-    if not _compiling.acquire(timeout=COMPILE_SECONDS):
+    if not _compiling.acquire(timeout=seconds):
         raise _too_long(grammar)
     before = threading.stack_size(_STACK_BYTES)
     try:
@@ -214,7 +220,7 @@ def _apart(work: Callable[[], T], grammar: Grammar) -> T:
         raise
     finally:
         threading.stack_size(before)
-    thread.join(COMPILE_SECONDS)
+    thread.join(seconds)
     if not done:
         raise _too_long(grammar)
     found = done[0]

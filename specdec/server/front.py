@@ -248,7 +248,10 @@ class _Forwarded(Response):
         request, client = self._request, replica.client
         if client is None:
             raise httpx.ConnectError("it has just ended")
-        url = httpx.URL(path=request.url.path, query=request.url.query.encode())
+        # As it came: httpx refuses some paths, such as //v1, once they are decoded.
+        query: bytes = request.scope["query_string"]
+        path = request.scope["raw_path"] + (b"?" + query if query else b"")
+        url = httpx.URL("http://localhost").copy_with(raw_path=path)
         client_name = client_of(request.scope, self._front.config.api_keys)
         digest = sha256(client_name.encode()).hexdigest().encode()
         headers = [*_passed_on(request.headers.raw), (CLIENT_HEADER, digest)]

@@ -105,6 +105,8 @@ def run(
             ws="none",
             lifespan="on",
             server_header=False,
+            # Anybody on this machine could send X-Forwarded-For, and be another client.
+            proxy_headers=False,
             timeout_graceful_shutdown=int(stop_timeout) + _LAST_BYTES,
         ),
         app,

@@ -133,9 +133,12 @@ def _is_rebound(scope: Scope) -> bool:
 
 def _is_address(host: str, *, loopback: bool = False) -> bool:
     try:
-        return ipaddress.ip_address(host).is_loopback or not loopback
+        address = ipaddress.ip_address(host)
     except ValueError:
         return False
+    # A socket that takes both has IPv4's as ::ffff:127.0.0.1, which is no loopback.
+    address = getattr(address, "ipv4_mapped", None) or address
+    return address.is_loopback or not loopback
 
 
 # -- errors -------------------------------------------------------------------------

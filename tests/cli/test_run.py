@@ -97,7 +97,7 @@ def test_an_interrupted_run_is_resumed(
     """A prompt that is decoded twice or never, or with the seed of another one.
 
     What failed runs again, and so does what was being written; a file of other prompts
-    stays as it is.
+    stays as it is. Who cannot read the file cannot read it afterwards.
     """
     path, prompts = tmp_path / "out.jsonl", tmp_path / "p.txt"
     prompts.write_text("a\nb\nc\nd\n")
@@ -105,6 +105,7 @@ def test_an_interrupted_run_is_resumed(
     bad = result_of(0, "a", "").to_dict() | {"finish_reason": "error", "error": "e"}
     lines = "".join(json.dumps(line) + "\n" for line in (bad, good))
     path.write_text(lines + lines[:40])
+    path.chmod(0o600)
     arguments = ("run", "--prompts", str(prompts), "--output", str(path), "--temp", "1")
     resume = (*arguments, "--seed", "5", "--resume")
     result = specdec(*resume)
@@ -112,6 +113,7 @@ def test_an_interrupted_run_is_resumed(
     assert decoder.calls["prompts"] == ["a", "b", "d"]
     assert [each.seed for each in decoder.calls["params"]] == [5, 6, 8]
     rows = read_lines(path)
+    assert path.stat().st_mode & 0o777 == 0o600
     assert rows[0] == good
     assert sorted(row["index"] for row in rows) == [0, 1, 2, 3]
     assert [x for x in result.stdout.splitlines() if "==" in x] == [

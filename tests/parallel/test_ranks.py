@@ -18,9 +18,10 @@ import pytest
 from click.testing import CliRunner
 
 from specdec import SamplingParams, SpecDecoder
-from specdec.cli import main
+from specdec.cli import main, ranks
 from specdec.engine.led import parted
-from specdec.parallel import _greeting
+from specdec.errors import RankError
+from specdec.parallel import Ranks, _greeting
 from tests.models.folders import write_folder
 
 ROOT = Path(__file__).parents[2]
@@ -269,6 +270,8 @@ def greeted(said: bytes) -> dict[str, Any] | None:
         (["bench", "acceptance-quick"], "bench runs on one device"),
         (["run", "--prompts", "-"], "leaves standard input open"),
         (["run"], "leaves standard input open"),
+        (["run", "-p", "a", "--ray", "local"], "leave out mlx.launch"),
+        (["serve", "--replicas", "2"], "--replicas and mlx.launch"),
     ],
 )
 def test_what_a_launcher_cannot_start(
@@ -279,3 +282,28 @@ def test_what_a_launcher_cannot_start(
     result = CliRunner().invoke(main, command)
     assert result.exit_code != 0
     assert said in result.output + str(result.exception)
+
+
+def test_nobody_waits_for_a_rank_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Processes that go on looking for rank 0 when the command has ended."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    class Rank(subprocess.Popen[bytes]):
+        def __init__(self, *_: object, **options: Any) -> None:
+            program = [sys.executable, "-c", "import time; time.sleep(100)"]
+            super().__init__(program, stdin=options["stdin"])
+            started.append(self)
+
+    def never() -> None:
+        raise RankError("they do not meet")
+
+    # What is set below goes again.
+    for name in ("MLX_RANK", "MLX_HOSTFILE", "NCCL_HOST_IP"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr(os, "environ", dict(os.environ))
+    monkeypatch.setattr(subprocess, "Popen", Rank)
+    monkeypatch.setattr(Ranks, "join", never)
+    with pytest.raises(RankError, match="do not meet"):
+        ranks.load(2)
+    (rank,) = started
+    assert rank.wait(20) == -signal.SIGKILL

@@ -209,7 +209,8 @@ def test_a_request_and_its_answer_pass_as_they_are(
     assert not {"authorization", "origin", "transfer-encoding"} & sent.keys()
     # By which a replica keeps clients apart: the address, not what a client says.
     assert sent["x-specdec-client"] == sha256(b"127.0.0.1").hexdigest()
-    assert client.get("/v1/nothing").status_code == 404
+    for path in ("/v1/nothing", "//v1/models", "/v1/%00", "/v1/a%2Fb?x=%20"):
+        assert client.get(f"{client.base_url}{path}").status_code == 404, path
     assert client.delete("/v1/completions").status_code == 405
     assert client.post("/v1/completions", content="x").status_code == 415
     wrong = client.get("/health", headers={"Host": "evil.example"})

@@ -10,17 +10,23 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anthropic
 import httpx
 import openai
 import pytest
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import PlainTextResponse, Response
+from starlette.routing import Route
 
 from specdec import SamplingParams, ServerError, SpecDecoder
 from specdec.grammar import GrammarCompiler
-from specdec.server import app, chat
+from specdec.server import app, chat, web
 from specdec.server.config import ServerConfig
+from specdec.server.running import bind, run, url_of
 from specdec.server.service import Service
 from tests.server.harness import Running, Scripted, running, tiny_decoder
 from tests.server.soak import soak
@@ -151,6 +157,34 @@ def test_a_page_of_another_site_is_refused(decoder: SpecDecoder) -> None:
         headers = {"Host": "proxy.example", "x-api-key": "k"}
         answer = httpx.get(server.url + "/v1/models", headers=headers)
         assert answer.status_code == 200
+    # A socket that takes IPv4 and IPv6 has loopback's address in this form.
+    both = {"server": ("::ffff:127.0.0.1", 80), "headers": [(b"host", b"evil.example")]}
+    assert web._is_rebound(both)
+
+
+def test_nobody_names_an_address_of_another(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client that is another one, by a header that proxies send."""
+    monkeypatch.setenv("FORWARDED_ALLOW_IPS", "*")
+
+    async def who(request: Request) -> Response:
+        return PlainTextResponse(web.client_of(request.scope, ()))
+
+    async def drain() -> None:
+        pass
+
+    service = SimpleNamespace(healthy=True, failure=None, pending=0, drain=drain)
+    made = Starlette(routes=[Route("/", who)])
+    made.state.service = service
+    started = threading.Event()
+    with bind("127.0.0.1", 0) as listener:
+        thread = threading.Thread(target=run, args=(made, 1, listener, started.set))
+        thread.start()
+        assert started.wait(30)
+        headers = {"X-Forwarded-For": "192.0.2.1"}
+        assert httpx.get(url_of(listener), headers=headers).text == "127.0.0.1"
+        service.failure = ServerError("the end")
+        thread.join(30)
+    assert not thread.is_alive()
 
 
 def test_what_clients_do_first(decoder: SpecDecoder) -> None:

@@ -1,0 +1,22 @@
+"""Processes that run a module of this package. No mlx here."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+
+def module_process(
+    name: str, arguments: Sequence[str] = ()
+) -> tuple[list[str], dict[str, str]]:
+    """The program that runs a module as ``python -m``, and its environment.
+
+    Modules are found as in this process, and not in the current folder: that may be a
+    model's, which has nothing to run.
+    """
+    package = str(Path(__file__).resolve().parents[2])
+    path = [os.path.abspath(entry) for entry in sys.path if entry]
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([*path, package])}
+    return [sys.executable, "-P", "-m", name, *arguments], environment
