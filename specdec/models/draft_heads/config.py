@@ -425,13 +425,14 @@ def _eagle(config: Mapping[str, Any], common: dict[str, Any]) -> EagleConfig:
         {key: _OWN[key] for key in ("eagle_aux_hidden_state_layer_ids?",)},
         "eagle_config",
     )
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or more.get(
-        "eagle_aux_hidden_state_layer_ids"
+    # At the top as vLLM counts them, by what a layer is given; within as SpecForge and
+    # SGLang do, by what it puts out. Of none, the target's depth decides.
+    given, put_out = (
+        part.get("eagle_aux_hidden_state_layer_ids") or () for part in (config, more)
     )
     return EagleConfig(
         kind="EAGLE-3",
-        # Counted as what a layer is given; of none, the target's depth decides.
-        target_layers=tuple(i - 1 for i in ids or ()),
+        target_layers=tuple(i - 1 for i in given) or tuple(put_out),
         norm_before_residual=bool(
             config.get("norm_before_residual") or more.get("norm_before_residual")
         ),

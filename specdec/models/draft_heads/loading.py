@@ -219,6 +219,8 @@ def _fitted(
         if config.sizes.rope_traditional is None:
             sizes = replace(config.sizes, rope_traditional=turns_pairs(target.model))
             config = replace(config, sizes=sizes)
+        if not config.owns_head and _caps_logits(ends):
+            config = replace(config, logit_cap=0.0)
     if config.draft_vocab_size < vocab_size and not config.owns_head:
         raise ModelError(
             f"{source} proposes {config.draft_vocab_size} of {vocab_size} tokens, and "
@@ -231,6 +233,11 @@ def turns_pairs(model: nn.Module) -> bool:
     """Whether a model's rotary embeddings turn neighbours, not halves of a head."""
     modules: list[tuple[str, Any]] = model.named_modules()
     return any(getattr(each, "traditional", None) is True for _, each in modules)
+
+
+def _caps_logits(ends: TargetEnds) -> bool:
+    """Whether a target's own code caps its logits, as Gemma's does."""
+    return bool(getattr(ends.owner, "final_logit_softcapping", None))
 
 
 def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> None:

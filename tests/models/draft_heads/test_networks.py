@@ -18,7 +18,7 @@ from specdec.cache import CacheOptions, make_batch_caches
 from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel
 from specdec.models.draft_heads import BlockHead, EagleHead, load_head
-from specdec.models.draft_heads.config import spread_layers
+from specdec.models.draft_heads.config import head_config, spread_layers
 from specdec.models.draft_heads.loading import make_head, read_head_config
 
 from . import published
@@ -342,6 +342,33 @@ def test_layers_that_nobody_names() -> None:
     """As z-lab spreads them over 36 layers."""
     assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
     assert spread_layers(28, 1) == (14,)
+
+
+def test_layers_are_counted_in_two_ways() -> None:
+    """A layer more or less is not noticed but by the acceptance rate.
+
+    SpecForge's configurations, and those that SGLang reads, name layers by what they
+    put out, in a part of their own; vLLM's by what they are given.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    for given in (
+        {"eagle_config": {key: list(READS), "use_aux_hidden_state": True}},
+        {key: [i + 1 for i in READS]},
+    ):
+        config = head_config(published.eagle_config(**given), (), "the draft")
+        assert config.target_layers == READS
+
+
+def test_logits_are_capped_once(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    """By the target's code where it does that: a second cap flattens the draft's."""
+    model = tiny_model("gemma2", num_hidden_layers=LAYERS, final_logit_softcapping=3.0)
+    target = LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
+    config = published.dflash_config(final_logit_softcapping=3.0)
+    head, _ = loaded(tmp_path, config, target)
+    h = mx.random.normal((1, 2, WIDTH), key=mx.random.key(0)) * 9
+    whole = model.model.embed_tokens.as_linear(h)
+    assert mx.abs(whole).max() > 3
+    assert mx.allclose(head.logits(h), mx.tanh(whole / 3) * 3, atol=1e-5)
 
 
 def test_heads_are_made_without_weights(lender: LoadedModel, tmp_path: Path) -> None:
