@@ -8,7 +8,7 @@ twin of the model shares its weights and has another trunk, or other layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -70,12 +70,21 @@ def trunk_of(model: nn.Module, name: str, what: str) -> Trunk:
     Raises:
         UnsupportedModelError: the model is built in another way.
     """
-    layers = getattr(model, "layers", None)
-    path: tuple[str, ...] = ()
-    inner = model
-    while not isinstance(layers, list) and isinstance(inner.get("model"), nn.Module):
-        inner, path = inner["model"], (*path, "model")
-        layers = getattr(inner, "layers", None)
+    found = find_trunk(model)
+    if found is None:
+        inner = _unwrapped(model)[0]
+        architecture = type(inner).__module__.rpartition(".")[2]
+        raise UnsupportedModelError(
+            f"{name}: {what} of {architecture} models is not supported: they do not "
+            "call a list of layers"
+        )
+    return found
+
+
+def find_trunk(model: nn.Module) -> Trunk | None:
+    """As :func:`trunk_of`; ``None`` where the model is built in another way."""
+    inner, path = _unwrapped(model)
+    layers = getattr(inner, "layers", None)
     if isinstance(layers, list) and layers:
         modules: list[tuple[str, Any]] = inner.named_modules()
         for place, module in sorted(modules, key=lambda each: each[0].count(".")):
@@ -83,15 +92,27 @@ def trunk_of(model: nn.Module, name: str, what: str) -> Trunk:
                 if isinstance(value, list) and _same(value, layers):
                     inside = tuple(place.split(".")) if place else ()
                     return Trunk((*path, *inside), key, tuple(layers))
-    architecture = type(inner).__module__.rpartition(".")[2]
-    raise UnsupportedModelError(
-        f"{name}: {what} of {architecture} models is not supported: they do not call "
-        "a list of layers"
-    )
+    return None
+
+
+def _unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
+    """The part of a model that says which its layers are, and the way to it."""
+    path: tuple[str, ...] = ()
+    while not isinstance(getattr(model, "layers", None), list):
+        if not isinstance(model.get("model"), nn.Module):
+            break
+        model, path = model["model"], (*path, "model")
+    return model, path
 
 
 def _same(found: list[Any], layers: list[Any]) -> bool:
-    return len(found) == len(layers) and found[0] is layers[0]
+    same = zip(found, layers, strict=False)
+    return len(found) == len(layers) and all(a is b for a, b in same)
+
+
+def states_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """The hidden states among the arguments of a layer's call: the first one."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def calling(module: nn.Module, called: Called) -> nn.Module:
@@ -190,4 +211,4 @@ class TargetEnds:
 
 
 def _stop(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise _ReachedError(args[0] if args else next(iter(kwargs.values())))
+    raise _ReachedError(states_given(args, kwargs))
