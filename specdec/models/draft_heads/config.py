@@ -44,6 +44,7 @@ _OWN: dict[str, Any] = {
     "aux_hidden_state_layer_ids?": ([int], None),
     "eagle_aux_hidden_state_layer_ids?": ([int], None),
     "sample_from_anchor?": (bool, None),
+    "query_zero_predicts_next?": (bool, None),
     "sliding_window_non_causal?": (bool, None),
     "is_causal?": (bool, None),
     "rope_is_neox_style?": (bool, None),
@@ -62,6 +63,8 @@ _DFLASH: dict[str, Any] = {
     "mask_token_id?": (int, None),
     "block_size?": (int, None),
     "causal?": (bool, None),
+    "sample_from_anchor?": (bool, None),
+    "query_zero_predicts_next?": (bool, None),
     "use_swa?": (bool, None),
     "swa_window_size?": (int, None),
     "final_logit_softcapping?": (*_NUMBER, None),
@@ -345,7 +348,9 @@ def _block(
             raise DataError(f"{name} is missing")
     if value("block_size") < 2:
         raise DataError(f"block_size is {value('block_size')}: it must be 2 or more")
-    anchor = config.get("sample_from_anchor")
+    anchor = value("sample_from_anchor")
+    if anchor is None:
+        anchor = value("query_zero_predicts_next")
     if anchor is None:
         # DSpark's own checkpoints all do, and do not say so.
         anchor = ours and "DSpark" in _architecture(config)
@@ -407,9 +412,9 @@ def _causal(
     *,
     ours: bool,
 ) -> tuple[bool, ...]:
-    said = more.get("causal")
+    said = config.get("is_causal")
     if said is None:
-        said = config.get("is_causal")
+        said = more.get("causal")
     if not ours and said is None:
         said = not config.get("sliding_window_non_causal", True)
         # Layers that see everything never are.

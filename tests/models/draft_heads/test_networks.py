@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from specdec.cache import CacheOptions, make_batch_caches
 from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel
-from specdec.models.draft_heads import BlockHead, EagleHead, load_head
+from specdec.models.draft_heads import BlockConfig, BlockHead, EagleHead, load_head
 from specdec.models.draft_heads.config import head_config, spread_layers
 from specdec.models.draft_heads.loading import make_head, read_head_config
 
@@ -357,6 +357,15 @@ def test_layers_are_counted_in_two_ways() -> None:
     ):
         config = head_config(published.eagle_config(**given), (), "the draft")
         assert config.target_layers == READS
+
+
+@pytest.mark.parametrize("name", ["sample_from_anchor", "query_zero_predicts_next"])
+def test_what_the_anchor_predicts_has_two_names(name: str) -> None:
+    """In two places each: with slots off by one, hardly anything is accepted."""
+    for changes in ({name: True}, {"dflash": {name: True}}):
+        config = head_config(published.dflash_config(**changes), (), "the draft")
+        assert isinstance(config, BlockConfig)
+        assert (config.from_anchor, config.max_draft_tokens) == (True, 6)
 
 
 def test_logits_are_capped_once(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
