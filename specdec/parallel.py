@@ -222,8 +222,9 @@ class Leader(Ranks):
         return peers
 
     def release(self) -> None:
-        self.say(("release",))
-        self._released = True
+        with self.turn:
+            self._released = True
+            self._send(self._peers, ("release",))
 
     def say(self, message: tuple[Any, ...]) -> None:
         """Send a message to the other ranks, which hear all in their order."""

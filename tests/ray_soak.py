@@ -117,7 +117,9 @@ def kill_workers(job: Job, output: Path, kills: int, rng: random.Random) -> int:
             title = b"ray::MapWorker(MapBatches(_Job))" + (
                 b".__init__" if loads else b".submit"
             )
-            age, seen = rng.uniform(0, 3), dict[int, float]()
+            # Some blocks end before the next kill.
+            age = rng.uniform(0, 3 if loads else 12)
+            seen: dict[int, float] = {}
             while True:
                 if process.poll() is not None:
                     raise AssertionError(f"it ended: {process.communicate()[1]}")

@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedModelError
+from .layers import layers_of, with_layers
 from .trunk import Called, calling, trunk_of
 
 
@@ -72,8 +73,8 @@ def record_layers(
         UnsupportedModelError: it is not built of layers that can be listened to, or
             it has no such layer.
     """
-    trunk = trunk_of(model, name, "reading hidden states")
-    every = list(trunk.layers)
+    trunk_of(model, name, "reading hidden states")
+    every = layers_of(model)
     if any(not -len(every) <= i < len(every) for i in layers):
         raise UnsupportedModelError(
             f"{name} has {len(every)} layers: the drafter asks for layers "
@@ -83,4 +84,4 @@ def record_layers(
     states = HiddenStates(wanted)
     for i in set(wanted):
         every[i] = calling(every[i], states.hear(i))
-    return trunk.with_layers(model, every), states
+    return with_layers(model, every), states

@@ -11,32 +11,15 @@ import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 from ..errors import ConfigError
-from .layers import check_layers, layers_of
+from .layers import InPlace, check_layers, layers_of, with_layers
 from .row_positions import with_row_positions
-from .trunk import states_given, trunk_of
 
 
-class Skipped(nn.Module):
-    """In the place of a layer, and like it to a model that looks at its layers.
-
-    Args:
-        layer: that is skipped; its weights are not this module's.
-    """
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()  # type: ignore[no-untyped-call]
-        vars(self)["_layer"] = layer
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_layer":  # a copy that is being made
-                raise
-            return getattr(self._layer, name)
+class Skipped(InPlace):
+    """In the place of a layer that is skipped."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return states_given(args, kwargs)
+        return self.given(args, kwargs)
 
 
 class SkippingModel(nn.Module):
@@ -61,15 +44,14 @@ class SkippingModel(nn.Module):
         super().__init__()  # type: ignore[no-untyped-call]
         model = with_row_positions(model)
         places = check_layers(model, name, "skipping layers")
-        trunk = trunk_of(model, name, "skipping layers")
-        every = trunk.layers
+        every = layers_of(model)
         if not layers or max(layers) >= len(every):
             raise ConfigError(
                 f"{name} has {len(every)} layers, 0 to {len(every) - 1}: "
                 f"there is no layer {max(layers, default=0)}"
             )
         running = set(layers)
-        self.model = trunk.with_layers(
+        self.model = with_layers(
             model, [e if i in running else Skipped(e) for i, e in enumerate(every)]
         )
         self._make_cache = partial(make_prompt_cache, model)

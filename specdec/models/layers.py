@@ -1,7 +1,10 @@
-"""A model's layers, and what their calls are given."""
+"""A model's layers, and the same model with others in their place."""
 
 from __future__ import annotations
 
+import copy
+import inspect
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -9,7 +12,6 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..errors import UnsupportedModelError
-from .trunk import Called, calling, find_trunk, states_given
 
 # By the model's code: the part that reads and writes text is a "language_model", or
 # the model itself, and has "embed_tokens", "layers" and "norm" in its "model". Layers
@@ -45,21 +47,50 @@ def _architecture(model: nn.Module) -> str:
     return type(model).__module__.rpartition(".")[2]
 
 
-_Call = tuple[int, bool, list[Any]]
+class InPlace(nn.Module):
+    """In the place of a layer, and like it to a model that looks at its layers.
+
+    Args:
+        layer: whose place it takes; its weights are not this module's.
+    """
+
+    def __init__(self, layer: nn.Module):
+        super().__init__()  # type: ignore[no-untyped-call]
+        vars(self)["_layer"] = layer
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            if name == "_layer":  # a copy that is being made
+                raise
+            return getattr(self._layer, name)
+
+    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+        """The hidden states among a call's arguments: the first one."""
+        if args:
+            return args[0]
+        names = list(inspect.signature(type(self._layer).__call__).parameters)
+        return kwargs[names[1]]
 
 
-def _watched(place: int, calls: list[_Call]) -> Called:
-    """What a layer's calls become: its place, whether it fits, its cache are noted."""
+class _Watched(InPlace):
+    """A layer, and a list of its calls: its place, whether it fits, its cache."""
 
-    def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        output = usual(*args, **kwargs)
-        states = states_given(args, kwargs)
+    def __init__(self, layer: nn.Module, place: int, calls: list[_Call]):
+        super().__init__(layer)
+        vars(self)["_place"], vars(self)["_calls"] = place, calls
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        output = self._layer(*args, **kwargs)
+        states = self.given(args, kwargs)
         both = isinstance(states, mx.array) and isinstance(output, mx.array)
         fits = both and states.shape == output.shape
-        calls.append((place, fits, [*args, *kwargs.values()]))
+        self._calls.append((self._place, fits, [*args, *kwargs.values()]))
         return output
 
-    return called
+
+_Call = tuple[int, bool, list[Any]]
 
 
 def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
@@ -72,14 +103,12 @@ def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
         a model that does not call its layers one after the other, each with the
         hidden states that it changes, or where two share a cache.
     """
-    trunk = find_trunk(model)
-    if trunk is None:
+    if path_to_layers(model) is None:
         return None
     calls: list[_Call] = []
-    watched = [calling(e, _watched(i, calls)) for i, e in enumerate(trunk.layers)]
+    watched = [_Watched(e, i, calls) for i, e in enumerate(layers_of(model))]
     caches = make_prompt_cache(model)
-    twin: Any = trunk.with_layers(model, watched)
-    twin(mx.zeros((1, 2), mx.int32), cache=caches)
+    with_layers(model, watched)(mx.zeros((1, 2), mx.int32), cache=caches)
     if [place for place, _, _ in calls] != list(range(len(watched))):
         return None
     if not all(fits for _, fits, _ in calls):
@@ -116,5 +145,46 @@ def check_layers(model: nn.Module, name: str, what: str) -> tuple[int | None, ..
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
     """The layers of a model that has some, in the order of their calls."""
-    trunk = find_trunk(model)
-    return [] if trunk is None else list(trunk.layers)
+    layers: Any = model
+    for part in path_to_layers(model) or ():
+        layers = layers[part]
+    return list(layers)
+
+
+def path_to_layers(model: nn.Module) -> tuple[str, ...] | None:
+    """Names of the modules on the way to the list of the model's layers.
+
+    Of a model that wraps another one as its ``model``, through that.
+    """
+    wanted: Any = getattr(model, "layers", None)
+    if wanted:
+        return _way_to([*wanted], model)
+    inside = model.get("model")
+    path = None if inside is None else path_to_layers(inside)
+    return None if path is None else ("model", *path)
+
+
+def _way_to(layers: list[Any], part: nn.Module) -> tuple[str, ...] | None:
+    for name, value in part.items():
+        if isinstance(value, list) and len(value) == len(layers):
+            if all(a is b for a, b in zip(value, layers, strict=True)):
+                return (name,)
+        elif isinstance(value, nn.Module):
+            rest = _way_to(layers, value)
+            if rest is not None:
+                return (name, *rest)
+    return None
+
+
+def with_layers(model: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
+    """A second model object with other layers, as many as ``model`` has.
+
+    Everything else is shared with ``model``, which does not change.
+    """
+    *modules, last = path_to_layers(model) or ()
+    whole = part = copy.copy(model)
+    for name in modules:
+        part[name] = copy.copy(part[name])
+        part = part[name]
+    part[last] = list(layers)
+    return whole

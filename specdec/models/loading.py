@@ -293,7 +293,8 @@ def _load_made(
     """Load a draft that has files of its own, and perhaps a card."""
     source = draft.source
     card = read_card(source)
-    folder = None if is_gguf(source) else folder_of(source)
+    located = locate_target(source)
+    folder = None if is_gguf(located) else folder_of(located)
     head = None if folder is None else read_head_config(folder)
     if folder is not None and head is not None:
         check_no_adapter(draft)

@@ -69,7 +69,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
             f"{name}: mlx-lm cannot shard {architecture} models: run it on one device, "
             "or take a model of another architecture"
         )
-    before = _numbers(model)
+    before, heads = _numbers(model), _heads(model)
     try:
         sharded(group)
     except Exception as error:  # sizes that do not divide, as each layer says it
@@ -82,6 +82,11 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         repeated = rest == 1 and number < size and size % number == 0
         if rest not in (number, number / size) and not repeated:
             raise _indivisible(name, size, f"{key[1]} is {number}")
+    for module, head in heads:
+        # Drafts are lent the output head, and are whole on each rank.
+        if module["lm_head"] is not head:
+            module["lm_head"] = head
+            module.sharding_group = None  # it does not gather what is whole
     leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     for path, layer in leaves:
         if type(layer) in _PLAIN:
@@ -93,6 +98,12 @@ def _indivisible(name: str, size: int, why: str) -> UnsupportedModelError:
         f"{name} cannot be divided between {size} ranks ({why}): take a number of "
         "ranks that divides its heads"
     )
+
+
+def _heads(model: nn.Module) -> list[tuple[Any, nn.Module]]:
+    """Output heads, and the modules that have them."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    return [(m, m["lm_head"]) for _, m in modules if "lm_head" in m]
 
 
 def _numbers(model: nn.Module) -> dict[tuple[str, str], int]:

@@ -8,7 +8,7 @@ twin of the model shares its weights and has another trunk, or other layers.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from typing import Any
@@ -18,6 +18,7 @@ import mlx.nn as nn
 
 from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
+from .layers import layers_of, path_to_layers, with_layers
 
 Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 
@@ -28,13 +29,9 @@ class Trunk:
 
     Args:
         path: names of the modules on the way to it, from the model on.
-        key: by which it holds the list of its layers.
-        layers: the layers.
     """
 
     path: tuple[str, ...]
-    key: str
-    layers: tuple[nn.Module, ...]
 
     def of(self, model: nn.Module) -> nn.Module:
         """The trunk itself."""
@@ -53,15 +50,9 @@ class Trunk:
         part[self.path[-1]] = trunk
         return whole
 
-    def with_layers(self, model: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
-        """A twin of the model with other layers, as many as there are."""
-        trunk = copy.copy(self.of(model))
-        trunk[self.key] = list(layers)
-        return self.replaced(model, trunk)
-
 
 def trunk_of(model: nn.Module, name: str, what: str) -> Trunk:
-    """The trunk of an mlx-lm model, or of one that wraps it under ``model``.
+    """The trunk of an mlx-lm model.
 
     Args:
         name: of the model, for messages.
@@ -70,49 +61,14 @@ def trunk_of(model: nn.Module, name: str, what: str) -> Trunk:
     Raises:
         UnsupportedModelError: the model is built in another way.
     """
-    found = find_trunk(model)
-    if found is None:
-        inner = _unwrapped(model)[0]
-        architecture = type(inner).__module__.rpartition(".")[2]
+    path = path_to_layers(model)
+    if path is None:
+        architecture = type(model).__module__.rpartition(".")[2]
         raise UnsupportedModelError(
             f"{name}: {what} of {architecture} models is not supported: they do not "
             "call a list of layers"
         )
-    return found
-
-
-def find_trunk(model: nn.Module) -> Trunk | None:
-    """As :func:`trunk_of`; ``None`` where the model is built in another way."""
-    inner, path = _unwrapped(model)
-    layers = getattr(inner, "layers", None)
-    if isinstance(layers, list) and layers:
-        modules: list[tuple[str, Any]] = inner.named_modules()
-        for place, module in sorted(modules, key=lambda each: each[0].count(".")):
-            for key, value in module.items():
-                if isinstance(value, list) and _same(value, layers):
-                    inside = tuple(place.split(".")) if place else ()
-                    return Trunk((*path, *inside), key, tuple(layers))
-    return None
-
-
-def _unwrapped(model: nn.Module) -> tuple[nn.Module, tuple[str, ...]]:
-    """The part of a model that says which its layers are, and the way to it."""
-    path: tuple[str, ...] = ()
-    while not isinstance(getattr(model, "layers", None), list):
-        if not isinstance(model.get("model"), nn.Module):
-            break
-        model, path = model["model"], (*path, "model")
-    return model, path
-
-
-def _same(found: list[Any], layers: list[Any]) -> bool:
-    same = zip(found, layers, strict=False)
-    return len(found) == len(layers) and all(a is b for a, b in same)
-
-
-def states_given(args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-    """The hidden states among the arguments of a layer's call: the first one."""
-    return args[0] if args else next(iter(kwargs.values()))
+    return Trunk(path[:-1])
 
 
 def calling(module: nn.Module, called: Called) -> nn.Module:
@@ -170,14 +126,15 @@ class TargetEnds:
             raise UnsupportedModelError(
                 f"{name}: its output head cannot be used alone; take another draft"
             )
-        layers = list(self._trunk.layers)
+        layers = layers_of(model)
+        self._num_layers = len(layers)
         layers[0] = calling(layers[0], _stop)
-        self._embedding = self._trunk.with_layers(model, layers)
+        self._embedding = with_layers(model, layers)
 
     @property
     def num_layers(self) -> int:
         """Layers of the target."""
-        return len(self._trunk.layers)
+        return self._num_layers
 
     @property
     def trunk(self) -> nn.Module:
@@ -211,4 +168,4 @@ class TargetEnds:
 
 
 def _stop(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    raise _ReachedError(states_given(args, kwargs))
+    raise _ReachedError(args[0] if args else next(iter(kwargs.values())))

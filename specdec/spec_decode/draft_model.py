@@ -48,6 +48,8 @@ class DraftModel:
         self.runner = runner
         self.context_length = context_length
         self.vocab_size = min(vocab_size, runner.vocab_size)
+        # The target has more tokens than the draft has embeddings.
+        self._lacks = vocabulary is None and runner.vocab_size < vocab_size
         self.vocabulary_share: float | None = None
         # What the draft reads for each target token, on the host and on the device,
         # and whether it may propose it; ``None``: the token itself, all that it has.
@@ -58,12 +60,8 @@ class DraftModel:
             sized = vocabulary.sized(vocab_size, runner.vocab_size)
             self._host_reads, self._proposes = sized.reads, mx.array(sized.proposes)
             self.vocab_size, self.vocabulary_share = vocab_size, vocabulary.share
-        elif runner.vocab_size < vocab_size:  # more tokens than it has embeddings
-            last = runner.vocab_size - 1
-            self._host_reads = np.minimum(np.arange(vocab_size, dtype=np.int32), last)
-        if self._host_reads is not None:
-            self._reads = mx.array(self._host_reads)
-        mx.eval(self._reads, self._proposes)
+            self._reads = mx.array(sized.reads)
+            mx.eval(self._reads, self._proposes)
         # The first forward of a round writes two tokens.
         self.max_round = max(2, max_draft_tokens + 1)
 
@@ -71,15 +69,19 @@ class DraftModel:
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> DraftModelRows:
         """Begin rows for ``prompts``."""
-        known = [p[:-1] for p in prompts]
+        known: list[Sequence[int]] = [p[:-1] for p in prompts]
         if (reads := self._host_reads) is not None:
             known = [reads[np.array(p, np.int32)].tolist() for p in known]
+        elif self._lacks:
+            known = [[min(token, self.vocab_size - 1) for token in p] for p in known]
         rows = self.runner.rows(known, max_round=self.max_round, max_length=max_length)
         return DraftModelRows(self, rows)
 
     def read(self, tokens: mx.array) -> mx.array:
         """The draft's tokens for those of the target."""
-        return tokens if self._reads is None else self._reads[tokens]
+        if self._reads is not None:
+            return self._reads[tokens]
+        return mx.minimum(tokens, self.vocab_size - 1) if self._lacks else tokens
 
     def proposable(self, logits: mx.array) -> mx.array:
         """The draft's logits by target id, minus infinity at what it cannot propose.

@@ -89,8 +89,21 @@ async def until(condition: Callable[[], bool]) -> None:
         await asyncio.sleep(0.001)
 
 
+def all_server_threads() -> set[threading.Thread]:
+    return {t for t in threading.enumerate() if t.name == "specdec server"}
+
+
+@pytest.fixture(autouse=True)
+def _others(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other tests of this process may have servers of their own."""
+    monkeypatch.setattr(sys.modules[__name__], "OTHERS", all_server_threads())
+
+
+OTHERS: set[threading.Thread] = set()
+
+
 def server_threads() -> list[str]:
-    return [t.name for t in threading.enumerate() if t.name == "specdec server"]
+    return [t.name for t in all_server_threads() - OTHERS]
 
 
 def test_many_clients_each_get_what_they_get_alone(decoder: SpecDecoder) -> None:

@@ -66,7 +66,7 @@ RECURRENT = {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
     "num_experts": 0,
-    "tie_word_embeddings": False,  # its head is sharded, too
+    "tie_word_embeddings": False,  # mlx-lm shards its head
 }
 
 
@@ -161,6 +161,12 @@ def bitwise(model: nn.Module, ranks: Ranks) -> bool:
     return bool(mx.all(each[:1].view(mx.uint32) == each.view(mx.uint32)).item())
 
 
+def head_shape(model: Any) -> Any:
+    """Of what a draft may be lent."""
+    head = model.get("language_model", model).get("lm_head")
+    return head and head.weight.shape
+
+
 def compare(
     shown: Shown,
     arch: str,
@@ -176,6 +182,7 @@ def compare(
     whole, mine = (model_of(arch, **changes) for _ in range(2))
     take_shard(mine, {}, ranks, arch)
     shown(f"{arch} logits of all ranks", holds=bitwise(mine, ranks))
+    shown(f"{arch} head", holds=head_shape(mine) == head_shape(whole))
     made: dict[str, Any] = {}
     if isinstance(draft, str):
         made["drafter"] = draft

@@ -44,6 +44,7 @@ CHECKS = {
         for arch in ("llama", "qwen3", "qwen3_moe", "qwen3_5")
     ),
     *(f"{arch} bytes of a rank" for arch in ("llama", "qwen3_moe", "qwen3_5")),
+    "qwen3_5 head",
     "llama with a draft",
     "llama accepted",
     "qwen3 compiled, with hidden states",

@@ -27,6 +27,7 @@ from specdec.cli.replica import command
 from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
 from specdec.server.front import Front, make_front
+from specdec.server.refusal import Refusal
 from specdec.server.replicas import Command, Replica, Replicas
 from specdec.server.routing import BILLING, HasPlace, Place, blocks_of, choose
 from tests.models.folders import write_folder
@@ -249,6 +250,12 @@ def test_a_replica_that_ends_before_the_first_byte(
 ) -> None:
     """A request that is lost though another replica could run it, or runs twice."""
     client, front = ready
+    first, second = front.replicas.all
+    for tried in (first, second):
+        with front.replica((), [tried]) as chosen:
+            assert chosen is not tried
+    with pytest.raises(Refusal, match="there is no other one yet"):
+        front.replica((), [first, second]).__enter__()
     again = front.again
     starts = sum(each.starts for each in front.replicas.all)
 

@@ -286,6 +286,9 @@ def _config(
     count, heads = len(layers), args.num_attention_heads
     spread = spread_layers(num_target_layers, max(count, _FEWEST_FEATURES))
     reads = sorted({min(max(i, 0), num_target_layers - 1) for i in spread})
+    theta = getattr(args, "rope_theta", None)
+    if theta is None:
+        theta = args.rope_parameters["rope_theta"]
     # A token that has an embedding, and that no answer goes on after.
     ends = known.get("eos_token_id")
     mask = ends[0] if isinstance(ends, list) and ends else ends
@@ -302,7 +305,7 @@ def _config(
         "head_dim": getattr(args, "head_dim", None) or width // heads,
         "hidden_act": "silu",
         "rms_norm_eps": args.rms_norm_eps,
-        "rope_theta": args.rope_theta,
+        "rope_theta": theta,
         "rope_scaling": getattr(args, "rope_scaling", None),
         "rope_is_neox_style": not getattr(args, "rope_traditional", False),
         "max_position_embeddings": getattr(args, "max_position_embeddings", None),

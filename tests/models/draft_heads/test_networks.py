@@ -16,11 +16,12 @@ from mlx.utils import tree_flatten
 
 from specdec.cache import CacheOptions, make_batch_caches
 from specdec.errors import ModelError, UnsupportedModelError
-from specdec.models import LoadedModel
+from specdec.models import LoadedModel, load_draft, loading, model_outline
 from specdec.models.draft_heads import BlockConfig, BlockHead, EagleHead, load_head
 from specdec.models.draft_heads.config import head_config, spread_layers
 from specdec.models.draft_heads.loading import make_head, read_head_config
 
+from ..gguf_files import random_model, write_model
 from . import published
 from .published import LAYERS, READS, SOME_TOKENS, VOCAB, WIDTH, write_head
 
@@ -387,3 +388,15 @@ def test_heads_are_made_without_weights(lender: LoadedModel, tmp_path: Path) -> 
     leaves: Any = tree_flatten(made.parameters())
     shapes = {name: a.shape for name, a in leaves}
     assert shapes == {name: a.shape for name, a in weights.items()}
+
+
+def test_names_that_are_known_are_no_folders(
+    lender: LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The default target as a draft is a file; the hub is not asked for it."""
+    file = write_model(tmp_path / "m.gguf", "llama", random_model("llama"))
+    for module in (loading, model_outline):
+        monkeypatch.setattr(module, "locate_target", {"known": str(file)}.get)
+    assert load_draft("known", lender).model.layers
+    outlined: Any = model_outline.outline_draft("known", lender)  # type: ignore[arg-type]
+    assert outlined.model.layers
