@@ -159,6 +159,8 @@ class BlockConfig(HeadConfig):
         markov_rank: of the bias by the token before; 0: there is none.
         confidence: whether it predicts how likely each proposal is accepted.
         confidence_reads_markov: whether that reads the token before as well.
+        owns_mask: whether the embedding of masks is stored with the head; else it is
+            that of ``mask_token``.
         embedding_scale, logit_scale, logit_cap: of embeddings and logits; a cap of 0
             is none.
     """
@@ -171,6 +173,7 @@ class BlockConfig(HeadConfig):
     markov_rank: int = 0
     confidence: bool = False
     confidence_reads_markov: bool = False
+    owns_mask: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
@@ -368,6 +371,7 @@ def _block(
         markov_rank=rank,
         confidence=confidence,
         confidence_reads_markov=bool(config.get("confidence_head_with_markov")),
+        owns_mask="mask_embedding" in names,
         embedding_scale=float(more.get("input_embedding_scale") or 1.0),
         logit_scale=float(more.get("output_multiplier") or 1.0),
         logit_cap=float(value("final_logit_softcapping") or 0.0),

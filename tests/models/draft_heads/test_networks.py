@@ -248,6 +248,24 @@ def test_arrays_may_be_named_as_in_a_model(lender: LoadedModel, tmp_path: Path) 
     check_block(head, weights, {}, lender)
 
 
+def test_a_mask_may_have_an_embedding_of_its_own(
+    lender: LoadedModel, tmp_path: Path
+) -> None:
+    """The target's embedding of the mask's token was never learnt."""
+    config = published.dflash_config()
+    weights = write_head(tmp_path, config)
+    model: Any = lender.model
+    own = np.array(model.model.embed_tokens.weight)[95]  # another token's
+    arrays = {name: mx.array(array) for name, array in weights.items()}
+    arrays["mask_embedding"] = mx.array(own[None])
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    check_block(head, weights, {}, lender, mask_token=95)
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"mask_embedding.pt, .* can hold code"):
+        read_head_config(tmp_path)
+
+
 def test_packed_rings_and_buckets(lender: LoadedModel, tmp_path: Path) -> None:
     """Additive masks, as on a GPU, of columns that no row has."""
     head, _ = loaded(tmp_path, BLOCKS["sliding both ways"][0], lender)
