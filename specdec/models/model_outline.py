@@ -142,11 +142,11 @@ def outline_draft(
     if draft.layers is not None:
         skipping = SkippingModel(target.model, draft.layers, target.name)
         return ModelOutline(skipping, target.config, draft.name, 0, target.tokens)
+    if (found := _outline_head(draft, target, parse_dtype(dtype))) is not None:
+        return found
     if draft.bits is None and has_layers_only(read_card(draft.source)):
         check_no_adapter(draft)
         return _outline_layers(draft, target, parse_dtype(dtype), trust_remote_code)
-    if (found := _outline_head(draft, target, parse_dtype(dtype))) is not None:
-        return found
     if draft.bits is None:
         found = outline(
             draft.source,

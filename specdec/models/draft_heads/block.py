@@ -58,6 +58,8 @@ class BlockHead(DraftHead):
         self.hidden_norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
         self.layers = [HeadLayer(sizes) for _ in range(sizes.num_layers)]
         self.norm = nn.RMSNorm(sizes.hidden_size, eps=sizes.rms_norm_eps)
+        if config.owns_mask:
+            self.mask_embedding = mx.zeros((sizes.hidden_size,))
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
         if config.confidence:
@@ -92,6 +94,9 @@ class BlockHead(DraftHead):
         """Normed states (B, b, D) of a block (B, b), which is written to the caches."""
         scale = self.args.embedding_scale
         x = self.embed(tokens)
+        if "mask_embedding" in self:
+            masked = (tokens == self.args.mask_token)[..., None]
+            x = mx.where(masked, self.mask_embedding.astype(x.dtype), x)
         if scale != 1:
             x = x * scale
         width = tokens.shape[1]

@@ -44,6 +44,7 @@ _OWN: dict[str, Any] = {
     "aux_hidden_state_layer_ids?": ([int], None),
     "eagle_aux_hidden_state_layer_ids?": ([int], None),
     "sample_from_anchor?": (bool, None),
+    "query_zero_predicts_next?": (bool, None),
     "sliding_window_non_causal?": (bool, None),
     "is_causal?": (bool, None),
     "rope_is_neox_style?": (bool, None),
@@ -62,6 +63,8 @@ _DFLASH: dict[str, Any] = {
     "mask_token_id?": (int, None),
     "block_size?": (int, None),
     "causal?": (bool, None),
+    "sample_from_anchor?": (bool, None),
+    "query_zero_predicts_next?": (bool, None),
     "use_swa?": (bool, None),
     "swa_window_size?": (int, None),
     "final_logit_softcapping?": (*_NUMBER, None),
@@ -156,6 +159,8 @@ class BlockConfig(HeadConfig):
         markov_rank: of the bias by the token before; 0: there is none.
         confidence: whether it predicts how likely each proposal is accepted.
         confidence_reads_markov: whether that reads the token before as well.
+        owns_mask: whether the embedding of masks is stored with the head; else it is
+            that of ``mask_token``.
         embedding_scale, logit_scale, logit_cap: of embeddings and logits; a cap of 0
             is none.
     """
@@ -168,6 +173,7 @@ class BlockConfig(HeadConfig):
     markov_rank: int = 0
     confidence: bool = False
     confidence_reads_markov: bool = False
+    owns_mask: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float = 0.0
@@ -345,7 +351,9 @@ def _block(
             raise DataError(f"{name} is missing")
     if value("block_size") < 2:
         raise DataError(f"block_size is {value('block_size')}: it must be 2 or more")
-    anchor = config.get("sample_from_anchor")
+    anchor = value("sample_from_anchor")
+    if anchor is None:
+        anchor = value("query_zero_predicts_next")
     if anchor is None:
         # DSpark's own checkpoints all do, and do not say so.
         anchor = ours and "DSpark" in _architecture(config)
@@ -363,6 +371,7 @@ def _block(
         markov_rank=rank,
         confidence=confidence,
         confidence_reads_markov=bool(config.get("confidence_head_with_markov")),
+        owns_mask="mask_embedding" in names,
         embedding_scale=float(more.get("input_embedding_scale") or 1.0),
         logit_scale=float(more.get("output_multiplier") or 1.0),
         logit_cap=float(value("final_logit_softcapping") or 0.0),
@@ -407,9 +416,9 @@ def _causal(
     *,
     ours: bool,
 ) -> tuple[bool, ...]:
-    said = more.get("causal")
+    said = config.get("is_causal")
     if said is None:
-        said = config.get("is_causal")
+        said = more.get("causal")
     if not ours and said is None:
         said = not config.get("sliding_window_non_causal", True)
         # Layers that see everything never are.
@@ -425,13 +434,14 @@ def _eagle(config: Mapping[str, Any], common: dict[str, Any]) -> EagleConfig:
         {key: _OWN[key] for key in ("eagle_aux_hidden_state_layer_ids?",)},
         "eagle_config",
     )
-    ids = config.get("eagle_aux_hidden_state_layer_ids") or more.get(
-        "eagle_aux_hidden_state_layer_ids"
+    # At the top as vLLM counts them, by what a layer is given; within as SpecForge and
+    # SGLang do, by what it puts out. Of none, the target's depth decides.
+    given, put_out = (
+        part.get("eagle_aux_hidden_state_layer_ids") or () for part in (config, more)
     )
     return EagleConfig(
         kind="EAGLE-3",
-        # Counted as what a layer is given; of none, the target's depth decides.
-        target_layers=tuple(i - 1 for i in ids or ()),
+        target_layers=tuple(i - 1 for i in given) or tuple(put_out),
         norm_before_residual=bool(
             config.get("norm_before_residual") or more.get("norm_before_residual")
         ),

@@ -32,13 +32,12 @@ from .eagle import EagleHead
 from .head import DraftHead
 
 # Arrays that training needs, or that can be computed.
-_LEFT_OUT = re.compile(
-    r"^(t2d|verifier_.*|mask_embedding.*|mask_hidden|.*rotary_emb\.inv_freq)$"
-)
+_LEFT_OUT = re.compile(r"^(t2d|verifier_.*|mask_hidden|.*rotary_emb\.inv_freq)$")
 _RENAMED = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
     (re.compile(r"^draft_id_to_target_id$"), "d2t"),
+    (re.compile(r"^mask_embedding\.weight$"), "mask_embedding"),
 )
 
 
@@ -60,6 +59,11 @@ def read_head_config(folder: Path) -> dict[str, Any] | None:
         raise ModelError(
             f"{folder} has no .safetensors file, and other weights can hold code: "
             "convert them to safetensors"
+        )
+    if (folder / "mask_embedding.pt").exists():
+        raise ModelError(
+            f"{folder} has a mask_embedding.pt, and such files can hold code: put it "
+            "into the .safetensors file, as mask_embedding"
         )
     return config
 
@@ -101,6 +105,8 @@ def open_head(
         ) from error
     ends = TargetEnds(target.model, target.name)
     offsets = weights.pop("d2t", None)
+    if (mask := weights.get("mask_embedding")) is not None:
+        weights["mask_embedding"] = mask.reshape(-1)
     found = _fitted(head_config(config, weights, source), source, target, ends)
     head = make_head(found)
     head.bind(ends)
@@ -219,6 +225,8 @@ def _fitted(
         if config.sizes.rope_traditional is None:
             sizes = replace(config.sizes, rope_traditional=turns_pairs(target.model))
             config = replace(config, sizes=sizes)
+        if not config.owns_head and _caps_logits(ends):
+            config = replace(config, logit_cap=0.0)
     if config.draft_vocab_size < vocab_size and not config.owns_head:
         raise ModelError(
             f"{source} proposes {config.draft_vocab_size} of {vocab_size} tokens, and "
@@ -231,6 +239,11 @@ def turns_pairs(model: nn.Module) -> bool:
     """Whether a model's rotary embeddings turn neighbours, not halves of a head."""
     modules: list[tuple[str, Any]] = model.named_modules()
     return any(getattr(each, "traditional", None) is True for _, each in modules)
+
+
+def _caps_logits(ends: TargetEnds) -> bool:
+    """Whether a target's own code caps its logits, as Gemma's does."""
+    return bool(getattr(ends.owner, "final_logit_softcapping", None))
 
 
 def _take_offsets(head: DraftHead, offsets: mx.array | None, source: str) -> None:

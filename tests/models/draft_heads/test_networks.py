@@ -17,8 +17,8 @@ from mlx.utils import tree_flatten
 from specdec.cache import CacheOptions, make_batch_caches
 from specdec.errors import ModelError, UnsupportedModelError
 from specdec.models import LoadedModel, load_draft, loading, model_outline
-from specdec.models.draft_heads import BlockHead, EagleHead, load_head
-from specdec.models.draft_heads.config import spread_layers
+from specdec.models.draft_heads import BlockConfig, BlockHead, EagleHead, load_head
+from specdec.models.draft_heads.config import head_config, spread_layers
 from specdec.models.draft_heads.loading import make_head, read_head_config
 
 from ..gguf_files import random_model, write_model
@@ -248,6 +248,24 @@ def test_arrays_may_be_named_as_in_a_model(lender: LoadedModel, tmp_path: Path) 
     check_block(head, weights, {}, lender)
 
 
+def test_a_mask_may_have_an_embedding_of_its_own(
+    lender: LoadedModel, tmp_path: Path
+) -> None:
+    """The target's embedding of the mask's token was never learnt."""
+    config = published.dflash_config()
+    weights = write_head(tmp_path, config)
+    model: Any = lender.model
+    own = np.array(model.model.embed_tokens.weight)[95]  # another token's
+    arrays = {name: mx.array(array) for name, array in weights.items()}
+    arrays["mask_embedding"] = mx.array(own[None])
+    mx.save_safetensors(str(tmp_path / "model.safetensors"), arrays)
+    head: Any = load_head(tmp_path, config, "the draft", lender).model
+    check_block(head, weights, {}, lender, mask_token=95)
+    (tmp_path / "mask_embedding.pt").write_bytes(b"")
+    with pytest.raises(ModelError, match=r"mask_embedding.pt, .* can hold code"):
+        read_head_config(tmp_path)
+
+
 def test_packed_rings_and_buckets(lender: LoadedModel, tmp_path: Path) -> None:
     """Additive masks, as on a GPU, of columns that no row has."""
     head, _ = loaded(tmp_path, BLOCKS["sliding both ways"][0], lender)
@@ -343,6 +361,42 @@ def test_layers_that_nobody_names() -> None:
     """As z-lab spreads them over 36 layers."""
     assert spread_layers(36, 5) == (1, 9, 17, 25, 33)
     assert spread_layers(28, 1) == (14,)
+
+
+def test_layers_are_counted_in_two_ways() -> None:
+    """A layer more or less is not noticed but by the acceptance rate.
+
+    SpecForge's configurations, and those that SGLang reads, name layers by what they
+    put out, in a part of their own; vLLM's by what they are given.
+    """
+    key = "eagle_aux_hidden_state_layer_ids"
+    for given in (
+        {"eagle_config": {key: list(READS), "use_aux_hidden_state": True}},
+        {key: [i + 1 for i in READS]},
+    ):
+        config = head_config(published.eagle_config(**given), (), "the draft")
+        assert config.target_layers == READS
+
+
+@pytest.mark.parametrize("name", ["sample_from_anchor", "query_zero_predicts_next"])
+def test_what_the_anchor_predicts_has_two_names(name: str) -> None:
+    """In two places each: with slots off by one, hardly anything is accepted."""
+    for changes in ({name: True}, {"dflash": {name: True}}):
+        config = head_config(published.dflash_config(**changes), (), "the draft")
+        assert isinstance(config, BlockConfig)
+        assert (config.from_anchor, config.max_draft_tokens) == (True, 6)
+
+
+def test_logits_are_capped_once(tiny_model: Callable[..., Any], tmp_path: Path) -> None:
+    """By the target's code where it does that: a second cap flattens the draft's."""
+    model = tiny_model("gemma2", num_hidden_layers=LAYERS, final_logit_softcapping=3.0)
+    target = LoadedModel(model, None, {}, "the target")  # type: ignore[arg-type]
+    config = published.dflash_config(final_logit_softcapping=3.0)
+    head, _ = loaded(tmp_path, config, target)
+    h = mx.random.normal((1, 2, WIDTH), key=mx.random.key(0)) * 9
+    whole = model.model.embed_tokens.as_linear(h)
+    assert mx.abs(whole).max() > 3
+    assert mx.allclose(head.logits(h), mx.tanh(whole / 3) * 3, atol=1e-5)
 
 
 def test_heads_are_made_without_weights(lender: LoadedModel, tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from specdec.config import EngineConfig
 from specdec.errors import ConfigError
 from specdec.models import LoadedModel, load, load_draft
 from specdec.models.layers import layers_of
+from specdec.models.model_outline import outline, outline_draft
 from specdec.models.trunk import TargetEnds
 from specdec.sampling_params import SamplingParams
 from specdec.tools.distill import job
@@ -332,6 +333,9 @@ def check_drafts(target: Path, folder: Path) -> None:
     head: Any = draft.model
     assert head.args.kind == "DSpark"
     assert draft.tokenizer is loaded.tokenizer
+    # It is planned as what it is, not as layers, whose embedding is the target's too.
+    sketch: Any = outline_draft(str(folder), outline(str(target), dtype="float32"))
+    assert sketch.model.args.kind == "DSpark"
     prompts = [*QUESTIONS.splitlines()[:5], "Why?"]
     outputs = []
     for each in (None, draft):
