@@ -167,9 +167,11 @@ def _outline_head(
     draft: ModelDraft, target: ModelOutline, dtype: mx.Dtype | None
 ) -> ModelOutline | None:
     """Of a draft head; ``None`` where the draft is none."""
+    if draft.bits is not None:
+        return None
     source = locate_target(target.name if draft.mtp else draft.source)
     path = Path(os.path.expanduser(source))
-    if draft.bits is not None or is_gguf(source):
+    if is_gguf(source):
         return None
     if not path.exists():
         path = _folder(source, path)

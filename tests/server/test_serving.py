@@ -37,7 +37,7 @@ ENDLESS: dict[str, Any] = {
 }
 
 
-def until(condition: Callable[[], bool], seconds: float = 30) -> None:
+def until(condition: Callable[[], bool], seconds: float = 150) -> None:
     """Wait for what comes without being asked for."""
     end = time.monotonic() + seconds
     while not condition():
