@@ -30,6 +30,7 @@ from .replicas import Replica, Replicas
 from .routing import Blocks, blocks_of, choose
 from .web import (
     CLIENT_HEADER,
+    ENDS_HEADER,
     HANDLERS,
     client_of,
     error_response,
@@ -49,7 +50,7 @@ _NOT_PASSED_ON = frozenset(
     (b"authorization", b"connection", b"content-length", b"cookie", b"date", b"expect",
      b"host", b"keep-alive", b"origin", b"proxy-authorization", b"request-id", b"te",
      b"trailer", b"transfer-encoding", b"upgrade", b"x-api-key", b"x-request-id",
-     CLIENT_HEADER)
+     CLIENT_HEADER, ENDS_HEADER)
 )  # fmt: skip
 Headers = list[tuple[bytes, bytes]]
 
@@ -260,6 +261,11 @@ class _Forwarded(Response):
         )
         answer = await client.send(asked, stream=True)
         try:
+            match answer.headers.get(ENDS_HEADER.decode()):
+                case "stopping":
+                    raise httpx.ConnectError("it takes no requests any more")
+                case "engine_failed":
+                    raise httpx.RemoteProtocolError("its engine has failed")
             head = _passed_on(answer.headers.raw)
             kind = answer.headers.get("content-type", "")
             if not kind.startswith("text/event-stream"):

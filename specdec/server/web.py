@@ -24,6 +24,8 @@ from .refusal import Refusal
 _BODY_SECONDS = 60
 T = TypeVar("T")
 
+#: By which a replica says that another one should be asked.
+ENDS_HEADER = b"x-specdec-ends"
 #: By which the server before replicas says who asks.
 CLIENT_HEADER = b"x-specdec-client"
 _OPEN = frozenset(("/", "/health"))  # no key is asked for
@@ -169,7 +171,10 @@ def error_response(refusal: Refusal, path: str) -> Response:
     """The error object, in the form of the protocol that the path belongs to."""
     anthropic = path.startswith("/v1/messages")
     body = refusal.anthropic() if anthropic else refusal.openai()
-    return JSONResponse(body, refusal.status, headers=refusal.headers)
+    headers = dict(refusal.headers)
+    if refusal.code in ("engine_failed", "stopping"):
+        headers[ENDS_HEADER.decode()] = refusal.code
+    return JSONResponse(body, refusal.status, headers=headers)
 
 
 # -- bodies -------------------------------------------------------------------------

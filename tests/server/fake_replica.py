@@ -49,6 +49,8 @@ async def answer(request: Request) -> Response:
     prompt = body["prompt"]
     if prompt == "crash":
         os._exit(9)
+    if prompt in ("stopping", "engine_failed") and NUMBER == "0":
+        return JSONResponse({}, 503, {"x-specdec-ends": prompt})
     if prompt == "stop":
         os.kill(os.getpid(), signal.SIGSTOP)
     if prompt == "hang":

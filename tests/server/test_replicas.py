@@ -291,6 +291,18 @@ def test_a_replica_that_ends_before_the_first_byte(
     assert front.again == again + 1
 
 
+def test_a_replica_that_is_about_to_end(ready: tuple[httpx.Client, Front]) -> None:
+    """Its refusal reached the client, though another replica could run the request."""
+    client, front = ready
+    for prompt, more in (("stopping", 0), ("engine_failed", 1)):
+        again, second = front.again, front.replicas.all[1]
+        second.place.running += 1  # so that the first one is asked first
+        answer = client.post("/v1/completions", json={"prompt": prompt})
+        second.place.running -= 1
+        assert answer.json()["body"] == {"prompt": prompt}
+        assert front.again == again + more
+
+
 @pytest.mark.parametrize(
     ("path", "error"),
     [
