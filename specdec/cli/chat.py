@@ -169,7 +169,7 @@ class _Talk:
         try:
             answer = self._answer()
         except (PromptError, MemoryLimitError) as error:
-            show_error(str(error))
+            show_error(f"the conversation cannot be continued: {error}, or /clear it")
             self.messages.pop()
             return
         if answer["content"]:

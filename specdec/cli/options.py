@@ -763,7 +763,7 @@ def prefix_config(
     if prefix_cache_size is not None:
         config["prefix_cache_size"] = parse_size(prefix_cache_size)
     if prefix_cache_memory is not None:
-        config["prefix_cache_memory"] = parse_size(prefix_cache_memory)
+        config["prefix_cache_memory"] = parse_size(prefix_cache_memory, or_none=True)
     return config
 
 

@@ -206,6 +206,8 @@ class Replicas:
                 was_ready = True
                 replica.described = line.decode().strip()
                 replica.place.forget()
+                if replica.starts > 1:
+                    log.warning("replica %d is ready again", replica.index)
                 async with self._client(path) as client:
                     replica.client = client
                     self._first.set()

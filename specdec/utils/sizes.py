@@ -20,8 +20,11 @@ _UNITS = {
 }
 
 
-def parse_size(text: str) -> int:
+def parse_size(text: str, *, or_none: bool = False) -> int:
     """Bytes of ``8GB`` (powers of 1000), ``6.5GiB`` (of 1024) or a plain number.
+
+    Args:
+        or_none: 0 is a size, too.
 
     Raises:
         ConfigError: it is none of these, or not above 0; or a plain number that is
@@ -30,6 +33,8 @@ def parse_size(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?|\.\d+)\s*([a-z]*)", text.strip(), re.I)
     unit = _UNITS.get(match[2].upper()) if match else None
     size = int(Decimal(match[1]) * unit) if match and unit else 0
+    if or_none and match and unit and not Decimal(match[1]):
+        return 0
     if not 0 < size <= MOST_BYTES:
         raise ConfigError(
             f"{quoted(text)} is not a size: write it as 8GB, 6.5GiB, 512MB or a number "

@@ -175,6 +175,15 @@ def test_sizes(text: str, size: float) -> None:
 def test_what_is_no_size(text: str) -> None:
     with pytest.raises(ConfigError, match="is not a size: write it as 8GB"):
         parse_size(text)
+    if text != "0":
+        with pytest.raises(ConfigError, match="is not a size: write it as 8GB"):
+            parse_size(text, or_none=True)
+
+
+@pytest.mark.parametrize("text", ["0", "0MB", "0.0GiB"])
+def test_none_at_all(text: str) -> None:
+    """A cache that cannot be turned off."""
+    assert parse_size(text, or_none=True) == 0
 
 
 @pytest.mark.parametrize("text", ["8", "6.5", "999999"])
