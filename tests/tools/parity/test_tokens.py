@@ -161,8 +161,10 @@ def stale_key(patch: Patch) -> None:
     """A query sees the slot behind its own too: a rejected token's, or padding."""
     right = positions.visible_slots
 
-    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
-        return right(layout, rules, offset, n + 1, slots)[:, :, 1:]
+    def wrong(
+        layout: Any, rules: Any, offset: Any, n: int, slots: int, **how: Any
+    ) -> mx.array:
+        return right(layout, rules, offset, n + 1, slots, **how)[:, :, 1:]
 
     patch.setattr("specdec.cache.core.visible_slots", wrong)
 
@@ -171,8 +173,10 @@ def stale_key_of_the_last_round(patch: Patch) -> None:
     """The oldest rejected token's key stays visible to the next round's last query."""
     right = positions.visible_slots
 
-    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
-        seen = right(layout, rules, offset, n, slots)
+    def wrong(
+        layout: Any, rules: Any, offset: Any, n: int, slots: int, **how: Any
+    ) -> mx.array:
+        seen = right(layout, rules, offset, n, slots, **how)
         behind = mx.arange(slots) == (offset + n)[:, None]
         last = mx.arange(n)[:, None] == n - 1
         shown: mx.array = seen | (behind[:, None, None, :] & last)
@@ -185,8 +189,10 @@ def mask_edge(patch: Patch) -> None:
     """A query does not see its own key."""
     right = positions.visible_slots
 
-    def wrong(layout: Any, rules: Any, offset: Any, n: int, slots: int) -> mx.array:
-        return right(layout, rules, mx.maximum(offset - 1, 0), n, slots)
+    def wrong(
+        layout: Any, rules: Any, offset: Any, n: int, slots: int, **how: Any
+    ) -> mx.array:
+        return right(layout, rules, mx.maximum(offset - 1, 0), n, slots, **how)
 
     patch.setattr("specdec.cache.core.visible_slots", wrong)
 
