@@ -23,7 +23,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 # MLX compiles on first use: one slow example says nothing. The same examples in every
 # run, so that a failure is of a change.
-settings.register_profile("specdec", deadline=None, max_examples=50, derandomize=True)
+settings.register_profile("specdec", deadline=None, max_examples=30, derandomize=True)
 settings.load_profile("specdec")
 
 _REAL_FIXTURES = {"smollm2", "smollm2_path"}
