@@ -65,7 +65,7 @@ def command(
 
 
 def main() -> int:
-    """Serve until it is told to end; the exit code."""
+    """Serve until the parent or a signal ends it; the exit code."""
     # What a library prints is no line for the parent.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)

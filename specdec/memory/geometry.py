@@ -102,8 +102,8 @@ class ModelGeometry:
 
         Args:
             length: tokens of the longest row, those written and taken back included.
-            max_length: most that a row can hold, as the caches were told.
-            max_write: most tokens of one write, as rings were told.
+            max_length: most that a row can hold, as the caches were made for.
+            max_write: most tokens of one write, as rings were made for.
             dense: before they are quantized.
         """
         caches = self.dense_caches if dense else self.caches

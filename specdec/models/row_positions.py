@@ -9,6 +9,7 @@ number, or add a mask to scores of another shape.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from mlx_lm.models import afm7, gemma2, gpt_bigcode, llama4
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.flattened_matmul import as_kind
-from .sparse_rows import SPARSE, of_rows, queries_at
+from .sparse_rows import SPARSE, of_rows, own_layers, queries_at, with_attention
 
 
 class _AFM7(afm7.AFMModel):
@@ -68,16 +69,6 @@ class _Gemma2Attention(gemma2.Attention):
         usual: Any = super()
         attended: mx.array = usual.__call__(x, mask, cache)
         return attended
-
-
-def _gemma2(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
-    twin["model"] = trunk = as_kind(model.model, type(model.model))
-    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
-    for layer in layers:
-        layer["self_attn"] = as_kind(layer.self_attn, _Gemma2Attention)
-    made: nn.Module = twin
-    return made
 
 
 class _FromZero:
@@ -174,8 +165,7 @@ def _llama4(model: Any) -> nn.Module:
         model.language_model, type(model.language_model)
     )
     part["model"] = trunk = as_kind(part.model, _Llama4Model)
-    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
-    for layer in layers:
+    for layer in own_layers(trunk):
         own = layer.self_attn
         if own.attn_temperature_tuning and not own.use_rope:
             layer["self_attn"] = own = as_kind(own, _Llama4Attention)
@@ -187,7 +177,7 @@ def _llama4(model: Any) -> nn.Module:
 
 _TWINS: dict[type, Callable[[Any], nn.Module]] = {
     afm7.Model: _afm7,
-    gemma2.Model: _gemma2,
+    gemma2.Model: partial(with_attention, kind=_Gemma2Attention),
     gpt_bigcode.Model: _gpt_bigcode,
     llama4.Model: _llama4,
     **SPARSE,

@@ -7,6 +7,7 @@ tokens end, so that each has its own blocks.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -14,6 +15,22 @@ import mlx.nn as nn
 from mlx_lm.models import minimax_m3_vl, phi3small
 
 from ..cuda.flattened_matmul import as_kind
+
+
+def own_layers(trunk: Any) -> list[Any]:
+    """Give a twin's trunk layers of its own, which share their weights."""
+    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
+    return layers
+
+
+def with_attention(model: Any, kind: type) -> nn.Module:
+    """A twin that shares all weights, whose layers' attention is of this class."""
+    twin = as_kind(model, type(model))
+    twin["model"] = trunk = as_kind(model.model, type(model.model))
+    for layer in own_layers(trunk):
+        layer["self_attn"] = as_kind(layer.self_attn, kind)
+    made: nn.Module = twin
+    return made
 
 
 def of_rows(cache: Any) -> bool:
@@ -79,8 +96,7 @@ def _minimax_m3(model: Any) -> nn.Module:
         model.language_model, type(model.language_model)
     )
     part["model"] = trunk = as_kind(part.model, type(part.model))
-    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
-    for layer in layers:
+    for layer in own_layers(trunk):
         if layer.self_attn.is_sparse_attn:
             layer["self_attn"] = as_kind(layer.self_attn, _MiniMaxM3Attention)
     made: nn.Module = twin
@@ -127,18 +143,8 @@ class _Phi3SmallAttention(phi3small.Attention):
         return None, (behind >= 0) & seen
 
 
-def _phi3small(model: Any) -> nn.Module:
-    twin = as_kind(model, type(model))
-    twin["model"] = trunk = as_kind(model.model, type(model.model))
-    trunk["layers"] = layers = [as_kind(each, type(each)) for each in trunk.layers]
-    for layer in layers:
-        layer["self_attn"] = as_kind(layer.self_attn, _Phi3SmallAttention)
-    made: nn.Module = twin
-    return made
-
-
 #: By a model's class, what makes a second one that shares its weights.
 SPARSE: dict[type, Callable[[Any], nn.Module]] = {
     minimax_m3_vl.Model: _minimax_m3,
-    phi3small.Model: _phi3small,
+    phi3small.Model: partial(with_attention, kind=_Phi3SmallAttention),
 }
