@@ -39,6 +39,19 @@ def specdec(*arguments: str) -> subprocess.Popen[str]:
     )
 
 
+def let_go(process: subprocess.Popen[str], *read: IO[str] | None) -> None:
+    """End a process, and close its pipes.
+
+    Args:
+        read: its standard error, where no thread reads that to its end.
+    """
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout, *read):
+        assert pipe is not None
+        pipe.close()
+
+
 def line_of(stream: IO[str] | None, pattern: str) -> str:
     """The first line that has the pattern; what comes after it is read, too."""
     assert stream is not None
@@ -85,11 +98,7 @@ def test_serve_and_its_end(model: Path) -> None:
         assert '"cut":"shutdown"' in text or '"finish_reason":"length"' in text
         assert process.wait(30) == 0
     finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+        let_go(process)
 
 
 def test_a_second_signal_ends_at_once(model: Path) -> None:
@@ -182,11 +191,7 @@ def test_chat(model: Path, tmp_path: Path) -> None:
         assert process.stderr is not None
         notes = process.stderr.read()
     finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout, process.stderr):
-            assert pipe is not None
-            pipe.close()
+        let_go(process, process.stderr)
     messages = json.loads(saved.read_text())["messages"]
     assert [m["role"] for m in messages] == ["system", "user", "assistant"]
     assert messages[1]["content"] == "And \nthere?"

@@ -32,7 +32,7 @@ from specdec.server.replicas import Command, Replica, Replicas
 from specdec.server.routing import BILLING, HasPlace, Place, blocks_of, choose
 from tests.models.folders import write_folder
 from tests.server.harness import Running
-from tests.server.test_command import line_of, specdec
+from tests.server.test_command import let_go, line_of, specdec
 from tests.server.test_serving import until
 
 # -- where requests go --------------------------------------------------------------
@@ -480,11 +480,7 @@ def test_serve_replicas(model: Path) -> None:
             assert text.rstrip().endswith("data: [DONE]")
         assert process.wait(30) == 0
     finally:
-        process.kill()
-        process.wait()
-        for pipe in (process.stdin, process.stdout):
-            assert pipe is not None
-            pipe.close()
+        let_go(process)
 
 
 def test_no_replica_outlives_its_parent(model: Path) -> None:
