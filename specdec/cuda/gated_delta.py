@@ -12,6 +12,7 @@ it: a row has the bits that one token at a time gives.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any, NamedTuple
@@ -274,6 +275,14 @@ class Form:
         return keys + self.value_heads * self.value_size
 
     @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of the inputs, for each token."""
+        wide = self.value_heads * self.value_size
+        if self.grouped:
+            return (self.channels + wide,) * 2 + (2 * self.value_heads,) * 2
+        return self.channels, wide, self.value_heads, self.value_heads
+
+    @property
     def known(self) -> bool:
         """Whether there is a kernel for it."""
         return (
@@ -406,6 +415,20 @@ def scan(
     return Found(y, found[4] if again else state, after, Log(joined, gates))
 
 
+def again(
+    form: Form, weights: Weights, log: Log, state: mx.array, kept: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The window and the state after those of a call's tokens that each row has kept.
+
+    Args: as for :func:`scan`.
+    """
+    # What comes after them changes neither.
+    rows = log.joined.shape[0]
+    nothing = Inputs(*(mx.zeros((rows, 1, n), form.dtype) for n in form.widths))
+    found = scan(form, weights, nothing, log, state, kept)
+    return found.log.joined[:, : form.kernel_size - 1], found.before
+
+
 def reference(
     form: Form,
     weights: Weights,
@@ -469,7 +492,8 @@ def _convolved(form: Form, weights: Weights, joined: mx.array) -> list[mx.array]
 
 # -- layers ------------------------------------------------------------------
 
-_GROUPED: dict[type, bool] = {
+#: Their classes, and whether their projections are grouped.
+LAYERS: dict[type, bool] = {
     qwen3_5.GatedDeltaNet: False,
     qwen3_next.Qwen3NextGatedDeltaNet: True,
 }
@@ -477,7 +501,7 @@ _GROUPED: dict[type, bool] = {
 
 def form_of(layer: Any) -> Form | None:
     """What a kernel for a layer is compiled for; ``None``: it is of another kind."""
-    kinds = [kind for kind in type(layer).__mro__ if kind in _GROUPED]
+    kinds = [kind for kind in type(layer).__mro__ if kind in LAYERS]
     if not kinds or "bias" in layer.conv1d:
         return None
     weights = weights_of(layer)
@@ -489,7 +513,7 @@ def form_of(layer: Any) -> Form | None:
         value_size=layer.head_v_dim,
         kernel_size=layer.conv_kernel_size,
         eps=layer.norm.eps,
-        grouped=_GROUPED[kinds[0]],
+        grouped=LAYERS[kinds[0]],
         types=(weights.a_log.dtype, weights.dt_bias.dtype, weights.norm.dtype),
     )
 
@@ -538,6 +562,15 @@ def proven(form: Form) -> bool:
     return _proven[form]
 
 
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """A proof for each form of layers that the model has."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    forms = dict.fromkeys(
+        form_of(module) for _, module in modules if type(module) in LAYERS
+    )
+    return [partial(proven, form) for form in forms if form is not None]
+
+
 def drawn(
     form: Form, rows: int, tokens: int, seed: int = 0
 ) -> tuple[Weights, Inputs, mx.array, mx.array]:
@@ -547,7 +580,7 @@ def drawn(
     def some(*shape: int, dtype: mx.Dtype = form.dtype, scale: float = 1.0) -> mx.array:
         return (mx.random.normal(shape, key=next(keys)) * scale).astype(dtype)
 
-    heads, width = form.value_heads, form.value_heads * form.value_size
+    heads = form.value_heads
     a_log, dt_bias, norm = form.types
     weights = Weights(
         some(form.channels, form.kernel_size, 1, scale=0.5),
@@ -555,13 +588,9 @@ def drawn(
         some(heads, dtype=dt_bias),
         some(form.value_size, dtype=norm),
     )
+    inputs = Inputs(*(some(rows, tokens, n) for n in form.widths))
     if form.grouped:
-        x = some(rows, tokens, form.channels + width)
-        b = some(rows, tokens, 2 * heads)
-        inputs = Inputs(x, x, b, b)
-    else:
-        shapes = (form.channels, width, heads, heads)
-        inputs = Inputs(*(some(rows, tokens, n) for n in shapes))
+        inputs = inputs._replace(z=inputs.x, a=inputs.b)
     window = some(rows, form.kernel_size - 1, form.channels)
     size = (rows, heads, form.value_size, form.key_size)
     return weights, inputs, window, some(*size, dtype=mx.float32, scale=0.1)

@@ -22,6 +22,7 @@ from specdec.cache import (
 )
 from specdec.cache import recurrent as recurrent_cache
 from specdec.config import EngineConfig
+from specdec.cuda import gated_delta
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
 from specdec.models.compiled import CompiledForwards
@@ -472,3 +473,41 @@ def test_faults_change_tokens(
         **drafter_of(arch, "wrong"),
     )
     assert [row.tokens for row in got] != wanted
+
+
+# -- gated delta layers by one kernel --------------------------------------------
+
+
+@pytest.fixture
+def scanned(arch: str, monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Few tokens are left to the kernel, by its reference; whether each call undid."""
+    calls: list[bool] = []
+
+    def scan(*args: Any) -> gated_delta.Found:
+        calls.append(isinstance(args[3], gated_delta.Log))
+        return gated_delta.reference(*args)
+
+    monkeypatch.setattr(gated_delta, "scan", scan)
+    forms = [gated_delta.form_of(layer) for _, layer in model_of(arch).named_modules()]
+    monkeypatch.setattr(gated_delta, "_proven", dict.fromkeys(forms, True))
+    return calls
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])
+def test_rows_are_rolled_back_by_the_next_scan(
+    arch: str, backend: BackendDefaults, scanned: list[bool]
+) -> None:
+    for drafts in ("wrong", "model"):
+        got = run_rows(
+            model_of(arch),
+            prompts=PROMPTS,
+            params=PARAMS,
+            batch_size=3,
+            num_draft_tokens=3,
+            backend=backend,
+            prefill_step_size=20,
+            **drafter_of(arch, drafts),
+        )
+        assert [row.tokens for row in got] == wanted_of(arch)
+    assert scanned.count(True) > scanned.count(False) / 2
