@@ -391,7 +391,15 @@ class BatchRecurrentCache(BatchCache):
         if at_most > 0:
             self._kept = left
             if isinstance(n, mx.array):
-                self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
+                trimmed = n
+                self._kept = self._memo.get(
+                    "kept",
+                    (trimmed,),
+                    tuple(kept),
+                    lambda: mx.maximum(
+                        _array(kept) - mx.maximum(_array(trimmed), 0), 0
+                    ),
+                )
 
     # -- rows ----------------------------------------------------------------
 

@@ -349,8 +349,8 @@ def _kernel(name: str, eps: float, again: bool) -> Any:
     source = _SOURCE.replace("@EPS@", f"{eps!r}")
     for mark, text in (_AGAIN if again else _ALONE).items():
         source = source.replace(mark, text)
-    inputs = ("x", "z", "b", "a", *Weights._fields, "taped", "state")
-    outputs = ("y", "joined", "gates", "after")
+    inputs: tuple[str, ...] = (*Inputs._fields, *Weights._fields, "taped", "state")
+    outputs: tuple[str, ...] = ("y", "joined", "gates", "after")
     if again:
         inputs, outputs = (*inputs, "noted", "kept_of"), (*outputs, "middle")
     return cuda_kernel(name, source, inputs, outputs, copies_views=False)
@@ -439,22 +439,23 @@ def reference(
 ) -> Found:
     """What :func:`scan` computes, by mlx-lm's operations."""
     new, z, b, a = _in_order(form, inputs)
-    window = past
-    if isinstance(past, Log):
+    if not isinstance(past, Log):
+        window = past
+    else:
         assert kept is not None
         num_before = past.gates.shape[1]
         kept = mx.clip(kept, 0, num_before)
         mask = mx.arange(num_before) < kept[:, None]
-        qkv = _convolved(form, weights, past.joined)
+        q, k, v = _convolved(form, weights, past.joined)
         decay, beta = past.gates[..., 0], past.gates[..., 1]
-        state = gated_delta.gated_delta_ops(*qkv, decay, beta, state, mask)[1]
+        state = gated_delta.gated_delta_ops(q, k, v, decay, beta, state, mask)[1]
         places = kept[:, None] + mx.arange(form.kernel_size - 1)
         window = mx.take_along_axis(past.joined, places[..., None], axis=1)
     joined = mx.concatenate([window, new], axis=1)
     decay = gated_delta.compute_g(weights.a_log, a, weights.dt_bias)
     beta = mx.sigmoid(b)
-    qkv = _convolved(form, weights, joined)
-    found, after = gated_delta.gated_delta_ops(*qkv, decay, beta, state)
+    q, k, v = _convolved(form, weights, joined)
+    found, after = gated_delta.gated_delta_ops(q, k, v, decay, beta, state)
     normed = mx.fast.rms_norm(found, weights.norm, form.eps)
     y = qwen3_next.precise_swiglu(found, z, normed).reshape(*new.shape[:2], -1)
     gates = mx.stack([decay, beta.astype(mx.float32)], axis=-1)

@@ -431,7 +431,7 @@ class _Scan(_Call):
         self._log, self._arguments, self.width = found.log, {}, tokens
         self._cache = None
         joined = found.log.joined
-        before = [joined[:, : form.kernel_size - 1], found.before]
+        before: Slots = [joined[:, : form.kernel_size - 1], found.before]
         return output, before, [joined[:, tokens:], found.after]
 
     @property

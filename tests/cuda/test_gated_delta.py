@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from specdec.cuda import gated_delta, kernels
-from specdec.cuda.gated_delta import Form, Found
+from specdec.cuda.gated_delta import Form, Found, Log
 from tests.cuda.emulation.cuda import emulated, needs_compiler
 
 PLAIN = Form(
@@ -34,7 +34,8 @@ def agrees(form: Form, rounds: tuple[tuple[int, list[int]], ...]) -> bool:
     """Whether rounds of so many tokens, of which rows keep some, are as referred to."""
     rows = len(rounds[0][1])
     weights, _, window, state = gated_delta.drawn(form, rows, 1)
-    past, before, kept = [window] * 2, [state] * 2, None
+    past: list[mx.array | Log] = [window] * 2
+    before, kept = [state] * 2, None
     for i, (tokens, keeps) in enumerate(rounds):
         inputs = gated_delta.drawn(form, rows, tokens, seed=i)[1]
         found: list[Found] = [
@@ -43,7 +44,7 @@ def agrees(form: Form, rounds: tuple[tuple[int, list[int]], ...]) -> bool:
         ]
         if not gated_delta.alike(form, *found):
             return False
-        past, before = [f.log for f in found], [f.before for f in found]
+        past[:], before = [f.log for f in found], [f.before for f in found]
         kept = mx.array(keeps)
     return True
 
