@@ -215,26 +215,24 @@ _SOURCE = """
   for (int j = 0; j < FOURS; ++j)
     reinterpret_cast<float4*>(after + own)[j * LANES + part] = held[j];
 """
-# With a round before, of whose tokens each row has kept some; and without.
-_AGAIN = {
-    "@KEPT@": """
+# Where there is a round before: how many of its tokens the row has kept, the gates of
+# one of those, and what is written after the last of them.
+_KEPT = """
   const int last = taped_shape[1] - WINDOW;
   const int kept = max(0, min(kept_of[row * kept_of_strides[0]], last));
-""",
-    "@GATES@": """
+"""
+_NOTED = """
         const float* note = noted + ((row * last + at) * HV + head) * 2;
         decay = note[0];
         beta = note[1];
-""",
-    "@MIDDLE@": """
+"""
+_MIDDLE = """
       if (begin + t == kept) {
         #pragma unroll
         for (int j = 0; j < FOURS; ++j)
           reinterpret_cast<float4*>(middle + own)[j * LANES + part] = held[j];
       }
-""",
-}
-_ALONE = {"@KEPT@": "const int kept = 0;", "@GATES@": "", "@MIDDLE@": ""}
+"""
 
 
 @dataclass(frozen=True)
@@ -347,8 +345,9 @@ class Found(NamedTuple):
 @cache
 def _kernel(name: str, eps: float, again: bool) -> Any:
     source = _SOURCE.replace("@EPS@", f"{eps!r}")
-    for mark, text in (_AGAIN if again else _ALONE).items():
-        source = source.replace(mark, text)
+    source = source.replace("@KEPT@", _KEPT if again else "const int kept = 0;")
+    source = source.replace("@GATES@", _NOTED if again else "")
+    source = source.replace("@MIDDLE@", _MIDDLE if again else "")
     inputs: tuple[str, ...] = (*Inputs._fields, *Weights._fields, "taped", "state")
     outputs: tuple[str, ...] = ("y", "joined", "gates", "after")
     if again:
