@@ -25,9 +25,10 @@ from .kernels import cuda_kernel
 from .proofs import holds
 
 # What the kernel is given: up to MOST_TOKENS tokens of a row, heads up to these sizes.
-# A head of values is a block. LANES threads share a row of its state, in registers; a
-# block looks at up to TILE tokens at a time.
-MOST_TOKENS, LANES, TILE = 16, 4, 16
+# A head of values is a block. LANES threads share ROWS rows of its state, in registers:
+# a key that is read from shared memory serves all of these rows. A block looks at up to
+# TILE tokens at a time.
+MOST_TOKENS, LANES, ROWS, TILE = 16, 8, 2, 16
 MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
 _TYPES = (mx.bfloat16, mx.float16, mx.float32)
 
@@ -35,7 +36,8 @@ _TYPES = (mx.bfloat16, mx.float16, mx.float32)
 # new. Products that are added are written as fmaf: left to the compiler, which
 # products are rounded could differ from kernel to kernel.
 _SOURCE = """
-  constexpr int FOURS = Dk / 4 / LANES, WINDOW = K - 1, WARPS = Dv * LANES / 32;
+  constexpr int FOURS = Dk / 4 / LANES, WINDOW = K - 1;
+  constexpr int THREADS = Dv / ROWS * LANES, WARPS = THREADS / 32;
   constexpr int WIDTH = 2 * Dk + Dv;  // channels of a head
   constexpr int STEP = GROUPED ? 2 * Dk + 2 * R * Dv : Dk;
   constexpr int V_STEP = GROUPED ? STEP : R * Dv;
@@ -47,25 +49,34 @@ _SOURCE = """
   const int head = blockIdx.x % HV, group = head / R, of = head % R;
   const size_t row = blockIdx.x / HV;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const int dv = threadIdx.x / LANES, part = threadIdx.x % LANES;
+  const int dv = threadIdx.x / LANES * ROWS, part = threadIdx.x % LANES;
 
   auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
   auto sigmoid = [](float value) { return 1.0f / (1.0f + expf(-value)); };
-  auto whole_warp = [](float sum) {
+  auto summed = [](float sum, int lanes) {
     #pragma unroll
-    for (int i = 16; i > 0; i /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    for (int i = 1; i < lanes; i *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
     return sum;
   };
 
   @KEPT@
   const int total = kept + S;
 
-  // This thread's numbers of a row of the state: each LANES-th four.
-  float4 held[FOURS];
-  const size_t own = ((row * HV + head) * Dv + dv) * Dk;
+  // This thread's numbers of its rows of the state: each LANES-th four.
+  float4 held[ROWS][FOURS];
+  const size_t own = ((row * HV + head) * Dv + dv) * Dk / 4 + part;
   #pragma unroll
-  for (int j = 0; j < FOURS; ++j)
-    held[j] = reinterpret_cast<const float4*>(state + own)[j * LANES + part];
+  for (int r = 0; r < ROWS; ++r)
+    #pragma unroll
+    for (int j = 0; j < FOURS; ++j)
+      held[r][j] = reinterpret_cast<const float4*>(state)[own + r * Dk / 4 + j * LANES];
+  auto write = [&](float* into) {
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+      #pragma unroll
+      for (int j = 0; j < FOURS; ++j)
+        reinterpret_cast<float4*>(into)[own + r * Dk / 4 + j * LANES] = held[r][j];
+  };
 
   __shared__ float4 queries[TILE][Dk / 4], keys[TILE][Dk / 4];
   __shared__ float values[TILE][Dv];  // then what was found for them
@@ -75,33 +86,47 @@ _SOURCE = """
     const int count = min(TILE, total - begin);
     __syncthreads();
 
-    // The convolution, of this head's channels.
-    for (int i = threadIdx.x; i < count * WIDTH; i += blockDim.x) {
-      const int t = i / WIDTH, c = i % WIDTH, at = begin + t;
+    // The convolution, of this head's channels; all loads are asked for at once.
+    for (int c = threadIdx.x; c < WIDTH; c += THREADS) {
       const int which = c < Dk ? 0 : c < 2 * Dk ? 1 : 2, d = c - which * Dk;
       const int channel =
           which == 2 ? 2 * HK * Dk + head * Dv + d : (which * HK + group) * Dk + d;
       const int in_x = which == 2 ? V_AT + group * V_STEP + of * Dv + d
                                   : which * K_AT + group * STEP + d;
-      float sum = 0.0f;
+      const T* old = taped + row * taped_strides[0] + channel * taped_strides[2];
+      const T* added = x + row * x_strides[0] + in_x * x_strides[2];
+      T seen[TILE + WINDOW];
       #pragma unroll
-      for (int j = 0; j < K; ++j) {
-        const int from = at + j - kept - WINDOW;
-        const T value =
-            from < 0 ? taped[row * taped_strides[0] + (at + j) * taped_strides[1] +
-                             channel * taped_strides[2]]
-                     : x[row * x_strides[0] + from * x_strides[1] +
-                         in_x * x_strides[2]];
-        const T weight = conv[channel * conv_strides[0] + j * conv_strides[1]];
-        sum = fmaf(static_cast<float>(value), static_cast<float>(weight), sum);
-        // Those are written down, each once.
-        if (at >= kept && (at == kept || j == WINDOW) && (which == 2 || of == 0))
-          joined[(row * (WINDOW + S) + (at - kept) + j) * CHANNELS + channel] = value;
+      for (int i = 0; i < TILE + WINDOW; ++i) {
+        const int at = begin + i, from = at - kept - WINDOW;
+        if (i < count + WINDOW)
+          seen[i] = from < 0 ? old[at * taped_strides[1]] : added[from * x_strides[1]];
       }
-      sum = rounded(sum);
-      sum = rounded(sum * rounded(sigmoid(sum)));
-      if (which == 2) values[t][d] = sum;
-      else reinterpret_cast<float*>(which ? keys[t] : queries[t])[d] = sum;
+      float weight[K];
+      #pragma unroll
+      for (int j = 0; j < K; ++j)
+        weight[j] = static_cast<float>(
+            conv[channel * conv_strides[0] + j * conv_strides[1]]);
+      // Each input is written down once.
+      T* down = joined + row * (WINDOW + S) * CHANNELS + channel;
+      const bool writes = which == 2 || of == 0;
+      #pragma unroll
+      for (int t = 0; t < TILE; ++t) {
+        if (t < count) {
+          const int token = begin + t - kept;
+          float sum = 0.0f;
+          #pragma unroll
+          for (int j = 0; j < K; ++j) {
+            sum = fmaf(static_cast<float>(seen[t + j]), weight[j], sum);
+            if (writes && (token > 0 ? j == WINDOW : token == 0))
+              down[static_cast<size_t>(token + j) * CHANNELS] = seen[t + j];
+          }
+          sum = rounded(sum);
+          sum = rounded(sum * rounded(sigmoid(sum)));
+          if (which == 2) values[t][d] = sum;
+          else reinterpret_cast<float*>(which ? keys[t] : queries[t])[d] = sum;
+        }
+      }
     }
 
     if (threadIdx.x < count) {
@@ -140,7 +165,7 @@ _SOURCE = """
       float* some = reinterpret_cast<float*>(i < count ? queries[i] : keys[i - count]);
       float sum = 0.0f;
       for (int d = lane; d < Dk; d += 32) sum = fmaf(some[d], some[d], sum);
-      const float size = sqrtf(fmaf(whole_warp(sum), 1.0f / Dk, 1e-6f / Dk));
+      const float size = sqrtf(fmaf(summed(sum, 32), 1.0f / Dk, 1e-6f / Dk));
       const float scale =
           rounded(i < count ? 1.0f / Dk : 1.0f / sqrtf(static_cast<float>(Dk)));
       for (int d = lane; d < Dk; d += 32)
@@ -151,44 +176,56 @@ _SOURCE = """
     // The delta rule: every row of the state for itself.
     for (int t = 0; t < count; ++t) {
       @MIDDLE@
-      const float decay = decays[t], value = values[t][dv];
-      float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float4 key[FOURS];
       #pragma unroll
-      for (int j = 0; j < FOURS; ++j) {
-        const float4 key = keys[t][j * LANES + part];
-        held[j].x *= decay;
-        held[j].y *= decay;
-        held[j].z *= decay;
-        held[j].w *= decay;
-        sum.x = fmaf(held[j].x, key.x, sum.x);
-        sum.y = fmaf(held[j].y, key.y, sum.y);
-        sum.z = fmaf(held[j].z, key.z, sum.z);
-        sum.w = fmaf(held[j].w, key.w, sum.w);
+      for (int j = 0; j < FOURS; ++j) key[j] = keys[t][j * LANES + part];
+      #pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        #pragma unroll
+        for (int j = 0; j < FOURS; ++j) {
+          float4& some = held[r][j];
+          some.x *= decays[t];
+          some.y *= decays[t];
+          some.z *= decays[t];
+          some.w *= decays[t];
+          sum.x = fmaf(some.x, key[j].x, sum.x);
+          sum.y = fmaf(some.y, key[j].y, sum.y);
+          sum.z = fmaf(some.z, key[j].z, sum.z);
+          sum.w = fmaf(some.w, key[j].w, sum.w);
+        }
+        const float known = summed((sum.x + sum.y) + (sum.z + sum.w), LANES);
+        const float delta = (values[t][dv + r] - known) * betas[t];
+        #pragma unroll
+        for (int j = 0; j < FOURS; ++j) {
+          float4& some = held[r][j];
+          some.x = fmaf(key[j].x, delta, some.x);
+          some.y = fmaf(key[j].y, delta, some.y);
+          some.z = fmaf(key[j].z, delta, some.z);
+          some.w = fmaf(key[j].w, delta, some.w);
+        }
       }
-      float known = (sum.x + sum.y) + (sum.z + sum.w);
+      if (begin + t < kept) continue;
+      float4 sums[ROWS];
       #pragma unroll
-      for (int i = 1; i < LANES; i *= 2)
-        known += __shfl_xor_sync(0xffffffffu, known, i);
-      const float delta = (value - known) * betas[t];
-      sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      for (int r = 0; r < ROWS; ++r) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       #pragma unroll
       for (int j = 0; j < FOURS; ++j) {
-        const float4 key = keys[t][j * LANES + part];
         const float4 query = queries[t][j * LANES + part];
-        held[j].x = fmaf(key.x, delta, held[j].x);
-        held[j].y = fmaf(key.y, delta, held[j].y);
-        held[j].z = fmaf(key.z, delta, held[j].z);
-        held[j].w = fmaf(key.w, delta, held[j].w);
-        sum.x = fmaf(held[j].x, query.x, sum.x);
-        sum.y = fmaf(held[j].y, query.y, sum.y);
-        sum.z = fmaf(held[j].z, query.z, sum.z);
-        sum.w = fmaf(held[j].w, query.w, sum.w);
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          sums[r].x = fmaf(held[r][j].x, query.x, sums[r].x);
+          sums[r].y = fmaf(held[r][j].y, query.y, sums[r].y);
+          sums[r].z = fmaf(held[r][j].z, query.z, sums[r].z);
+          sums[r].w = fmaf(held[r][j].w, query.w, sums[r].w);
+        }
       }
-      float found = (sum.x + sum.y) + (sum.z + sum.w);
       #pragma unroll
-      for (int i = 1; i < LANES; i *= 2)
-        found += __shfl_xor_sync(0xffffffffu, found, i);
-      if (part == 0) values[t][dv] = rounded(found);
+      for (int r = 0; r < ROWS; ++r) {
+        const float found =
+            summed((sums[r].x + sums[r].y) + (sums[r].z + sums[r].w), LANES);
+        if (part == 0) values[t][dv + r] = rounded(found);
+      }
     }
     __syncthreads();
 
@@ -199,7 +236,7 @@ _SOURCE = """
       float sum = 0.0f;
       for (int d = lane; d < Dv; d += 32) sum = fmaf(values[i][d], values[i][d], sum);
       const float size =
-          sqrtf(fmaf(whole_warp(sum), 1.0f / Dv, static_cast<float>(@EPS@)));
+          sqrtf(fmaf(summed(sum, 32), 1.0f / Dv, static_cast<float>(@EPS@)));
       for (int d = lane; d < Dv; d += 32) {
         const float normed = rounded(values[i][d] / size *
                                      static_cast<float>(norm[d * norm_strides[0]]));
@@ -211,9 +248,7 @@ _SOURCE = """
       }
     }
   }
-  #pragma unroll
-  for (int j = 0; j < FOURS; ++j)
-    reinterpret_cast<float4*>(after + own)[j * LANES + part] = held[j];
+  write(after);
 """
 # Where there is a round before: how many of its tokens the row has kept, the gates of
 # one of those, and what is written after the last of them.
@@ -226,13 +261,7 @@ _NOTED = """
         decay = note[0];
         beta = note[1];
 """
-_MIDDLE = """
-      if (begin + t == kept) {
-        #pragma unroll
-        for (int j = 0; j < FOURS; ++j)
-          reinterpret_cast<float4*>(middle + own)[j * LANES + part] = held[j];
-      }
-"""
+_MIDDLE = "if (begin + t == kept) write(middle);"
 
 
 @dataclass(frozen=True)
@@ -285,7 +314,8 @@ class Form:
         """Whether there is a kernel for it."""
         return (
             self.dtype in _TYPES
-            and self.key_size % 16 == self.value_size % 8 == 0
+            and self.key_size % (4 * LANES) == 0
+            and self.value_size / ROWS * LANES % 32 == 0
             and self.key_size <= MOST_KEY_SIZE
             and self.value_size <= MOST_VALUE_SIZE
             and self.kernel_size > 1
@@ -387,7 +417,7 @@ def scan(
         arrays += [past.gates, kept]
         shapes.append(state.shape)
         dtypes.append(mx.float32)
-    threads = form.value_size * LANES
+    threads = form.value_size // ROWS * LANES
     a_log, dt_bias, norm = form.types
     found = _kernel("gated_delta_again" if again else "gated_delta", form.eps, again)(
         inputs=arrays,
@@ -403,6 +433,7 @@ def scan(
             ("K", form.kernel_size),
             ("GROUPED", form.grouped),
             ("LANES", LANES),
+            ("ROWS", ROWS),
             ("TILE", TILE),
         ],
         grid=(rows * form.value_heads * threads, 1, 1),
