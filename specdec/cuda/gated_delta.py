@@ -536,7 +536,7 @@ def form_of(layer: Any) -> Form | None:
     if not kinds or "bias" in layer.conv1d:
         return None
     weights = weights_of(layer)
-    return Form(
+    form = Form(
         dtype=weights.conv.dtype,
         key_heads=layer.num_k_heads,
         repeats=layer.num_v_heads // layer.num_k_heads,
@@ -547,6 +547,8 @@ def form_of(layer: Any) -> Form | None:
         grouped=LAYERS[kinds[0]],
         types=(weights.a_log.dtype, weights.dt_bias.dtype, weights.norm.dtype),
     )
+    shape = (form.channels, form.kernel_size, 1)
+    return form if weights.conv.shape == shape else None
 
 
 def weights_of(layer: Any) -> Weights:
