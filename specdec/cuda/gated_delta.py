@@ -26,9 +26,10 @@ from .proofs import holds
 
 # What the kernel is given: up to MOST_TOKENS tokens of a row, heads up to these sizes.
 # A head of values is a block. LANES threads share ROWS rows of its state, in registers:
-# a key that is read from shared memory serves all of these rows. A block looks at up to
-# TILE tokens at a time.
-MOST_TOKENS, LANES, ROWS, TILE = 16, 8, 2, 16
+# a key that is read from shared memory serves all of these rows. Blocks of so few
+# threads have the registers for it, two blocks at a time. A block looks at up to TILE
+# tokens at a time, and its convolution asks for the inputs of FEW.
+MOST_TOKENS, LANES, ROWS, TILE, FEW = 16, 8, 4, 16, 4
 MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
 _TYPES = (mx.bfloat16, mx.float16, mx.float32)
 
@@ -86,7 +87,7 @@ _SOURCE = """
     const int count = min(TILE, total - begin);
     __syncthreads();
 
-    // The convolution, of this head's channels; all loads are asked for at once.
+    // The convolution, of this head's channels. A few inputs are asked for at once.
     for (int c = threadIdx.x; c < WIDTH; c += THREADS) {
       const int which = c < Dk ? 0 : c < 2 * Dk ? 1 : 2, d = c - which * Dk;
       const int channel =
@@ -95,37 +96,45 @@ _SOURCE = """
                                   : which * K_AT + group * STEP + d;
       const T* old = taped + row * taped_strides[0] + channel * taped_strides[2];
       const T* added = x + row * x_strides[0] + in_x * x_strides[2];
-      T seen[TILE + WINDOW];
-      #pragma unroll
-      for (int i = 0; i < TILE + WINDOW; ++i) {
-        const int at = begin + i, from = at - kept - WINDOW;
-        if (i < count + WINDOW)
-          seen[i] = from < 0 ? old[at * taped_strides[1]] : added[from * x_strides[1]];
-      }
+      auto input = [&](int at) {  // of the row's sequence
+        const int from = at - kept - WINDOW;
+        return from < 0 ? old[at * taped_strides[1]] : added[from * x_strides[1]];
+      };
+      const bool writes = which == 2 || of == 0;
+      T* down = joined + row * (WINDOW + S) * CHANNELS + channel;
+      float* into = reinterpret_cast<float*>(which ? keys[0] : queries[0]) + d;
+      if (which == 2) into = values[0] + d;
       float weight[K];
       #pragma unroll
       for (int j = 0; j < K; ++j)
         weight[j] = static_cast<float>(
             conv[channel * conv_strides[0] + j * conv_strides[1]]);
-      // Each input is written down once.
-      T* down = joined + row * (WINDOW + S) * CHANNELS + channel;
-      const bool writes = which == 2 || of == 0;
+      T seen[WINDOW + FEW];
       #pragma unroll
-      for (int t = 0; t < TILE; ++t) {
-        if (t < count) {
-          const int token = begin + t - kept;
+      for (int j = 0; j < WINDOW; ++j) seen[j] = input(begin + j);
+      #pragma unroll 1
+      for (int first = 0; first < count; first += FEW) {
+        #pragma unroll
+        for (int t = 0; t < FEW; ++t)
+          if (first + t < count) seen[WINDOW + t] = input(begin + first + t + WINDOW);
+        #pragma unroll
+        for (int t = 0; t < FEW; ++t) {
+          if (first + t >= count) break;
+          const int token = begin + first + t - kept;
           float sum = 0.0f;
           #pragma unroll
           for (int j = 0; j < K; ++j) {
             sum = fmaf(static_cast<float>(seen[t + j]), weight[j], sum);
+            // Each input is written down once.
             if (writes && (token > 0 ? j == WINDOW : token == 0))
-              down[static_cast<size_t>(token + j) * CHANNELS] = seen[t + j];
+              down[(token + j) * CHANNELS] = seen[t + j];
           }
           sum = rounded(sum);
-          sum = rounded(sum * rounded(sigmoid(sum)));
-          if (which == 2) values[t][d] = sum;
-          else reinterpret_cast<float*>(which ? keys[t] : queries[t])[d] = sum;
+          into[(first + t) * (which == 2 ? Dv : Dk)] =
+              rounded(sum * rounded(sigmoid(sum)));
         }
+        #pragma unroll
+        for (int j = 0; j < WINDOW; ++j) seen[j] = seen[FEW + j];
       }
     }
 
@@ -315,7 +324,7 @@ class Form:
         return (
             self.dtype in _TYPES
             and self.key_size % (4 * LANES) == 0
-            and self.value_size / ROWS * LANES % 32 == 0
+            and self.value_size % (32 // LANES * ROWS) == 0
             and self.key_size <= MOST_KEY_SIZE
             and self.value_size <= MOST_VALUE_SIZE
             and self.kernel_size > 1
@@ -435,6 +444,7 @@ def scan(
             ("LANES", LANES),
             ("ROWS", ROWS),
             ("TILE", TILE),
+            ("FEW", FEW),
         ],
         grid=(rows * form.value_heads * threads, 1, 1),
         threadgroup=(threads, 1, 1),
