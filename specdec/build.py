@@ -61,8 +61,7 @@ def models_of(
         runner=runner,
     )
     made = make_drafter(drafter, context)
-    beside = getattr(made, "context", None)
-    return of_target.recording(made.hidden_layers, beside), made
+    return of_target.recording(made.hidden_layers, made.context), made
 
 
 def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:

@@ -46,7 +46,6 @@ from .spec_decode import (
     NamedDrafter,
     describe,
     factory_of,
-    vocabulary_share,
 )
 from .spec_decode.draft_length import Forwards
 from .utils.printable import quoted
@@ -166,7 +165,8 @@ class SpecDecoder:
             backend=self._backend,
             store=self.prefix_store,
         )
-        self.stats = RunStats(vocabulary_share=vocabulary_share(self._drafter))
+        share = None if self._drafter is None else self._drafter.vocabulary_share
+        self.stats = RunStats(vocabulary_share=share)
         if target.ranks is not None:
             check_alike(target.ranks, target, model, self.config, self.draft_name)
         self.bounds = Bounds(

@@ -21,7 +21,7 @@ from ..output_text import Detokenizer, OutputText
 from ..outputs import EngineLoad, RunStats
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..spec_decode import Drafter, DraftGuard, vocabulary_share
+from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
 from .admission import Preflight
 from .decode_batch import DecodeBatch
@@ -82,7 +82,8 @@ class Engine:
         length: DraftLength | None = None,
         rehearsal: Rehearsal | None = None,
     ):
-        self.stats = RunStats(vocabulary_share=vocabulary_share(drafter))
+        share = None if drafter is None else drafter.vocabulary_share
+        self.stats = RunStats(vocabulary_share=share)
         #: What a step emitted, until its caller has it.
         self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()

@@ -7,25 +7,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ..models.runner import ModelRows, ModelRunner
-from .drafter import (
-    Drafter,
-    DraftRows,
-    Proposals,
-    Round,
-    backlog,
-    context,
-    method,
-    nbytes,
-    new_shapes,
-    separate,
-    vocabulary_share,
-)
+from ..models.runner import ModelRows
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """Proposes what ``first`` proposes, and after that what ``second`` does.
 
     The second continues from the tokens of the first, so that what it has seen of
@@ -49,11 +37,9 @@ class ChainDrafter:
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
-        self.vocabulary_share = vocabulary_share(second)
+        self.vocabulary_share = second.vocabulary_share
         reading = [d for d in (first, second) if d.hidden_layers]
-        self.context: ModelRunner | None = None
-        if len(reading) == 1:
-            self.context = getattr(reading[0], "context", None)
+        self.context = reading[0].context if len(reading) == 1 else None
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
         """Begin rows for ``prompts``."""
@@ -66,7 +52,7 @@ class ChainDrafter:
 
 
 @ours
-class ChainRows:
+class ChainRows(DraftRows):
     """The same rows, twice.
 
     Args:
@@ -85,22 +71,22 @@ class ChainRows:
     def context(self) -> ModelRows | None:
         """Of the one that reads hidden states."""
         first, _ = self._num_layers
-        return context(self._first if first else self._second)
+        return (self._first if first else self._second).context
 
     @property
     def backlog(self) -> int:
         """Of the one that has more."""
-        return max(backlog(self._first), backlog(self._second))
+        return max(self._first.backlog, self._second.backlog)
 
     @property
     def nbytes(self) -> int:
         """Of both together."""
-        return nbytes(self._first) + nbytes(self._second)
+        return self._first.nbytes + self._second.nbytes
 
     @property
     def new_shapes(self) -> int:
         """Of both together."""
-        return new_shapes(self._first) + new_shapes(self._second)
+        return self._first.new_shapes + self._second.new_shapes
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
@@ -126,8 +112,8 @@ class ChainRows:
 
     def separate(self, salts: Sequence[str | None]) -> None:
         """Both share prompts among rows of the same salt alone."""
-        separate(self._first, salts)
-        separate(self._second, salts)
+        self._first.separate(salts)
+        self._second.separate(salts)
 
     def prefill(self) -> Iterator[None]:
         """Take the prompts."""
@@ -166,13 +152,13 @@ class ChainRows:
 
     def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
         """Put the rows of ``other`` into the given ones."""
-        method(self._first, "place")(rows, other._first, num_rows)
-        method(self._second, "place")(rows, other._second, num_rows)
+        self._first.place(rows, other._first, num_rows)
+        self._second.place(rows, other._second, num_rows)
 
     def reset(self, rows: Sequence[int]) -> None:
         """Both learn that rows have ended."""
-        method(self._first, "reset")(rows)
-        method(self._second, "reset")(rows)
+        self._first.reset(rows)
+        self._second.reset(rows)
 
 
 def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:

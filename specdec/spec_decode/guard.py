@@ -11,19 +11,7 @@ import mlx.core as mx
 from ..errors import DrafterError
 from ..models.runner import ModelRows
 from .draft_length import BatchState, DraftLength, RoundTiming
-from .drafter import (
-    Drafter,
-    DraftRows,
-    Proposals,
-    Round,
-    backlog,
-    context,
-    method,
-    nbytes,
-    new_shapes,
-    peek,
-    separate,
-)
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
 from .vetting import vetted
 
@@ -77,7 +65,7 @@ class _Guarded(Drafter):
         self._drafter, self._guard = drafter, guard
         self.context_length = drafter.context_length
         self.hidden_layers = drafter.hidden_layers
-        self.context = getattr(drafter, "context", None)
+        self.context = drafter.context
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
@@ -86,6 +74,11 @@ class _Guarded(Drafter):
         if self._guard.error is None:
             try:
                 rows = self._drafter.rows(prompts, max_length=max_length)
+                if not isinstance(rows, DraftRows):
+                    raise DrafterError(
+                        f"drafter {type(self._drafter).__qualname__}: its rows are of "
+                        f"type {type(rows).__name__}: derive them from DraftRows"
+                    )
             except Exception as error:
                 self._guard.fail(error, self._drafter)
         return _GuardedRows(rows, self._guard)
@@ -112,19 +105,19 @@ class _GuardedRows(DraftRows):
 
     @property
     def backlog(self) -> int:
-        return self._ask(backlog, 0)
+        return self._ask(lambda rows: rows.backlog, 0)
 
     @property
     def context(self) -> ModelRows | None:
-        return self._ask(context, None)
+        return self._ask(lambda rows: rows.context, None)
 
     @property
     def nbytes(self) -> int:
-        return self._ask(nbytes, 0)
+        return self._ask(lambda rows: rows.nbytes, 0)
 
     @property
     def new_shapes(self) -> int:
-        return self._ask(new_shapes, 0)
+        return self._ask(lambda rows: rows.new_shapes, 0)
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
@@ -132,7 +125,7 @@ class _GuardedRows(DraftRows):
         self._ask(lambda rows: rows.observe(hidden, following, lengths), None)
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        self._ask(lambda rows: separate(rows, salts), None)
+        self._ask(lambda rows: rows.separate(salts), None)
 
     def prefill(self) -> Iterator[None]:
         none: Iterator[None] = iter(())
@@ -142,7 +135,7 @@ class _GuardedRows(DraftRows):
 
     def peek(self, round_: Round) -> Proposals | None:
         def checked(rows: DraftRows) -> Proposals | None:
-            found = peek(rows, round_)
+            found = rows.peek(round_)
             return found and vetted(rows, round_, found)
 
         return self._ask(checked, None)
@@ -174,10 +167,10 @@ class _GuardedRows(DraftRows):
     def place(self, rows: Sequence[int], other: _GuardedRows, num_rows: int) -> None:
         theirs = other._rows
         if theirs is not None:
-            self._ask(lambda own: method(own, "place")(rows, theirs, num_rows), None)
+            self._ask(lambda own: own.place(rows, theirs, num_rows), None)
 
     def reset(self, rows: Sequence[int]) -> None:
-        self._ask(lambda own: method(own, "reset")(rows), None)
+        self._ask(lambda own: own.reset(rows), None)
 
 
 _THROUGH = object()

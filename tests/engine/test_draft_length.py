@@ -349,7 +349,6 @@ class Slow(DraftRows):
     usual = 0.003
     context_length: int | None = None
     hidden_layers: tuple[int, ...] = ()
-    context: ModelRunner | None = None
 
     def __init__(self, settling: list[float]):
         self.settling, self.now = settling, 0.0
@@ -378,7 +377,7 @@ def test_it_is_not_measured_while_kernels_are_compiled(
 ) -> None:
     """However long that takes, as long as every run is quicker than the one before."""
     _, runner, _ = runners(target, target)
-    slow = Slow(settling)
+    slow: Any = Slow(settling)
     forwards = measure_forwards(runner, slow, 1, max_draft_tokens=8, clock=slow.clock)
     assert forwards.draft_step == pytest.approx(slow.usual / 3, rel=0.2)
 
