@@ -15,8 +15,7 @@ from .engine.engine import Models
 from .errors import ConfigError, ModelError, UnsupportedModelError
 from .memory.planning import plan_memory
 from .models import LoadedModel
-from .models.draft_folder import is_made_for, read_card
-from .models.fingerprint import fingerprint
+from .models.draft_folder import fingerprint, is_made_for, read_card
 from .models.loaded import Described
 from .models.model_outline import outline, outline_draft
 from .models.runner import ModelRunner

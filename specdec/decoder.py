@@ -34,8 +34,8 @@ from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
 from .model_names import target_name
 from .models import LoadedModel, adopt, context_length, load
-from .models.chat_template import set_chat_template
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
+from .models.tokenizer import set_chat_template
 from .outputs import GenerationResult, RunStats, StreamEvent
 from .parallel import Follower, Leader, Ranks
 from .prefix_cache.store import PrefixStore, open_store

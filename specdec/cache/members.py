@@ -141,3 +141,11 @@ class BatchCacheList:
     def state(self, v: Sequence[Any]) -> None:
         for c, s in zip(self.caches, v, strict=True):
             c.state = s
+
+
+def members(caches: Sequence[Any]) -> list[BatchCache]:
+    """The caches of a model's layers, lists taken apart."""
+    found: list[BatchCache] = []
+    for cache in caches:
+        found += cache.caches if isinstance(cache, BatchCacheList) else [cache]
+    return found

@@ -19,12 +19,12 @@ from mlx.utils import tree_flatten
 
 from ..cache import (
     BatchCache,
-    BatchCacheList,
     BatchRecurrentCache,
     CacheOptions,
     RingCache,
     check_caches,
     make_batch_caches,
+    members,
 )
 from ..models.draft_heads import BlockHead, DraftHead
 from ..models.recurrent import scan_bytes, with_recurrent_rows
@@ -126,10 +126,7 @@ def _forward(
     """The caches that a forward of one token leaves, and its logits."""
     made = make_batch_caches(model, 1, options, name)
     logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
-    flat: list[BatchCache] = []
-    for cache in made:
-        flat += cache.caches if isinstance(cache, BatchCacheList) else [cache]
-    return flat, logits
+    return members(made), logits
 
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:

@@ -9,8 +9,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedModelError
-from .layers import layers_of, with_layers
-from .trunk import Called, calling, trunk_of
+from .layers import Called, calling, layers_of, path_to_trunk, with_layers
 
 
 class HiddenStates:
@@ -73,7 +72,7 @@ def record_layers(
         UnsupportedModelError: it is not built of layers that can be listened to, or
             it has no such layer.
     """
-    trunk_of(model, name, "reading hidden states")
+    path_to_trunk(model, name, "reading hidden states")
     every = layers_of(model)
     if any(not -len(every) <= i < len(every) for i in layers):
         raise UnsupportedModelError(

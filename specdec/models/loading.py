@@ -32,9 +32,9 @@ from ..parallel import Ranks, differing, launched_rank
 from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
-from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
     check_target,
+    fingerprint,
     has_layers_only,
     lend,
     open_layers,
@@ -43,8 +43,7 @@ from .draft_folder import (
 )
 from .draft_heads.loading import load_head, read_head_config, ready
 from .draft_heads.mtp import open_mtp
-from .fingerprint import fingerprint
-from .folder import check_folder
+from .folder import check_folder, refused_code, tokenizer_config
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .kernel_proofs import kept_proofs
@@ -52,7 +51,7 @@ from .layer_skip import SkippingModel
 from .loaded import LoadedModel
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .sharding import shard
-from .trust import refused_code, tokenizer_config
+from .tokenizer import ExactTokenizerWrapper
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")

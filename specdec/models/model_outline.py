@@ -17,7 +17,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import hf_repo_to_path, load_model, snapshot_download
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import (
+    hf_repo_to_path,
+    load_model,
+    load_tokenizer,
+    snapshot_download,
+)
 
 from ..backend import defaults
 from ..draft_names import ModelDraft
@@ -29,11 +35,19 @@ from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
 from .draft_heads.loading import convert, flat, open_head, read_head_config
 from .draft_heads.mtp import open_mtp
-from .folder import check_folder, check_sizes, has_weights, read_config
+from .folder import (
+    check_folder,
+    check_sizes,
+    has_weights,
+    read_config,
+    tokenizer_config,
+)
 from .gguf.config import build_config
 from .gguf.header import read_header
+from .gguf.tokenizer import build_tokenizer
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
+from .loaded import LoadedModel
 from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
@@ -44,6 +58,7 @@ from .loading import (
 )
 from .precision import cast, parse_dtype, predicate, quantized_copy, widen_packed
 from .sharding import shard
+from .vocabulary import VocabularyMap, map_vocabulary
 
 
 @dataclass(frozen=True)
@@ -312,3 +327,49 @@ def _first(config: dict[str, Any], *keys: str) -> Any:
     """The first of ``keys`` that the configuration, or its text part, has."""
     parts = (config, config.get("text_config") or {})
     return next((p[k] for k in keys for p in parts if p.get(k) is not None), None)
+
+
+def check_tokenizers(
+    target: ModelOutline, draft: ModelOutline, *, trust_remote_code: bool = False
+) -> VocabularyMap | None:
+    """What a draft's vocabulary shares with the target's.
+
+    Where one is a configuration without weights there is nothing to compare. A
+    vocabulary takes some seconds, so that of a target alone is not looked at.
+
+    Returns:
+        ``None`` where it is the same, or nothing is known of it.
+
+    Raises:
+        VocabularyMismatchError: see
+            :func:`~specdec.models.vocabulary.map_vocabulary`.
+        UnsupportedModelError: the kind of tokenizer is not supported.
+        ModelError: a tokenizer cannot be loaded.
+    """
+    if draft.tokens == target.tokens:
+        return None
+    own = _with_tokenizer(target, trust_remote_code)
+    other = _with_tokenizer(draft, trust_remote_code)
+    if own is None or other is None:
+        return None
+    return map_vocabulary(own, other)
+
+
+def _with_tokenizer(
+    outline: ModelOutline, trust_remote_code: bool
+) -> LoadedModel | None:
+    """The outline with its tokenizer; ``None`` for a configuration alone."""
+    path = outline.tokens
+    tokenizer: TokenizerWrapper | None = None
+    try:
+        if path.is_dir() and has_weights(path):
+            tokenizer = load_tokenizer(path, tokenizer_config(trust_remote_code))
+        elif path.suffix.lower() == ".gguf":
+            tokenizer = build_tokenizer(read_header(path))
+    except SpecdecError:
+        raise
+    except Exception as error:  # a folder's files can be wrong in any way
+        raise explain(outline.name, error) from error
+    if tokenizer is None:
+        return None
+    return LoadedModel(outline.model, tokenizer, outline.config, outline.name)

@@ -32,7 +32,7 @@ from ..prefix_cache.session import ModelPrefixes, PrefixSession
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
-from .idle import without_idle
+from .layer_skip import without_idle
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 

@@ -18,6 +18,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
 from ..utils.printable import shorten
+from .layers import architecture_of
 
 # A copy of a model has the same group: ``copy.deepcopy`` takes a name for the thing
 # itself.
@@ -64,10 +65,9 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     size = group.size()
     sharded: Any = getattr(model, "shard", None)
     if sharded is None:
-        architecture = type(model).__module__.rpartition(".")[2]
         raise UnsupportedModelError(
-            f"{name}: mlx-lm cannot shard {architecture} models: run it on one device, "
-            "or take a model of another architecture"
+            f"{name}: mlx-lm cannot shard {architecture_of(model)} models: run it on "
+            "one device, or take a model of another architecture"
         )
     before, heads = _numbers(model), _heads(model)
     try:

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import backend
+from ..cache import members
 from .files import VERSION
-from .snapshot import members
 
 # Odd, so that no bit of a word is lost; any large ones would do.
 _WITHIN, _ACROSS = 2654435761, 2246822519

@@ -17,7 +17,13 @@ from typing import Any, Protocol
 import mlx.core as mx
 import numpy as np
 
-from ..cache import BatchCache, BatchCacheList, BatchRecurrentCache, RingCache
+from ..cache import (
+    BatchCache,
+    BatchCacheList,
+    BatchRecurrentCache,
+    RingCache,
+    members,
+)
 from .entries import Kind, Plan
 from .files import DamagedError, tensors
 
@@ -52,14 +58,6 @@ class Piece:
     def nbytes(self) -> int:
         """Bytes of the arrays."""
         return sum(a.nbytes for arrays in self.arrays for a in arrays)
-
-
-def members(caches: Sequence[Any]) -> list[BatchCache]:
-    """The caches of a model's layers, lists taken apart."""
-    found: list[BatchCache] = []
-    for cache in caches:
-        found += members(cache.caches) if isinstance(cache, BatchCacheList) else [cache]
-    return found
 
 
 def linear_caches(caches: Sequence[Any]) -> list[BatchCache]:

@@ -125,7 +125,7 @@ def test_the_example_with_a_decoder(
 
 
 def test_the_page_names_the_whole_protocol() -> None:
-    """Nothing that a drafter may be asked or shown, or may say, is missing from the page."""
+    """A drafter is asked, shown or reports nothing that the page leaves out."""
     page = DOCS.read_text("utf-8")
     own = ("drawn_from", "inputs", "within", "after")  # of specdec itself
     for part in (
