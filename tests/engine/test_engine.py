@@ -425,9 +425,8 @@ def keeps_one_too_many(patch: pytest.MonkeyPatch) -> None:
     def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
         return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-    committer = commit.Committer(commit.commit)
     patch.setattr(commit, "count_kept", faulty)
-    patch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
+    patch.setattr("specdec.spec_decode.verifier.committer", lambda: commit.commit)
 
 
 @BACKENDS

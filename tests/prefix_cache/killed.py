@@ -18,9 +18,8 @@ import time
 import traceback
 from pathlib import Path
 
-from specdec.prefix_cache.disk import DiskTier
+from specdec.prefix_cache.disk import DiskTier, Job
 from specdec.prefix_cache.files import is_entry, read_header, read_verified
-from specdec.prefix_cache.writer import Job
 
 MANY = 1 << 30
 # Lives end from before the first byte is written to behind the last one.

@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from specdec.prefix_cache.audit import audit
-from specdec.prefix_cache.disk import DiskTier
+from specdec.prefix_cache.disk import DiskTier, Job
 from specdec.prefix_cache.files import DamagedError, read_header, read_verified
-from specdec.prefix_cache.writer import Job
 from specdec.utils import files
 
 from .entries import (
