@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from ..cuda.fused_linear import joining_bytes
 from .gguf.header import GGUFFile
 from .gguf.tensors import CHUNK
-from .gguf.weights import WeightFormat, describe_weights
+from .gguf.weights import WeightFormat, read_weights
 
 # Bytes of an element while it is converted.
 _FLOAT32 = 4
@@ -86,7 +86,7 @@ class Conversions:
         self, file: GGUFFile, config: dict[str, Any], form: WeightFormat
     ) -> None:
         """Tensors of a GGUF file: in parts that are joined, each through float32."""
-        arrays, packed = describe_weights(file, config, form)
+        arrays, packed = read_weights(file, config, form, lazy=True)
         steps = []
         for name, array in arrays.items():
             through = 0 if name.rpartition(".")[0] in packed else _FLOAT32

@@ -31,8 +31,10 @@ from .config import (
 from .eagle import EagleHead
 from .head import DraftHead
 
-# Arrays that training needs, or that can be computed.
-_LEFT_OUT = re.compile(r"^(t2d|verifier_.*|mask_hidden|.*rotary_emb\.inv_freq)$")
+# Arrays that training needs, that can be computed, or of which no use is made.
+_LEFT_OUT = re.compile(
+    r"^(t2d|verifier_.*|mask_hidden|confidence_head\..*|.*rotary_emb\.inv_freq)$"
+)
 _RENAMED = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
