@@ -42,7 +42,6 @@ class ChainDrafter(Drafter):
         self.context = reading[0].context if len(reading) == 1 else None
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
-        """Begin rows for ``prompts``."""
         first, second = (
             each.rows(prompts, max_length=max_length)
             for each in (self.first, self.second)
@@ -80,18 +79,15 @@ class ChainRows(DraftRows):
 
     @property
     def nbytes(self) -> int:
-        """Of both together."""
         return self._first.nbytes + self._second.nbytes
 
     @property
     def new_shapes(self) -> int:
-        """Of both together."""
         return self._first.new_shapes + self._second.new_shapes
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
-        """Show each its layers."""
         first, second = self._shared_out(hidden)
         if first is not None:
             self._first.observe(first, following, lengths)
@@ -111,12 +107,10 @@ class ChainRows(DraftRows):
         return hidden[..., :width], hidden[..., width:]
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        """Both share prompts among rows of the same salt alone."""
         self._first.separate(salts)
         self._second.separate(salts)
 
     def prefill(self) -> Iterator[None]:
-        """Take the prompts."""
         yield from self._first.prefill()
         yield from self._second.prefill()
 
@@ -130,33 +124,27 @@ class ChainRows(DraftRows):
         return continued(first, second, round_.sampling.vocab_size)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Both learn what was kept."""
         first, second = self._shared_out(accepted.hidden)
         self._first.commit(round_, replace(accepted, hidden=first))
         self._second.commit(round_, replace(accepted, hidden=second))
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Pass it on to both."""
         self._first.note_lengths(longest, shortest)
         self._second.note_lengths(longest, shortest)
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._first.filter(rows)
         self._second.filter(rows)
 
     def extend(self, other: ChainRows) -> None:
-        """Append the rows of ``other``."""
         self._first.extend(other._first)
         self._second.extend(other._second)
 
     def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._first.place(rows, other._first, num_rows)
         self._second.place(rows, other._second, num_rows)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """Both learn that rows have ended."""
         self._first.reset(rows)
         self._second.reset(rows)
 

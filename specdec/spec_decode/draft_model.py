@@ -63,7 +63,6 @@ class DraftModel(Drafter):
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> DraftModelRows:
-        """Begin rows for ``prompts``."""
         known: list[Sequence[int]] = [p[:-1] for p in prompts]
         if (reads := self._host_reads) is not None:
             known = [reads[np.array(p, np.int32)].tolist() for p in known]
@@ -108,21 +107,17 @@ class DraftModelRows(DraftRows):
 
     @property
     def backlog(self) -> int:
-        """Rounds without proposals that the next one has to take in."""
         return self._missed.mean
 
     @property
     def new_shapes(self) -> int:
-        """Forwards of the model so far whose shapes were not ready."""
         return self._rows.new_shapes
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        """Share prefixes among rows of the same salt alone."""
         self._rows.separate(salts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
         return self._rows.nbytes
 
     def prefill(self) -> Iterator[None]:
@@ -207,21 +202,17 @@ class DraftModelRows(DraftRows):
             self._rows.note_lengths(longest - 2, max(shortest - 2, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._rows.filter(rows)
         self._missed.filter(rows)
 
     def extend(self, other: DraftModelRows) -> None:
-        """Append the rows of ``other``."""
         self._rows.extend(other._rows)
         self._missed.extend(other._missed)
 
     def place(self, rows: Sequence[int], other: DraftModelRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._rows.place(rows, other._rows)
         self._missed.place(rows, other._missed)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows hold nothing any more."""
         self._rows.reset(rows)
         self._missed.reset(rows)

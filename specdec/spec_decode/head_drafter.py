@@ -51,7 +51,6 @@ class HeadDrafter(Drafter):
         self.max_round = max_draft_tokens + 1
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
-        """Begin rows for ``prompts``."""
         known = [p[:-1] for p in prompts]
         rows = self.runner.rows(
             known, max_round=self.max_round, max_length=max_length, reuses=False
@@ -126,34 +125,28 @@ class HeadRows(DraftRows):
         self._rows.note_lengths(longest - 1, max(shortest - 1, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._rows.filter(rows)
         self._state = self._state[mx.array(list(rows), mx.int32)]
 
     @property
     def new_shapes(self) -> int:
-        """Calls of the head so far whose shapes were not ready."""
         return self._rows.new_shapes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the context."""
         return self._rows.nbytes + self._state.nbytes
 
     def extend(self, other: HeadRows) -> None:
-        """Append the rows of ``other``."""
         self._rows.extend(other._rows)
         self._state = mx.concatenate([self._state, other._state])
 
     def place(self, rows: Sequence[int], other: HeadRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._rows.place(rows, other._rows)
         at = mx.array(list(rows), mx.int32)[:, None, None]
         at = mx.broadcast_to(at, other._state.shape)
         self._state = mx.put_along_axis(self._state, at, other._state, axis=0)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows hold nothing any more."""
         self._rows.reset(rows)
 
     def _take_back(self, width: int) -> None:

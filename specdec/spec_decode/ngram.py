@@ -92,7 +92,6 @@ class NgramDrafter(Drafter):
                     self.lookup = ngram_kernel
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
-        """Begin rows for ``prompts``."""
         return NgramRows(self, prompts, max_length)
 
 
@@ -133,11 +132,9 @@ class NgramRows(DraftRows):
         return Proposals.within(inputs, lengths=lengths)
 
     def peek(self, round_: Round) -> Proposals | None:
-        """The same, in a round that does not draft."""
         return self.propose(round_)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Take what was kept."""
         width = accepted.chosen.shape[1]
         self._reserve(self._longest + width)
         self._longest += width
@@ -151,15 +148,12 @@ class NgramRows(DraftRows):
             self._unwritten = 0
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Rows are at most that long."""
         self._longest = longest
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._ring = self._ring[mx.array(list(rows), mx.int32)]
 
     def extend(self, other: NgramRows) -> None:
-        """Append the rows of ``other``."""
         self._longest = max(self._longest, other._longest)
         # A ring stays as large as a row that has left made it.
         slots = max(self._ring.shape[1], other._ring.shape[1])
@@ -168,7 +162,6 @@ class NgramRows(DraftRows):
         self._ring = mx.concatenate([self._ring, other._ring])
 
     def place(self, rows: Sequence[int], other: NgramRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._longest = max(self._longest, other._longest)
         slots = max(self._ring.shape[1], other._ring.shape[1])
         for part in (self, other):
