@@ -29,8 +29,8 @@ class BackendDefaults:
             (about 40 ms each); elsewhere every extra column costs instead.
         static_shapes: keep shapes the same from round to round, even when that
             computes a little more, because each new one costs.
-        lookahead: rounds that the host may lag behind the device, which builds
-            one while the one before runs.
+        lookahead: rounds that may be on the device before the host reads the first: it
+            builds one while the one before runs.
         costs_by_token: a forward takes as long as it has tokens, and hardly longer to
             launch: speculative rounds are read at once and verify nothing in vain, and
             what one row costs says what any number does.

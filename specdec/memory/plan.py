@@ -78,7 +78,7 @@ class MemoryPlan:
         pauses: whether rounds may draft nothing, which the draft has to catch up with.
         prefill_step_size: prompt tokens per row in one forward.
         read_bucket: columns that attention reads are rounded up to this.
-        lookahead: rounds that the backend lets the host lag behind the device.
+        lookahead: rounds that the backend lets the device be ahead of the host.
         static_shapes: what a draft missed is padded.
         costs_by_token: speculative rounds are read at once.
         pad_single_token: steps of one token per row compute two.

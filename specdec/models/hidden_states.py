@@ -13,7 +13,7 @@ from .layers import Called, calling, layers_of, path_to_trunk, with_layers
 
 
 class HiddenStates:
-    """The outputs of the layers that are listened to, in a model's last forward.
+    """The outputs of the recorded layers in a model's last forward.
 
     Args:
         layers: in the order in which they were asked for.
@@ -23,7 +23,7 @@ class HiddenStates:
         self._layers = tuple(layers)
         self._outputs: dict[int, mx.array] = {}
 
-    def hear(self, layer: int) -> Called:
+    def record(self, layer: int) -> Called:
         """What a layer's calls become, so that what it puts out is taken."""
 
         def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -82,5 +82,5 @@ def record_layers(
     wanted = [i % len(every) for i in layers]
     states = HiddenStates(wanted)
     for i in set(wanted):
-        every[i] = calling(every[i], states.hear(i))
+        every[i] = calling(every[i], states.record(i))
     return with_layers(model, every), states

@@ -82,8 +82,8 @@ class _MiniMaxM3Attention(minimax_m3_vl.Attention):
         rest = [(0, 0), (0, 0), (0, 0), (0, blocks * size - columns)]
         scores = mx.pad(scores, rest, constant_values=-mx.inf)
         best = scores.reshape(rows, heads, tokens, blocks, size).max(axis=-1)
-        behind = at // size - mx.arange(blocks)
-        local = (behind >= 0) & (behind < self.index_local_blocks)
+        distance = at // size - mx.arange(blocks)
+        local = (distance >= 0) & (distance < self.index_local_blocks)
         best = mx.where(local, mx.inf, best)
         least = mx.topk(best, most, axis=-1).min(-1, keepdims=True)
         chosen = mx.repeat(best >= least, size, axis=-1)[..., :columns] & mask
@@ -135,12 +135,12 @@ class _Phi3SmallAttention(phi3small.Attention):
             return alone
         size, stride = self.blocksparse_block_size, self.blocksparse_vert_stride
         key = mx.arange(kv_len) // size
-        behind = (at // size)[:, None, None, :, None] - key
+        distance = (at // size)[:, None, None, :, None] - key
         head = mx.arange(1, self.n_heads + 1).reshape(self.n_kv_heads, -1, 1, 1)
-        seen = (behind < self.blocksparse_num_local_blocks) | (
+        seen = (distance < self.blocksparse_num_local_blocks) | (
             (key + head) % stride == 0
         )
-        return None, (behind >= 0) & seen
+        return None, (distance >= 0) & seen
 
 
 #: By a model's class, what makes a second one that shares its weights.

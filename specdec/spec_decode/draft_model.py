@@ -197,7 +197,7 @@ class DraftModelRows(DraftRows):
         self._ahead = 0
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """The cache is two tokens behind what is committed, or more."""
+        """The cache lacks the last two committed tokens, or more."""
         if not self._missed.width:
             self._rows.note_lengths(longest - 2, max(shortest - 2, 0))
 

@@ -25,16 +25,18 @@ class Proposals:
             :attr:`Round.needs_probabilities`.
         lengths: how many of its k tokens each row means, 0 to k, shape (B,),
             int32; ``None``: all. The others are never accepted nor counted.
+
+    Attributes:
         inputs: each row's newest token, then ``tokens``, shape (B, k + 1), where they
-            are one array already: to join them is a launch. Only specdec's own rows
-            are taken at their word (:func:`~specdec.spec_decode.vetting.vetted`), as
-            nothing compares the newest token.
+            are one array already (:meth:`within`): to join them is a launch. Only
+            specdec's own rows are taken at their word, as nothing compares the newest
+            token (:func:`~specdec.spec_decode.vetting.vetted`).
     """
 
     tokens: mx.array
     probabilities: mx.array | None = None
     lengths: mx.array | None = None
-    inputs: mx.array | None = None
+    inputs: mx.array | None = field(default=None, init=False)
 
     @classmethod
     def within(
@@ -44,7 +46,10 @@ class Proposals:
         lengths: mx.array | None = None,
     ) -> Proposals:
         """Of ``inputs``, int32, all but the first column is proposed."""
-        return cls(inputs[:, 1:], probabilities, lengths, inputs)
+        made = cls(inputs[:, 1:], probabilities, lengths)
+        # Not by the constructor: a copy with other tokens has none.
+        object.__setattr__(made, "inputs", inputs)
+        return made
 
     def after(self, newest: mx.array) -> mx.array:
         """What the target is given: the newest tokens (B, 1), then those proposed."""
