@@ -12,7 +12,10 @@ import mlx.nn as nn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .build import (
+from .config import EngineConfig
+from .draft_names import draft_for
+from .engine.async_server import Server
+from .engine.build import (
     check_alike,
     check_before_loading,
     check_shared,
@@ -20,9 +23,6 @@ from .build import (
     models_of,
     preflight_of,
 )
-from .config import EngineConfig
-from .draft_names import draft_for
-from .engine.async_server import Server
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.led import LeadingSession, follow

@@ -36,13 +36,12 @@ from specdec.spec_decode.draft_length import DraftLength
 # compiled forwards, padding in steps of one token, packed keys
 # and values unpacked for attention.
 AT_ONCE = BackendDefaults(
-    "cpu", read_bucket=1, static_shapes=False, lookahead=1, costs_by_token=True
+    "cpu", read_bucket=1, static_shapes=False, costs_by_token=True
 )
 BEHIND = BackendDefaults(
     "cuda",
     read_bucket=64,
     static_shapes=True,
-    lookahead=1,
     compile_after=1,
     pad_single_token=True,
     unpacks=True,

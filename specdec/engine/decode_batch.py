@@ -17,7 +17,7 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ..backend import BackendDefaults
+from ..backend import LOOKAHEAD, BackendDefaults
 from ..models.runner import ModelRunner
 from ..request import Request
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
@@ -102,7 +102,7 @@ class DecodeBatch:
         """Tokens that the longest row can ever hold, rejected ones included."""
         longest = max(s.max_length for s in self.slots if s)
         # A row that has ended may be past its end by rounds that were not read.
-        return longest + (self._backend.lookahead + 2) * (self._limits.most + 1)
+        return longest + (LOOKAHEAD + 2) * (self._limits.most + 1)
 
     def _is_drafted(self, sequence: Request) -> bool:
         """Whether a row is drafted for, at least when it begins."""
@@ -236,7 +236,7 @@ class DecodeBatch:
         """
         if self._rules.needs_tokens or (k and self._backend.costs_by_token):
             return 0
-        return self._backend.lookahead
+        return LOOKAHEAD
 
     def _row_limits(self, k: int) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended."""

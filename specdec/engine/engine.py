@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..backend import BackendDefaults
+from ..backend import LOOKAHEAD, BackendDefaults
 from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
@@ -394,7 +394,7 @@ class Engine:
             Whether the rounds before it can wait to be read.
         """
         batch, ahead = self._running, len(self._in_flight)
-        if batch is None or ahead > self._backend.lookahead:
+        if batch is None or ahead > LOOKAHEAD:
             return False
         batch.expected = self._scheduler.expected
         if self._joining is not None:

@@ -30,7 +30,6 @@ LIKE_CUDA = BackendDefaults(
     "cuda",
     read_bucket=64,
     static_shapes=True,
-    lookahead=1,
     pad_single_token=True,
     kernels=True,
 )

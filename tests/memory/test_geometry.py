@@ -22,7 +22,7 @@ from ..models import architectures
 
 TinyModel = Callable[..., nn.Module]
 CPU = backend._DEFAULTS["cpu"]
-GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
+GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
 # Names that small_models.MODELS does not have, with their models.

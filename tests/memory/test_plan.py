@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.backend import BackendDefaults
 from specdec.cache.capacity import CATCH_UP_STEP
 from specdec.memory import (
     CacheGeometry,
@@ -41,10 +42,13 @@ DRAFT = replace(
     caches=(CacheGeometry(slot_bytes=2 * 8 * 64 * 2),) * 16,
     loading_bytes=2_500_000_000,
 )
-PLAN = MemoryPlan(target=TARGET, prefill_step_size=512)
-PAIR = replace(
-    PLAN, draft=DRAFT, num_draft_tokens=3, static_shapes=False, costs_by_token=True
+# Shapes that are to repeat, and tokens that cost.
+STATIC = BackendDefaults("cuda", read_bucket=1, static_shapes=True)
+BY_TOKEN = BackendDefaults(
+    "cpu", read_bucket=1, static_shapes=False, costs_by_token=True
 )
+PLAN = MemoryPlan(target=TARGET, prefill_step_size=512, backend=STATIC)
+PAIR = replace(PLAN, draft=DRAFT, num_draft_tokens=3, backend=BY_TOKEN)
 
 rows = st.lists(
     st.builds(
@@ -80,18 +84,14 @@ def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     """Up to a piece's width behind what its rows hold; the target has none."""
     row = RowNeeds(300, 100)
     exact = replace(PAIR, pauses=True).moments([row])[2]
-    padded = replace(
-        PAIR, pauses=True, static_shapes=True, costs_by_token=False
-    ).moments([row])[2]
-    fixed = replace(PAIR, static_shapes=True, costs_by_token=False).moments([row])[2]
+    padded = replace(PAIR, pauses=True, backend=STATIC).moments([row])[2]
+    fixed = replace(PAIR, backend=STATIC).moments([row])[2]
     assert exact.parts["draft KV cache"] == 16 * 2048 * 412
     assert padded.parts["draft KV cache"] >= exact.parts["draft KV cache"]
     assert padded.parts["target KV cache"] == fixed.parts["target KV cache"]
     # Rows of 250 tokens fit 256 slots, and their padding does not.
     short = RowNeeds(200, 50)
-    longest = replace(
-        PAIR, pauses=True, static_shapes=True, costs_by_token=False, read_bucket=256
-    )
+    longest = replace(PAIR, pauses=True, backend=STATIC, read_bucket=256)
     without = replace(longest, pauses=False)
     needed = [p.moments([short])[2].parts["draft KV cache"] for p in (longest, without)]
     assert needed[0] > needed[1]

@@ -84,7 +84,7 @@ def test_a_proof_is_repeated_where_compiled_kernels_are_gone(
 
     The first request would wait for what the proof would have had compiled.
     """
-    cuda = BackendDefaults("cuda", read_bucket=64, static_shapes=True, lookahead=1)
+    cuda = BackendDefaults("cuda", read_bucket=64, static_shapes=True)
     monkeypatch.setattr(backend, "defaults", lambda: cuda)
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(home))
     check = Check(True, True)
@@ -136,9 +136,7 @@ def test_a_second_process_loads_a_model_without_a_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All kernels of a model are proven when it is loaded, as steps of the warm-up."""
-    kernels = BackendDefaults(
-        "cuda", read_bucket=64, static_shapes=True, lookahead=1, kernels=True
-    )
+    kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
     monkeypatch.setattr(loading, "defaults", lambda: kernels)
     tried: list[str] = []
 

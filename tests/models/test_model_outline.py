@@ -157,9 +157,7 @@ def test_what_cannot_be_outlined(tmp_path: Path) -> None:
         outline(refused)
 
 
-JOINING = BackendDefaults(
-    "cuda", read_bucket=64, static_shapes=True, lookahead=1, kernels=True
-)
+JOINING = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
 
 
 @pytest.mark.parametrize("switches", [None, JOINING], ids=["here", "joining"])
