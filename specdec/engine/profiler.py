@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from .. import backend
 from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..models.compiled import CompiledForwards
+from ..models.layers import arrays_of
 from ..models.runner import ModelRunner
 from ..parallel import Ranks
 from ..request import Request
@@ -342,9 +342,9 @@ def signature(
 
 
 def _model_facts(runner: ModelRunner) -> object:
-    parameters: Any = tree_flatten(runner.model.parameters())
     return type(runner.model).__module__, [
-        (name, array.shape, str(array.dtype)) for name, array in sorted(parameters)
+        (name, array.shape, str(array.dtype))
+        for name, array in sorted(arrays_of(runner.model))
     ]
 
 

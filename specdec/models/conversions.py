@@ -13,12 +13,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..cuda.fused_linear import joining_bytes
 from .gguf.header import GGUFFile
 from .gguf.tensors import CHUNK
 from .gguf.weights import WeightFormat, read_weights
+from .layers import arrays_of, leaves_of
 
 # Bytes of an element while it is converted.
 _FLOAT32 = 4
@@ -26,14 +26,12 @@ _FLOAT32 = 4
 
 def weights_of(model: nn.Module) -> Weights:
     """What of ``model`` decides how much its conversion holds."""
-    arrays: Any = tree_flatten(model.parameters())
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     packed = {
         path: layer.weight.size * 32 // layer.bits + layer.scales.size
-        for path, layer in leaves
+        for path, layer in leaves_of(model)
         if hasattr(layer, "bits") and "scales" in layer
     }
-    return Weights({path: array.nbytes for path, array in arrays}, packed)
+    return Weights({path: array.nbytes for path, array in arrays_of(model)}, packed)
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,12 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_flatten
 from mlx_lm.utils import load_model
 
 from ..errors import ModelError, SpecdecError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
 from .folder import check_folder, refused_code
-from .layers import text_model
+from .layers import arrays_of, text_model
 from .loaded import Described, LoadedModel
 
 log = logging.getLogger("specdec.models")
@@ -74,8 +73,8 @@ def fingerprint(model: nn.Module) -> str:
     they are the same in a GGUF file, a folder made of it, and a quantized copy.
     """
     found = hashlib.sha256()
-    leaves: Any = tree_flatten(model.parameters())
-    norms = sorted((name, a) for name, a in leaves if "norm" in name and a.ndim == 1)
+    every = sorted(arrays_of(model))
+    norms = [(name, a) for name, a in every if "norm" in name and a.ndim == 1]
     for name, array in norms:
         short = name.removeprefix("language_model.")
         found.update(f"{short} {array.size}".encode())

@@ -15,6 +15,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from ..cuda.flattened_matmul import as_kind
@@ -29,6 +30,18 @@ _TEXT_MODELS = ("gemma3", "gemma3_text", "llama", "qwen2", "qwen3", "qwen3_5")
 def has_text_model(model: nn.Module) -> bool:
     """Whether :func:`text_model` knows the model."""
     return architecture_of(model) in _TEXT_MODELS
+
+
+def arrays_of(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """A model's arrays, and where they are."""
+    leaves: Any = tree_flatten(model.parameters())
+    return list(leaves)
+
+
+def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """A model's modules that hold no others, and where they are."""
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return list(leaves)
 
 
 def text_model(model: nn.Module, name: str, what: str) -> nn.Module:

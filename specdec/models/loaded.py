@@ -76,3 +76,9 @@ def context_length(config: Mapping[str, Any]) -> int | None:
     if isinstance(factor, int | float) and isinstance(original, int):
         return max(length, int(factor * original))
     return length
+
+
+def setting(config: Mapping[str, Any], *names: str) -> Any:
+    """The first of ``names`` that a configuration, or its text part, has."""
+    parts = (config, config.get("text_config") or {})
+    return next((p[k] for k in names for p in parts if p.get(k) is not None), None)

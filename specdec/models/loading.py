@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
@@ -48,6 +47,7 @@ from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .kernel_proofs import kept_proofs
 from .layer_skip import SkippingModel
+from .layers import arrays_of
 from .loaded import LoadedModel
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .sharding import shard
@@ -173,8 +173,7 @@ def take_shard(
     facts = {"model": fingerprint(model), "configuration": repr(sorted(config.items()))}
     shard(model, ranks.group, name)
     ranks.check(facts, differing, wait=True)
-    leaves: Any = tree_flatten(model.parameters())
-    for _, array in leaves:
+    for _, array in arrays_of(model):
         mx.eval(array)  # one at a time, as each is read whole first
 
 

@@ -47,7 +47,7 @@ from .gguf.header import read_header
 from .gguf.tokenizer import build_tokenizer
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
-from .loaded import LoadedModel
+from .loaded import LoadedModel, setting
 from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
@@ -292,7 +292,7 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
                 f"{path} does not say enough by itself for {config['model_type']}: "
                 "give the folder with its weights"
             ) from error
-    stored = _first(config, "torch_dtype", "dtype") or "bfloat16"
+    stored = setting(config, "torch_dtype", "dtype") or "bfloat16"
     dtype = parse_dtype(str(stored).removeprefix("torch."))
     assert dtype is not None  # which it is for None alone
     model.set_dtype(dtype)
@@ -321,12 +321,6 @@ def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
         return fits
 
     nn.quantize(model, **default, class_predicate=choose)
-
-
-def _first(config: dict[str, Any], *keys: str) -> Any:
-    """The first of ``keys`` that the configuration, or its text part, has."""
-    parts = (config, config.get("text_config") or {})
-    return next((p[k] for k in keys for p in parts if p.get(k) is not None), None)
 
 
 def check_tokenizers(

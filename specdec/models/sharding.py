@@ -13,12 +13,12 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
 from ..utils.printable import shorten
-from .layers import architecture_of
+from .layers import architecture_of, leaves_of
 
 # A copy of a model has the same group: ``copy.deepcopy`` takes a name for the thing
 # itself.
@@ -87,8 +87,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         if module["lm_head"] is not head:
             module["lm_head"] = head
             module.sharding_group = None  # it does not gather what is whole
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    for path, layer in leaves:
+    for path, layer in leaves_of(model):
         if type(layer) in _PLAIN:
             model.update_modules(tree_unflatten([(path, _plain(layer, group))]))
 
