@@ -32,7 +32,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import DraftLength
 
-# Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
+# Exact shapes, speculative rounds read at once; bucketed shapes, read a round late,
 # compiled forwards, padding in steps of one token, packed keys
 # and values unpacked for attention.
 AT_ONCE = BackendDefaults(
@@ -46,7 +46,7 @@ BEHIND = BackendDefaults(
     pad_single_token=True,
     unpacks=True,
 )
-# As on Metal: shapes as they come, all rounds read one behind.
+# As on Metal: shapes as they come, all rounds read a round late.
 METAL = backend._DEFAULTS["metal"]
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])

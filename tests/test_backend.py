@@ -1,4 +1,4 @@
-"""Defaults follow MLX's device; the compiler check tells what MLX would meet."""
+"""Defaults follow MLX's device; the compiler check shows what MLX would meet."""
 
 from __future__ import annotations
 

@@ -258,7 +258,7 @@ def test_a_processor_behind_a_stop_text(target: Any, k: int) -> None:
 
     def refuses_what_is_behind(tokens: Any, logits: Any) -> Any:
         calls.append(len(tokens) - 3)
-        # Two tokens make one piece of text: the one behind may be needed to see it.
+        # Two tokens make one piece of text: the one after may be needed to see it.
         if calls[-1] > at + 1:
             raise ArithmeticError
         return logits

@@ -200,7 +200,7 @@ class History:
         self.undoable = min(lengths, default=0)
 
     def write_tokens(self, new: list[list[int]], lengths: list[int]) -> None:
-        """Write ``new`` behind the rows, of which ``lengths`` count; check all."""
+        """Write ``new`` after the rows, of which ``lengths`` count; check all."""
         size = len(new[0])
         tokens = np.array(new)
         keys = mx.array(KEYS[tokens]).transpose(0, 2, 1, 3)

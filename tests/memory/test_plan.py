@@ -81,7 +81,7 @@ def test_the_parts_of_a_run() -> None:
 
 
 def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
-    """Up to a piece's width behind what its rows hold; the target has none."""
+    """Up to a piece's width after what its rows hold; the target has none."""
     row = RowNeeds(300, 100)
     exact = replace(PAIR, pauses=True).moments([row])[2]
     padded = replace(PAIR, pauses=True, backend=STATIC).moments([row])[2]
@@ -194,12 +194,12 @@ def test_what_fits_is_the_edge() -> None:
 
 
 def test_no_more_than_the_target_serves() -> None:
-    """A context to which the model was never made, told as one that fits."""
+    """A context to which the model was never made, shown as one that fits."""
     found = replace(estimate(24 * 10**9), context_length=8192)
     assert found.largest_context() == 8192
     assert found.as_dict()["context_length"] == 8192
     assert "largest context at this batch: 8192 tokens\n" in found.table()
-    # Where less fits, that is told.
+    # Where less fits, that is said.
     fitting = estimate(20 * 10**9).largest_context()
     assert 0 < fitting < 100_000
     assert replace(found, limit=20 * 10**9).largest_context() == min(fitting, 8192)
@@ -220,10 +220,10 @@ def test_suggestions_where_it_does_not_fit() -> None:
 
 def test_table_and_json_agree() -> None:
     found = estimate(24 * 10**9)
-    told = found.as_dict()
-    assert told["total"] == found.total == max(m.total for m in found.moments)
+    shown = found.as_dict()
+    assert shown["total"] == found.total == max(m.total for m in found.moments)
     for moment in found.moments:
-        assert told["moments"][moment.name]["total"] == sum(moment.parts.values())
+        assert shown["moments"][moment.name]["total"] == sum(moment.parts.values())
     lines = found.table().splitlines()
     assert lines[0] == "8B: 1 row of 8192 tokens"
     assert lines[2].split() == ["loading", "prefill", "decoding"]

@@ -163,7 +163,7 @@ JOINING = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=Tr
 @pytest.mark.parametrize("switches", [None, JOINING], ids=["here", "joining"])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bits", [None, 4])
-def test_loading_stays_within_what_is_told(
+def test_loading_stays_within_what_is_planned(
     bits: int | None,
     dtype: str | None,
     switches: BackendDefaults | None,
@@ -180,16 +180,16 @@ def test_loading_stays_within_what_is_told(
         "vocab_size": 8192,
     }
     write_folder(tmp_path / "m", bits=bits, **changes)
-    told = outline(tmp_path / "m", dtype=dtype).loading_bytes
+    planned = outline(tmp_path / "m", dtype=dtype).loading_bytes
     gc.collect()  # what other tests left would be let go while this one loads
     mx.synchronize()
     before = mx.get_active_memory()
     mx.reset_peak_memory()
     loaded = load(tmp_path / "m", dtype=dtype)
     peak = mx.get_peak_memory() - before
-    assert peak <= told * 1.02 + (1 << 17)  # small arrays are rounded up
-    assert told <= 1.35 * peak
-    assert held(loaded.model) <= told
+    assert peak <= planned * 1.02 + (1 << 17)  # small arrays are rounded up
+    assert planned <= 1.35 * peak
+    assert held(loaded.model) <= planned
 
 
 def test_steps_hold_what_they_convert() -> None:

@@ -1,4 +1,4 @@
-"""Entries without a model: a chain of blocks, with contents that can be told."""
+"""Entries without a model: a chain of blocks, with contents that differ."""
 
 from __future__ import annotations
 

@@ -215,7 +215,7 @@ def test_lengths_are_those_of_the_caches(
     draft: str | None,
     verification: Any,
 ) -> None:
-    """Also behind rows that have joined, ended, or left."""
+    """Also after rows that have joined, ended, or left."""
     seen: set[int] = set()
     retire = DecodeBatch.retire
 

@@ -39,7 +39,7 @@ def run_blocks(*blocks: str) -> dict[str, Any]:
 
 
 class PhraseDrafter(Drafter):
-    """Knows some phrases: behind two of their tokens it proposes the next.
+    """Knows some phrases: after two of their tokens it proposes the next.
 
     Written from docs/drafters.md alone.
     """

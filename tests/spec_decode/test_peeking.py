@@ -129,10 +129,10 @@ def test_where_nothing_is_said_rounds_are_timed(
     monkeypatch.setattr(NgramRows, "peek", DraftRows.peek)
     script = Script(lambda number: 0)
     alone(target, script, max_tokens=40)
-    behind = script.outcomes[1:-1]
-    assert len(behind) > 30
-    assert all(o.seconds is not None for o in behind)
-    assert all(o.fair for o in behind)
+    later = script.outcomes[1:-1]
+    assert len(later) > 30
+    assert all(o.seconds is not None for o in later)
+    assert all(o.fair for o in later)
 
 
 def test_a_failure_costs_drafts_alone(
@@ -149,7 +149,7 @@ def test_a_failure_costs_drafts_alone(
 def test_proposals_are_checked_beside_peeks(
     target: Any, monkeypatch: pytest.MonkeyPatch, draft_failures: list[str]
 ) -> None:
-    """Right peeks say nothing of what is proposed behind them."""
+    """Right peeks say nothing of what is proposed after them."""
     propose = NgramRows.propose
 
     def proposed(self: NgramRows, round_: Round) -> Proposals:
