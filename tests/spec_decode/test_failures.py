@@ -82,10 +82,10 @@ class FailingRows(DraftRows):
 
 
 CALLS = [
-    *((method, n) for method in ("rows", "extend") for n in (1, 2, 3)),
-    *((method, n) for method in ("observe", "prefill", "filter") for n in (1, 2, 4)),
-    *((method, n) for method in ("propose", "commit") for n in (1, 2, 3, 12)),
-    *(("note_lengths", n) for n in (1, 5, 20)),
+    *((method, n) for method in ("rows", "extend") for n in (1, 3)),
+    *((method, n) for method in ("observe", "prefill", "filter") for n in (1, 4)),
+    *((method, n) for method in ("propose", "commit") for n in (1, 2, 12)),
+    *(("note_lengths", n) for n in (1, 20)),
 ]
 
 

@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -28,6 +29,7 @@ from specdec.spec_decode import (
     Round,
 )
 from specdec.spec_decode.ngram import NgramRows
+from specdec.spec_decode.vetting import vetted
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, exact
 from tests.spec_decode.repetitive import make_prompts
 
@@ -115,21 +117,22 @@ def decode(model: Any, drafter: Drafter, backend: BackendDefaults = AT_ONCE) -> 
     )  # fmt: skip
 
 
-@BACKENDS
+def looked_at(make: Make) -> None:
+    """Look at proposals for four rows and k = 2, as in a round."""
+    round_: Any = SimpleNamespace(
+        num_draft_tokens=2,
+        recent=mx.zeros((4, 2), mx.int32),
+        sampling=SimpleNamespace(vocab_size=VOCAB),
+    )
+    vetted(ProposingRows(Proposing(sound), 4), round_, make(4, 2))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_no_proposal_is_named(
-    fault: str,
-    backend: BackendDefaults,
-    target: Any,
-    draft_failures: list[str],
-) -> None:
-    """And costs no row anything."""
+def test_what_is_no_proposal_is_named(fault: str) -> None:
     make, message = FAULTS[fault]
-    exact(
-        target, None, PROMPTS, 9,
-        num_draft_tokens=2, backend=backend, drafter=Proposing(make),
-    )  # fmt: skip
-    assert re.match(f"drafter ProposingRows: .*{message}", draft_failures.pop())
+    looked_at(sound)
+    with pytest.raises(DrafterError, match=f"drafter ProposingRows: .*{message}"):
+        looked_at(make)
 
 
 def test_with_auto_too(target: Any) -> None:
@@ -192,9 +195,18 @@ LATER: dict[str, tuple[Callable[[int, int], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("fault", [name for name in LATER if name != "lazy"])
+def test_values_out_of_range_are_named(fault: str) -> None:
+    make, message = LATER[fault]
+    with pytest.raises(DrafterError, match=message):
+        looked_at(make)
+
+
 @BACKENDS
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("fault", LATER)
+@pytest.mark.parametrize(
+    ("fault", "verification"),
+    [("far", "coupled"), ("far", "rejection"), ("lazy", "coupled"), ("shape", "block")],
+)
 def test_every_round_is_looked_at(
     fault: str,
     verification: Any,
