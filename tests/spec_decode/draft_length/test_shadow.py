@@ -37,11 +37,11 @@ def test_every_token_is_compared_with_every_proposal_that_was_right(
     peeks, found = ShadowAcceptance(), [[0, 0] for _ in range(K)]
     for number in range(30):
         rows = [row for row in texts if number < ends[row]]
-        found = peeks.compare(
+        compared = peeks.compare(
             Peek(r, texts[r][number], made[r][number] if number % every == 0 else None)
             for r in rows
         )
-        for position, (trials, kept) in enumerate(found):
+        for position, (trials, kept) in enumerate(compared):
             found[position][0] += trials
             found[position][1] += kept
     expected = [[0, 0] for _ in range(K)]
