@@ -78,7 +78,6 @@ class MemoryPlan:
         num_draft_tokens: k, tokens proposed in a round, at most.
         pauses: whether rounds may draft nothing, which the draft has to catch up with.
         prefill_step_size: prompt tokens per row in one forward.
-        read_bucket: columns that attention reads are rounded up to this.
         backend: how it shapes rounds.
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
@@ -91,7 +90,6 @@ class MemoryPlan:
     pauses: bool = False
     prefill_step_size: int
     backend: BackendDefaults
-    read_bucket: int = 1
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
@@ -130,7 +128,7 @@ class MemoryPlan:
     def _prefill(self, rows: Sequence[RowNeeds]) -> Moment:
         """The last chunk of the longest prompt."""
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        width = chunk_width(prompt, self.prefill_step_size, self.read_bucket)
+        width = chunk_width(prompt, self.prefill_step_size, self.backend.read_bucket)
         parts = self._weights()
         for name, model in self._models():
             self._add(parts, name, model, rows, prompt, width, self._max_write)
@@ -188,7 +186,7 @@ class MemoryPlan:
         # then as prefill has made them.
         layer = max(self._layers(model, rows, length, self._max_write), default=0)
         columns = model.columns(
-            length, max_write=max_write, read_bucket=self.read_bucket
+            length, max_write=max_write, read_bucket=self.backend.read_bucket
         )
         forward = model.workspace_bytes(len(rows), width, columns)
         for part, size in ("growth and joins", layer), ("activations", forward):
@@ -246,11 +244,11 @@ class MemoryPlan:
         """The bound that the engine gives its caches (DecodeBatch, ModelRunner)."""
         context = max((r.context for r in rows), default=0)
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)
+        padded = padded_length(prompt, self.prefill_step_size, self.backend.read_bucket)
         if self.prefix_bytes:  # a chunk can begin after any prefix
             padded = prompt + self.prefill_step_size
         most = max(context + (LOOKAHEAD + 2) * self._round, padded)
-        return round_up(most, self.read_bucket)
+        return round_up(most, self.backend.read_bucket)
 
     def _layers(
         self,

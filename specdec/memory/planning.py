@@ -55,7 +55,6 @@ def plan_memory(
         pauses=config.num_draft_tokens == "auto",
         prefill_step_size=config.prefill_step_size,
         backend=backend,
-        read_bucket=options.read_bucket,
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
         lookup_bytes=lookup_bytes if k else 0,

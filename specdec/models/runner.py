@@ -41,7 +41,7 @@ def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOption
     """How the caches of any model are made under ``config``."""
     return CacheOptions(
         max_write=config.prefill_step_size,
-        read_bucket=config.read_bucket or backend.read_bucket,
+        read_bucket=backend.read_bucket,
         unpacks=backend.unpacks,
         kv_bits=config.kv_bits,
         kv_group_size=config.kv_group_size,

@@ -91,7 +91,7 @@ def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
     assert padded.parts["target KV cache"] == fixed.parts["target KV cache"]
     # Rows of 250 tokens fit 256 slots, and their padding does not.
     short = RowNeeds(200, 50)
-    longest = replace(PAIR, pauses=True, backend=STATIC, read_bucket=256)
+    longest = replace(PAIR, pauses=True, backend=replace(STATIC, read_bucket=256))
     without = replace(longest, pauses=False)
     needed = [p.moments([short])[2].parts["draft KV cache"] for p in (longest, without)]
     assert needed[0] > needed[1]
