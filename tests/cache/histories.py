@@ -229,7 +229,8 @@ class History:
         before = self.cache.offset.tolist()
         try:
             if uniform:
-                self.cache.trim(most)
+                longest = max(map(len, self.rows), default=0)
+                assert self.cache.trim(most) == min(most, longest)
             elif self.choices.integer(0, 1):
                 self.cache.trim_per_sequence(counts)
             else:
@@ -300,6 +301,9 @@ class History:
         if not self.rows or not singles:
             return
         parts = [self.cache.extract(i) for i in range(len(self.rows))]
+        for part, row in zip(parts, self.rows, strict=True):
+            assert type(part) is self.cache.single
+            assert part.offset == len(row)
         made = type(self.cache).merge(parts)
         if isinstance(made, RingCache):
             made.resize(self.max_write)
