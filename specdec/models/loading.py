@@ -99,8 +99,7 @@ def load(
     located = locate_target(name)
     path = os.path.expanduser(located)
     is_file = is_gguf(located)
-    check_origin(name, located, adapter_path, revision)
-    check_whole(adapter_path, ranks)
+    check_origin(name, located, adapter_path, revision, ranks)
     if is_file:
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
         if ranks is not None:
@@ -127,6 +126,7 @@ def check_origin(
     located: str,
     adapter_path: str | os.PathLike[str] | None,
     revision: str | None,
+    ranks: Ranks | None,
 ) -> None:
     """Refuse an adapter, or a revision, of a model that can have none.
 
@@ -144,16 +144,6 @@ def check_origin(
             f"revision is {quoted(revision)}, and {shorten(name)} is on this machine: "
             "give a hub id"
         )
-
-
-def check_whole(
-    adapter_path: str | os.PathLike[str] | None, ranks: Ranks | None
-) -> None:
-    """Refuse an adapter for a model of which each rank has a shard.
-
-    Raises:
-        ConfigError: there is one.
-    """
     if ranks is not None and adapter_path is not None:
         raise ConfigError(
             "adapter_path does not go with tensor parallelism: mlx-lm shards no "
@@ -344,9 +334,8 @@ def _load_folder_or_hub(
     revision: str | None,
     ranks: Ranks | None,
 ) -> LoadedModel:
-    path = os.path.expanduser(source)
+    folder = folder_of(source, revision)
     try:
-        folder = Path(path if os.path.exists(path) else _downloaded(source, revision))
         check_folder(folder)
         found: Any = mlx_lm.load(  # its type does not say that there are three
             str(folder),
@@ -371,27 +360,24 @@ def _load_folder_or_hub(
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
-def folder_of(source: str) -> Path:
-    """The folder of a model; one of the hub is fetched.
+def folder_of(source: str, revision: str | None = None) -> Path:
+    """The folder of a model; one of the hub is fetched if it is not on this machine.
 
     Raises:
         ModelError: it is not there, and cannot be fetched.
     """
     path = os.path.expanduser(source)
+    if os.path.exists(path):
+        return Path(path)
+    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
     try:
-        return Path(path if os.path.exists(path) else _downloaded(source, None))
+        return Path(
+            mlx_lm_utils.snapshot_download(
+                source, revision=revision, allow_patterns=patterns
+            )
+        )
     except Exception as error:  # the hub's client raises many kinds
         raise explain(source, error) from error
-
-
-def _downloaded(source: str, revision: str | None) -> str:
-    """The folder of a model of the hub; what is not on this machine is fetched."""
-    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
-    return str(
-        mlx_lm_utils.snapshot_download(
-            source, revision=revision, allow_patterns=patterns
-        )
-    )
 
 
 def explain(source: str, error: Exception) -> ModelError:

@@ -52,7 +52,6 @@ from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
     check_origin,
-    check_whole,
     explain,
     is_gguf,
 )
@@ -110,8 +109,7 @@ def outline(
     located = locate_target(name)
     path = Path(os.path.expanduser(located))
     conversions = Conversions()
-    check_origin(name, located, adapter_path, revision)
-    check_whole(adapter_path, ranks)
+    check_origin(name, located, adapter_path, revision, ranks)
     try:
         if is_gguf(located):
             file = read_header(path)
