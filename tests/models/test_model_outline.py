@@ -17,7 +17,7 @@ from specdec.backend import BackendDefaults
 from specdec.errors import ModelError, ModelNotFoundError, UnsupportedModelError
 from specdec.models import load, load_draft, loading
 from specdec.models import model_outline as outlines
-from specdec.models.conversions import Conversions, weights_of
+from specdec.models.conversions import weights_of
 from specdec.models.model_outline import outline, outline_draft
 
 from ..cache.small_models import MODELS
@@ -190,10 +190,3 @@ def test_loading_stays_within_what_is_planned(
     assert peak <= planned * 1.02 + (1 << 17)  # small arrays are rounded up
     assert planned <= 1.35 * peak
     assert held(loaded.model) <= planned
-
-
-def test_steps_hold_what_they_convert() -> None:
-    empty = Conversions()
-    assert empty._most == 0
-    empty._step(0, [(5, 0, 10), (5, 7, 10), (20, 0, 1)])
-    assert empty._most == 41
