@@ -46,12 +46,12 @@ class DraftGuard:
         """Draft no more: ``what`` has raised ``error``."""
         if self.error is not None:
             return
-        self.error = str(described(error, what))
+        self.error = str(as_drafter_error(error, what))
         log.warning("%s: decoding goes on without a draft", self.error)
         log.debug("the drafter's failure", exc_info=error)
 
 
-def described(error: Exception, what: object) -> DrafterError:
+def as_drafter_error(error: Exception, what: object) -> DrafterError:
     """The error of ours for what a drafter, or its rows, raised."""
     if isinstance(error, DrafterError):
         return error

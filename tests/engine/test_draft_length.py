@@ -21,9 +21,9 @@ from specdec.engine.profiler import (
     VERIFIED,
     SpreadTokens,
     _Stopwatch,
+    cost_key,
     draft_length,
     measure_forwards,
-    signature,
     without_noise,
 )
 from specdec.models.runner import ModelRunner
@@ -540,11 +540,11 @@ def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None
     assert store.path.read_text("utf-8") == written
     # Other models, and other caches, are other costs.
     keys = {
-        signature(config, runner, drafter, AT_ONCE),
-        signature(config, runner, drafter, BEHIND),
-        signature(config, runner, runners(target, target)[2], AT_ONCE),
-        signature(config, runner, NgramDrafter(), AT_ONCE),
-        signature(EngineConfig(kv_bits=8), runner, drafter, AT_ONCE),
+        cost_key(config, runner, drafter, AT_ONCE),
+        cost_key(config, runner, drafter, BEHIND),
+        cost_key(config, runner, runners(target, target)[2], AT_ONCE),
+        cost_key(config, runner, NgramDrafter(), AT_ONCE),
+        cost_key(EngineConfig(kv_bits=8), runner, drafter, AT_ONCE),
     }
     assert len(keys) == 5
 
