@@ -45,8 +45,8 @@ class CacheOptions:
         max_write: most tokens written in one call (prefill chunk or k + 1), and
             most that a ring can take back.
         read_bucket: the columns that attention reads are rounded up to a multiple
-            of this, so that shapes repeat, which saves time where each new one is
-            dear (a GPU); 1 reads exactly what is held.
+            of this. Shapes repeat then, and on a GPU a new shape takes long. 1 reads
+            exactly what is held.
         max_length: most tokens a row will ever hold, prefill's padding included,
             when that is known: memory never grows past it, and longer rows are
             refused.

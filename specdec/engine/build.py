@@ -108,8 +108,8 @@ def load_drafter(
     """Load what a draft needs.
 
     Returns:
-        ``None`` where none is wanted, or where the one that nobody named was made for
-        another model than this target, which a warning reports.
+        ``None`` if none is wanted. The default draft is left out, with a warning, if it
+        was made for another model than this target.
 
     Raises:
         ConfigError, ModelError: see :func:`specdec.models.load_draft`.

@@ -373,8 +373,8 @@ class Engine:
     ) -> bool:
         """Whether rows that begin are drafted for; that holds until they end.
 
-        They are where rows that they join draft, and otherwise where that may pay for
-        what the drafter takes for their prompts.
+        They are if the running rows draft, and otherwise if a draft may pay for taking
+        in their prompts.
         """
         if drafter.hidden_layers:  # of these it is shown every row's
             return True

@@ -57,8 +57,8 @@ class Described(Protocol):
 def context_length(config: Mapping[str, Any]) -> int | None:
     """Positions that a model serves; ``None`` when its configuration does not say.
 
-    ``max_position_embeddings``, or what scaled rotary embeddings make of the length
-    that the model was trained with, where that is more.
+    ``max_position_embeddings``, or the original length times the factor of a scaled
+    rotary embedding, whichever is more.
     """
     text = config.get("text_config") or config
     length = text.get("max_position_embeddings") or config.get(

@@ -80,8 +80,8 @@ class Decision:
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
-        errors: rows whose own functions failed after what they keep, or whose grammar
-            did, with what they said.
+        errors: by row, why its own functions or its grammar failed, after the tokens
+            that it keeps.
     """
 
     result: CommitResult
