@@ -276,7 +276,7 @@ class Verifier:
             limit = mx.where(sound, limit, mx.minimum(limit, 0))
         proposed = Proposed(
             proposals.tokens,
-            proposals.probabilities,
+            proposals.drawn_from(sampling.vocab_size),
             sampling.probabilities(logits, draws),
             limit,
         )

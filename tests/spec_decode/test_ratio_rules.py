@@ -164,7 +164,7 @@ def test_the_array_code_follows_the_formulas(rule: str, one_hot: bool) -> None:
     gumbel = rng.gumbel(size=(rows, v)).astype(np.float32)
     proposed = Proposed(
         mx.array(x.astype(np.int32)),
-        None if one_hot else mx.array(q),
+        mx.array(q),
         mx.array(p),
         mx.array(limits.astype(np.int32)),
     )
