@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdec.config import MAX_BATCH_SIZE, EngineConfig
+from specdec.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.memory.plan import MAX_BATCH
 from specdec.sampling_params import SamplingParams
 
 
@@ -156,8 +155,3 @@ def test_params_of_another_type(
         per_prompt(params, 2)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_plans_search_as_far_as_batches_go() -> None:
-    """A batch that is accepted and that no estimate would name, or the other way."""
-    assert MAX_BATCH == MAX_BATCH_SIZE

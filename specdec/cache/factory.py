@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import CacheError, UnsupportedModelError
+from ..utils.printable import first_line
 from .batch import BatchCache
 from .columns import counts_columns
 from .core import Settings
@@ -221,7 +222,7 @@ def check_caches(
             return check_caches(model, name, replace(options, unpacks=True))
         if options.kv_bits is not None and options.packs_members:
             return check_caches(model, name, replace(options, packs_members=False))
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = first_line(error)
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
         if options.kv_bits is not None:

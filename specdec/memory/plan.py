@@ -11,9 +11,8 @@ from .formulas import logits_bytes
 from .geometry import ModelGeometry
 from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
-# Searches for what fits end here: beyond any model's positions, and any batch.
+# A search for what fits ends here: beyond any model's positions.
 MAX_CONTEXT = 1 << 22
-MAX_BATCH = 1 << 14  # config.MAX_BATCH_SIZE
 
 PARTS = (
     "target weights",

@@ -28,7 +28,7 @@ from ..errors import (
 )
 from ..model_names import locate_target
 from ..parallel import Ranks, differing, launched_rank
-from ..utils.printable import quoted, shorten
+from ..utils.printable import first_line, quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
 from .draft_folder import (
@@ -382,7 +382,7 @@ def folder_of(source: str, revision: str | None = None) -> Path:
 
 def explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
-    text = _first_line(error)
+    text = first_line(error).rstrip(".: ")
     if (refused := refused_code(source, error)) is not None:
         return refused
     if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):
@@ -419,8 +419,3 @@ def _of_the_hub(source: str, error: Exception) -> str:
         "and the hub cannot be reached: while online, fetch it with: hf download "
         f"{source}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return shorten(lines[0]).rstrip(".: ")

@@ -17,7 +17,7 @@ from mlx.utils import tree_unflatten
 
 from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
-from ..utils.printable import shorten
+from ..utils.printable import first_line
 from .layers import architecture_of, leaves_of
 
 # A copy of a model has the same group: ``copy.deepcopy`` takes a name for the thing
@@ -73,8 +73,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     try:
         sharded(group)
     except Exception as error:  # sizes that do not divide, as each layer says it
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise _indivisible(name, size, shorten(lines[0])) from error
+        raise _indivisible(name, size, first_line(error)) from error
     after = _numbers(model)
     for key, number in before.items():
         rest = after.get(key, number)
