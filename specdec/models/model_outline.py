@@ -33,7 +33,7 @@ from ..parallel import Ranks
 from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
-from .draft_heads.loading import convert, flat, open_head, read_head_config
+from .draft_heads.loading import cast_head, flat, open_head, read_head_config
 from .draft_heads.mtp import open_mtp
 from .folder import (
     check_folder,
@@ -197,7 +197,7 @@ def _outline_head(
     else:
         head = open_head(path, config, draft.name, target)
     conversions, before = Conversions(), weights_of(head)
-    convert(head, dtype, lazy=True)
+    cast_head(head, dtype, lazy=True)
     if dtype is not None:
         conversions.casting(before, weights_of(head), dtype)
     size = conversions.peak(head)

@@ -146,7 +146,7 @@ def ready(
     dtype: mx.Dtype | None,
 ) -> LoadedModel:
     """A head with its weights computed; its tokenizer is the target's."""
-    convert(head, dtype)
+    cast_head(head, dtype)
     mx.eval(head)
     return LoadedModel(head, target.tokenizer, flat(config), source)
 
@@ -178,7 +178,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **config.get("transformer_layer_config", {})}
 
 
-def convert(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:
+def cast_head(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:
     """Let a head compute in ``dtype``; ``None``: in the target's 16-bit type."""
     if dtype is not None:
         cast(head, dtype, lazy=lazy)
