@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -50,6 +51,16 @@ class ChainDrafter(Drafter):
         return ChainRows(first, second, counts)
 
 
+def _both(name: str) -> Callable[..., None]:
+    """A method that calls that of both."""
+
+    def call(self: ChainRows, *args: Any) -> None:
+        getattr(self._first, name)(*args)
+        getattr(self._second, name)(*args)
+
+    return call
+
+
 @ours
 class ChainRows(DraftRows):
     """The same rows, twice.
@@ -65,6 +76,9 @@ class ChainRows(DraftRows):
         self._first = first
         self._second = second
         self._num_layers = num_layers
+
+    separate, note_lengths = _both("separate"), _both("note_lengths")
+    filter, reset = _both("filter"), _both("reset")
 
     @property
     def context(self) -> ModelRows | None:
@@ -106,10 +120,6 @@ class ChainRows(DraftRows):
         width = hidden.shape[-1] * first // (first + second)
         return hidden[..., :width], hidden[..., width:]
 
-    def separate(self, salts: Sequence[str | None]) -> None:
-        self._first.separate(salts)
-        self._second.separate(salts)
-
     def prefill(self) -> Iterator[None]:
         yield from self._first.prefill()
         yield from self._second.prefill()
@@ -128,14 +138,6 @@ class ChainRows(DraftRows):
         self._first.commit(round_, replace(accepted, hidden=first))
         self._second.commit(round_, replace(accepted, hidden=second))
 
-    def note_lengths(self, longest: int, shortest: int) -> None:
-        self._first.note_lengths(longest, shortest)
-        self._second.note_lengths(longest, shortest)
-
-    def filter(self, rows: Sequence[int]) -> None:
-        self._first.filter(rows)
-        self._second.filter(rows)
-
     def extend(self, other: ChainRows) -> None:
         self._first.extend(other._first)
         self._second.extend(other._second)
@@ -143,10 +145,6 @@ class ChainRows(DraftRows):
     def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
         self._first.place(rows, other._first, num_rows)
         self._second.place(rows, other._second, num_rows)
-
-    def reset(self, rows: Sequence[int]) -> None:
-        self._first.reset(rows)
-        self._second.reset(rows)
 
 
 def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -12,7 +12,6 @@ from ..errors import DrafterError
 from ..models.runner import ModelRows
 from .draft_length import BatchState, DraftLength, RoundTiming
 from .drafter import Drafter, DraftRows, Proposals, Round
-from .rejection_sampler import Accepted
 from .vetting import vetted
 
 log = logging.getLogger("specdec.spec_decode")
@@ -84,6 +83,15 @@ class _Guarded(Drafter):
         return _GuardedRows(rows, self._guard)
 
 
+def _asking(name: str) -> Callable[..., None]:
+    """A method that calls that of the rows, as long as none has failed."""
+
+    def call(self: _GuardedRows, *args: Any) -> None:
+        self._ask(lambda rows: getattr(rows, name)(*args), None)
+
+    return call
+
+
 class _GuardedRows(DraftRows):
     """Rows of a drafter that may fail; after that they are ``None``."""
 
@@ -103,6 +111,10 @@ class _GuardedRows(DraftRows):
             self._guard.fail(error, rows)
             return otherwise
 
+    observe, commit = _asking("observe"), _asking("commit")
+    separate, note_lengths = _asking("separate"), _asking("note_lengths")
+    filter, reset = _asking("filter"), _asking("reset")
+
     @property
     def backlog(self) -> int:
         return self._ask(lambda rows: rows.backlog, 0)
@@ -118,14 +130,6 @@ class _GuardedRows(DraftRows):
     @property
     def new_shapes(self) -> int:
         return self._ask(lambda rows: rows.new_shapes, 0)
-
-    def observe(
-        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
-    ) -> None:
-        self._ask(lambda rows: rows.observe(hidden, following, lengths), None)
-
-    def separate(self, salts: Sequence[str | None]) -> None:
-        self._ask(lambda rows: rows.separate(salts), None)
 
     def prefill(self) -> Iterator[None]:
         none: Iterator[None] = iter(())
@@ -150,15 +154,6 @@ class _GuardedRows(DraftRows):
         )
         return self._ask(checked, nothing)
 
-    def commit(self, round_: Round, accepted: Accepted) -> None:
-        self._ask(lambda rows: rows.commit(round_, accepted), None)
-
-    def note_lengths(self, longest: int, shortest: int) -> None:
-        self._ask(lambda rows: rows.note_lengths(longest, shortest), None)
-
-    def filter(self, rows: Sequence[int]) -> None:
-        self._ask(lambda own: own.filter(rows), None)
-
     def extend(self, other: _GuardedRows) -> None:
         theirs = other._rows
         if theirs is not None:
@@ -168,9 +163,6 @@ class _GuardedRows(DraftRows):
         theirs = other._rows
         if theirs is not None:
             self._ask(lambda own: own.place(rows, theirs, num_rows), None)
-
-    def reset(self, rows: Sequence[int]) -> None:
-        self._ask(lambda own: own.reset(rows), None)
 
 
 _THROUGH = object()
