@@ -145,7 +145,7 @@ def model(**changes: Any) -> ModelGeometry:
 
 def preflight(limit: int) -> Preflight:
     return Preflight(
-        MemoryPlan(target=model(), prefill_step_size=64, backend=BEHIND), limit
+        MemoryPlan(target=model(), prefill_step_size=64, backend=AT_ONCE), limit
     )
 
 
