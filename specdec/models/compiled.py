@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..cache import BatchCache, BatchCacheList, Memo, members
-from ..prefix_cache.signature import Weights
+from ..prefix_cache.signature import KnownWeights
 from ..utils.printable import shorten
 from .hidden_states import HiddenStates
 
@@ -76,7 +76,7 @@ class CompiledForwards:
         self._after = after
         self._met: Counter[Hashable] = Counter()
         self._model = model
-        self._weights = Weights([model, *getattr(model, "lenders", ())])
+        self._weights = KnownWeights([model, *getattr(model, "lenders", ())])
         self._recorder = recorder
         self._functions: OrderedDict[Hashable, Function] = OrderedDict()
         self._refused = False

@@ -22,10 +22,10 @@ from ..utils.printable import shorten
 from .layer_skip import FewerCaches
 from .runner import ModelRunner
 
-Path = str | os.PathLike[str]
 
-
-def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) -> int:
+def read_prompt_cache(
+    runner: ModelRunner, file: str | os.PathLike[str], tokens: Sequence[int]
+) -> int:
     """Store the prefix that a file of mlx-lm holds.
 
     Such a file does not say of which tokens it is, nor surely of which model: that
@@ -76,7 +76,9 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     return int(length)
 
 
-def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -> int:
+def write_prompt_cache(
+    runner: ModelRunner, tokens: Sequence[int], file: str | os.PathLike[str]
+) -> int:
     """Write the longest stored prefix of ``tokens`` as a file for mlx-lm.
 
     Returns:

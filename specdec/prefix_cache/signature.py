@@ -21,7 +21,7 @@ _WITHIN, _ACROSS = 2654435761, 2246822519
 _SLAB = 1 << 26  # bytes at a time, since they are widened
 
 
-class Weights:
+class KnownWeights:
     """Notices that a model computes with other arrays than before (``model.update``).
 
     Arrays and modules are known by their identity and place, so that a look takes a

@@ -24,10 +24,9 @@ from ..cache import (
     RingCache,
     members,
 )
+from ..cache.storage import Arrays
 from .entries import Kind, Plan
 from .files import DamagedError, tensors
-
-Arrays = tuple[mx.array, ...]
 
 # As safetensors calls the types that caches store.
 _TYPES = {
