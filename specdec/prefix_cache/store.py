@@ -17,7 +17,7 @@ from pathlib import Path
 from ..config import EngineConfig
 from .disk import DiskTier, Job
 from .entries import Kind, Plan, chained, plan, reached
-from .files import DamagedError, File, header_fields
+from .files import DamagedError, File, Header
 from .radix import RadixTree
 from .snapshot import Form, Piece, pack, unpack
 
@@ -48,14 +48,14 @@ class Place:
     def fields(self, slack: int) -> dict[str, str]:
         """The header of its file."""
         signature, *tokens = self.path
-        return header_fields(
+        return Header(
             signature=str(signature),
             model=self.model,
             parent=self.parent,
+            tokens=tuple(tokens[self.start :]),  # type: ignore[arg-type]
             start=self.start,
             slack=slack,
-            tokens=tokens[self.start :],  # type: ignore[arg-type]
-        )
+        ).fields()
 
 
 @dataclass(frozen=True)
