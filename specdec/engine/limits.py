@@ -11,7 +11,7 @@ from ..request import Request
 from ..spec_decode import Drafter
 
 #: Least and most tokens of a row that are committed but for the last.
-Bounds = tuple[int, int]
+LengthRange = tuple[int, int]
 #: Rounds in flight that a row takes part in.
 Pending = Callable[[Request], int]
 
@@ -45,8 +45,8 @@ class DraftLimits:
         """Most draft tokens that a running row can use in the next round.
 
         Nothing after the last token that it may emit is of use, where that is looked
-        at. It depends on the row alone: with the
-        ratio rules, what it emits depends on how many tokens it may accept.
+        at. It depends on the row alone: with the ratio rules, how many tokens a row may
+        accept decides what it emits.
 
         Args:
             pending: in how many rounds in flight a row takes part.
@@ -59,7 +59,7 @@ class DraftLimits:
         self,
         k: int,
         rows: Sequence[Request | None],
-        bounds: Callable[[], Sequence[Bounds]],
+        bounds: Callable[[], Sequence[LengthRange]],
         pending: Pending,
     ) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended.
@@ -81,7 +81,7 @@ class DraftLimits:
     def array(
         self,
         limits: tuple[int, ...],
-        bounds: Callable[[], Sequence[Bounds]],
+        bounds: Callable[[], Sequence[LengthRange]],
         lengths: mx.array,
     ) -> mx.array:
         """The limits on the device, exact; most rounds have those of the one before.

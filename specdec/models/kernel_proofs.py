@@ -20,11 +20,11 @@ def kept_proofs() -> AbstractContextManager[None]:
     """Within this, proofs and choices are looked for on disk, and kept there."""
     path = kept_path("kernels.json")
     kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
-    return proofs.kept_in(KeptProofs(kept, signature()))
+    return proofs.kept_in(KeptProofs(kept, proof_key()))
 
 
 @cache
-def signature() -> str:
+def proof_key() -> str:
     """What a proof depends on: the device, versions, and the kernels' sources."""
     described = backend.describe()
     facts = [described[name] for name in ("specdec", "mlx", "backend", "device")]

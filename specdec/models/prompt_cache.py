@@ -9,19 +9,23 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..cache import BatchCacheList, BatchRecurrentCache, make_batch_caches
+from ..cache import (
+    BatchCacheList,
+    BatchRecurrentCache,
+    make_batch_caches,
+    members,
+)
 from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
-from ..prefix_cache.snapshot import members
 from ..utils.files import open_plain
 from ..utils.printable import shorten
-from .idle import WithoutIdle
+from .layer_skip import FewerCaches
 from .runner import ModelRunner
 
-Path = str | os.PathLike[str]
 
-
-def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) -> int:
+def read_prompt_cache(
+    runner: ModelRunner, file: str | os.PathLike[str], tokens: Sequence[int]
+) -> int:
     """Store the prefix that a file of mlx-lm holds.
 
     Such a file does not say of which tokens it is, nor surely of which model: that
@@ -46,7 +50,7 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     try:
         open_plain(file).close()
         singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
-        if isinstance(runner.model, WithoutIdle):
+        if isinstance(runner.model, FewerCaches):
             singles = runner.model.of_all(singles)
         mx.eval([c.state for c in singles])
     except Exception as error:  # a file's contents can be wrong in any way
@@ -72,7 +76,9 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     return int(length)
 
 
-def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -> int:
+def write_prompt_cache(
+    runner: ModelRunner, tokens: Sequence[int], file: str | os.PathLike[str]
+) -> int:
     """Write the longest stored prefix of ``tokens`` as a file for mlx-lm.
 
     Returns:
@@ -100,7 +106,7 @@ def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -
         make_batch_caches(runner.model, 1, runner.options, runner.name)
     )
     singles = [c.extract(0) for c in caches]
-    if isinstance(runner.model, WithoutIdle):
+    if isinstance(runner.model, FewerCaches):
         singles = runner.model.among_all(singles)
     # What mlx_lm.generate --prompt-cache-file asks for.
     about = {"model": runner.name, "tokenizer_config": "{}"}

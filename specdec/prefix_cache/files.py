@@ -12,7 +12,6 @@ import hashlib
 import json
 import os
 import re
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -46,23 +45,19 @@ class Tensor:
     end: int
 
 
-@dataclass(frozen=True)
-class File:
-    """An entry on disk.
+@dataclass(frozen=True, kw_only=True)
+class Header:
+    """What an entry's file says of it.
 
     ``parent`` names the place where its tokens begin, ``slack`` is 0 for a block.
     """
 
-    name: str
-    kind: Kind
-    place: str
-    parent: str
     signature: str
     model: str
+    parent: str
     tokens: tuple[int, ...]
     start: int
     slack: int
-    nbytes: int
 
     @property
     def end(self) -> int:
@@ -74,27 +69,28 @@ class File:
         """Whether nothing stands before it."""
         return self.parent == self.signature
 
+    def fields(self) -> dict[str, str]:
+        """As metadata of the file."""
+        return {
+            "format": FORMAT,
+            "version": VERSION,
+            "signature": self.signature,
+            "model": self.model,
+            "parent": self.parent,
+            "start": str(self.start),
+            "slack": str(self.slack),
+            "tokens": " ".join(map(str, self.tokens)),
+        }
 
-def header_fields(
-    *,
-    signature: str,
-    model: str,
-    parent: str,
-    start: int,
-    slack: int,
-    tokens: Sequence[int],
-) -> dict[str, str]:
-    """The metadata of an entry's file, as :func:`read_header` expects it."""
-    return {
-        "format": FORMAT,
-        "version": VERSION,
-        "signature": signature,
-        "model": model,
-        "parent": parent,
-        "start": str(start),
-        "slack": str(slack),
-        "tokens": " ".join(map(str, tokens)),
-    }
+
+@dataclass(frozen=True, kw_only=True)
+class File(Header):
+    """An entry on disk."""
+
+    name: str
+    kind: Kind
+    place: str
+    nbytes: int
 
 
 def is_entry(name: str) -> bool:
@@ -142,7 +138,7 @@ def read_header(path: Path) -> File:
         )
     except (ValueError, KeyError) as error:
         raise DamagedError(_NOT_OURS) from error
-    if fields != _fields_of(found):  # numbers in another form, or something more
+    if fields != found.fields():  # numbers in another form, or something more
         raise DamagedError(_NOT_OURS)
     if not _is_possible(found):
         raise DamagedError("it cannot lie where it says")
@@ -171,17 +167,6 @@ def tensors(data: bytes) -> dict[str, Tensor]:
     if max((a.end for a in arrays.values()), default=first) != len(data):
         raise DamagedError("it is cut short, or longer than it says")
     return arrays
-
-
-def _fields_of(file: File) -> dict[str, str]:
-    return header_fields(
-        signature=file.signature,
-        model=file.model,
-        parent=file.parent,
-        start=file.start,
-        slack=file.slack,
-        tokens=file.tokens,
-    )
 
 
 def _is_possible(file: File) -> bool:

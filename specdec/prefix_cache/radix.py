@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 V = TypeVar("V")
-Path = Sequence[Hashable]
+Keys = Sequence[Hashable]
 
 
 @dataclass(eq=False)
@@ -93,14 +93,14 @@ class RadixTree(Generic[V]):
         """Nodes with a value, least recently used first."""
         return iter(tuple(self._order))
 
-    def get(self, tokens: Path) -> Node[V] | None:
+    def get(self, tokens: Keys) -> Node[V] | None:
         """The node with a value at the end of ``tokens``."""
         match = self.match(tokens)
         if match.passed and match.passed[-1].end == len(tokens):
             return match.passed[-1]
         return None
 
-    def match(self, tokens: Path) -> Match[V]:
+    def match(self, tokens: Keys) -> Match[V]:
         """Follow ``tokens`` as far as the tree goes."""
         tokens = tuple(tokens)
         node, length = self._root, 0
@@ -117,7 +117,7 @@ class RadixTree(Generic[V]):
                 return Match(length, tuple(passed), (child,))
             node = child
 
-    def put(self, tokens: Path, value: V, nbytes: int) -> list[V]:
+    def put(self, tokens: Keys, value: V, nbytes: int) -> list[V]:
         """Let ``value``, of ``nbytes`` bytes, stand at the end of ``tokens``.
 
         Takes the place of a value there.

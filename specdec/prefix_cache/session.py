@@ -12,7 +12,7 @@ import mlx.nn as nn
 
 from .entries import Kind, Plan, block_start, place_key, salted
 from .radix import common_length
-from .signature import Weights, signature
+from .signature import KnownWeights, signature
 from .snapshot import Form, Piece, cut, refill
 from .store import Place, PrefixStore
 
@@ -41,7 +41,7 @@ class ModelPrefixes:
         self.name = name.encode("utf-8", "replace").decode()
         self._caches = caches
         self._models = [model] if beside is None else [model, beside]
-        self._weights = [Weights(each) for each in self._models]
+        self._weights = [KnownWeights(each) for each in self._models]
         self._describe()
 
     def _describe(self) -> None:

@@ -15,12 +15,11 @@ from itertools import islice
 from pathlib import Path
 
 from ..config import EngineConfig
-from .disk import DiskTier
+from .disk import DiskTier, Job
 from .entries import Kind, Plan, chained, plan, reached
-from .files import DamagedError, File, header_fields
+from .files import DamagedError, File, Header
 from .radix import RadixTree
 from .snapshot import Form, Piece, pack, unpack
-from .writer import Job
 
 BLOCK_SIZE = 256
 _READERS = 4
@@ -49,14 +48,14 @@ class Place:
     def fields(self, slack: int) -> dict[str, str]:
         """The header of its file."""
         signature, *tokens = self.path
-        return header_fields(
+        return Header(
             signature=str(signature),
             model=self.model,
             parent=self.parent,
+            tokens=tuple(tokens[self.start :]),  # type: ignore[arg-type]
             start=self.start,
             slack=slack,
-            tokens=tokens[self.start :],  # type: ignore[arg-type]
-        )
+        ).fields()
 
 
 @dataclass(frozen=True)

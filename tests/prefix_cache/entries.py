@@ -1,4 +1,4 @@
-"""Entries without a model: a chain of blocks, with contents that can be told."""
+"""Entries without a model: a chain of blocks, with contents that differ."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.prefix_cache.disk import DiskTier
+from specdec.prefix_cache.disk import DiskTier, Job
 from specdec.prefix_cache.entries import place_key
-from specdec.prefix_cache.files import File, header_fields
-from specdec.prefix_cache.writer import Job
+from specdec.prefix_cache.files import File, Header
 
 SIGNATURE = "5" * 32
 SIZE = 4
@@ -37,11 +36,11 @@ def write_chain(
         place = place_key(parent, block)
         below = parent if start else None
         if disk.takes("block", place, below):
-            fields = header_fields(
+            header = Header(
                 signature=SIGNATURE, model=model, parent=parent,
                 start=start, slack=0, tokens=block,
             )  # fmt: skip
-            data = container(fields, payload_of(place, nbytes))
+            data = container(header.fields(), payload_of(place, nbytes))
             disk.write(Job("block", place, below, data))
         places.append(place)
         parent = place

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
-from specdec.prefix_cache.signature import Weights
+from specdec.prefix_cache.signature import KnownWeights
 
 
 def update(model: Any) -> None:
@@ -48,7 +48,7 @@ def test_a_change_is_noticed_once(
 ) -> None:
     """Graphs, and kept prefixes, would go on with weights that are not the model's."""
     model = tiny_model("llama", seed=3)
-    weights = Weights(model)
+    weights = KnownWeights(model)
     assert not weights.replaced()
     change(model)
     assert weights.replaced()
@@ -58,7 +58,7 @@ def test_a_change_is_noticed_once(
 def test_what_was_replaced_is_let_go(tiny_model: Callable[..., Any]) -> None:
     """A model that is updated would be held twice."""
     model = tiny_model("llama", seed=3)
-    weights = Weights(model)
+    weights = KnownWeights(model)
     old = weakref.ref(model.model.norm.weight)
     update(model)
     gc.collect()
