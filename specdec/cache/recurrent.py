@@ -115,19 +115,26 @@ class BatchRecurrentCache(BatchCache):
     Args:
         batch_size: number of rows.
         size: states of a row.
+        single_stays: of a single token only rows that have ended lose it, and nobody
+            looks at their states again: so nothing is held to take it back.
         settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     single: ClassVar[Any] = mlx_lm_cache.ArraysCache
 
     def __init__(
-        self, batch_size: int = 1, *, size: int = 1, **settings: Unpack[Settings]
+        self,
+        batch_size: int = 1,
+        *,
+        size: int = 1,
+        single_stays: bool = False,
+        **settings: Unpack[Settings],
     ):
         super().__init__(
             batch_size,
             codec=DenseCodec(),
             layout=LinearLayout(),
-            options={"size": whole("size", size)},
+            options={"size": whole("size", size), "single_stays": single_stays},
             **settings,
         )
         self.num_states = size
@@ -201,7 +208,8 @@ class BatchRecurrentCache(BatchCache):
             self._valid = [min(width, n) for n in self._lengths]
         self._num_written += max(self._valid, default=width)
         self._advance(width, self._longest + width)
-        if self._of_prompts:  # nothing is taken back, and its inputs would be held
+        if self._of_prompts or self._stays:
+            # Nothing is taken back, and inputs and states before would be held.
             self._num_written, self._before = 0, []
 
     @property
@@ -209,6 +217,12 @@ class BatchRecurrentCache(BatchCache):
         """Whether the forward under way writes chunks of prompts, of any length."""
         ragged = len(set(self._valid)) > 1
         return ragged or (self._lengths is not None and max(self._valid, default=0) > 1)
+
+    @property
+    def _stays(self) -> bool:
+        """Whether the forward under way writes a token that is not taken back."""
+        single = max(self._valid, default=0) <= 1 and not self._spans
+        return single and bool(self._options["single_stays"])
 
     def _store(self, slots: Slots) -> None:
         """Hold states, once every layer has written its own."""
@@ -245,7 +259,7 @@ class BatchRecurrentCache(BatchCache):
         """As in the base class."""
         if self.empty() or self._lengths is not None or self._spans:
             return None
-        return type(self), self.num_states
+        return type(self), self.num_states, self._options["single_stays"]
 
     def given(self) -> tuple[Hashable, Arrays]:
         """As in the base class: with what the last trim has left to be done."""
@@ -340,6 +354,9 @@ class BatchRecurrentCache(BatchCache):
             at_most = max((whole("a count", v) for v in n), default=0)
         elif at_most is None:
             at_most = int(n.max()) if n.size else 0
+        if at_most <= 1 and not self._num_written and self._options["single_stays"]:
+            super().trim_per_sequence(n, at_most, fewest)
+            return
         kept = self._kept
         if kept is None:
             kept = [self._num_written] * self.batch_size

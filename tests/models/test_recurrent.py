@@ -218,6 +218,42 @@ def test_compiled_forwards_undo_the_round_before(
         used.clear()
 
 
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba"])
+@pytest.mark.parametrize("backend", [PADDED, BEHIND], ids=["eager", "compiled"])
+def test_plain_rounds_hold_nothing_to_take_back(
+    arch: str, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All states twice, and a choice between them in each round with an idle slot."""
+    held: list[int] = []
+    trim = BatchRecurrentCache.trim_per_sequence
+
+    def watched(self: Any, *args: Any) -> None:
+        held.append(self.nbytes - sum(a.nbytes for a in self._storage.arrays))
+        trim(self, *args)
+
+    def never(*args: Any) -> Any:
+        raise AssertionError
+
+    config = EngineConfig(batch_size=4, num_draft_tokens=0, prefill_step_size=6)
+    runner = ModelRunner(model_of(arch), "target", config, backend)
+    engine = Engine(runner, None, config, backend, frozenset())
+    wanted = wanted_of(arch)[:4]
+    wanted[1] = wanted[1][:5]  # its slot is idle from then on
+    rows = [
+        Request(i, "", tuple(PROMPTS[i]), SamplingParams(max_tokens=len(tokens)))
+        for i, tokens in enumerate(wanted)
+    ]
+    for row in rows:
+        engine.add(row)
+    monkeypatch.setattr(BatchRecurrentCache, "trim_per_sequence", watched)
+    monkeypatch.setattr(recurrent_cache, "select", never)
+    while engine.busy:
+        engine.step()
+    assert [row.tokens for row in rows] == wanted
+    assert held
+    assert not any(held)
+
+
 # -- the cache itself ----------------------------------------------------------
 
 
