@@ -194,6 +194,8 @@ class BatchRecurrentCache(BatchCache):
             begin = self._num_written - max(self._valid, default=0)
             self._written.append((begin, write))
         self._store(self._now)
+        if self._stays:
+            self._num_written, self._before, self._written = 0, [], []
         return output
 
     def _next_forward(self, width: int) -> None:
@@ -208,8 +210,7 @@ class BatchRecurrentCache(BatchCache):
             self._valid = [min(width, n) for n in self._lengths]
         self._num_written += max(self._valid, default=width)
         self._advance(width, self._longest + width)
-        if self._of_prompts or self._stays:
-            # Nothing is taken back, and inputs and states before would be held.
+        if self._of_prompts:  # nothing is taken back, and its inputs would be held
             self._num_written, self._before = 0, []
 
     @property
