@@ -34,8 +34,8 @@ means that there is no difference. What is refused is refused by name before any
   (see [Caches](caches.md#recurrent-layers)).
 - **Drafts**: "any other" are another model, the target quantized (`self:`), and
   n-grams. `layers:` needs layers that hand on hidden states and nothing else. "heads"
-  are [draft heads](drafters.md), which read hidden states of the model. Distilled
-  drafts are made for what is named so, but not for models with experts.
+  are [draft heads](drafters.md), which read hidden states of the model: `specdec
+  distill --kind block` makes one. "distilled" are drafts of layers, for dense models.
 
 | architecture | runs | caches | drafts |
 |---|---|---|---|
