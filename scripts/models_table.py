@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import wrap
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.models.architectures import NOT_RUN, build, line, names  # noqa: E402
+from tests.models.architectures import (  # noqa: E402
+    NOT_RUN,
+    build,
+    line,
+    names,
+    other_names,
+)
 
 INTRO = """\
 # Models
@@ -45,7 +52,11 @@ means that there is no difference. What is refused is refused by name before any
 def page() -> str:
     """The whole page."""
     found = [line(n, None if n in NOT_RUN else build(n)) for n in names()]
-    return INTRO + "\n".join(found) + "\n"
+    return (
+        INTRO
+        + "\n".join([*found, "", *wrap(other_names(), 88, break_on_hyphens=False)])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

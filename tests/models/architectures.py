@@ -20,6 +20,7 @@ import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
 
 from specdec.errors import UnsupportedModelError
 from specdec.models.hidden_states import record_layers
@@ -468,7 +469,7 @@ def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def names() -> list[str]:
-    """Every architecture of the installed mlx-lm: a module that has a ``Model``."""
+    """Every architecture of the installed mlx-lm: a module with a ``Model``."""
     found = [m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__)]
     return [n for n in found if _has_model(n)]
 
@@ -478,9 +479,17 @@ def _has_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None
     assert spec.origin is not None
-    code = ast.parse(Path(spec.origin).read_text("utf-8"))
-    classes = {n.name for n in code.body if isinstance(n, ast.ClassDef)}
-    return {"Model", "ModelArgs"} <= classes
+    code = ast.parse(Path(spec.origin).read_text("utf-8")).body
+    found = {n.name for n in code if isinstance(n, ast.ClassDef)}
+    imports = (n.names for n in code if isinstance(n, ast.ImportFrom))
+    found |= {name.asname or name.name for each in imports for name in each}
+    return {"Model", "ModelArgs"} <= found
+
+
+def other_names() -> str:
+    """A sentence of docs/models.md: model types that mlx-lm runs as another one."""
+    each = ", ".join(f"{a} as {b}" for a, b in sorted(MODEL_REMAPPING.items()))
+    return f"mlx-lm runs some models as others: {each}."
 
 
 class Guesses(Drafter):

@@ -24,6 +24,7 @@ from .architectures import (
     differences,
     line,
     names,
+    other_names,
     plain,
 )
 
@@ -37,6 +38,7 @@ def test_lists_hold_nothing_else() -> None:
     assert {*NOT_RUN, *REFUSED} <= set(names())
     lines = [text for text in PAGE.splitlines() if text.startswith("| ")]
     assert [text.split(" | ")[0][2:] for text in lines[1:]] == names(), WRITE
+    assert other_names() in PAGE.replace("\n", " "), WRITE
 
 
 @pytest.mark.parametrize("arch", [n for n in names() if n not in NOT_RUN])
