@@ -14,10 +14,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models import afm7, gemma2, gpt_bigcode, llama4
+from mlx_lm.models import afm7, deepseek_v41, gemma2, gpt_bigcode, llama4
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.flattened_matmul import as_kind
+from .compressed_rows import with_compressed_rows
 from .sparse_rows import SPARSE, of_rows, own_layers, queries_at, with_attention
 
 
@@ -177,6 +178,7 @@ def _llama4(model: Any) -> nn.Module:
 
 _TWINS: dict[type, Callable[[Any], nn.Module]] = {
     afm7.Model: _afm7,
+    deepseek_v41.Model: with_compressed_rows,
     gemma2.Model: partial(with_attention, kind=_Gemma2Attention),
     gpt_bigcode.Model: _gpt_bigcode,
     llama4.Model: _llama4,

@@ -243,6 +243,7 @@ _LONGCAT = {
 _FOUR_LAYERS = {
     "afm7",
     "afmoe",
+    "deepseek_v41",
     "gear",
     "gemma3n",
     "gemma4",
@@ -323,6 +324,20 @@ OWN: dict[str, dict[str, Any]] = {
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    },
+    # A window alone, groups of four, and two layers that share groups of two.
+    "deepseek_v41": {
+        "compress_ratios": (0, 4, 2, 2),
+        "kv_source_layer_ids": (1, 2),
+        "index_source_layer_ids": (1, 2, 3),
+        "candidate_source_layer_id": 2,
+        "candidate_block_size": 2,
+        "qk_rope_head_dim": 4,
+        "index_n_heads": 8,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
     },
     "deepseek_v2": {"rope_scaling": _YARN, "topk_method": "greedy"},
     "exaone4": {"sliding_window_pattern": "LG"},
@@ -564,11 +579,9 @@ NOT_RUN = {
 #: Those whose second cache of a layer is an indexer's, which stays as it is.
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 #: Of these layers nobody reads hidden states.
-UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
+UNHEARD = ("afm7", "deepseek_v41", "gemma3n", "iquestloopcoder")
 #: What is refused, before any work, and why; the reason is in the error.
-REFUSED = {
-    "deepseek_v41": "its LayerCache keeps one position for all rows",
-}
+REFUSED: dict[str, str] = {}
 
 PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
 NEW_TOKENS = 6
@@ -726,6 +739,7 @@ def _kinds(caches: Sequence[Any]) -> set[str]:
 
 _KINDS = {
     "KVCache": "full",
+    "LayerCache": "compressed, sliding window",
     "RotatingKVCache": "sliding window",
     "ChunkedKVCache": "chunks",
     "ArraysCache": "recurrent",
