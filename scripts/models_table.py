@@ -36,7 +36,8 @@ means that there is no difference. What is refused is refused by name before any
 `mlx_lm.generate` runs it.
 
 - **Caches**: what a layer keeps. Full attention keeps all tokens, a sliding window and
-  chunks the newest ones. A recurrent layer keeps states of one size. Where draft
+  chunks the newest ones. What a compressed layer pools is kept for all tokens, and
+  pooled again in each step. A recurrent layer keeps states of one size. Where draft
   tokens are rejected, each row's states go back to what it kept
   (see [Caches](caches.md#recurrent-layers)).
 - **Drafts**: "any other" are another model, the target quantized (`self:`), and
