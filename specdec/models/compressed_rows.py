@@ -17,7 +17,6 @@ from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import CacheList, KVCache, RotatingKVCache
 
 from ..cuda.flattened_matmul import as_kind
-from .sparse_rows import own_layers, queries_at
 
 
 class _Layer:
@@ -140,7 +139,8 @@ class _TextModel(deepseek_v41.TextModel):
         if not isinstance(start_pos, mx.array):  # mlx-lm's own, of one sequence
             start_pos = mx.full((rows,), start_pos, mx.int32)
         span: int = self.args.sliding_window
-        seen = queries_at(start_pos, tokens)[..., None] + mx.arange(1 - span, 1)
+        at = start_pos[:, None] + mx.arange(tokens)
+        seen = at[..., None] + mx.arange(1 - span, 1)
         columns = seen
         if hasattr(window, "layout"):
             columns = window.layout.slots(mx.maximum(seen, 0))
@@ -168,7 +168,8 @@ def with_compressed_rows(model: Any) -> nn.Module:
     """A twin of a DeepSeek V4.1 model that shares all weights."""
     twin = as_kind(model, type(model))
     twin["model"] = trunk = as_kind(model.model, _TextModel)
-    for layer in own_layers(trunk):
+    trunk["layers"] = [as_kind(each, type(each)) for each in trunk.layers]
+    for layer in trunk.layers:
         layer["self_attn"] = own = as_kind(layer.self_attn, type(layer.self_attn))
         for name, kind in ("compressor", _Compressor), ("indexer", _Indexer):
             if name in own:
