@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -252,6 +253,28 @@ def test_plain_rounds_hold_nothing_to_take_back(
     assert [row.tokens for row in rows] == wanted
     assert held
     assert not any(held)
+
+
+def test_a_plain_step_computes_what_mlx_lm_s_does(tmp_path: Path) -> None:
+    """Masks, copies or choices of states, which a GPU launches one by one."""
+
+    def operations(logits: mx.array) -> int:
+        mx.export_to_dot(str(tmp_path / "graph"), logits)
+        return (tmp_path / "graph").read_text().count("shape=rectangle")
+
+    model = model_of("mamba2")
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[5, 6]]), cache=caches), [c.state for c in caches])
+    config = EngineConfig(num_draft_tokens=0)
+    plain = replace(PADDED, pad_single_token=False)
+    runner = ModelRunner(model, "target", config, plain)
+    rows = runner.rows([[5, 6]], max_round=1, max_length=8, single_stays=True)
+    for _ in rows.prefill():
+        pass
+    rows.evaluate()
+    token = mx.array([[7]])
+    want = model(token, cache=caches)
+    assert operations(rows.forward(token)) == operations(want)
 
 
 # -- the cache itself ----------------------------------------------------------
