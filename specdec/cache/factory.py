@@ -229,6 +229,11 @@ def check_caches(
         if options.kv_bits is not None and options.packs_members:
             return check_caches(model, name, replace(options, packs_members=False))
         reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        if "No Metal back-end" in reason:
+            raise UnsupportedModelError(
+                f"{name} has layers ({module}) that mlx-lm runs on Metal only: use "
+                "another model here"
+            ) from error
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
         if options.kv_bits is not None:
