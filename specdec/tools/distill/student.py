@@ -159,7 +159,8 @@ def text_model(target: Described) -> nn.Module:
         )
     except UnsupportedModelError as error:
         raise UnsupportedModelError(f"{error}: {_INSTEAD}") from None
-    if any("gate_proj" not in layer["mlp"] for layer in model["model"]["layers"]):
+    layers = model["model"]["layers"]
+    if any("gate_proj" not in layer.get("mlp", ()) for layer in layers):
         raise UnsupportedModelError(
             f"{target.name}: distilling a draft of layers of models with experts is "
             f"not supported: {_INSTEAD}"
@@ -191,7 +192,8 @@ def head_of(target: Described) -> mx.array:
     Raises:
         UnsupportedModelError: it is packed, or see :func:`ends_of`.
     """
-    if not models_layers.has_text_model(target.model):
+    scaled = getattr(target.model, "logits_scaling", 1) != 1
+    if scaled or not models_layers.has_text_model(target.model):
         ends = ends_of(target)
         embedded = ends.embed(mx.zeros((1, 1), mx.int32))
         # With the scale that its code gives logits: those of unit vectors.
@@ -276,7 +278,7 @@ def make_student(
     kinds = getattr(known, "layer_types", None)
     if kinds:
         changes["layer_types"] = [kinds[i] for i in layers]
-        if "full_attention" not in changes["layer_types"]:
+        if "full_attention" not in changes["layer_types"] and "mamba" not in kinds:
             # mlx-lm looks for one.
             changes["layer_types"][-1] = "full_attention"
     prefix = ""
