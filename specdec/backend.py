@@ -15,6 +15,9 @@ from typing import Literal
 
 from .errors import CompilerMissingError
 
+#: Rounds on the device when the host builds another one, which it reads later.
+LOOKAHEAD = 1
+
 _INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
 
 
@@ -29,8 +32,6 @@ class BackendDefaults:
             (about 40 ms each); elsewhere every extra column costs instead.
         static_shapes: keep shapes the same from round to round, even when that
             computes a little more, because each new one costs.
-        lookahead: rounds that the host may lag behind the device, which builds
-            one while the one before runs.
         costs_by_token: a forward takes as long as it has tokens, and hardly longer to
             launch: speculative rounds are read at once and verify nothing in vain, and
             what one row costs says what any number does.
@@ -52,7 +53,6 @@ class BackendDefaults:
     name: Literal["cpu", "cuda", "metal"]
     read_bucket: int
     static_shapes: bool
-    lookahead: int
     costs_by_token: bool = False
     new_shape_seconds: float = 0.0
     compile_after: int | None = None
@@ -77,14 +77,11 @@ class BackendDefaults:
 _DEFAULTS = {
     each.name: each
     for each in (
-        BackendDefaults(
-            "cpu", read_bucket=1, static_shapes=False, lookahead=1, costs_by_token=True
-        ),
+        BackendDefaults("cpu", read_bucket=1, static_shapes=False, costs_by_token=True),
         BackendDefaults(
             "cuda",
             read_bucket=256,
             static_shapes=True,
-            lookahead=1,
             new_shape_seconds=0.04,
             compile_after=1,
             pad_single_token=True,
@@ -98,9 +95,7 @@ _DEFAULTS = {
         # new length costs nothing: a multiple of the keys that a block of the
         # attention kernel takes has all blocks full. Launching what a look takes may
         # cost more than it brings.
-        BackendDefaults(
-            "metal", read_bucket=32, static_shapes=False, lookahead=1, peek_rows=0
-        ),
+        BackendDefaults("metal", read_bucket=32, static_shapes=False, peek_rows=0),
     )
 }
 

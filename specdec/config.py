@@ -31,9 +31,6 @@ class EngineConfig:
         num_draft_tokens: tokens proposed per round; 0 decodes plainly, "auto"
             chooses for every round, 0 included. See docs/draft-length.md.
         prefill_step_size: prompt tokens per row in one prefill forward.
-        read_bucket: cache columns handed to attention are rounded up to a
-            multiple of this; ``None`` takes the backend's default
-            (:func:`specdec.backend.defaults`).
         kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
         kv_group_size: 32, 64 or 128 elements share a scale; it must divide the
             models' head size.
@@ -58,7 +55,6 @@ class EngineConfig:
     batch_size: int = DEFAULT_BATCH_SIZE
     num_draft_tokens: NumDraftTokens = DEFAULT_NUM_DRAFT_TOKENS
     prefill_step_size: int = DEFAULT_PREFILL_STEP_SIZE
-    read_bucket: int | None = None
     kv_bits: int | None = None
     kv_group_size: int = 64
     quantized_kv_start: int = 0
@@ -75,8 +71,6 @@ class EngineConfig:
         if self.num_draft_tokens != "auto":
             require_int("num_draft_tokens", self.num_draft_tokens, 0, other='"auto"')
         require_int("prefill_step_size", self.prefill_step_size, 1)
-        if self.read_bucket is not None:
-            require_int("read_bucket", self.read_bucket, 1)
         if self.kv_bits is not None:
             require_one_of("kv_bits", self.kv_bits, (4, 8))
         require_one_of("kv_group_size", self.kv_group_size, (32, 64, 128))

@@ -12,7 +12,10 @@ import mlx.nn as nn
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
-from .build import (
+from .config import EngineConfig
+from .draft_names import draft_for
+from .engine.async_server import Server
+from .engine.build import (
     check_alike,
     check_before_loading,
     check_shared,
@@ -20,9 +23,6 @@ from .build import (
     models_of,
     preflight_of,
 )
-from .config import EngineConfig
-from .draft_names import draft_for
-from .engine.async_server import Server
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
 from .engine.led import LeadingSession, follow
@@ -34,8 +34,8 @@ from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
 from .model_names import target_name
 from .models import LoadedModel, adopt, context_length, load
-from .models.chat_template import set_chat_template
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
+from .models.tokenizer import set_chat_template
 from .outputs import GenerationResult, RunStats, StreamEvent
 from .parallel import Follower, Leader, Ranks
 from .prefix_cache.store import PrefixStore, open_store
@@ -46,7 +46,6 @@ from .spec_decode import (
     NamedDrafter,
     describe,
     factory_of,
-    vocabulary_share,
 )
 from .spec_decode.draft_length import Forwards
 from .utils.printable import quoted
@@ -166,7 +165,8 @@ class SpecDecoder:
             backend=self._backend,
             store=self.prefix_store,
         )
-        self.stats = RunStats(vocabulary_share=vocabulary_share(self._drafter))
+        share = None if self._drafter is None else self._drafter.vocabulary_share
+        self.stats = RunStats(vocabulary_share=share)
         if target.ranks is not None:
             check_alike(target.ranks, target, model, self.config, self.draft_name)
         self.bounds = Bounds(

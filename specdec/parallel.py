@@ -226,8 +226,8 @@ class Leader(Ranks):
             self._released = True
             self._send(self._peers, ("release",))
 
-    def say(self, message: tuple[Any, ...]) -> None:
-        """Send a message to the other ranks, which hear all in their order."""
+    def send(self, message: tuple[Any, ...]) -> None:
+        """Send a message to the other ranks, which receive all in their order."""
         with self.turn:
             with self._changed:
                 self._released = False
@@ -245,7 +245,7 @@ class Leader(Ranks):
 
     def decide(self, what: str, make: Callable[[], T]) -> T:
         decided = make()
-        self.say((what, decided))
+        self.send((what, decided))
         return decided
 
     def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
@@ -358,7 +358,7 @@ class Follower(Ranks):
         atexit.register(self._close)
         self.memory_size = self.decide("memory", lambda: None)
 
-    def hear(self) -> tuple[Any, ...]:
+    def receive(self) -> tuple[Any, ...]:
         """The next message of rank 0: ``("end",)`` once it ends, from then on.
 
         Raises:
@@ -372,7 +372,7 @@ class Follower(Ranks):
         return message
 
     def decide(self, what: str, make: Callable[[], T]) -> T:
-        message = self.hear()
+        message = self.receive()
         if message[0] != what:
             raise RankError(
                 f"rank 0 says {message[0]} where rank {self.rank} waits for {what}"
@@ -381,7 +381,7 @@ class Follower(Ranks):
         return decided
 
     def check(self, facts: Facts, explain: Explain, *, wait: bool) -> None:
-        self._send(("facts", facts))
+        self._reply(("facts", facts))
 
     @contextmanager
     def reporting(self) -> Iterator[None]:
@@ -390,10 +390,10 @@ class Follower(Ranks):
             yield
         except Exception as error:
             ours = isinstance(error, SpecdecError)
-            self._send(("error", str(error) if ours else reason_of(error)))
+            self._reply(("error", str(error) if ours else reason_of(error)))
             raise
 
-    def _send(self, message: tuple[str, Facts]) -> None:
+    def _reply(self, message: tuple[str, Facts]) -> None:
         with suppress(OSError):  # the end of rank 0 is heard by who listens
             self._connection.sendall(pickle.dumps(message))
 

@@ -6,7 +6,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from specdec.models.detokenizer import ExactTokenizerWrapper
+from specdec.models.tokenizer import ExactTokenizerWrapper
 
 MERGES = ('{"', '":', '",', "tr", "true", "al", "se", '"}', "10", "name", '{"name')
 

@@ -32,22 +32,21 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter, DraftModel
 from specdec.spec_decode.draft_length import DraftLength
 
-# Exact shapes, speculative rounds read at once; bucketed shapes, read one behind,
+# Exact shapes, speculative rounds read at once; bucketed shapes, read a round late,
 # compiled forwards, padding in steps of one token, packed keys
 # and values unpacked for attention.
 AT_ONCE = BackendDefaults(
-    "cpu", read_bucket=1, static_shapes=False, lookahead=1, costs_by_token=True
+    "cpu", read_bucket=1, static_shapes=False, costs_by_token=True
 )
 BEHIND = BackendDefaults(
     "cuda",
     read_bucket=64,
     static_shapes=True,
-    lookahead=1,
     compile_after=1,
     pad_single_token=True,
     unpacks=True,
 )
-# As on Metal: shapes as they come, all rounds read one behind.
+# As on Metal: shapes as they come, all rounds read a round late.
 METAL = backend._DEFAULTS["metal"]
 VOCAB = 97
 BACKENDS = pytest.mark.parametrize("backend", [AT_ONCE, BEHIND], ids=["cpu", "gpu"])

@@ -1,4 +1,4 @@
-"""Defaults follow MLX's device; the compiler check tells what MLX would meet."""
+"""Defaults follow MLX's device; the compiler check shows what MLX would meet."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ needs_cpu_backend = pytest.mark.skipif(
 @pytest.mark.parametrize(
     ("device", "metal", "expected"),
     [
-        (mx.cpu, False, ("cpu", 1, False, 1, None)),
-        (mx.cpu, True, ("cpu", 1, False, 1, None)),
-        (mx.gpu, False, ("cuda", 256, True, 1, 1)),
-        (mx.gpu, True, ("metal", 32, False, 1, 0)),
+        (mx.cpu, False, ("cpu", 1, False, None)),
+        (mx.cpu, True, ("cpu", 1, False, None)),
+        (mx.gpu, False, ("cuda", 256, True, 1)),
+        (mx.gpu, True, ("metal", 32, False, 0)),
     ],
 )
 def test_defaults(
     monkeypatch: pytest.MonkeyPatch,
     device: mx.DeviceType,
     metal: bool,
-    expected: tuple[str, int, bool, int, int | None],
+    expected: tuple[str, int, bool, int | None],
 ) -> None:
     monkeypatch.setattr(mx, "default_device", lambda: mx.Device(device))
     monkeypatch.setattr(mx.metal, "is_available", lambda: metal)
@@ -40,7 +40,6 @@ def test_defaults(
         found.name,
         found.read_bucket,
         found.static_shapes,
-        found.lookahead,
         found.peek_rows,
     )
 

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 
-from specdec.config import MAX_BATCH_SIZE, EngineConfig
+from specdec.config import EngineConfig
 from specdec.errors import ConfigError
-from specdec.memory.plan import MAX_BATCH
 from specdec.sampling_params import SamplingParams
 
 
@@ -25,7 +24,6 @@ from specdec.sampling_params import SamplingParams
         ({"batch_size": None}, "batch_size is None"),
         ({"num_draft_tokens": -1}, "num_draft_tokens is -1: it must be a whole number"),
         ({"prefill_step_size": 0}, "prefill_step_size is 0"),
-        ({"read_bucket": 0}, "read_bucket is 0"),
         ({"kv_bits": 5}, "kv_bits is 5: it must be 4 or 8"),
         ({"kv_bits": 4.0}, "kv_bits is 4.0: it must be 4 or 8"),
         ({"kv_bits": "4"}, "kv_bits is '4': it must be 4 or 8"),
@@ -84,7 +82,7 @@ def test_sampling_params_refuse(options: dict[str, Any], message: str) -> None:
 
 
 def test_the_edges_are_allowed() -> None:
-    EngineConfig(batch_size=1, num_draft_tokens=0, prefill_step_size=1, read_bucket=1)
+    EngineConfig(batch_size=1, num_draft_tokens=0, prefill_step_size=1)
     EngineConfig(kv_bits=8, kv_group_size=32, quantized_kv_start=0, max_kv_size=5)
     SamplingParams(max_tokens=1, temperature=0, seed=-1)
     SamplingParams(temperature=1e6)
@@ -157,8 +155,3 @@ def test_params_of_another_type(
         per_prompt(params, 2)
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
-
-
-def test_plans_search_as_far_as_batches_go() -> None:
-    """A batch that is accepted and that no estimate would name, or the other way."""
-    assert MAX_BATCH == MAX_BATCH_SIZE

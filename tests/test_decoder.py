@@ -258,7 +258,7 @@ def test_a_processor_behind_a_stop_text(target: Any, k: int) -> None:
 
     def refuses_what_is_behind(tokens: Any, logits: Any) -> Any:
         calls.append(len(tokens) - 3)
-        # Two tokens make one piece of text: the one behind may be needed to see it.
+        # Two tokens make one piece of text: the one after may be needed to see it.
         if calls[-1] > at + 1:
             raise ArithmeticError
         return logits
@@ -365,8 +365,7 @@ def draft(tiny_model: Callable[..., Any]) -> LoadedModel:
 
 
 class NoDrafter:
-    def __init__(self, context: DraftContext):
-        self.hidden_layers = ()
+    def __init__(self, context: DraftContext): ...
 
 
 @pytest.mark.parametrize(
@@ -377,8 +376,8 @@ class NoDrafter:
         (NgramDrafter, "takes NgramOptions, not a DraftContext: .* drafter='ngram'"),
         (DraftModel, "drafter is the class DraftModel, which makes no drafter of a"),
         (lambda: None, "drafter is of type function, which makes no drafter"),
-        (NoDrafter, "drafter NoDrafter made a NoDrafter without rows, context_length"),
-        (lambda context: None, "made a NoneType without rows, context_length, hidden"),
+        (NoDrafter, "drafter NoDrafter made a NoDrafter: derive it from"),
+        (lambda context: None, "made a NoneType: derive it from"),
     ],
 )
 def test_what_is_no_factory(target: Any, drafter: Any, message: str) -> None:

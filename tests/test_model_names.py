@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from specdec import model_names
-from specdec.build import load_drafter
 from specdec.config import EngineConfig
 from specdec.decoder import SpecDecoder
 from specdec.draft_names import DraftSpec, ModelDraft, draft_for, named_draft
+from specdec.engine.build import load_drafter
 from specdec.errors import ConfigError, ModelNameError, ModelNotFoundError
 from specdec.models import LoadedModel, load, load_draft
-from specdec.models.fingerprint import fingerprint
+from specdec.models.draft_folder import fingerprint
 from specdec.models.model_outline import outline, outline_draft
 from specdec.tools.bench.recipe import Recipe
 

@@ -27,7 +27,7 @@ from specdec.prompts import (
 
 if TYPE_CHECKING:
     from specdec.models import LoadedModel
-from specdec.models.chat_template import set_chat_template
+from specdec.models.tokenizer import set_chat_template
 
 
 class FakeTokenizer:

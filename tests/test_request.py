@@ -67,7 +67,7 @@ def test_a_finished_sequence_takes_nothing() -> None:
 def test_a_round_counts_what_was_used(
     tokens: list[int], max_tokens: int, drafted: int, accepted: int
 ) -> None:
-    """Three tokens were drafted; those behind the row's end count as neither."""
+    """Three tokens were drafted; those after the row's end count as neither."""
     sequence = new_sequence(max_tokens)
     sequence.commit_round(tokens, 3)
     assert (sequence.drafted, sequence.accepted) == (drafted, accepted)

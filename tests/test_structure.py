@@ -24,7 +24,6 @@ LAYERS = (
     ("cli",),
     ("ray", "server", "tools"),
     ("decoder",),
-    ("build",),
     ("engine",),
     ("spec_decode", "memory"),
     ("models",),

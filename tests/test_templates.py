@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 from specdec import templates
 from specdec.errors import PromptError
 from specdec.models import LoadedModel
-from specdec.models.detokenizer import ExactTokenizerWrapper
+from specdec.models.tokenizer import ExactTokenizerWrapper
 from specdec.prompts import encode
 from specdec.templates import render_chat
 

@@ -18,7 +18,7 @@ from .kinds import (
     BatchQuantizedRotatingKVCache,
     BatchRotatingKVCache,
 )
-from .members import BatchCacheList
+from .members import BatchCacheList, members
 from .memo import Memo
 from .recurrent import BatchRecurrentCache
 from .ring import RingCache
@@ -40,6 +40,7 @@ __all__ = [
     "extend_caches",
     "make_batch_caches",
     "maybe_quantize",
+    "members",
     "place_caches",
     "reads_boolean_masks",
 ]

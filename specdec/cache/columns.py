@@ -88,9 +88,8 @@ _known: dict[tuple[Any, ...], bool] = {}
 def counts_columns(model: Any, caches: list[Any]) -> bool:
     """Whether other numbers are in the model's forward where attention reads more.
 
-    Not where one of its modules says, by an attribute ``counts_by_row``, that it takes
-    columns for the positions of keys alone, which they are, and not for those of
-    queries.
+    A module with the attribute ``counts_by_row`` is trusted: it takes columns for the
+    positions of keys, and works queries' positions out for each row.
 
     Args:
         caches: dense batch caches of the model, of three rows; they do not change.

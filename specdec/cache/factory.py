@@ -13,6 +13,7 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..errors import CacheError, UnsupportedModelError
+from ..utils.printable import first_line
 from .batch import BatchCache
 from .columns import counts_columns
 from .core import Settings
@@ -45,8 +46,8 @@ class CacheOptions:
         max_write: most tokens written in one call (prefill chunk or k + 1), and
             most that a ring can take back.
         read_bucket: the columns that attention reads are rounded up to a multiple
-            of this, so that shapes repeat, which saves time where each new one is
-            dear (a GPU); 1 reads exactly what is held.
+            of this. Shapes repeat then, and on a GPU a new shape takes long. 1 reads
+            exactly what is held.
         max_length: most tokens a row will ever hold, prefill's padding included,
             when that is known: memory never grows past it, and longer rows are
             refused.
@@ -228,7 +229,7 @@ def check_caches(
             return check_caches(model, name, replace(options, unpacks=True))
         if options.kv_bits is not None and options.packs_members:
             return check_caches(model, name, replace(options, packs_members=False))
-        reason = (str(error) or type(error).__name__).strip().splitlines()[0]
+        reason = first_line(error)
         if "No Metal back-end" in reason:
             raise UnsupportedModelError(
                 f"{name} has layers ({module}) that mlx-lm runs on Metal only: use "

@@ -23,7 +23,7 @@ from .core import Settings
 from .positions import ChunkedRule, LinearLayout, SlidingRule, whole
 from .quantized import Dense, Quantized, QuantizedRing
 from .ring import RingCache
-from .storage import Arrays, Codec, DenseCodec, QuantizedCodec
+from .storage import Arrays, Codec, DenseCodec
 
 DEFAULT_MAX_WRITE = 512
 DENSE = DenseCodec()
@@ -177,7 +177,7 @@ class _Chunked(RingCache):
         return made
 
 
-# The public classes.
+# The public classes. The first base says how keys and values are stored.
 
 
 class BatchQuantizedKVCache(Quantized, _Linear):
@@ -194,17 +194,6 @@ class BatchQuantizedKVCache(Quantized, _Linear):
     """
 
     single: ClassVar[Any] = mlx_lm_cache.QuantizedKVCache
-
-    def __init__(
-        self,
-        batch_size: int = 1,
-        *,
-        bits: int = 8,
-        group_size: int = 64,
-        **settings: Unpack[Settings],
-    ):
-        codec = QuantizedCodec(bits, group_size)
-        super().__init__(batch_size, codec=codec, **settings)
 
     @classmethod
     def _like_single(cls, cache: Any) -> Self:
@@ -230,9 +219,6 @@ class BatchKVCache(Dense, _Linear):
     single: ClassVar[Any] = mlx_lm_cache.KVCache
     quantized = BatchQuantizedKVCache
 
-    def __init__(self, batch_size: int = 1, **settings: Unpack[Settings]):
-        super().__init__(batch_size, **settings)
-
     def _make_single(self, arrays: Arrays | None, length: int) -> Any:
         made = self.single()
         if arrays is not None:
@@ -248,26 +234,6 @@ class BatchQuantizedRotatingKVCache(QuantizedRing, _Rotating):
         bits, group_size: as for :class:`BatchQuantizedKVCache`.
         settings: see :class:`~specdec.cache.core.CacheCore`.
     """
-
-    def __init__(
-        self,
-        batch_size: int = 1,
-        *,
-        max_size: int,
-        keep: int = 0,
-        max_write: int = DEFAULT_MAX_WRITE,
-        bits: int = 8,
-        group_size: int = 64,
-        **settings: Unpack[Settings],
-    ):
-        super().__init__(
-            batch_size,
-            max_size=max_size,
-            keep=keep,
-            max_write=max_write,
-            codec=QuantizedCodec(bits, group_size),
-            **settings,
-        )
 
 
 class BatchRotatingKVCache(Dense, _Rotating):
@@ -285,19 +251,6 @@ class BatchRotatingKVCache(Dense, _Rotating):
 
     quantized = BatchQuantizedRotatingKVCache
 
-    def __init__(
-        self,
-        batch_size: int = 1,
-        *,
-        max_size: int,
-        keep: int = 0,
-        max_write: int = DEFAULT_MAX_WRITE,
-        **settings: Unpack[Settings],
-    ):
-        super().__init__(
-            batch_size, max_size=max_size, keep=keep, max_write=max_write, **settings
-        )
-
 
 class BatchQuantizedChunkedKVCache(QuantizedRing, _Chunked):
     """Attention within chunks of positions, on quantized keys and values.
@@ -307,24 +260,6 @@ class BatchQuantizedChunkedKVCache(QuantizedRing, _Chunked):
         bits, group_size: as for :class:`BatchQuantizedKVCache`.
         settings: see :class:`~specdec.cache.core.CacheCore`.
     """
-
-    def __init__(
-        self,
-        batch_size: int = 1,
-        *,
-        chunk_size: int,
-        max_write: int = DEFAULT_MAX_WRITE,
-        bits: int = 8,
-        group_size: int = 64,
-        **settings: Unpack[Settings],
-    ):
-        super().__init__(
-            batch_size,
-            chunk_size=chunk_size,
-            max_write=max_write,
-            codec=QuantizedCodec(bits, group_size),
-            **settings,
-        )
 
 
 class BatchChunkedKVCache(Dense, _Chunked):
@@ -339,15 +274,3 @@ class BatchChunkedKVCache(Dense, _Chunked):
     """
 
     quantized = BatchQuantizedChunkedKVCache
-
-    def __init__(
-        self,
-        batch_size: int = 1,
-        *,
-        chunk_size: int,
-        max_write: int = DEFAULT_MAX_WRITE,
-        **settings: Unpack[Settings],
-    ):
-        super().__init__(
-            batch_size, chunk_size=chunk_size, max_write=max_write, **settings
-        )

@@ -28,7 +28,24 @@ class Dense(BatchCache):
 
 
 class Quantized(BatchCache):
-    """What mlx-lm's attention asks of a quantized cache."""
+    """What mlx-lm's attention asks of a quantized cache.
+
+    Args:
+        bits: 4 or 8.
+        group_size: 32, 64 or 128 elements share a scale and a bias.
+        settings: of the class beside this one, which says where tokens lie.
+    """
+
+    def __init__(
+        self,
+        batch_size: int = 1,
+        *,
+        bits: int = 8,
+        group_size: int = 64,
+        **settings: Any,
+    ):
+        codec = QuantizedCodec(bits, group_size)
+        super().__init__(batch_size, codec=codec, **settings)
 
     def _codec(self) -> QuantizedCodec:
         codec = self._storage.codec

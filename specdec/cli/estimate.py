@@ -79,8 +79,7 @@ def estimate(
     from ..memory.sampling_memory import FILTERED, GREEDY
     from ..model_names import target_name
     from ..models import context_length
-    from ..models.model_outline import outline, outline_draft
-    from ..models.tokenizer_checks import check_tokenizers
+    from ..models.model_outline import check_tokenizers, outline, outline_draft
     from ..spec_decode.factory import ngram_of
 
     target_outline = outline(

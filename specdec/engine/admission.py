@@ -11,9 +11,10 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, replace
 
 from ..errors import MemoryLimitError
-from ..memory import Choosing, MemoryPlan, RowNeeds, format_size
+from ..memory import Choosing, MemoryPlan, RowNeeds
 from ..request import Request
 from ..sampling_params import SamplingParams
+from ..utils.sizes import format_size
 
 
 @dataclass(frozen=True)

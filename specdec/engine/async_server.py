@@ -65,7 +65,7 @@ class _Request:
     index: int | None = None
 
 
-_Told = list[tuple[_Request, StreamEvent | Exception]]
+_Messages = list[tuple[_Request, StreamEvent | Exception]]
 
 
 class _Lane:
@@ -113,8 +113,8 @@ class _Worker(threading.Thread):
     Args:
         open_session: called in the thread.
         loop: that of the requests' readers.
-        hear: called in the loop, with what is for the requests.
-        hear_end: called in the loop, last, with what went wrong in the engine, if
+        receive: called in the loop, with what is for the requests.
+        receive_end: called in the loop, last, with what went wrong in the engine, if
             anything did.
         grammars: compiles what outputs have to follow; ``None``: they are compiled in
             the session's thread.
@@ -124,8 +124,8 @@ class _Worker(threading.Thread):
         self,
         open_session: OpenSession,
         loop: asyncio.AbstractEventLoop,
-        hear: Callable[[_Told], None],
-        hear_end: Callable[[BaseException | None], None],
+        receive: Callable[[_Messages], None],
+        receive_end: Callable[[BaseException | None], None],
         grammars: GrammarCompiler | None,
     ):
         # A loop that died without closing the server must not keep Python alive.
@@ -135,8 +135,8 @@ class _Worker(threading.Thread):
         self._looked = 0.0  # when that was
         self._open_session = open_session
         self._loop = loop
-        self._hear = hear
-        self._hear_end = hear_end
+        self._receive = receive
+        self._receive_end = receive_end
         self._grammars = grammars
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
         self._requests: dict[int, _Request] = {}
@@ -196,7 +196,7 @@ class _Worker(threading.Thread):
     def give_up(self, failure: BaseException | None) -> None:
         """Let the loop know that nothing comes any more; called by any thread."""
         with suppress(RuntimeError):  # the loop has gone, and all who could hear
-            self._loop.call_soon_threadsafe(self._hear_end, failure)
+            self._loop.call_soon_threadsafe(self._receive_end, failure)
 
     # -- in the tokenizing and the compiling thread ------------------------
 
@@ -212,9 +212,9 @@ class _Worker(threading.Thread):
             prompt = _UNREAD if unread else request.encode()
             stop_texts(request.params.stop)  # kept for the session's thread
         except Exception as error:
-            self._tell([(request, error)])
+            self._send([(request, error)])
         except BaseException as error:  # a prompt's own code may raise anything
-            self._tell([(request, PromptError(f"it fails ({reason_of(error)})"))])
+            self._send([(request, PromptError(f"it fails ({reason_of(error)})"))])
         else:
             self.add_encoded(request, prompt)
 
@@ -229,7 +229,7 @@ class _Worker(threading.Thread):
                 assert self._grammars is not None
                 request.grammar = self._grammars.compile(grammar)
         except Exception as error:
-            self._tell([(request, error)])
+            self._send([(request, error)])
         else:
             self._commands.put(partial(self._add, request, prompt))
 
@@ -297,13 +297,13 @@ class _Worker(threading.Thread):
 
     def _report(self, events: list[StreamEvent]) -> None:
         if events:
-            self._tell([(self._requests[e.index], e) for e in events])
+            self._send([(self._requests[e.index], e) for e in events])
         for event in events:
             if event.result is not None:
                 del self._requests[event.index]
 
-    def _tell(self, told: _Told) -> None:
-        self._loop.call_soon_threadsafe(self._hear, told)
+    def _send(self, messages: _Messages) -> None:
+        self._loop.call_soon_threadsafe(self._receive, messages)
 
     def _obey(self, session: Session, *, wait: bool) -> None:
         """Do what was asked for; with ``wait``, until something is."""
@@ -324,7 +324,7 @@ class _Worker(threading.Thread):
         try:
             request.index = session.add_encoded(prompt, params, grammar)
         except Exception as error:  # the request's own fault: nobody else's loss
-            self._tell([(request, error)])
+            self._send([(request, error)])
         else:
             self._requests[request.index] = request
             if ends:
@@ -425,7 +425,7 @@ class Server:
             raise ServerError("a server is entered once: make another one")
         loop = asyncio.get_running_loop()
         self._worker = _Worker(
-            self._open_session, loop, self._hear, self._hear_end, self._grammars
+            self._open_session, loop, self._receive, self._receive_end, self._grammars
         )
         self._worker.start()
         return self
@@ -439,7 +439,7 @@ class Server:
         await self.aclose()
 
     async def aclose(self) -> None:
-        """Cancel all requests, tell their results, and end the thread.
+        """Cancel all requests, report their results, and end the thread.
 
         It waits for the step that is running (a chunk of prefill or a round), and for
         the prompt that is being tokenized and the grammar that is being compiled.
@@ -563,11 +563,11 @@ class Server:
             timer = loop.call_later(timeout, worker.cut, request)
         try:
             while True:
-                told = await request.inbox.get()
-                if isinstance(told, Exception):
-                    raise told
-                yield told
-                if told.result is not None:
+                event = await request.inbox.get()
+                if isinstance(event, Exception):
+                    raise event
+                yield event
+                if event.result is not None:
                     return
         finally:
             if timer is not None:
@@ -593,17 +593,17 @@ class Server:
                     return event.result
         raise AssertionError("the last event has the result")
 
-    # -- what the thread tells, in the loop --------------------------------
+    # -- what the thread sends, in the loop --------------------------------
 
-    def _hear(self, told: _Told) -> None:
-        for request, event in told:
+    def _receive(self, messages: _Messages) -> None:
+        for request, event in messages:
             if request not in self._open:  # its reader has left
                 continue
             if isinstance(event, Exception) or event.result is not None:
                 self._open.remove(request)
             request.inbox.put_nowait(event)
 
-    def _hear_end(self, failure: BaseException | None) -> None:
+    def _receive_end(self, failure: BaseException | None) -> None:
         self._failure = failure
         for request in self._open:
             request.inbox.put_nowait(self._refusal())

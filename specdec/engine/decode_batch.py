@@ -17,22 +17,13 @@ from dataclasses import replace
 
 import mlx.core as mx
 
-from ..backend import BackendDefaults
+from ..backend import LOOKAHEAD, BackendDefaults
 from ..models.runner import ModelRunner
 from ..request import Request
 from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.drafter import (
-    backlog,
-    context,
-    nbytes,
-    new_shapes,
-    peek,
-    separate,
-)
-from ..spec_decode.ready import verify_inputs
 from ..spec_decode.verifier import Verifier
 from .in_flight import InFlight
 from .limits import DraftLimits
@@ -103,7 +94,7 @@ class DecodeBatch:
         self._draft: DraftRows | None = None
         if self._wants_draft():
             self._draft = self._begin_draft()
-            self._target.beside = context(self._draft)
+            self._target.beside = self._draft.context
         self._note_rows()
         # On the device, after all rounds that were handed out.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)
@@ -112,7 +103,7 @@ class DecodeBatch:
         """Tokens that the longest row can ever hold, rejected ones included."""
         longest = max(s.max_length for s in self.slots if s)
         # A row that has ended may be past its end by rounds that were not read.
-        return longest + (self._backend.lookahead + 2) * (self._limits.most + 1)
+        return longest + (LOOKAHEAD + 2) * (self._limits.most + 1)
 
     def _is_drafted(self, sequence: Request) -> bool:
         """Whether a row is drafted for, at least when it begins."""
@@ -137,7 +128,7 @@ class DecodeBatch:
             texts.append(prompt[0 if s and self._is_drafted(s) else -1 :] or (0,))
         rows = self._drafter.rows(texts, max_length=self._max_length())
         if any(salts := self._salts):
-            separate(rows, salts)
+            rows.separate(salts)
         return rows
 
     @property
@@ -152,7 +143,7 @@ class DecodeBatch:
     @property
     def cache_bytes(self) -> int:
         """Bytes of keys and values: the target's, and what the drafter keeps."""
-        draft = 0 if self._draft is None else nbytes(self._draft)
+        draft = 0 if self._draft is None else self._draft.nbytes
         return self._target.nbytes + draft
 
     @property
@@ -229,12 +220,12 @@ class DecodeBatch:
     @property
     def _backlog(self) -> int:
         """Tokens of a row, on average, that the drafter has to take in."""
-        return 0 if self._draft is None else backlog(self._draft)
+        return 0 if self._draft is None else self._draft.backlog
 
     @property
     def _new_shapes(self) -> int:
         """Forwards so far, of both models, of shapes that were not ready."""
-        draft = 0 if self._draft is None else new_shapes(self._draft)
+        draft = 0 if self._draft is None else self._draft.new_shapes
         return self._target.new_shapes + draft
 
     def lookahead(self, k: int) -> int:
@@ -246,7 +237,7 @@ class DecodeBatch:
         """
         if self._rules.needs_tokens or (k and self._backend.costs_by_token):
             return 0
-        return self._backend.lookahead
+        return LOOKAHEAD
 
     def _row_limits(self, k: int) -> tuple[int, ...]:
         """Draft tokens that each row may accept in a round of k; -1: it has ended."""
@@ -276,7 +267,7 @@ class DecodeBatch:
             if round_.given is not None:  # for those that do not look at it
                 vocab_size = round_.sampling.vocab_size
                 proposals = continued(round_.given, proposals, vocab_size)
-            inputs = verify_inputs(inputs, proposals)
+            inputs = proposals.after(inputs)
             self._observer.built("draft", inputs)
         elif looks:
             peeked = self._peek(round_)
@@ -305,8 +296,11 @@ class DecodeBatch:
         # What a grammar allows is not made for tokens that nobody verifies.
         most = self._limits.most
         asked = replace(round_, num_draft_tokens=most, grammar=None)
-        if (peeked := peek(self._draft, asked)) is not None:
-            self._pacing.look()
+        peeked = self._draft.peek(asked)
+        # Of tokens that were drawn, what rows emit does not say enough.
+        if peeked is None or peeked.probabilities is not None:
+            return None
+        self._pacing.look()
         return peeked
 
     def learn(self, in_flight: InFlight, kept: Sequence[int | None]) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..backend import BackendDefaults
+from ..backend import LOOKAHEAD, BackendDefaults
 from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
@@ -21,7 +21,7 @@ from ..output_text import Detokenizer, OutputText
 from ..outputs import EngineLoad, RunStats
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..spec_decode import Drafter, DraftGuard, vocabulary_share
+from ..spec_decode import Drafter, DraftGuard
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
 from .admission import Preflight
 from .decode_batch import DecodeBatch
@@ -82,7 +82,8 @@ class Engine:
         length: DraftLength | None = None,
         rehearsal: Rehearsal | None = None,
     ):
-        self.stats = RunStats(vocabulary_share=vocabulary_share(drafter))
+        share = None if drafter is None else drafter.vocabulary_share
+        self.stats = RunStats(vocabulary_share=share)
         #: What a step emitted, until its caller has it.
         self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()
@@ -372,8 +373,8 @@ class Engine:
     ) -> bool:
         """Whether rows that begin are drafted for; that holds until they end.
 
-        They are where rows that they join draft, and otherwise where that may pay for
-        what the drafter takes for their prompts.
+        They are if the running rows draft, and otherwise if a draft may pay for taking
+        in their prompts.
         """
         if drafter.hidden_layers:  # of these it is shown every row's
             return True
@@ -393,7 +394,7 @@ class Engine:
             Whether the rounds before it can wait to be read.
         """
         batch, ahead = self._running, len(self._in_flight)
-        if batch is None or ahead > self._backend.lookahead:
+        if batch is None or ahead > LOOKAHEAD:
             return False
         batch.expected = self._scheduler.expected
         if self._joining is not None:

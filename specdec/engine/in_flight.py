@@ -107,7 +107,7 @@ class InFlight:
                 continue
             kept, limit, *chosen = packed[i]
             read.append(kept)
-            valid = next((j for j in range(kept) if _hopeless(peaks[i][j])), kept)
+            valid = next((j for j in range(kept) if not isfinite(peaks[i][j])), kept)
             if self.first:
                 sequence.commit(chosen[:valid], reported[i][:valid])
             elif valid:
@@ -139,8 +139,3 @@ class InFlight:
 
 # By what str() makes of the largest logit.
 _COMPLAINTS = {"nan": "hold NaN", "inf": "hold infinity", "-inf": "leave no token"}
-
-
-def _hopeless(peak: float) -> bool:
-    """Whether nothing can be chosen from logits of which this is the largest."""
-    return not isfinite(peak)

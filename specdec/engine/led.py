@@ -118,16 +118,16 @@ class LeadingSession(Session):
             # Of those that nobody holds any more the others let go, too.
             alive = [each._number for each in LeadingSession._alive]
             LeadingSession._alive.add(self)
-            leader.say(("session", self._number, alive))
+            leader.send(("session", self._number, alive))
 
-    def _say(self, what: str, *content: object) -> None:
+    def _send(self, what: str, *content: object) -> None:
         if self._leader.broken:
             raise SessionError(
                 "a step did not end, so that the ranks wait for each other: start all "
                 "of them again"
             )
         self._leader.raise_failure()
-        self._leader.say((what, self._number, *content))
+        self._leader.send((what, self._number, *content))
 
     def add_encoded(
         self,
@@ -147,25 +147,25 @@ class LeadingSession(Session):
                 "a function of a module"
             ) from error
         with self._leader.turn:
-            self._say("add", prompt, params)
+            self._send("add", prompt, params)
             return super().add_encoded(prompt, params, grammar)
 
     def cancel(self, index: int) -> bool:
         self._check_whole()
         with self._leader.turn:
-            self._say("cancel", index)
+            self._send("cancel", index)
             return super().cancel(index)
 
     def warm_up(self) -> None:
         with self._leader.turn:
-            self._say("warm_up")
+            self._send("warm_up")
             super().warm_up()
 
     def step(self) -> list[StreamEvent]:
         if self._broken:
             return super().step()
         with self._leader.turn:
-            self._say("step")
+            self._send("step")
             self._leader.broken = True
             try:
                 events = super().step()
@@ -185,7 +185,7 @@ def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
     """
     sessions: dict[int, tuple[Session, _Commits]] = {}
     with follower.reporting():
-        while (message := follower.hear())[0] not in ("release", "end"):
+        while (message := follower.receive())[0] not in ("release", "end"):
             match message:
                 case ("session", number, alive):
                     sessions = {n: s for n, s in sessions.items() if n in alive}

@@ -13,12 +13,12 @@ from functools import partial
 from typing import Any
 
 import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from .. import backend
 from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..models.compiled import CompiledForwards
+from ..models.layers import arrays_of
 from ..models.runner import ModelRunner
 from ..parallel import Ranks
 from ..request import Request
@@ -32,7 +32,7 @@ from ..spec_decode.draft_length import (
     RoundCosts,
 )
 from ..spec_decode.draft_length.store import CostStore, default_path
-from ..spec_decode.guard import described
+from ..spec_decode.guard import as_drafter_error
 from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
 from ..spec_decode.vetting import vetted
@@ -184,7 +184,7 @@ def measure_forwards(
             for _ in range(SWEEPS)
         ]
     except Exception as error:  # a drafter of the user's may raise anything
-        raise described(error, drafter) from error
+        raise as_drafter_error(error, drafter) from error
     seconds = {what: min(sweep[what] for sweep in sweeps) for what in runs}
     several, one = seconds.pop(0), seconds.pop(-1, 0.0)
     if not one:
@@ -300,7 +300,7 @@ def draft_length(
     if config.num_draft_tokens != "auto" or drafter is None:
         return FixedLength(config.max_draft_tokens if drafter is not None else 0)
     kept = store or CostStore(default_path())
-    key = signature(config, target, drafter, defaults)
+    key = cost_key(config, target, drafter, defaults)
     load = partial(kept.load, key, new_shape=defaults.new_shape_seconds)
     save: Callable[[RoundCosts], None] | None = partial(kept.save, key)
     clock = time.perf_counter
@@ -325,7 +325,7 @@ def draft_length(
     return policy if ranks is None else LedLength(policy, ranks)
 
 
-def signature(
+def cost_key(
     config: EngineConfig,
     target: ModelRunner,
     drafter: Drafter,
@@ -344,9 +344,9 @@ def signature(
 
 
 def _model_facts(runner: ModelRunner) -> object:
-    parameters: Any = tree_flatten(runner.model.parameters())
     return type(runner.model).__module__, [
-        (name, array.shape, str(array.dtype)) for name, array in sorted(parameters)
+        (name, array.shape, str(array.dtype))
+        for name, array in sorted(arrays_of(runner.model))
     ]
 
 

@@ -3,8 +3,6 @@
 Nothing here imports mlx; :mod:`specdec.memory.model_geometry` reads models.
 """
 
-from ..cache.capacity import cache_slots, grown_capacity, ring_slots, round_up
-from ..utils.sizes import format_size, parse_size
 from .formulas import (
     kv_cache_bytes,
     logits_bytes,
@@ -23,16 +21,10 @@ __all__ = [
     "ModelGeometry",
     "Moment",
     "RowNeeds",
-    "cache_slots",
-    "format_size",
-    "grown_capacity",
     "kv_cache_bytes",
     "largest_fitting",
     "logits_bytes",
-    "parse_size",
     "quantized_elem_bytes",
     "recommend_quantization",
-    "ring_slots",
-    "round_up",
     "weight_bytes",
 ]

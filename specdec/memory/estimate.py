@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
+from ..config import MAX_BATCH_SIZE
 from ..utils.sizes import format_size
 from ..utils.tables import text_table
 from .formulas import recommend_quantization
 from .plan import (
-    MAX_BATCH,
     MAX_CONTEXT,
     PARTS,
     MemoryPlan,
@@ -84,7 +84,8 @@ class Estimate:
         """Most rows at this context."""
         limit = self.limit or 0
         return largest_fitting(
-            lambda n: self.plan.peak(self._rows(n, self.context)) <= limit, MAX_BATCH
+            lambda n: self.plan.peak(self._rows(n, self.context)) <= limit,
+            MAX_BATCH_SIZE,
         )
 
     def suggested_kv_bits(self) -> int | str | None:
@@ -175,7 +176,7 @@ class Estimate:
         return [
             f"at most {size}: {verdict}",
             f"largest context at this batch: {_most(context, MAX_CONTEXT, 'tokens')}",
-            f"largest batch at this context: {_most(batch, MAX_BATCH, 'rows')}",
+            f"largest batch at this context: {_most(batch, MAX_BATCH_SIZE, 'rows')}",
             f"suggested KV cache bits: {'none fits' if kv is None else kv}",
             f"suggested weight bits: {'none fits' if weights is None else weights}",
         ]

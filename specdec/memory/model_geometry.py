@@ -15,18 +15,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..cache import (
     BatchCache,
-    BatchCacheList,
     BatchRecurrentCache,
     CacheOptions,
     RingCache,
     check_caches,
     make_batch_caches,
+    members,
 )
 from ..models.draft_heads import BlockHead, DraftHead
+from ..models.layers import arrays_of, leaves_of
+from ..models.loaded import setting
 from ..models.recurrent import scan_bytes, with_recurrent_rows
 from ..models.row_positions import with_row_positions
 from .geometry import CacheGeometry, ModelGeometry
@@ -70,15 +71,14 @@ def geometry_of(
     dense: list[BatchCache] = []
     if options.kv_bits is not None and options.quantized_kv_start:
         dense, _ = _forward(model, name, replace(at_once, kv_bits=None))
-    settings = _Settings(config)
-    heads = settings.number("num_attention_heads", "n_heads", "num_heads", "n_head")
-    hidden = settings.number("hidden_size", "d_model", "n_embd", "dim", "model_dim")
+    heads = _number(config, "num_attention_heads", "n_heads", "num_heads", "n_head")
+    hidden = _number(config, "hidden_size", "d_model", "n_embd", "dim", "model_dim")
     nope, rope, values = (
-        settings.number(key)
+        _number(config, key)
         for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
     )
-    latent = settings.number("kv_lora_rank") > 0
-    head = settings.number("head_dim") or hidden // max(heads, 1)
+    latent = _number(config, "kv_lora_rank") > 0
+    head = _number(config, "head_dim") or hidden // max(heads, 1)
     queries = heads * (nope + rope if latent else head)
     unfolded = heads * (nope + values) if latent else 0
     elem_bytes: int = logits.dtype.size
@@ -87,8 +87,8 @@ def geometry_of(
     states_of_token, pair_bytes = scan_bytes(model)
     return ModelGeometry(
         name=name,
-        num_parameters=sum(_count(layer) for _, layer in _leaves(model)),
-        weight_bytes=sum(array.nbytes for _, array in _arrays(model)),
+        num_parameters=sum(_count(layer) for _, layer in leaves_of(model)),
+        weight_bytes=sum(array.nbytes for _, array in arrays_of(model)),
         caches=flat,
         dense_caches=tuple(map(_cache_geometry, dense)),
         vocab_size=int(logits.shape[-1]),
@@ -96,7 +96,7 @@ def geometry_of(
         # Measured on MLX's CPU backend, each width varied alone, and rounded up: the
         # outputs of a layer's projections; in float32, since norms compute in it, six
         # copies of its queries and eight residual streams.
-        token_bytes=elem_bytes * _layer_width(model, settings)
+        token_bytes=elem_bytes * _layer_width(model, config)
         + 24 * queries
         + 32 * hidden
         + states_of_token
@@ -124,10 +124,7 @@ def _forward(
     """The caches that a forward of one token leaves, and its logits."""
     made = make_batch_caches(model, 1, options, name)
     logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
-    flat: list[BatchCache] = []
-    for cache in made:
-        flat += cache.caches if isinstance(cache, BatchCacheList) else [cache]
-    return flat, logits
+    return members(made), logits
 
 
 def _cache_geometry(cache: BatchCache) -> CacheGeometry:
@@ -159,35 +156,16 @@ def _copied_bytes(caches: Sequence[BatchCache]) -> int:
     return copy + sum(unpacked[-UNDER_WAY:])
 
 
-class _Settings:
-    """Numbers of a configuration, or of its text part."""
-
-    def __init__(self, config: Mapping[str, Any]):
-        self._parts = (config, config.get("text_config") or {})
-
-    def number(self, *names: str) -> int:
-        """The first of ``names`` that is there; 0 when none is."""
-        for part in self._parts:
-            for name in names:
-                if isinstance(part.get(name), int):
-                    return int(part[name])
-        return 0
-
-
-def _arrays(model: nn.Module) -> list[tuple[str, mx.array]]:
-    leaves: Any = tree_flatten(model.parameters())
-    return list(leaves)
-
-
-def _leaves(model: nn.Module) -> list[tuple[str, Any]]:
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return list(leaves)
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    """The first of ``names`` that a configuration has as a number; else 0."""
+    value = setting(config, *names)
+    return value if isinstance(value, int) else 0
 
 
 def _count(layer: Any) -> int:
     """Parameters of a layer; scales and biases of a packed one are none."""
     if not hasattr(layer, "bits"):
-        return sum(array.size for _, array in _arrays(layer))
+        return sum(array.size for _, array in arrays_of(layer))
     bias = layer.bias.size if "bias" in layer else 0
     packed: int = layer.weight.size * 32 // layer.bits
     return packed + bias
@@ -196,16 +174,21 @@ def _count(layer: Any) -> int:
 _LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
 
 
-def _layer_width(model: nn.Module, settings: _Settings) -> int:
+def _layer_width(model: nn.Module, config: Mapping[str, Any]) -> int:
     """Outputs of all projections of the widest layer for one token.
 
     Of experts only of those that a token uses, and what is gathered for them.
     """
-    active = settings.number(
-        "num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_top_k", "top_k"
+    active = _number(
+        config,
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_top_k",
+        "top_k",
     )
     widths: dict[str, int] = defaultdict(int)
-    for path, layer in _leaves(model):
+    for path, layer in leaves_of(model):
         found = _LAYER.search(path)
         weight = layer.get("weight")
         if found is None or weight is None or weight.ndim < 2:

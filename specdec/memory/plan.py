@@ -5,14 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from ..backend import LOOKAHEAD, BackendDefaults
 from ..cache.capacity import CATCH_UP_STEP, chunk_width, padded_length, round_up
 from .formulas import logits_bytes
 from .geometry import ModelGeometry
 from .sampling_memory import GREEDY, Choosing, choosing_bytes
 
-# Searches for what fits end here: beyond any model's positions, and any batch.
+# A search for what fits ends here: beyond any model's positions.
 MAX_CONTEXT = 1 << 22
-MAX_BATCH = 1 << 14  # config.MAX_BATCH_SIZE
 
 PARTS = (
     "target weights",
@@ -77,11 +77,7 @@ class MemoryPlan:
         num_draft_tokens: k, tokens proposed in a round, at most.
         pauses: whether rounds may draft nothing, which the draft has to catch up with.
         prefill_step_size: prompt tokens per row in one forward.
-        read_bucket: columns that attention reads are rounded up to this.
-        lookahead: rounds that the backend lets the host lag behind the device.
-        static_shapes: what a draft missed is padded.
-        costs_by_token: speculative rounds are read at once.
-        pad_single_token: steps of one token per row compute two.
+        backend: how it shapes rounds.
         quantized_kv_start: tokens from which on caches are packed, if they are.
         prefix_bytes: of prefixes that are kept in memory beside the rows.
         lookup_bytes: of what n-grams are looked up in, and of looking.
@@ -92,11 +88,7 @@ class MemoryPlan:
     num_draft_tokens: int = 0
     pauses: bool = False
     prefill_step_size: int
-    read_bucket: int = 1
-    lookahead: int = 1
-    static_shapes: bool = True
-    costs_by_token: bool = False
-    pad_single_token: bool = False
+    backend: BackendDefaults
     quantized_kv_start: int = 0
     prefix_bytes: int = 0
     lookup_bytes: int = 0
@@ -135,7 +127,7 @@ class MemoryPlan:
     def _prefill(self, rows: Sequence[RowNeeds]) -> Moment:
         """The last chunk of the longest prompt."""
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        width = chunk_width(prompt, self.prefill_step_size, self.read_bucket)
+        width = chunk_width(prompt, self.prefill_step_size, self.backend.read_bucket)
         parts = self._weights()
         for name, model in self._models():
             self._add(parts, name, model, rows, prompt, width, self._max_write)
@@ -151,16 +143,16 @@ class MemoryPlan:
             # A draft takes in what it missed in pieces; with static shapes the last
             # one is padded.
             if name == "draft" and self.pauses:
-                held += CATCH_UP_STEP if self.static_shapes else 0
+                held += CATCH_UP_STEP if self.backend.static_shapes else 0
                 width = max(width, min(CATCH_UP_STEP, held))
-                writes = width + self.pad_single_token
+                writes = width + self.backend.pad_single_token
             self._add(parts, name, model, rows, held, width, writes)
             if k:
                 inputs += model.held_bytes(len(rows), width)
         # Rows that leave and rows that join copy a layer twice more, in one go.
         parts["growth and joins"] *= 3 if len(rows) > 1 else 1
         parts["activations"] += self._features(len(rows), self._wide)
-        heads = [(self.target, max(k, self.pad_single_token))]
+        heads = [(self.target, max(k, self.backend.pad_single_token))]
         if self.draft:
             # A draft model's first forward of a round takes two tokens.
             heads.append((self.draft, k if self.draft.proposes_blocks else 1))
@@ -194,7 +186,7 @@ class MemoryPlan:
         # then as prefill has made them.
         layer = max(self._layers(model, rows, length, self._max_write), default=0)
         columns = model.columns(
-            length, max_write=max_write, read_bucket=self.read_bucket
+            length, max_write=max_write, read_bucket=self.backend.read_bucket
         )
         forward = model.workspace_bytes(len(rows), width, columns)
         for part, size in ("growth and joins", layer), ("activations", forward):
@@ -203,8 +195,8 @@ class MemoryPlan:
     def _calibration(self, num_rows: int) -> Moment:
         """What rounds cost is measured, before the first, at so many rows."""
         # Where tokens cost time, at one; two runs are on their way everywhere.
-        num_rows = 1 if self.costs_by_token else num_rows
-        ahead = replace(self, costs_by_token=False, lookahead=max(1, self.lookahead))
+        num_rows = 1 if self.backend.costs_by_token else num_rows
+        ahead = replace(self, backend=replace(self.backend, costs_by_token=False))
         rows = [RowNeeds(1, CATCH_UP_STEP + 4 * self._round)] * num_rows
         return replace(ahead._decoding(rows), name="measuring")
 
@@ -221,8 +213,8 @@ class MemoryPlan:
     @property
     def _ahead(self) -> int:
         """Rounds in flight after the one that is read."""
-        at_once = self.costs_by_token and self.num_draft_tokens
-        return 0 if at_once else self.lookahead
+        at_once = self.backend.costs_by_token and self.num_draft_tokens
+        return 0 if at_once else LOOKAHEAD
 
     @property
     def _round(self) -> int:
@@ -232,7 +224,7 @@ class MemoryPlan:
     @property
     def _wide(self) -> int:
         """The same, with padding: what a ring has to be able to undo."""
-        return self._round + self.pad_single_token
+        return self._round + self.backend.pad_single_token
 
     @property
     def _max_write(self) -> int:
@@ -245,18 +237,18 @@ class MemoryPlan:
         wanted, and rounds in flight write after them.
         """
         context = max((r.context for r in rows), default=0)
-        written = (self._ahead + 1) * self._round + self.pad_single_token
+        written = (self._ahead + 1) * self._round + self.backend.pad_single_token
         return context - 2 + written if context else 0
 
     def _max_length(self, rows: Sequence[RowNeeds]) -> int:
         """The bound that the engine gives its caches (DecodeBatch, ModelRunner)."""
         context = max((r.context for r in rows), default=0)
         prompt = max((r.prompt_tokens - 1 for r in rows), default=0)
-        padded = padded_length(prompt, self.prefill_step_size, self.read_bucket)
+        padded = padded_length(prompt, self.prefill_step_size, self.backend.read_bucket)
         if self.prefix_bytes:  # a chunk can begin after any prefix
             padded = prompt + self.prefill_step_size
-        most = max(context + (self.lookahead + 2) * self._round, padded)
-        return round_up(most, self.read_bucket)
+        most = max(context + (LOOKAHEAD + 2) * self._round, padded)
+        return round_up(most, self.backend.read_bucket)
 
     def _layers(
         self,

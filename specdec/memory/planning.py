@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
-
-import mlx.core as mx
-from mlx.utils import tree_flatten
 
 from ..backend import BackendDefaults
 from ..config import EngineConfig
+from ..models.layers import arrays_of
 from ..models.loaded import Described
 from ..models.runner import cache_options
 from . import MemoryPlan
@@ -46,8 +43,10 @@ def plan_memory(
     ]
     planned = None
     if draft is not None and k:
-        shared = _arrays(target).keys() & _arrays(draft).keys()
-        own = sum(a.nbytes for i, a in _arrays(draft).items() if i not in shared)
+        # It may share weights with its target.
+        lent = {id(array) for _, array in arrays_of(target.model)}
+        arrays = {id(array): array for _, array in arrays_of(draft.model)}
+        own = sum(array.nbytes for i, array in arrays.items() if i not in lent)
         planned = replace(described[1], weight_bytes=own)
     return MemoryPlan(
         target=described[0],
@@ -55,18 +54,8 @@ def plan_memory(
         num_draft_tokens=k,
         pauses=config.num_draft_tokens == "auto",
         prefill_step_size=config.prefill_step_size,
-        read_bucket=options.read_bucket,
-        lookahead=backend.lookahead,
-        static_shapes=backend.static_shapes,
-        costs_by_token=backend.costs_by_token,
-        pad_single_token=backend.pad_single_token,
+        backend=backend,
         quantized_kv_start=config.quantized_kv_start,
         prefix_bytes=config.prefix_memory,
         lookup_bytes=lookup_bytes if k else 0,
     )
-
-
-def _arrays(described: Described) -> dict[int, mx.array]:
-    """The weights, by identity: a draft may share some with its target."""
-    leaves: Any = tree_flatten(described.model.parameters())
-    return {id(array): array for _, array in leaves}

@@ -1,8 +1,7 @@
 """Loading models: MLX folders, hub ids, GGUF files; vocabulary checks."""
 
-from .context import context_length
 from .convert import convert
-from .loaded import LoadedModel
+from .loaded import LoadedModel, context_length
 from .loading import adopt, load, load_draft
 from .vocabulary import VocabularyMap, map_vocabulary
 

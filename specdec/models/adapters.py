@@ -34,11 +34,10 @@ def adapt(model: nn.Module, adapter_path: str | os.PathLike[str]) -> None:
     try:
         load_adapters(model, str(folder))
     except Exception as error:  # its files may say anything
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        why = " ".join(line.strip() for line in lines)
+        why = shorten(error) or type(error).__name__
         raise ModelError(
-            f"adapter {folder} does not fit the model ({shorten(why)}): give the model "
-            "that it was trained on"
+            f"adapter {folder} does not fit the model ({why}): give the model that it "
+            "was trained on"
         ) from error
     model.eval()
 

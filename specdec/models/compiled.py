@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from ..cache import BatchCache, BatchCacheList, Memo
+from ..cache import BatchCache, BatchCacheList, Memo, members
 from ..prefix_cache.signature import Weights
 from ..utils.printable import shorten
 from .hidden_states import HiddenStates
@@ -118,15 +118,15 @@ class CompiledForwards:
         """
         if self._refused:
             return None
-        members = _members(caches)
+        parts = members(caches)
         width = inputs[0].shape[1] + padding
-        keys = [cache.reserve(width) for cache in members]
+        keys = [cache.reserve(width) for cache in parts]
         if None in keys:
             return None
-        given = [cache.given() for cache in members]
+        given = [cache.given() for cache in parts]
         keys += [form for form, _ in given]
         offsets: list[mx.array] = []
-        groups = [_place(offsets, cache.offset) for cache in members]
+        groups = [_place(offsets, cache.offset) for cache in parts]
         # Operations belong to the stream that was current when they were made.
         stream = mx.default_stream(mx.default_device())
         shapes = tuple((array.shape, array.dtype) for array in inputs)
@@ -139,7 +139,7 @@ class CompiledForwards:
             self.new_shapes += 1
             if self._met[key] <= self._after and not CompiledForwards._at_once:
                 return None
-            function = self._make(name, caches, members, groups, padding)
+            function = self._make(name, caches, parts, groups, padding)
         held = [arrays for _, arrays in given]
         try:
             found, hidden, offsets, held = function.call(list(inputs), offsets, held)
@@ -160,7 +160,7 @@ class CompiledForwards:
             )
             return None
         for cache, group, form, arrays in zip(
-            members, groups, function.forms, held, strict=True
+            parts, groups, function.forms, held, strict=True
         ):
             cache.take(form, arrays, offsets[group], width, padding)
         self._functions[key] = function
@@ -197,12 +197,12 @@ class CompiledForwards:
         self,
         name: str,
         caches: Sequence[Any],
-        members: list[BatchCache],
+        parts: list[BatchCache],
         groups: list[int],
         padding: int,
     ) -> Function:
         model, recorder = self._model, self._recorder
-        bare = [cache.without_arrays() for cache in members]
+        bare = [cache.without_arrays() for cache in parts]
         forms: list[Any] = []
         sizes = [
             len(c.caches) if isinstance(c, BatchCacheList) else None for c in caches
@@ -245,14 +245,6 @@ class CompiledForwards:
             return found, hidden, after, [arrays for _, arrays in left]
 
         return Function(mx.compile(forward), forms)
-
-
-def _members(caches: Sequence[Any]) -> list[BatchCache]:
-    """The caches, lists of them taken apart."""
-    members: list[BatchCache] = []
-    for cache in caches:
-        members += cache.caches if isinstance(cache, BatchCacheList) else [cache]
-    return members
 
 
 def _place(arrays: list[mx.array], array: mx.array) -> int:

@@ -1,8 +1,7 @@
 """What converting weights holds beside them while a model is loaded.
 
-Weights are read, cast and widened one after the other; while one is converted,
-both its forms are held. The order is that of the code which converts
-(gguf_weights.py, precision.py), so that the peak is a sum of sizes.
+Weights are read, cast and widened one after the other; while one is converted, both its
+forms are held, and what the conversion takes.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
 
 from ..cuda.fused_linear import joining_bytes
 from .gguf.header import GGUFFile
 from .gguf.tensors import CHUNK
-from .gguf.weights import WeightFormat, describe_weights
+from .gguf.weights import WeightFormat, read_weights
+from .layers import arrays_of, leaves_of
 
 # Bytes of an element while it is converted.
 _FLOAT32 = 4
@@ -26,14 +25,12 @@ _FLOAT32 = 4
 
 def weights_of(model: nn.Module) -> Weights:
     """What of ``model`` decides how much its conversion holds."""
-    arrays: Any = tree_flatten(model.parameters())
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
     packed = {
         path: layer.weight.size * 32 // layer.bits + layer.scales.size
-        for path, layer in leaves
+        for path, layer in leaves_of(model)
         if hasattr(layer, "bits") and "scales" in layer
     }
-    return Weights({path: array.nbytes for path, array in arrays}, packed)
+    return Weights({path: array.nbytes for path, array in arrays_of(model)}, packed)
 
 
 @dataclass(frozen=True)
@@ -67,64 +64,60 @@ class Weights:
 
 
 class Conversions:
-    """The fullest moment of the steps noted, in bytes."""
+    """The fullest moment of the conversions noted, in bytes.
+
+    It is taken to be the last one: everything is converted, but for what holds most
+    beside its result.
+    """
 
     def __init__(self) -> None:
         self._most = 0
 
     def peak(self, model: nn.Module) -> int:
-        """Most that was held at any step, and at least the model itself."""
+        """Most that was held at any moment, and at least the model itself."""
         return max(self._most, sum(weights_of(model).arrays.values()))
 
-    def _step(self, held: int, steps: Iterable[tuple[int, int, int]]) -> None:
-        """Each step holds (source, work, result) and keeps the result."""
-        for source, work, result in steps:
-            self._most = max(self._most, held + source + work + result)
-            held += result
+    def _note(self, results: Iterable[int], beside: Iterable[int]) -> None:
+        self._most = max(self._most, sum(results) + max(beside, default=0))
 
     def reading(
         self, file: GGUFFile, config: dict[str, Any], form: WeightFormat
     ) -> None:
         """Tensors of a GGUF file: in parts that are joined, each through float32."""
-        arrays, packed = describe_weights(file, config, form)
-        steps = []
-        for name, array in arrays.items():
+        arrays, packed = read_weights(file, config, form, lazy=True)
+
+        def beside(name: str, array: mx.array) -> int:
             through = 0 if name.rpartition(".")[0] in packed else _FLOAT32
             parts = array.nbytes if array.size > CHUNK else 0
-            steps.append((parts, min(array.size, CHUNK) * through, array.nbytes))
-        self._step(0, steps)
+            return parts + min(array.size, CHUNK) * through
+
+        results = (array.nbytes for array in arrays.values())
+        self._note(results, (beside(*each) for each in arrays.items()))
 
     def casting(self, before: Weights, after: Weights, dtype: mx.Dtype) -> None:
-        """Layers of a folder, read as they are cast: packed ones, then the others."""
+        """Layers of a folder, read as they are cast."""
         old, new = before.layers, after.layers
-        last_first = list(new)[::-1]
-        order = [x for x in last_first if x in before.packed]
-        order += [x for x in last_first if x not in before.packed]
-        steps = []
-        for layer in order:
+
+        def beside(layer: str) -> int:
             work, source = before.unpacking(layer), old[layer]
             if work and dtype == mx.float32:
                 work //= 2  # one of the two matrices is the result
             if not work and source == new[layer]:
                 source = 0  # nothing to cast
-            steps.append((source, work, new[layer]))
-        self._step(0, steps)
+            return source + work
+
+        self._note(new.values(), map(beside, new))
 
     def widening(self, before: Weights, after: Weights) -> None:
-        """All are loaded; each array that changes is replaced in turn, last first."""
-        held = sum(before.arrays.values())
-        for path in reversed(list(after.arrays)):
-            old, new = before.arrays[path], after.arrays[path]
-            if old != new:
-                self._most = max(self._most, held + new)
-            held += new - old
+        """All are loaded; each array that changes is replaced in turn."""
+        changed = (n for p, n in before.arrays.items() if n != after.arrays[p])
+        self._note(after.arrays.values(), changed)
 
     def joining(self, model: nn.Module) -> None:
         """All are loaded; layers of one input are stacked, a group at a time."""
-        held = sum(weights_of(model).arrays.values())
-        self._most = max(self._most, held + joining_bytes(model))
+        self._note(weights_of(model).arrays.values(), [joining_bytes(model)])
 
     def quantizing(self, target: Weights, draft: Weights) -> None:
-        """The target's layers, in its order, through floats where they are packed."""
-        steps = ((0, target.unpacking(x), size) for x, size in draft.layers.items())
-        self._step(0, steps)
+        """The target's layers, through floats where they are packed."""
+        layers = draft.layers
+        self._note(layers.values(), map(target.unpacking, layers))

@@ -14,9 +14,9 @@ from mlx_lm.utils import load_tokenizer, save_config, save_model
 
 from ..errors import ConfigError, ModelError, UnsupportedModelError
 from ..utils.printable import shorten
+from .folder import tokenizer_config
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
-from .trust import tokenizer_config
 
 _BITS = (4, 8, 16)
 _GROUP_SIZES = (32, 64, 128)

@@ -7,6 +7,7 @@ tokenizer are the target's own objects.
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import os
 from pathlib import Path
@@ -14,15 +15,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.utils import load_model
 
 from ..errors import ModelError, SpecdecError, UnsupportedModelError
 from ..utils.data_files import DataError, check_shape, read_json
-from .fingerprint import fingerprint
-from .folder import check_folder
-from .layers import text_model
+from .folder import check_folder, refused_code
+from .layers import arrays_of, text_model
 from .loaded import Described, LoadedModel
-from .trust import refused_code
 
 log = logging.getLogger("specdec.models")
 
@@ -64,6 +64,23 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
 def has_layers_only(card: dict[str, Any] | None) -> bool:
     """Whether embedding and head are to come from the target."""
     return card is not None and card.get("embedding") == "target"
+
+
+def fingerprint(model: nn.Module) -> str:
+    """A hash of a model's shape and of its norms.
+
+    Norms are never packed, and training a model changes them; rounded to bfloat16
+    they are the same in a GGUF file, a folder made of it, and a quantized copy.
+    """
+    found = hashlib.sha256()
+    every = sorted(arrays_of(model))
+    norms = [(name, a) for name, a in every if "norm" in name and a.ndim == 1]
+    for name, array in norms:
+        short = name.removeprefix("language_model.")
+        found.update(f"{short} {array.size}".encode())
+        rounded = array.astype(mx.bfloat16).astype(mx.float32)
+        found.update(np.array(rounded).tobytes())
+    return found.hexdigest()
 
 
 def is_made_for(card: dict[str, Any], target: LoadedModel) -> bool:

@@ -3,6 +3,9 @@
 mlx-lm reads each file that has the right name and builds all layers before it compares
 them with the weights. So what is looked at here is that the files are plain, and that
 the configuration asks for no more than the weights can fill.
+
+mlx-lm and transformers can import Python files that lie beside a model's weights. Every
+call that could is given the user's answer, so that none of them asks on standard input.
 """
 
 from __future__ import annotations
@@ -15,7 +18,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..errors import ModelError
+from ..errors import ModelError, UnsupportedModelError
 from ..utils.data_files import DataError, read_json, read_table
 from ..utils.files import MOST_BYTES, NOT_PLAIN
 from ..utils.printable import quoted, shorten
@@ -196,3 +199,19 @@ def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
             waiting.extend((key, each) for each in value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
             yield key, value
+
+
+def tokenizer_config(trust_remote_code: bool) -> dict[str, Any]:
+    """What mlx-lm is to pass on to transformers."""
+    return {"trust_remote_code": bool(trust_remote_code)}
+
+
+def refused_code(source: str, error: Exception) -> UnsupportedModelError | None:
+    """The error of ours where ``error`` says that code was not run; else ``None``."""
+    # Both libraries name their own option there.
+    if not isinstance(error, ValueError) or "trust_remote_code" not in str(error):
+        return None
+    return UnsupportedModelError(
+        f"{source} wants to run Python code from its folder: read that code, and if "
+        "you trust it, add --trust-remote-code (trust_remote_code=True)"
+    )

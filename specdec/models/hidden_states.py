@@ -9,12 +9,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from ..errors import UnsupportedModelError
-from .layers import layers_of, with_layers
-from .trunk import Called, calling, trunk_of
+from .layers import Called, calling, layers_of, path_to_trunk, with_layers
 
 
 class HiddenStates:
-    """The outputs of the layers that are listened to, in a model's last forward.
+    """The outputs of the recorded layers in a model's last forward.
 
     Args:
         layers: in the order in which they were asked for.
@@ -24,7 +23,7 @@ class HiddenStates:
         self._layers = tuple(layers)
         self._outputs: dict[int, mx.array] = {}
 
-    def hear(self, layer: int) -> Called:
+    def record(self, layer: int) -> Called:
         """What a layer's calls become, so that what it puts out is taken."""
 
         def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -73,7 +72,7 @@ def record_layers(
         UnsupportedModelError: it is not built of layers that can be listened to, or
             it has no such layer.
     """
-    trunk_of(model, name, "reading hidden states")
+    path_to_trunk(model, name, "reading hidden states")
     every = layers_of(model)
     if any(not -len(every) <= i < len(every) for i in layers):
         raise UnsupportedModelError(
@@ -83,5 +82,5 @@ def record_layers(
     wanted = [i % len(every) for i in layers]
     states = HiddenStates(wanted)
     for i in set(wanted):
-        every[i] = calling(every[i], states.hear(i))
+        every[i] = calling(every[i], states.record(i))
     return with_layers(model, every), states

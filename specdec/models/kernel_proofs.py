@@ -24,7 +24,7 @@ def kept_proofs() -> AbstractContextManager[None]:
     path = kept_path("kernels.json")
     kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
     _forget_what_is_gone(kept)
-    return proofs.kept_in(KeptProofs(kept, signature()))
+    return proofs.kept_in(KeptProofs(kept, proof_key()))
 
 
 _looked: set[Path] = set()
@@ -35,8 +35,8 @@ def _forget_what_is_gone(kept: KeptEntries) -> None:
     if kept.path in _looked:
         return
     _looked.add(kept.path)
-    if not compiled_before() and signature() in kept.load():
-        kept.save(signature(), {})
+    if not compiled_before() and proof_key() in kept.load():
+        kept.save(proof_key(), {})
 
 
 def compiled_before() -> bool:
@@ -54,7 +54,7 @@ def compiled_before() -> bool:
 
 
 @cache
-def signature() -> str:
+def proof_key() -> str:
     """What a proof depends on: the device, versions, and the kernels' sources."""
     described = backend.describe()
     facts = [described[name] for name in ("specdec", "mlx", "backend", "device")]

@@ -1,34 +1,98 @@
-"""The target with some of its layers skipped: a draft that shares its weights."""
+"""Models that run with caches for some of their layers only.
+
+A model may ask for caches that it never writes. A draft is the target with some of its
+layers skipped, which shares its weights.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from functools import partial
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
+from ..cache import CacheOptions, make_batch_caches
 from ..errors import ConfigError
-from .layers import InPlace, check_layers, layers_of, with_layers
+from .layers import calling, check_layers, first_of, layers_of, with_layers
 from .row_positions import with_row_positions
 
 
-class Skipped(InPlace):
-    """In the place of a layer that is skipped."""
+class FewerCaches(nn.Module):
+    """A model with caches for just some of the places that it asks one for.
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self.given(args, kwargs)
+    The model takes its masks from a cache of each kind, at a place of its choice.
+    Where there is none, it is shown the nearest cache of the same kind.
+
+    Args:
+        model: an mlx-lm model; shared, never changed.
+        kept: the places of the caches that there are, ascending.
+    """
+
+    def __init__(self, model: nn.Module, kept: Iterable[int]):
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.model = model
+        self._kept = tuple(kept)
+        self._shown = _stand_ins(make_prompt_cache(model), self._kept)
+        #: As mlx-lm's models have it.
+        self.args = getattr(model, "args", None)
+
+    @property
+    def layers(self) -> Any:
+        """The layers of the model."""
+        return self.model.layers
+
+    def make_cache(self) -> list[Any]:
+        """mlx-lm's caches at the places that are kept."""
+        return self.of_all(make_prompt_cache(self.model))
+
+    def of_all(self, caches: Sequence[Any]) -> list[Any]:
+        """Of one cache for each that the model asks for, those that are kept."""
+        return [caches[i] for i in self._kept]
+
+    def among_all(self, kept: Sequence[Any]) -> list[Any]:
+        """The inverse of :meth:`of_all`: the others are empty ones of mlx-lm's."""
+        caches = make_prompt_cache(self.model)
+        for i, cache in zip(self._kept, kept, strict=True):
+            caches[i] = cache
+        return caches
+
+    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
+        """Logits of shape (B, S, V).
+
+        Args:
+            inputs: shape (B, S).
+            cache: those that are kept.
+        """
+        if cache is not None:
+            cache = [None if i is None else cache[i] for i in self._shown]
+        logits: mx.array = self.model(inputs, cache=cache)
+        return logits
 
 
-class SkippingModel(nn.Module):
+def without_idle(
+    model: nn.Module, options: CacheOptions, name: str
+) -> tuple[nn.Module, mx.array]:
+    """The model, without caches that it asks for and never writes.
+
+    Returns:
+        ``model`` itself if it has none, and the logits of one token, shape (1, 1, V).
+        A graph is built, nothing is computed.
+    """
+    caches = make_batch_caches(model, 1, options, name)
+    logits: mx.array = model(mx.array([[0]]), cache=caches)
+    written = [i for i, cache in enumerate(caches) if not cache.empty()]
+    if not written or len(written) == len(caches):
+        return model, logits
+    return FewerCaches(model, written), logits
+
+
+class SkippingModel(FewerCaches):
     """A model of which only some layers run, with caches for just those.
 
     Layers keep their places, and so their kind where it goes by the place (every
-    sixth of Gemma 3 sees everything). The model takes its masks from a cache of
-    each kind, at a place of its choice: where the layer there is skipped, it is shown
-    the cache of a layer of the same kind that runs.
+    sixth of Gemma 3 sees everything).
 
     Args:
         model: an mlx-lm model; shared, never changed.
@@ -41,7 +105,6 @@ class SkippingModel(nn.Module):
     """
 
     def __init__(self, model: nn.Module, layers: Sequence[int], name: str = "model"):
-        super().__init__()  # type: ignore[no-untyped-call]
         model = with_row_positions(model)
         places = check_layers(model, name, "skipping layers")
         every = layers_of(model)
@@ -51,18 +114,13 @@ class SkippingModel(nn.Module):
                 f"there is no layer {max(layers, default=0)}"
             )
         running = set(layers)
-        self.model = with_layers(
-            model, [e if i in running else Skipped(e) for i, e in enumerate(every)]
-        )
-        self._make_cache = partial(make_prompt_cache, model)
-        caches = self._make_cache()
+        caches = make_prompt_cache(model)
         skipped = {p for i, p in enumerate(places) if i not in running}
-        self._kept = tuple(i for i in range(len(caches)) if i not in skipped)
-        _check_attention(caches, self._kept, places, name)
+        kept = [i for i in range(len(caches)) if i not in skipped]
+        _check_attention(caches, kept, places, name)
+        some = [e if i in running else _skipped(e) for i, e in enumerate(every)]
+        super().__init__(with_layers(model, some), kept)
         self._running = tuple(layers)
-        #: As mlx-lm's models have it.
-        self.args = getattr(model, "args", None)
-        self._shown = stand_ins(caches, self._kept)
 
     @property
     def layers(self) -> list[nn.Module]:
@@ -70,21 +128,15 @@ class SkippingModel(nn.Module):
         every = layers_of(self.model)
         return [every[i] for i in self._running]
 
-    def make_cache(self) -> list[Any]:
-        """mlx-lm's caches of the layers that run."""
-        caches = self._make_cache()
-        return [caches[i] for i in self._kept]
 
-    def __call__(self, inputs: mx.array, cache: list[Any] | None = None) -> mx.array:
-        """Logits of shape (B, S, V).
-
-        Args:
-            inputs: shape (B, S).
-            cache: those of the layers that run.
-        """
-        every = None if cache is None else shown(cache, self._shown)
-        logits: mx.array = self.model(inputs, cache=every)
-        return logits
+def _skipped(layer: nn.Module) -> nn.Module:
+    """A twin of a layer that hands on what it is given, and has no weights."""
+    twin: Any = calling(layer, lambda usual, args, kwargs: first_of(args, kwargs))
+    # Models look at their layers' parts: they are there, as attributes.
+    vars(twin).update(twin)
+    twin.clear()
+    made: nn.Module = twin
+    return made
 
 
 def _check_attention(
@@ -104,18 +156,13 @@ def _check_attention(
         )
 
 
-def stand_ins(caches: Sequence[Any], running: Sequence[int]) -> tuple[int | None, ...]:
-    """For the place of each cache, which of those at ``running`` to show there.
+def _stand_ins(caches: Sequence[Any], kept: Sequence[int]) -> tuple[int | None, ...]:
+    """For the place of each cache, which of those kept to show there.
 
-    ``None``: none, since those keep keys and this one states, or the reverse.
+    ``None``: none, since those hold keys and this one states, or the reverse.
     """
     kinds = [_kind(cache) for cache in caches]
-    return tuple(_stand_in(i, running, kinds) for i in range(len(kinds)))
-
-
-def shown(caches: Sequence[Any], which: Sequence[int | None]) -> list[Any]:
-    """What :func:`stand_ins` chose, of caches of what is running."""
-    return [None if i is None else caches[i] for i in which]
+    return tuple(_stand_in(i, kept, kinds) for i in range(len(kinds)))
 
 
 def _kind(cache: Any) -> tuple[type, int | None]:

@@ -1,16 +1,24 @@
-"""A model's layers, and the same model with others in their place."""
+"""A model's layers, and the same model with others in their place.
+
+mlx-lm's models embed tokens, call their layers one after the other, norm the result and
+multiply it by an output head. The module that does all but the last is the trunk. A
+twin of a model or of a module shares its weights, and differs in a part or in what it
+does when it is called.
+"""
 
 from __future__ import annotations
 
 import copy
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
 
 # By the model's code: the part that reads and writes text is a "language_model", or
@@ -29,7 +37,19 @@ _TEXT_MODELS = (
 
 def has_text_model(model: nn.Module) -> bool:
     """Whether :func:`text_model` knows the model."""
-    return _architecture(model) in _TEXT_MODELS
+    return architecture_of(model) in _TEXT_MODELS
+
+
+def arrays_of(model: nn.Module) -> list[tuple[str, mx.array]]:
+    """A model's arrays, and where they are."""
+    leaves: Any = tree_flatten(model.parameters())
+    return list(leaves)
+
+
+def leaves_of(model: nn.Module) -> list[tuple[str, Any]]:
+    """A model's modules that hold no others, and where they are."""
+    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
+    return list(leaves)
 
 
 def text_model(model: nn.Module, name: str, what: str) -> nn.Module:
@@ -44,61 +64,49 @@ def text_model(model: nn.Module, name: str, what: str) -> nn.Module:
     """
     if not has_text_model(model):
         raise UnsupportedModelError(
-            f"{name}: {what} of {_architecture(model)} models is not supported "
+            f"{name}: {what} of {architecture_of(model)} models is not supported "
             f"({', '.join(_TEXT_MODELS)} are)"
         )
     part: nn.Module = model.get("language_model", model)
     return part
 
 
-def _architecture(model: nn.Module) -> str:
+def architecture_of(model: nn.Module) -> str:
+    """What mlx-lm's modules call the model's architecture."""
     return type(model).__module__.rpartition(".")[2]
 
 
-class InPlace(nn.Module):
-    """In the place of a layer, and like it to a model that looks at its layers.
+Called = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+def calling(module: nn.Module, called: Called) -> nn.Module:
+    """A twin of a module that shares its weights, and does something else when called.
 
     Args:
-        layer: whose place it takes; its weights are not this module's.
+        called: is given what the module's own ``__call__`` is, as a function, and the
+            arguments of the call.
     """
-
-    def __init__(self, layer: nn.Module):
-        super().__init__()  # type: ignore[no-untyped-call]
-        vars(self)["_layer"] = layer
-
-    def __getattr__(self, name: str) -> Any:
-        try:
-            return super().__getattr__(name)
-        except AttributeError:
-            if name == "_layer":  # a copy that is being made
-                raise
-            return getattr(self._layer, name)
-
-    def given(self, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """The hidden states among a call's arguments: the first one."""
-        if args:
-            return args[0]
-        names = list(inspect.signature(type(self._layer).__call__).parameters)
-        return kwargs[names[1]]
+    twin: Any = as_kind(module, _calling(type(module)))
+    vars(twin)["_called"] = called
+    made: nn.Module = twin
+    return made
 
 
-class _Watched(InPlace):
-    """A layer, and a list of its calls: its place, whether it fits, its cache."""
+@cache
+def _calling(kind: Any) -> Any:
+    def call(self: Any, *args: Any, **kwargs: Any) -> Any:
+        usual: Any = super(twin, self).__call__
+        return vars(self)["_called"](usual, args, kwargs)
 
-    def __init__(self, layer: nn.Module, place: int, calls: list[_Call]):
-        super().__init__(layer)
-        vars(self)["_place"], vars(self)["_calls"] = place, calls
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        output = self._layer(*args, **kwargs)
-        states = self.given(args, kwargs)
-        both = isinstance(states, mx.array) and isinstance(output, mx.array)
-        fits = both and states.shape == output.shape
-        self._calls.append((self._place, fits, [*args, *kwargs.values()]))
-        return output
+    twin: Any = type(
+        kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__}
+    )
+    return twin
 
 
-_Call = tuple[int, bool, list[Any]]
+def first_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The hidden states among the arguments of a layer's call: the first one."""
+    return args[0] if args else next(iter(kwargs.values()))
 
 
 def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
@@ -113,8 +121,20 @@ def caches_of_layers(model: nn.Module) -> tuple[int | None, ...] | None:
     """
     if path_to_layers(model) is None:
         return None
-    calls: list[_Call] = []
-    watched = [_Watched(e, i, calls) for i, e in enumerate(layers_of(model))]
+    # Of each call the layer's place, whether it fits, and what it was given.
+    calls: list[tuple[int, bool, list[Any]]] = []
+
+    def watch(place: int) -> Called:
+        def called(usual: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            output, states = usual(*args, **kwargs), first_of(args, kwargs)
+            both = isinstance(states, mx.array) and isinstance(output, mx.array)
+            fits = both and states.shape == output.shape
+            calls.append((place, fits, [*args, *kwargs.values()]))
+            return output
+
+        return called
+
+    watched = [calling(e, watch(i)) for i, e in enumerate(layers_of(model))]
     caches = make_prompt_cache(model)
     with_layers(model, watched)(mx.zeros((1, 2), mx.int32), cache=caches)
     if [place for place, _, _ in calls] != list(range(len(watched))):
@@ -133,8 +153,7 @@ def check_layers(model: nn.Module, name: str, what: str) -> tuple[int | None, ..
     """Refuse a model whose layers cannot be exchanged.
 
     Args:
-        name: of the model.
-        what: what needs it, for the message.
+        name, what: as for :func:`text_model`.
 
     Returns:
         As :func:`caches_of_layers`.
@@ -144,11 +163,18 @@ def check_layers(model: nn.Module, name: str, what: str) -> tuple[int | None, ..
     """
     places = caches_of_layers(model)
     if places is None:
-        raise UnsupportedModelError(
-            f"{name}: {what} of {_architecture(model)} models is not supported: their "
-            "layers hand on more than hidden states"
-        )
+        why = "their layers hand on more than hidden states"
+        raise unsupported(model, name, what, why)
     return places
+
+
+def unsupported(
+    model: nn.Module, name: str, what: str, why: str
+) -> UnsupportedModelError:
+    """The error for what an architecture does not allow."""
+    return UnsupportedModelError(
+        f"{name}: {what} of {architecture_of(model)} models is not supported: {why}"
+    )
 
 
 def layers_of(model: nn.Module) -> list[nn.Module]:
@@ -184,15 +210,34 @@ def _way_to(layers: list[Any], part: nn.Module) -> tuple[str, ...] | None:
     return None
 
 
+def path_to_trunk(model: nn.Module, name: str, what: str) -> tuple[str, ...]:
+    """Names of the modules on the way to the trunk, which calls the layers.
+
+    Args:
+        name, what: as for :func:`text_model`.
+
+    Raises:
+        UnsupportedModelError: the model is built in another way.
+    """
+    path = path_to_layers(model)
+    if path is None:
+        raise unsupported(model, name, what, "they do not call a list of layers")
+    return path[:-1]
+
+
 def with_layers(model: nn.Module, layers: Sequence[nn.Module]) -> nn.Module:
     """A second model object with other layers, as many as ``model`` has.
 
     Everything else is shared with ``model``, which does not change.
     """
-    *modules, last = path_to_layers(model) or ()
-    whole = part = copy.copy(model)
-    for name in modules:
-        part[name] = copy.copy(part[name])
-        part = part[name]
-    part[last] = list(layers)
+    return with_part(model, path_to_layers(model) or (), list(layers))
+
+
+def with_part(model: nn.Module, path: Sequence[str], part: Any) -> nn.Module:
+    """A second model object with another part at the end of ``path``."""
+    whole = here = copy.copy(model)
+    for name in path[:-1]:
+        here[name] = copy.copy(here[name])
+        here = here[name]
+    here[path[-1]] = part
     return whole

@@ -20,7 +20,7 @@ class LoadedModel:
         model: an mlx-lm model; its weights are evaluated.
         tokenizer: mlx-lm's wrapper; the text that its streaming detokenizer
             yields equals ``tokenizer.decode``, or has more whole characters (see
-            :class:`~specdec.models.detokenizer.ExactStreamingDetokenizer`).
+            :class:`~specdec.models.tokenizer.ExactStreamingDetokenizer`).
         config: the model's configuration, as in ``config.json``.
         name: what the user gave.
         ranks: hold a shard of it each; ``None``: it is whole.
@@ -52,3 +52,33 @@ class Described(Protocol):
 
     @property
     def loading_bytes(self) -> int: ...
+
+
+def context_length(config: Mapping[str, Any]) -> int | None:
+    """Positions that a model serves; ``None`` when its configuration does not say.
+
+    ``max_position_embeddings``, or the original length times the factor of a scaled
+    rotary embedding, whichever is more.
+    """
+    text = config.get("text_config") or config
+    length = text.get("max_position_embeddings") or config.get(
+        "max_position_embeddings"
+    )
+    if not isinstance(length, int):
+        return None
+    scaling = text.get("rope_scaling") or text.get("rope_parameters") or {}
+    factor = scaling.get("factor") if isinstance(scaling, Mapping) else None
+    original = (
+        scaling.get("original_max_position_embeddings")
+        if isinstance(scaling, Mapping)
+        else None
+    )
+    if isinstance(factor, int | float) and isinstance(original, int):
+        return max(length, int(factor * original))
+    return length
+
+
+def setting(config: Mapping[str, Any], *names: str) -> Any:
+    """The first of ``names`` that a configuration, or its text part, has."""
+    parts = (config, config.get("text_config") or {})
+    return next((p[k] for k in names for p in parts if p.get(k) is not None), None)

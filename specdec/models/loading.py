@@ -13,7 +13,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import mlx_lm.utils as mlx_lm_utils
-from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
@@ -29,12 +28,12 @@ from ..errors import (
 )
 from ..model_names import locate_target
 from ..parallel import Ranks, differing, launched_rank
-from ..utils.printable import quoted, shorten
+from ..utils.printable import first_line, quoted, shorten
 from ..utils.warm_up import warm_up
 from .adapters import adapt
-from .detokenizer import ExactTokenizerWrapper
 from .draft_folder import (
     check_target,
+    fingerprint,
     has_layers_only,
     lend,
     open_layers,
@@ -43,16 +42,16 @@ from .draft_folder import (
 )
 from .draft_heads.loading import load_head, read_head_config, ready
 from .draft_heads.mtp import open_mtp
-from .fingerprint import fingerprint
-from .folder import check_folder
+from .folder import check_folder, refused_code, tokenizer_config
 from .gguf import load_gguf
 from .gguf.weights import WeightFormat
 from .kernel_proofs import kept_proofs
 from .layer_skip import SkippingModel
+from .layers import arrays_of
 from .loaded import LoadedModel
 from .precision import cast, parse_dtype, quantized_copy, widen_packed
 from .sharding import shard
-from .trust import refused_code, tokenizer_config
+from .tokenizer import ExactTokenizerWrapper
 
 # Keys of a configuration that say how weights are packed.
 QUANTIZATION_KEYS = ("quantization", "quantization_config")
@@ -100,8 +99,7 @@ def load(
     located = locate_target(name)
     path = os.path.expanduser(located)
     is_file = is_gguf(located)
-    check_origin(name, located, adapter_path, revision)
-    check_whole(adapter_path, ranks)
+    check_origin(name, located, adapter_path, revision, ranks)
     if is_file:
         loaded = LoadedModel(*load_gguf(path, WeightFormat(dtype=wanted)), name)
         if ranks is not None:
@@ -128,6 +126,7 @@ def check_origin(
     located: str,
     adapter_path: str | os.PathLike[str] | None,
     revision: str | None,
+    ranks: Ranks | None,
 ) -> None:
     """Refuse an adapter, or a revision, of a model that can have none.
 
@@ -145,16 +144,6 @@ def check_origin(
             f"revision is {quoted(revision)}, and {shorten(name)} is on this machine: "
             "give a hub id"
         )
-
-
-def check_whole(
-    adapter_path: str | os.PathLike[str] | None, ranks: Ranks | None
-) -> None:
-    """Refuse an adapter for a model of which each rank has a shard.
-
-    Raises:
-        ConfigError: there is one.
-    """
     if ranks is not None and adapter_path is not None:
         raise ConfigError(
             "adapter_path does not go with tensor parallelism: mlx-lm shards no "
@@ -174,8 +163,7 @@ def take_shard(
     facts = {"model": fingerprint(model), "configuration": repr(sorted(config.items()))}
     shard(model, ranks.group, name)
     ranks.check(facts, differing, wait=True)
-    leaves: Any = tree_flatten(model.parameters())
-    for _, array in leaves:
+    for _, array in arrays_of(model):
         mx.eval(array)  # one at a time, as each is read whole first
 
 
@@ -346,9 +334,8 @@ def _load_folder_or_hub(
     revision: str | None,
     ranks: Ranks | None,
 ) -> LoadedModel:
-    path = os.path.expanduser(source)
+    folder = folder_of(source, revision)
     try:
-        folder = Path(path if os.path.exists(path) else _downloaded(source, revision))
         check_folder(folder)
         found: Any = mlx_lm.load(  # its type does not say that there are three
             str(folder),
@@ -373,32 +360,29 @@ def _load_folder_or_hub(
     return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
 
 
-def folder_of(source: str) -> Path:
-    """The folder of a model; one of the hub is fetched.
+def folder_of(source: str, revision: str | None = None) -> Path:
+    """The folder of a model; one of the hub is fetched if it is not on this machine.
 
     Raises:
         ModelError: it is not there, and cannot be fetched.
     """
     path = os.path.expanduser(source)
+    if os.path.exists(path):
+        return Path(path)
+    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
     try:
-        return Path(path if os.path.exists(path) else _downloaded(source, None))
+        return Path(
+            mlx_lm_utils.snapshot_download(
+                source, revision=revision, allow_patterns=patterns
+            )
+        )
     except Exception as error:  # the hub's client raises many kinds
         raise explain(source, error) from error
 
 
-def _downloaded(source: str, revision: str | None) -> str:
-    """The folder of a model of the hub; what is not on this machine is fetched."""
-    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
-    return str(
-        mlx_lm_utils.snapshot_download(
-            source, revision=revision, allow_patterns=patterns
-        )
-    )
-
-
 def explain(source: str, error: Exception) -> ModelError:
     """The error of ours for what mlx-lm's loader raised."""
-    text = _first_line(error)
+    text = first_line(error).rstrip(".: ")
     if (refused := refused_code(source, error)) is not None:
         return refused
     if isinstance(error, ValueError) and _UNKNOWN_TYPE.fullmatch(text):
@@ -437,8 +421,3 @@ def _of_the_hub(source: str, error: Exception) -> str:
         "and the hub cannot be reached: while online, fetch it with: hf download "
         f"{source}"
     )
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return shorten(lines[0]).rstrip(".: ")

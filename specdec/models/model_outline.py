@@ -17,7 +17,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import hf_repo_to_path, load_model, snapshot_download
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+from mlx_lm.utils import (
+    hf_repo_to_path,
+    load_model,
+    load_tokenizer,
+    snapshot_download,
+)
 
 from ..backend import defaults
 from ..draft_names import ModelDraft
@@ -27,23 +33,31 @@ from ..parallel import Ranks
 from .adapters import adapt
 from .conversions import Conversions, weights_of
 from .draft_folder import has_layers_only, lend, open_layers, read_card
-from .draft_heads.loading import convert, flat, open_head, read_head_config
+from .draft_heads.loading import cast_head, flat, open_head, read_head_config
 from .draft_heads.mtp import open_mtp
-from .folder import check_folder, check_sizes, has_weights, read_config
+from .folder import (
+    check_folder,
+    check_sizes,
+    has_weights,
+    read_config,
+    tokenizer_config,
+)
 from .gguf.config import build_config
 from .gguf.header import read_header
+from .gguf.tokenizer import build_tokenizer
 from .gguf.weights import WeightFormat, build_model
 from .layer_skip import SkippingModel
+from .loaded import LoadedModel, setting
 from .loading import (
     QUANTIZATION_KEYS,
     check_no_adapter,
     check_origin,
-    check_whole,
     explain,
     is_gguf,
 )
 from .precision import cast, parse_dtype, predicate, quantized_copy, widen_packed
 from .sharding import shard
+from .vocabulary import VocabularyMap, map_vocabulary
 
 
 @dataclass(frozen=True)
@@ -95,8 +109,7 @@ def outline(
     located = locate_target(name)
     path = Path(os.path.expanduser(located))
     conversions = Conversions()
-    check_origin(name, located, adapter_path, revision)
-    check_whole(adapter_path, ranks)
+    check_origin(name, located, adapter_path, revision, ranks)
     try:
         if is_gguf(located):
             file = read_header(path)
@@ -184,7 +197,7 @@ def _outline_head(
     else:
         head = open_head(path, config, draft.name, target)
     conversions, before = Conversions(), weights_of(head)
-    convert(head, dtype, lazy=True)
+    cast_head(head, dtype, lazy=True)
     if dtype is not None:
         conversions.casting(before, weights_of(head), dtype)
     size = conversions.peak(head)
@@ -277,7 +290,7 @@ def _from_config(path: Path) -> tuple[nn.Module, dict[str, Any]]:
                 f"{path} does not say enough by itself for {config['model_type']}: "
                 "give the folder with its weights"
             ) from error
-    stored = _first(config, "torch_dtype", "dtype") or "bfloat16"
+    stored = setting(config, "torch_dtype", "dtype") or "bfloat16"
     dtype = parse_dtype(str(stored).removeprefix("torch."))
     assert dtype is not None  # which it is for None alone
     model.set_dtype(dtype)
@@ -308,7 +321,47 @@ def _pack(model: nn.Module, packing: dict[str, Any]) -> None:
     nn.quantize(model, **default, class_predicate=choose)
 
 
-def _first(config: dict[str, Any], *keys: str) -> Any:
-    """The first of ``keys`` that the configuration, or its text part, has."""
-    parts = (config, config.get("text_config") or {})
-    return next((p[k] for k in keys for p in parts if p.get(k) is not None), None)
+def check_tokenizers(
+    target: ModelOutline, draft: ModelOutline, *, trust_remote_code: bool = False
+) -> VocabularyMap | None:
+    """What a draft's vocabulary shares with the target's.
+
+    Where one is a configuration without weights there is nothing to compare. A
+    vocabulary takes some seconds, so that of a target alone is not looked at.
+
+    Returns:
+        ``None`` where it is the same, or nothing is known of it.
+
+    Raises:
+        VocabularyMismatchError: see
+            :func:`~specdec.models.vocabulary.map_vocabulary`.
+        UnsupportedModelError: the kind of tokenizer is not supported.
+        ModelError: a tokenizer cannot be loaded.
+    """
+    if draft.tokens == target.tokens:
+        return None
+    own = _with_tokenizer(target, trust_remote_code)
+    other = _with_tokenizer(draft, trust_remote_code)
+    if own is None or other is None:
+        return None
+    return map_vocabulary(own, other)
+
+
+def _with_tokenizer(
+    outline: ModelOutline, trust_remote_code: bool
+) -> LoadedModel | None:
+    """The outline with its tokenizer; ``None`` for a configuration alone."""
+    path = outline.tokens
+    tokenizer: TokenizerWrapper | None = None
+    try:
+        if path.is_dir() and has_weights(path):
+            tokenizer = load_tokenizer(path, tokenizer_config(trust_remote_code))
+        elif path.suffix.lower() == ".gguf":
+            tokenizer = build_tokenizer(read_header(path))
+    except SpecdecError:
+        raise
+    except Exception as error:  # a folder's files can be wrong in any way
+        raise explain(outline.name, error) from error
+    if tokenizer is None:
+        return None
+    return LoadedModel(outline.model, tokenizer, outline.config, outline.name)

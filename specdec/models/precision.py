@@ -8,12 +8,13 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 from ..cuda.flattened_matmul import FlattenedEmbedding, FlattenedLinear
 from ..cuda.fused_linear import JoinedFlattened
 from ..errors import ConfigError, UnsupportedModelError
+from .layers import arrays_of, leaves_of
 
 DTYPES = {
     "float32": mx.float32,
@@ -55,7 +56,7 @@ def cast(model: nn.Module, dtype: mx.Dtype, *, lazy: bool = False) -> None:
     Raises:
         UnsupportedModelError: a quantized layer of a kind that is not known.
     """
-    layers = _layers(model)
+    layers = leaves_of(model)
     while layers:  # popped, so that each packed layer can go
         path, layer = layers.pop()
         if _is_quantized(layer):
@@ -71,14 +72,14 @@ def widen_packed(model: nn.Module, *, lazy: bool = False) -> None:
     as long with 16-bit scales. Widening 16-bit floats is exact, so the weights are
     those of every other backend.
     """
-    if any(_is_quantized(layer) for _, layer in _layers(model)):
+    if any(_is_quantized(layer) for _, layer in leaves_of(model)):
         _cast_floats(model, mx.float32, lazy=lazy)
 
 
 def _cast_floats(model: nn.Module, dtype: mx.Dtype, *, lazy: bool) -> None:
     """Cast floating weights one by one, but for those that the model excludes."""
     may_cast = predicate(model, "cast_predicate")
-    arrays = _arrays(model)
+    arrays = arrays_of(model)
     while arrays:
         path, array = arrays.pop()
         floating = mx.issubdtype(array.dtype, mx.floating)
@@ -112,7 +113,7 @@ def quantized_copy(
     draft: nn.Module = copy.deepcopy(model)  # MLX shares the arrays' memory
     entry: dict[str, Any] = {"group_size": _GROUP_SIZES[0], "bits": bits}
     may_quantize = predicate(model, "quant_predicate")
-    for path, original in _layers(draft):
+    for path, original in leaves_of(draft):
         layer = original
         if may_quantize(path, layer) is False:
             continue
@@ -132,16 +133,6 @@ def quantized_copy(
                 entry[path] = {"group_size": group, "bits": bits}
         _replace(draft, path, layer)
     return draft, entry
-
-
-def _layers(model: nn.Module) -> list[tuple[str, Any]]:
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    return list(leaves)
-
-
-def _arrays(model: nn.Module) -> list[tuple[str, mx.array]]:
-    leaves: Any = tree_flatten(model.parameters())
-    return list(leaves)
 
 
 def _is_quantized(layer: nn.Module) -> bool:

@@ -9,13 +9,17 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_cache
 
-from ..cache import BatchCacheList, BatchRecurrentCache, make_batch_caches
+from ..cache import (
+    BatchCacheList,
+    BatchRecurrentCache,
+    make_batch_caches,
+    members,
+)
 from ..errors import CacheError
 from ..prefix_cache.session import ModelPrefixes
-from ..prefix_cache.snapshot import members
 from ..utils.files import open_plain
 from ..utils.printable import shorten
-from .idle import WithoutIdle
+from .layer_skip import FewerCaches
 from .runner import ModelRunner
 
 Path = str | os.PathLike[str]
@@ -46,7 +50,7 @@ def read_prompt_cache(runner: ModelRunner, file: Path, tokens: Sequence[int]) ->
     try:
         open_plain(file).close()
         singles: list[Any] = mlx_lm_cache.load_prompt_cache(os.fspath(file))
-        if isinstance(runner.model, WithoutIdle):
+        if isinstance(runner.model, FewerCaches):
             singles = runner.model.of_all(singles)
         mx.eval([c.state for c in singles])
     except Exception as error:  # a file's contents can be wrong in any way
@@ -100,7 +104,7 @@ def write_prompt_cache(runner: ModelRunner, tokens: Sequence[int], file: Path) -
         make_batch_caches(runner.model, 1, runner.options, runner.name)
     )
     singles = [c.extract(0) for c in caches]
-    if isinstance(runner.model, WithoutIdle):
+    if isinstance(runner.model, FewerCaches):
         singles = runner.model.among_all(singles)
     # What mlx_lm.generate --prompt-cache-file asks for.
     about = {"model": runner.name, "tokenizer_config": "{}"}

@@ -32,7 +32,7 @@ from ..prefix_cache.session import ModelPrefixes, PrefixSession
 from ..prefix_cache.store import PrefixStore
 from .compiled import CompiledForwards
 from .hidden_states import HiddenStates, record_layers
-from .idle import without_idle
+from .layer_skip import without_idle
 from .recurrent import share_weights, twins_within, with_recurrent_rows
 from .row_positions import with_row_positions
 
@@ -41,7 +41,7 @@ def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOption
     """How the caches of any model are made under ``config``."""
     return CacheOptions(
         max_write=config.prefill_step_size,
-        read_bucket=config.read_bucket or backend.read_bucket,
+        read_bucket=backend.read_bucket,
         unpacks=backend.unpacks,
         kv_bits=config.kv_bits,
         kv_group_size=config.kv_group_size,

@@ -13,11 +13,12 @@ from mlx.nn.layers.distributed import (
     QuantizedShardedToAllLinear,
     ShardedToAllLinear,
 )
-from mlx.utils import tree_flatten, tree_unflatten
+from mlx.utils import tree_unflatten
 
 from ..cuda.flattened_matmul import as_kind
 from ..errors import UnsupportedModelError
-from ..utils.printable import shorten
+from ..utils.printable import first_line
+from .layers import architecture_of, leaves_of
 
 # A copy of a model has the same group: ``copy.deepcopy`` takes a name for the thing
 # itself.
@@ -64,17 +65,15 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
     size = group.size()
     sharded: Any = getattr(model, "shard", None)
     if sharded is None:
-        architecture = type(model).__module__.rpartition(".")[2]
         raise UnsupportedModelError(
-            f"{name}: mlx-lm cannot shard {architecture} models: run it on one device, "
-            "or take a model of another architecture"
+            f"{name}: mlx-lm cannot shard {architecture_of(model)} models: run it on "
+            "one device, or take a model of another architecture"
         )
     before, heads = _numbers(model), _heads(model)
     try:
         sharded(group)
     except Exception as error:  # sizes that do not divide, as each layer says it
-        lines = str(error).strip().splitlines() or [type(error).__name__]
-        raise _indivisible(name, size, shorten(lines[0])) from error
+        raise _indivisible(name, size, first_line(error)) from error
     after = _numbers(model)
     for key, number in before.items():
         rest = after.get(key, number)
@@ -87,8 +86,7 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
         if module["lm_head"] is not head:
             module["lm_head"] = head
             module.sharding_group = None  # it does not gather what is whole
-    leaves: Any = tree_flatten(model.leaf_modules(), is_leaf=nn.Module.is_module)
-    for path, layer in leaves:
+    for path, layer in leaves_of(model):
         if type(layer) in _PLAIN:
             model.update_modules(tree_unflatten([(path, _plain(layer, group))]))
 

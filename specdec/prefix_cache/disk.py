@@ -9,22 +9,43 @@ from __future__ import annotations
 import copy
 import logging
 import os
+import queue
 import threading
 import weakref
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
 from ..utils.files import is_temporary, remove_leftover
 from .entries import KINDS, Kind, reached
-from .files import DamagedError, File, is_entry, read_header, read_verified
+from .files import (
+    DamagedError,
+    File,
+    is_entry,
+    read_header,
+    read_verified,
+    write_entry,
+)
 from .radix import Node, RadixTree
-from .writer import Job, Writer
 
 log = logging.getLogger("specdec.prefix_cache")
 
+# Files of a 27B-like model have about 16 MB.
+QUEUE_LENGTH = 16
+
 Files = dict[Kind, File]
+
+
+@dataclass(frozen=True)
+class Job:
+    """An entry to write: a whole file. ``parent`` is ``None`` where it is the first."""
+
+    kind: Kind
+    place: str
+    parent: str | None
+    data: bytes
 
 
 class DiskTier:
@@ -53,7 +74,7 @@ class DiskTier:
         self._made: Final = self._make_folder()
         # The thread outlives a tier that is let go of while files are queued, and keeps
         # the budget all the same: with a twin, which shares all that is above.
-        self._writer: Final = Writer(folder, copy.copy(self))
+        self._writer: Final = _Writer(copy.copy(self))
         weakref.finalize(self, self._writer.close)  # at exit, too
         self.refresh()
 
@@ -269,24 +290,26 @@ class DiskTier:
         """Write what is queued; nothing more after that."""
         self._writer.close()
 
-    # What the writer asks and reports.
-
-    def wanted(self, job: Job) -> bool:
-        with self._lock:
-            there = job.parent is None or job.parent in self._nodes
-            if not there:  # it had to leave again
+    def store(self, job: Job) -> None:
+        """Write a file, in the writer's thread; an error ends that for good."""
+        if self._given_up.is_set():
+            return
+        try:
+            with self._lock:
+                there = job.parent is None or job.parent in self._nodes
+            if there:  # else it had to leave again
+                write_entry(self.folder, job.kind, job.place, job.data)
+            with self._lock:
+                if there:
+                    self.refresh()
+                if there and self._orphans:  # counted, and may be gone for good now
+                    self.refresh()
                 self._queued.discard((job.kind, job.place))
-            return there
+        except Exception as error:  # whatever it is, no run may wait for this thread
+            self._give_up(error)
 
-    def written(self, job: Job) -> None:
-        with self._lock:
-            self.refresh()
-            if self._orphans:  # counted, and may be gone for good now
-                self.refresh()
-            self._queued.discard((job.kind, job.place))
-
-    def failed(self, error: Exception) -> None:
-        with self._lock:  # nor is what was queued after it
+    def _give_up(self, error: Exception) -> None:
+        with self._lock:  # what comes after may stand on what is missing
             self._given_up.set()
             self._queued.clear()
         reason = (isinstance(error, OSError) and error.strerror) or repr(error)
@@ -317,6 +340,49 @@ class DiskTier:
         if text not in self._warned:
             self._warned.add(text)
             self._warn(text)
+
+
+class _Writer:
+    """Has entries written in the background, in the order in which they were given.
+
+    Who gives more than the queue takes waits: nothing is dropped, and memory stays
+    bounded.
+
+    Args:
+        tier: writes; the thread keeps it alive.
+    """
+
+    def __init__(self, tier: DiskTier):
+        self._tier = tier
+        self._jobs: queue.Queue[Job | None] = queue.Queue(QUEUE_LENGTH)
+        self._thread: threading.Thread | None = None
+
+    def put(self, job: Job) -> None:
+        """Queue a job; waits while the queue is full."""
+        if self._thread is None:
+            self._thread = threading.Thread(
+                target=self._run, name="specdec-prefix-writer", daemon=True
+            )
+            self._thread.start()
+        self._jobs.put(job)
+
+    def flush(self) -> None:
+        """Wait until everything that was given is written, or given up."""
+        self._jobs.join()
+
+    def close(self) -> None:
+        """Write what is queued and end the thread."""
+        thread, self._thread = self._thread, None
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join()
+
+    def _run(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            self._tier.store(job)
+            job = None  # a whole file: not to be held while waiting
+            self._jobs.task_done()
+        self._jobs.task_done()
 
 
 def _make_private(path: Path, mode: int) -> None:

@@ -13,8 +13,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from .. import backend
+from ..cache import members
 from .files import VERSION
-from .snapshot import members
 
 # Odd, so that no bit of a word is lost; any large ones would do.
 _WITHIN, _ACROSS = 2654435761, 2246822519
@@ -91,7 +91,7 @@ def signature(model: nn.Module, caches: list[Any]) -> str:
             "format": VERSION,
             "model": f"{type(model).__module__}.{type(model).__qualname__}",
             "arguments": repr(getattr(model, "args", None)),
-            "weights": fingerprint(model),
+            "weights": weights_checksum(model),
             **({"scales": scales} if scales else {}),
             "caches": [cache.kind for cache in members(caches)],
             **{k: versions[k] for k in ("specdec", "mlx", "mlx_lm", "backend")},
@@ -101,7 +101,7 @@ def signature(model: nn.Module, caches: list[Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
-def fingerprint(model: nn.Module) -> str:
+def weights_checksum(model: nn.Module) -> str:
     """A hash of all weights: names, types, shapes and a checksum of every value.
 
     The checksums are computed on the device, as fast as it reads memory. They are

@@ -12,12 +12,18 @@ import io
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 
-from ..cache import BatchCache, BatchCacheList, BatchRecurrentCache, RingCache
+from ..cache import (
+    BatchCache,
+    BatchCacheList,
+    BatchRecurrentCache,
+    RingCache,
+    members,
+)
 from .entries import Kind, Plan
 from .files import DamagedError, tensors
 
@@ -54,14 +60,6 @@ class Piece:
         return sum(a.nbytes for arrays in self.arrays for a in arrays)
 
 
-def members(caches: Sequence[Any]) -> list[BatchCache]:
-    """The caches of a model's layers, lists taken apart."""
-    found: list[BatchCache] = []
-    for cache in caches:
-        found += members(cache.caches) if isinstance(cache, BatchCacheList) else [cache]
-    return found
-
-
 def linear_caches(caches: Sequence[Any]) -> list[BatchCache]:
     """Those that keep every column."""
     others = RingCache | BatchRecurrentCache
@@ -78,21 +76,6 @@ def recurrent_caches(caches: Sequence[Any]) -> list[BatchRecurrentCache]:
     return [c for c in members(caches) if isinstance(c, BatchRecurrentCache)]
 
 
-class Windowed(Protocol):
-    """What a ring sees: the first ``keep`` tokens, and the last ``window``."""
-
-    @property
-    def keep(self) -> int: ...
-    @property
-    def window(self) -> int: ...
-
-
-@dataclass(frozen=True)
-class _Window:
-    keep: int
-    window: int
-
-
 @dataclass(frozen=True)
 class _Array:
     heads: int
@@ -106,12 +89,12 @@ class Form:
 
     Args:
         linear: the arrays of each linear cache.
-        rings: those of each ring, and what it sees.
+        rings: of each ring, the first and the newest tokens that it sees, and those.
         states: shapes, without the rows, and types of each recurrent cache.
     """
 
     linear: tuple[tuple[_Array, ...], ...]
-    rings: tuple[tuple[_Window, tuple[_Array, ...]], ...]
+    rings: tuple[tuple[int, int, tuple[_Array, ...]], ...]
     states: tuple[tuple[tuple[tuple[int, ...], mx.Dtype], ...], ...] = ()
 
     @property
@@ -125,7 +108,7 @@ class Form:
         return cls(
             tuple(map(_arrays_of, linear_caches(caches))),
             tuple(
-                (_Window(ring.keep, ring.window), _arrays_of(ring))
+                (ring.keep, ring.window, _arrays_of(ring))
                 for ring in ring_caches(caches)
             ),
             tuple(
@@ -142,8 +125,8 @@ class Form:
             each = [(arrays, end - start) for arrays in self.linear]
         else:
             each = [
-                (arrays, len(ring_positions(window, end, slack)))
-                for window, arrays in self.rings
+                (arrays, len(ring_positions(keep, window, end, slack)))
+                for keep, window, arrays in self.rings
             ]
         shapes: list[list[tuple[mx.Dtype, tuple[int, ...]]]] = [
             [(a.dtype, (1, a.heads, columns, a.features)) for a in arrays]
@@ -158,14 +141,14 @@ def _arrays_of(cache: BatchCache) -> tuple[_Array, ...]:
     return tuple(_Array(a.shape[1], a.shape[3], a.dtype) for a in cache.arrays)
 
 
-def ring_positions(ring: Windowed, end: int, slack: int) -> list[int]:
+def ring_positions(keep: int, window: int, end: int, slack: int) -> list[int]:
     """Positions to keep so that a row can go on after ``end - slack .. end`` tokens.
 
     The query at position ``e`` sees ``e - window + 1 .. e`` and the first ``keep``.
     """
     # Of a window of 1 nothing is needed; one column all the same, not to be empty.
-    first = max(ring.keep, end - slack - max(ring.window - 1, 1))
-    return [*range(min(ring.keep, end)), *range(first, end)]
+    first = max(keep, end - slack - max(window - 1, 1))
+    return [*range(min(keep, end)), *range(first, end)]
 
 
 def cut(
@@ -180,7 +163,8 @@ def cut(
         arrays = [c.columns(row, block) for c in linear_caches(caches)]
     else:
         arrays = [
-            c.columns(row, ring_positions(c, end, slack)) for c in ring_caches(caches)
+            c.columns(row, ring_positions(c.keep, c.window, end, slack))
+            for c in ring_caches(caches)
         ]
         arrays += [c.states_of(row) for c in recurrent_caches(caches)]
     mx.eval(arrays)
@@ -223,7 +207,7 @@ def _row(
     assert piece is not None
     if isinstance(cache, BatchRecurrentCache):
         return piece.arrays[index], (), plan.length
-    positions = ring_positions(cache, piece.end, piece.slack)
+    positions = ring_positions(cache.keep, cache.window, piece.end, piece.slack)
     held = [p for p in positions if p < plan.length]  # ascending
     arrays = tuple(a[:, :, : len(held)] for a in piece.arrays[index])
     return arrays, held, plan.length

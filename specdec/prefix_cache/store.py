@@ -15,12 +15,11 @@ from itertools import islice
 from pathlib import Path
 
 from ..config import EngineConfig
-from .disk import DiskTier
+from .disk import DiskTier, Job
 from .entries import Kind, Plan, chained, plan, reached
 from .files import DamagedError, File, header_fields
 from .radix import RadixTree
 from .snapshot import Form, Piece, pack, unpack
-from .writer import Job
 
 BLOCK_SIZE = 256
 _READERS = 4

@@ -37,28 +37,21 @@ class Draws:
 
     def at(self, j: int) -> Draws:
         """The draws of the ``j``-th position alone."""
-        one = slice(j, j + 1)
-        return Draws(
-            self.positions[:, one],
-            None if self.gumbel is None else self.gumbel[:, one],
-            None if self.xtc is None else self.xtc[:, one],
-        )
+        return self._part((slice(None), slice(j, j + 1)))
 
     def first(self, k: int) -> Draws:
         """The draws of the first ``k`` positions."""
-        return Draws(
-            self.positions[:, :k],
-            None if self.gumbel is None else self.gumbel[:, :k],
-            None if self.xtc is None else self.xtc[:, :k],
-        )
+        return self._part((slice(None), slice(k)))
 
     def row(self, i: int) -> Draws:
         """The draws of row ``i`` alone."""
-        one = slice(i, i + 1)
+        return self._part((slice(i, i + 1),))
+
+    def _part(self, which: tuple[slice, ...]) -> Draws:
         return Draws(
-            self.positions[one],
-            None if self.gumbel is None else self.gumbel[one],
-            None if self.xtc is None else self.xtc[one],
+            self.positions[which],
+            None if self.gumbel is None else self.gumbel[which],
+            None if self.xtc is None else self.xtc[which],
         )
 
 

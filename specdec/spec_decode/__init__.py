@@ -2,14 +2,7 @@
 
 from .chain import ChainDrafter
 from .draft_model import DraftModel
-from .drafter import (
-    Drafter,
-    DraftRows,
-    Proposals,
-    Round,
-    check_proposals,
-    vocabulary_share,
-)
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .factory import (
     DescribedFactory,
     DraftContext,
@@ -22,6 +15,7 @@ from .factory import (
 from .guard import DraftGuard
 from .ngram import NgramDrafter, NgramOptions
 from .rejection_sampler import Accepted
+from .vetting import check_proposals
 
 __all__ = [
     "Accepted",
@@ -42,5 +36,4 @@ __all__ = [
     "describe",
     "factory_of",
     "make_drafter",
-    "vocabulary_share",
 ]

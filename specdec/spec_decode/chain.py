@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
-from ..models.runner import ModelRows, ModelRunner
-from .drafter import (
-    Drafter,
-    DraftRows,
-    Proposals,
-    Round,
-    backlog,
-    context,
-    method,
-    nbytes,
-    new_shapes,
-    separate,
-    vocabulary_share,
-)
+from ..models.runner import ModelRows
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
 from .vetting import ours, vetted
 
 
-class ChainDrafter:
+class ChainDrafter(Drafter):
     """Proposes what ``first`` proposes, and after that what ``second`` does.
 
     The second continues from the tokens of the first, so that what it has seen of
@@ -49,14 +38,11 @@ class ChainDrafter:
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
-        self.vocabulary_share = vocabulary_share(second)
+        self.vocabulary_share = second.vocabulary_share
         reading = [d for d in (first, second) if d.hidden_layers]
-        self.context: ModelRunner | None = None
-        if len(reading) == 1:
-            self.context = getattr(reading[0], "context", None)
+        self.context = reading[0].context if len(reading) == 1 else None
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> ChainRows:
-        """Begin rows for ``prompts``."""
         first, second = (
             each.rows(prompts, max_length=max_length)
             for each in (self.first, self.second)
@@ -65,8 +51,18 @@ class ChainDrafter:
         return ChainRows(first, second, counts)
 
 
+def _both(name: str) -> Callable[..., None]:
+    """A method that calls that of both."""
+
+    def call(self: ChainRows, *args: Any) -> None:
+        getattr(self._first, name)(*args)
+        getattr(self._second, name)(*args)
+
+    return call
+
+
 @ours
-class ChainRows:
+class ChainRows(DraftRows):
     """The same rows, twice.
 
     Args:
@@ -81,31 +77,31 @@ class ChainRows:
         self._second = second
         self._num_layers = num_layers
 
+    separate, note_lengths = _both("separate"), _both("note_lengths")
+    filter, reset = _both("filter"), _both("reset")
+
     @property
     def context(self) -> ModelRows | None:
         """Of the one that reads hidden states."""
         first, _ = self._num_layers
-        return context(self._first if first else self._second)
+        return (self._first if first else self._second).context
 
     @property
     def backlog(self) -> int:
         """Of the one that has more."""
-        return max(backlog(self._first), backlog(self._second))
+        return max(self._first.backlog, self._second.backlog)
 
     @property
     def nbytes(self) -> int:
-        """Of both together."""
-        return nbytes(self._first) + nbytes(self._second)
+        return self._first.nbytes + self._second.nbytes
 
     @property
     def new_shapes(self) -> int:
-        """Of both together."""
-        return new_shapes(self._first) + new_shapes(self._second)
+        return self._first.new_shapes + self._second.new_shapes
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
     ) -> None:
-        """Show each its layers."""
         first, second = self._shared_out(hidden)
         if first is not None:
             self._first.observe(first, following, lengths)
@@ -124,13 +120,7 @@ class ChainRows:
         width = hidden.shape[-1] * first // (first + second)
         return hidden[..., :width], hidden[..., width:]
 
-    def separate(self, salts: Sequence[str | None]) -> None:
-        """Both share prompts among rows of the same salt alone."""
-        separate(self._first, salts)
-        separate(self._second, salts)
-
     def prefill(self) -> Iterator[None]:
-        """Take the prompts."""
         yield from self._first.prefill()
         yield from self._second.prefill()
 
@@ -144,35 +134,17 @@ class ChainRows:
         return continued(first, second, round_.sampling.vocab_size)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Both learn what was kept."""
         first, second = self._shared_out(accepted.hidden)
         self._first.commit(round_, replace(accepted, hidden=first))
         self._second.commit(round_, replace(accepted, hidden=second))
 
-    def note_lengths(self, longest: int, shortest: int) -> None:
-        """Pass it on to both."""
-        self._first.note_lengths(longest, shortest)
-        self._second.note_lengths(longest, shortest)
-
-    def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
-        self._first.filter(rows)
-        self._second.filter(rows)
-
     def extend(self, other: ChainRows) -> None:
-        """Append the rows of ``other``."""
         self._first.extend(other._first)
         self._second.extend(other._second)
 
     def place(self, rows: Sequence[int], other: ChainRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
-        method(self._first, "place")(rows, other._first, num_rows)
-        method(self._second, "place")(rows, other._second, num_rows)
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """Both learn that rows have ended."""
-        method(self._first, "reset")(rows)
-        method(self._second, "reset")(rows)
+        self._first.place(rows, other._first, num_rows)
+        self._second.place(rows, other._second, num_rows)
 
 
 def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:

@@ -77,6 +77,13 @@ class Committed:
         return Committed(recent, self.lengths)
 
 
+#: :func:`commit`, or a kernel that takes and returns the same arrays.
+Compute = Callable[
+    [mx.array, mx.array, mx.array, mx.array | None, mx.array, mx.array],
+    tuple[mx.array, ...],
+]
+
+
 @dataclass(frozen=True)
 class CommitResult:
     """A round's accepted, and what follows from it; on the device.
@@ -98,6 +105,28 @@ class CommitResult:
     committed: Committed
 
     @classmethod
+    def by(
+        cls,
+        compute: Compute,
+        inputs: mx.array,
+        chosen: mx.array,
+        limit: mx.array,
+        meant: mx.array | None,
+        committed: Committed,
+    ) -> CommitResult:
+        """What follows from a round where equality decides.
+
+        Args:
+            inputs, chosen, limit, meant: as for :func:`commit`.
+            committed: before the round.
+        """
+        kept, limit, rejected, packed, recent, lengths = compute(
+            inputs, chosen, limit, meant, committed.recent, committed.lengths
+        )
+        after = Committed(recent, lengths)
+        return cls(Accepted(chosen, kept), limit, rejected, packed, after)
+
+    @classmethod
     def of(
         cls, accepted: Accepted, limit: mx.array, committed: Committed
     ) -> CommitResult:
@@ -113,50 +142,13 @@ class CommitResult:
         return cls(accepted, limit, rejected, packed, Committed(recent, lengths))
 
 
-Compute = Callable[
-    [mx.array, mx.array, mx.array, mx.array | None, mx.array, mx.array],
-    tuple[mx.array, ...],
-]
-
-
-@dataclass(frozen=True)
-class Committer:
-    """Settles rounds where equality decides.
-
-    Args:
-        compute: :func:`commit`, or a kernel that takes and returns the same arrays.
-    """
-
-    compute: Compute
-
-    def commit(
-        self,
-        inputs: mx.array,
-        chosen: mx.array,
-        limit: mx.array,
-        meant: mx.array | None,
-        committed: Committed,
-    ) -> CommitResult:
-        """What follows from a round.
-
-        Args:
-            inputs, chosen, limit, meant: as for :func:`commit`.
-            committed: before the round.
-        """
-        kept, limit, rejected, packed, recent, lengths = self.compute(
-            inputs, chosen, limit, meant, committed.recent, committed.lengths
-        )
-        after = Committed(recent, lengths)
-        return CommitResult(Accepted(chosen, kept), limit, rejected, packed, after)
-
-
-def committer() -> Committer:
+def committer() -> Compute:
     """What commits rounds here: the kernel if the backend wants it and it is proven."""
     if not defaults().kernels:
-        return Committer(commit)
+        return commit
     with kept_proofs():
         proven = commit_kernel.proven(commit)
-    return Committer(commit_kernel.commit if proven else commit)
+    return commit_kernel.commit if proven else commit
 
 
 def commit(

@@ -12,13 +12,12 @@ from ..cache.capacity import CATCH_UP_STEP
 from ..models.runner import ModelRows, ModelRunner
 from ..models.vocabulary import VocabularyMap
 from .backlog import Backlog, Piece
-from .drafter import Proposals, Round
-from .ready import Ready
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
 from .vetting import ours
 
 
-class DraftModel:
+class DraftModel(Drafter):
     """Proposes k tokens with k forwards of a draft model.
 
     Args:
@@ -32,9 +31,6 @@ class DraftModel:
         vocabulary_share: of the target's tokens, those that it can propose; ``None``
             where the models have one vocabulary.
     """
-
-    hidden_layers: tuple[int, ...] = ()
-    context: ModelRunner | None = None
 
     def __init__(
         self,
@@ -50,7 +46,6 @@ class DraftModel:
         self.vocab_size = min(vocab_size, runner.vocab_size)
         # The target has more tokens than the draft has embeddings.
         self._lacks = vocabulary is None and runner.vocab_size < vocab_size
-        self.vocabulary_share: float | None = None
         # What the draft reads for each target token, on the host and on the device,
         # and whether it may propose it; ``None``: the token itself, all that it has.
         self._host_reads: npt.NDArray[np.int32] | None = None
@@ -68,7 +63,6 @@ class DraftModel:
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
     ) -> DraftModelRows:
-        """Begin rows for ``prompts``."""
         known: list[Sequence[int]] = [p[:-1] for p in prompts]
         if (reads := self._host_reads) is not None:
             known = [reads[np.array(p, np.int32)].tolist() for p in known]
@@ -96,7 +90,7 @@ class DraftModel:
 
 
 @ours
-class DraftModelRows:
+class DraftModelRows(DraftRows):
     """Rows of a draft model.
 
     The first forward of a round takes each row's last *two* committed tokens.
@@ -113,21 +107,17 @@ class DraftModelRows:
 
     @property
     def backlog(self) -> int:
-        """Rounds without proposals that the next one has to take in."""
         return self._missed.mean
 
     @property
     def new_shapes(self) -> int:
-        """Forwards of the model so far whose shapes were not ready."""
         return self._rows.new_shapes
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        """Share prefixes among rows of the same salt alone."""
         self._rows.separate(salts)
 
     @property
     def nbytes(self) -> int:
-        """Bytes of keys and values."""
         return self._rows.nbytes
 
     def prefill(self) -> Iterator[None]:
@@ -140,18 +130,14 @@ class DraftModelRows:
         """Choose k tokens per row, one forward each."""
         inputs = self._catch_up(round_)
         self._rows.checkpoint()
-        tokens: list[mx.array] = []
-        drawn_from: list[mx.array] = []
-        for _ in range(round_.num_draft_tokens):
-            logits = self._draft.proposable(self._forward(inputs)[:, -1:])
-            inputs, probabilities = round_.choose(logits, tokens)
-            tokens.append(inputs)
-            if probabilities is not None:
-                drawn_from.append(probabilities)
-        return Ready.within(
-            mx.concatenate([round_.recent[:, -1:], *tokens], axis=1),
-            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
-        )
+
+        def logits_after(proposed: Sequence[mx.array]) -> mx.array:
+            logits = self._forward(proposed[-1] if proposed else inputs)
+            return self._draft.proposable(logits[:, -1:])
+
+        tokens, drawn_from = round_.choose_each(round_.num_draft_tokens, logits_after)
+        given = mx.concatenate([round_.recent[:, -1:], *tokens], axis=1)
+        return Proposals.within(given, drawn_from)
 
     def _forward(self, tokens: mx.array) -> mx.array:
         return self._rows.forward(self._draft.read(tokens))
@@ -210,32 +196,23 @@ class DraftModelRows:
         self._rows.trim_per_sequence(dropped, written + self._ahead)
         self._ahead = 0
 
-    def observe(
-        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
-    ) -> None:
-        """Nothing: no hidden states are asked for."""
-
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """The cache is two tokens behind what is committed, or more."""
+        """The cache lacks the last two committed tokens, or more."""
         if not self._missed.width:
             self._rows.note_lengths(longest - 2, max(shortest - 2, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._rows.filter(rows)
         self._missed.filter(rows)
 
     def extend(self, other: DraftModelRows) -> None:
-        """Append the rows of ``other``."""
         self._rows.extend(other._rows)
         self._missed.extend(other._missed)
 
     def place(self, rows: Sequence[int], other: DraftModelRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._rows.place(rows, other._rows)
         self._missed.place(rows, other._missed)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows hold nothing any more."""
         self._rows.reset(rows)
         self._missed.reset(rows)

@@ -1,16 +1,14 @@
-"""The protocol that every drafter follows; docs/drafters.md explains it."""
+"""What every drafter is derived from; docs/drafters.md explains it."""
 
 from __future__ import annotations
 
-from abc import abstractmethod
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import partial
-from typing import Protocol, Self
+from typing import Self
 
 import mlx.core as mx
 
-from ..errors import DrafterError
 from ..models.runner import ModelRows, ModelRunner
 from ..sampling import Draws, GrammarMasks, RowSampling
 from .rejection_sampler import Accepted
@@ -27,11 +25,37 @@ class Proposals:
             :attr:`Round.needs_probabilities`.
         lengths: how many of its k tokens each row means, 0 to k, shape (B,),
             int32; ``None``: all. The others are never accepted nor counted.
+
+    Attributes:
+        inputs: each row's newest token, then ``tokens``, shape (B, k + 1), where they
+            are one array already (:meth:`within`): to join them is a launch. Only
+            specdec's own rows are taken at their word, as nothing compares the newest
+            token (:func:`~specdec.spec_decode.vetting.vetted`).
     """
 
     tokens: mx.array
     probabilities: mx.array | None = None
     lengths: mx.array | None = None
+    inputs: mx.array | None = field(default=None, init=False)
+
+    @classmethod
+    def within(
+        cls,
+        inputs: mx.array,
+        probabilities: mx.array | None = None,
+        lengths: mx.array | None = None,
+    ) -> Proposals:
+        """Of ``inputs``, int32, all but the first column is proposed."""
+        made = cls(inputs[:, 1:], probabilities, lengths)
+        # Not by the constructor: a copy with other tokens has none.
+        object.__setattr__(made, "inputs", inputs)
+        return made
+
+    def after(self, newest: mx.array) -> mx.array:
+        """What the target is given: the newest tokens (B, 1), then those proposed."""
+        if self.inputs is not None:
+            return self.inputs
+        return mx.concatenate([newest, self.tokens], axis=1)
 
     @property
     def meant(self) -> mx.array:
@@ -114,6 +138,26 @@ class Round:
             chosen = mx.where(meant, self.given.tokens[:, j : j + 1], chosen)
         return chosen, probabilities
 
+    def choose_each(
+        self, k: int, logits_after: Callable[[Sequence[mx.array]], mx.array]
+    ) -> tuple[list[mx.array], mx.array | None]:
+        """Choose ``k`` proposals with :meth:`choose`, one after the other.
+
+        Args:
+            logits_after: of the position after those proposed so far.
+
+        Returns:
+            The tokens, each of shape (B, 1), and what they were drawn from, shape
+            (B, k, V), or ``None`` where no row needs it.
+        """
+        tokens, drawn_from = list[mx.array](), list[mx.array]()
+        for _ in range(k):
+            chosen, probabilities = self.choose(logits_after(tokens), tokens)
+            tokens.append(chosen)
+            if probabilities is not None:
+                drawn_from.append(probabilities)
+        return tokens, mx.concatenate(drawn_from, axis=1) if drawn_from else None
+
     def choose_all(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
         """Choose all proposals as :meth:`choose` does, where none changes the logits.
 
@@ -127,13 +171,9 @@ class Round:
         """
         k = logits.shape[1]
         if self.sampling.adjustments is not None or self.grammar is not None:
-            tokens, drawn_from = list[mx.array](), list[mx.array]()
-            for j in range(k):
-                chosen, each = self.choose(logits[:, j : j + 1], tokens)
-                tokens.append(chosen)
-                if each is not None:
-                    drawn_from.append(each)
-            found = mx.concatenate(drawn_from, axis=1) if drawn_from else None
+            tokens, found = self.choose_each(
+                k, lambda before: logits[:, len(before) : len(before) + 1]
+            )
             return mx.concatenate(tokens, axis=1), found
         draws, probabilities = self.draws.first(k), None
         if self.needs_probabilities:
@@ -145,17 +185,41 @@ class Round:
         return chosen, probabilities
 
 
-class DraftRows(Protocol):
+class DraftRows(ABC):
     """What a drafter knows of some rows that decode together.
 
     Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
-    is 0) and :meth:`commit`. Neither may wait for the device. A class that inherits
-    from this one has to write :meth:`propose`, :meth:`filter` and :meth:`extend`; what
-    else it does not write does nothing. Where proposing costs next to nothing it may
-    have a method ``peek``, see :func:`peek`; where rounds with k = 0 leave something to
-    do, an attribute ``backlog``, see :func:`backlog`; where something of prompts is
-    kept for later ones, a method ``separate``, see :func:`separate`.
+    is 0) and :meth:`commit`. Neither may wait for the device. A derived class has to
+    write :meth:`propose`, :meth:`filter` and :meth:`extend`; what else it does not
+    write does nothing.
     """
+
+    @property
+    def backlog(self) -> int:
+        """Tokens of a row, on average, that the next :meth:`propose` takes in first."""
+        return 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that the rows keep."""
+        return 0
+
+    @property
+    def new_shapes(self) -> int:
+        """Forwards so far whose shapes were not ready: their rounds took longer."""
+        return 0
+
+    @property
+    def context(self) -> ModelRows | None:
+        """The rows of :attr:`Drafter.context`."""
+        return None
+
+    def separate(self, salts: Sequence[str | None]) -> None:
+        """Share what is kept of prompts among rows of the same salt alone.
+
+        Called before :meth:`prefill`, where a request has a ``cache_salt``.
+        """
+        return
 
     def observe(
         self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
@@ -182,6 +246,17 @@ class DraftRows(Protocol):
     @abstractmethod
     def propose(self, round_: Round) -> Proposals:
         """``round_.num_draft_tokens`` tokens for every row."""
+
+    def peek(self, round_: Round) -> Proposals | None:
+        """What would be proposed in a round that does not draft; ``None``: unknown.
+
+        For rows that propose at next to no cost, and not by drawing. It changes
+        nothing; :meth:`commit` follows, with k = 0.
+
+        Args:
+            round_: with the k that is looked at; its draws have one position.
+        """
+        return None
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
         """Learn what the round kept; called for rounds with k = 0 too."""
@@ -219,7 +294,7 @@ class DraftRows(Protocol):
         return
 
 
-class Drafter(Protocol):
+class Drafter(ABC):
     """Proposes tokens; whatever it proposes, the output is the target's."""
 
     #: Positions that the drafter can serve; ``None``: any number. A row that is
@@ -234,116 +309,9 @@ class Drafter(Protocol):
     #: prefixes of prompts are kept with these; ``None``: they are not reused.
     context: ModelRunner | None = None
 
+    #: Of the target's tokens, those that it can propose, 0 to 1; ``None``: all.
+    vocabulary_share: float | None = None
+
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
-
-
-def vocabulary_share(drafter: Drafter | None) -> float | None:
-    """Of the target's tokens, those that a drafter can propose, 0 to 1; ``None``: all.
-
-    Its attribute ``vocabulary_share`` says it, where it has one.
-    """
-    found: float | None = getattr(drafter, "vocabulary_share", None)
-    return found
-
-
-def backlog(rows: DraftRows) -> int:
-    """Tokens of a row, on average, that the next :meth:`DraftRows.propose` takes in.
-
-    Their attribute ``backlog`` says it, where they have one.
-    """
-    return int(getattr(rows, "backlog", 0))
-
-
-def nbytes(rows: DraftRows) -> int:
-    """Bytes that rows keep, where their attribute ``nbytes`` says it."""
-    return int(getattr(rows, "nbytes", 0))
-
-
-def context(rows: DraftRows) -> ModelRows | None:
-    """What rows of :attr:`Drafter.context` hold: their attribute ``context``."""
-    found: ModelRows | None = getattr(rows, "context", None)
-    return found
-
-
-def new_shapes(rows: DraftRows) -> int:
-    """Forwards so far whose shapes were not ready: the round they were in took longer.
-
-    The attribute ``new_shapes`` of rows says it, where they have one.
-    """
-    return int(getattr(rows, "new_shapes", 0))
-
-
-def separate(rows: DraftRows, salts: Sequence[str | None]) -> None:
-    """Have rows share what is kept of prompts with those of the same salt alone.
-
-    Called before :meth:`DraftRows.prefill`, where a request has a ``cache_salt``. Their
-    method ``separate`` does it, where they have one.
-    """
-    if (own := getattr(rows, "separate", None)) is not None:
-        own(salts)
-
-
-def method(rows: DraftRows, name: str) -> Callable[..., None]:
-    """``place`` or ``reset`` of rows whose class need not inherit from DraftRows."""
-    own = getattr(rows, name, None)
-    found: Callable[..., None] = own or partial(getattr(DraftRows, name), rows)
-    return found
-
-
-def peek(rows: DraftRows, round_: Round) -> Proposals | None:
-    """What rows would propose in a round that does not draft; ``None``: unknown.
-
-    Their method ``peek`` says so, where they have one. It is given the round with the k
-    that is looked at (its draws have one position, as in a round of k = 0), and changes
-    nothing that is proposed or kept; :meth:`DraftRows.commit` follows, with k = 0. Of
-    proposals that were drawn from probabilities, what rows emit does not tell enough.
-    """
-    own = getattr(rows, "peek", None)
-    found: Proposals | None = None if own is None else own(round_)
-    return found if found is None or found.probabilities is None else None
-
-
-def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
-    """See that proposals have the shapes and types of their protocol.
-
-    Looks at no values, and so waits for nothing.
-
-    Args:
-        rows: whose they are.
-        round_: what they are for.
-
-    Raises:
-        DrafterError: they have not.
-    """
-    name = type(rows).__qualname__
-    if not isinstance(proposals, Proposals):
-        raise DrafterError(
-            f"drafter {name}: propose returned a {type(proposals).__name__}: it must "
-            "return Proposals"
-        )
-    shape = (round_.recent.shape[0], round_.num_draft_tokens)
-    vocab_size = round_.sampling.vocab_size
-    for part, array, wanted, kind in (
-        ("tokens", proposals.tokens, shape, mx.integer),
-        ("lengths", proposals.lengths, shape[:1], mx.integer),
-        ("probabilities", proposals.probabilities, (*shape, vocab_size), mx.floating),
-    ):
-        if array is None and part != "tokens":
-            continue
-        if not isinstance(array, mx.array):
-            found = f"of type {type(array).__name__}"
-        elif array.shape == wanted and mx.issubdtype(array.dtype, kind):
-            continue
-        else:
-            found = _described(array.shape, str(array.dtype))
-        dtype = "of integers" if kind is mx.integer else "of floats"
-        raise DrafterError(
-            f"drafter {name}: the {part} that it proposed are {found}: they must be "
-            f"{_described(wanted, 'an array ' + dtype)}"
-        )
-
-
-def _described(shape: Sequence[int], dtype: str) -> str:
-    return f"{dtype.removeprefix('mlx.core.')} of shape {tuple(shape)}"

@@ -201,15 +201,10 @@ def make_drafter(factory: DrafterFactory, context: DraftContext) -> Drafter:
         ConfigError: it is none.
     """
     drafter = factory(context)
-    missing = [
-        name
-        for name in ("rows", "context_length", "hidden_layers")
-        if not hasattr(drafter, name)
-    ]
-    if missing:
+    if not isinstance(drafter, Drafter):
         raise ConfigError(
-            f"drafter {describe(factory)[0]} made a {type(drafter).__name__} without "
-            f"{', '.join(missing)}: inherit from specdec.spec_decode.Drafter"
+            f"drafter {describe(factory)[0]} made a {type(drafter).__name__}: derive "
+            "it from specdec.spec_decode.Drafter"
         )
     return drafter
 

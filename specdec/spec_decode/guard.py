@@ -4,27 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from ..errors import DrafterError
 from ..models.runner import ModelRows
 from .draft_length import BatchState, DraftLength, RoundTiming
-from .drafter import (
-    Drafter,
-    DraftRows,
-    Proposals,
-    Round,
-    backlog,
-    context,
-    method,
-    nbytes,
-    new_shapes,
-    peek,
-    separate,
-)
-from .rejection_sampler import Accepted
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .vetting import vetted
 
 log = logging.getLogger("specdec.spec_decode")
@@ -58,12 +45,12 @@ class DraftGuard:
         """Draft no more: ``what`` has raised ``error``."""
         if self.error is not None:
             return
-        self.error = str(described(error, what))
+        self.error = str(as_drafter_error(error, what))
         log.warning("%s: decoding goes on without a draft", self.error)
         log.debug("the drafter's failure", exc_info=error)
 
 
-def described(error: Exception, what: object) -> DrafterError:
+def as_drafter_error(error: Exception, what: object) -> DrafterError:
     """The error of ours for what a drafter, or its rows, raised."""
     if isinstance(error, DrafterError):
         return error
@@ -77,7 +64,7 @@ class _Guarded(Drafter):
         self._drafter, self._guard = drafter, guard
         self.context_length = drafter.context_length
         self.hidden_layers = drafter.hidden_layers
-        self.context = getattr(drafter, "context", None)
+        self.context = drafter.context
 
     def rows(
         self, prompts: Sequence[Sequence[int]], *, max_length: int
@@ -86,9 +73,23 @@ class _Guarded(Drafter):
         if self._guard.error is None:
             try:
                 rows = self._drafter.rows(prompts, max_length=max_length)
+                if not isinstance(rows, DraftRows):
+                    raise DrafterError(
+                        f"drafter {type(self._drafter).__qualname__}: its rows are of "
+                        f"type {type(rows).__name__}: derive them from DraftRows"
+                    )
             except Exception as error:
                 self._guard.fail(error, self._drafter)
         return _GuardedRows(rows, self._guard)
+
+
+def _asking(name: str) -> Callable[..., None]:
+    """A method that calls that of the rows, as long as none has failed."""
+
+    def call(self: _GuardedRows, *args: Any) -> None:
+        self._ask(lambda rows: getattr(rows, name)(*args), None)
+
+    return call
 
 
 class _GuardedRows(DraftRows):
@@ -110,29 +111,25 @@ class _GuardedRows(DraftRows):
             self._guard.fail(error, rows)
             return otherwise
 
+    observe, commit = _asking("observe"), _asking("commit")
+    separate, note_lengths = _asking("separate"), _asking("note_lengths")
+    filter, reset = _asking("filter"), _asking("reset")
+
     @property
     def backlog(self) -> int:
-        return self._ask(backlog, 0)
+        return self._ask(lambda rows: rows.backlog, 0)
 
     @property
     def context(self) -> ModelRows | None:
-        return self._ask(context, None)
+        return self._ask(lambda rows: rows.context, None)
 
     @property
     def nbytes(self) -> int:
-        return self._ask(nbytes, 0)
+        return self._ask(lambda rows: rows.nbytes, 0)
 
     @property
     def new_shapes(self) -> int:
-        return self._ask(new_shapes, 0)
-
-    def observe(
-        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
-    ) -> None:
-        self._ask(lambda rows: rows.observe(hidden, following, lengths), None)
-
-    def separate(self, salts: Sequence[str | None]) -> None:
-        self._ask(lambda rows: separate(rows, salts), None)
+        return self._ask(lambda rows: rows.new_shapes, 0)
 
     def prefill(self) -> Iterator[None]:
         none: Iterator[None] = iter(())
@@ -142,7 +139,7 @@ class _GuardedRows(DraftRows):
 
     def peek(self, round_: Round) -> Proposals | None:
         def checked(rows: DraftRows) -> Proposals | None:
-            found = peek(rows, round_)
+            found = rows.peek(round_)
             return found and vetted(rows, round_, found)
 
         return self._ask(checked, None)
@@ -157,15 +154,6 @@ class _GuardedRows(DraftRows):
         )
         return self._ask(checked, nothing)
 
-    def commit(self, round_: Round, accepted: Accepted) -> None:
-        self._ask(lambda rows: rows.commit(round_, accepted), None)
-
-    def note_lengths(self, longest: int, shortest: int) -> None:
-        self._ask(lambda rows: rows.note_lengths(longest, shortest), None)
-
-    def filter(self, rows: Sequence[int]) -> None:
-        self._ask(lambda own: own.filter(rows), None)
-
     def extend(self, other: _GuardedRows) -> None:
         theirs = other._rows
         if theirs is not None:
@@ -174,10 +162,7 @@ class _GuardedRows(DraftRows):
     def place(self, rows: Sequence[int], other: _GuardedRows, num_rows: int) -> None:
         theirs = other._rows
         if theirs is not None:
-            self._ask(lambda own: method(own, "place")(rows, theirs, num_rows), None)
-
-    def reset(self, rows: Sequence[int]) -> None:
-        self._ask(lambda own: method(own, "reset")(rows), None)
+            self._ask(lambda own: own.place(rows, theirs, num_rows), None)
 
 
 _THROUGH = object()

@@ -14,13 +14,12 @@ import mlx.core as mx
 
 from ..models.draft_heads import BlockHead, DraftHead
 from ..models.runner import ModelRows, ModelRunner
-from .drafter import Proposals, Round
-from .ready import Ready
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .rejection_sampler import Accepted
 from .vetting import ours
 
 
-class HeadDrafter:
+class HeadDrafter(Drafter):
     """Proposes with a draft head.
 
     Args:
@@ -48,11 +47,10 @@ class HeadDrafter:
         head: Any = runner.model
         self.head: DraftHead = head
         self.hidden_layers = self.head.args.target_layers
-        self.context: ModelRunner | None = runner
+        self.context = runner
         self.max_round = max_draft_tokens + 1
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
-        """Begin rows for ``prompts``."""
         known = [p[:-1] for p in prompts]
         rows = self.runner.rows(
             known, max_round=self.max_round, max_length=max_length, reuses=False
@@ -61,7 +59,7 @@ class HeadDrafter:
         return kind(self, rows)
 
 
-class HeadRows:
+class HeadRows(DraftRows):
     """Rows of a draft head: their context, and what proposing begins with.
 
     Args:
@@ -112,10 +110,6 @@ class HeadRows:
         self._rows.resize(self._drafter.max_round)
         return iter(())
 
-    def propose(self, round_: Round) -> Proposals:
-        """``round_.num_draft_tokens`` tokens for every row."""
-        raise NotImplementedError
-
     def commit(self, round_: Round, accepted: Accepted) -> None:
         """Write the context of the round's tokens, as far as they stand."""
         assert accepted.hidden is not None
@@ -131,34 +125,28 @@ class HeadRows:
         self._rows.note_lengths(longest - 1, max(shortest - 1, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._rows.filter(rows)
         self._state = self._state[mx.array(list(rows), mx.int32)]
 
     @property
     def new_shapes(self) -> int:
-        """Calls of the head so far whose shapes were not ready."""
         return self._rows.new_shapes
 
     @property
     def nbytes(self) -> int:
-        """Bytes of the context."""
         return self._rows.nbytes + self._state.nbytes
 
     def extend(self, other: HeadRows) -> None:
-        """Append the rows of ``other``."""
         self._rows.extend(other._rows)
         self._state = mx.concatenate([self._state, other._state])
 
     def place(self, rows: Sequence[int], other: HeadRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._rows.place(rows, other._rows)
         at = mx.array(list(rows), mx.int32)[:, None, None]
         at = mx.broadcast_to(at, other._state.shape)
         self._state = mx.put_along_axis(self._state, at, other._state, axis=0)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows hold nothing any more."""
         self._rows.reset(rows)
 
     def _take_back(self, width: int) -> None:
@@ -176,45 +164,33 @@ class BlockRows(HeadRows):
         head: Any = self._drafter.head
         wanted = round_.num_draft_tokens
         k = min(wanted, head.args.max_draft_tokens)
-        newest = round_.recent[:, -1:]
+        newest, vocab_size = round_.recent[:, -1:], self._drafter.vocab_size
         own = int(not head.args.from_anchor)
         states = self._rows.call("states", head.inputs(newest, k + own))
         self._take_back(k + own)
-        states = states[:, own:]
+        logits = head.logits(states[:, own:])
+
+        def biased(proposed: Sequence[mx.array]) -> mx.array:
+            """Logits of the next slot, biased by the token before it."""
+            j, before = len(proposed), proposed[-1] if proposed else newest
+            found = logits[:, j : j + 1] + head.bias(head.before(before))
+            each: mx.array = head.as_target(found)[..., :vocab_size]
+            return each
+
         if head.args.markov_rank:
-            tokens, probabilities = self._in_sequence(round_, states)
+            tokens, probabilities = round_.choose_each(k, biased)
         else:
-            logits = head.as_target(head.logits(states))
-            tokens, probabilities = round_.choose_all(
-                logits[..., : self._drafter.vocab_size]
-            )
+            own_logits = head.as_target(logits)[..., :vocab_size]
+            chosen, probabilities = round_.choose_all(own_logits)
+            tokens = [chosen]
+        inputs = mx.concatenate([newest, *tokens], axis=1)
         if k == wanted:
-            return Ready.within(mx.concatenate([newest, tokens], axis=1), probabilities)
+            return Proposals.within(inputs, probabilities)
         missing = [(0, 0), (0, wanted - k)]
         if probabilities is not None:
             probabilities = mx.pad(probabilities, [*missing, (0, 0)])
         lengths = mx.full((newest.shape[0],), k, mx.int32)
-        return Proposals(mx.pad(tokens, missing), probabilities, lengths)
-
-    def _in_sequence(
-        self, round_: Round, states: mx.array
-    ) -> tuple[mx.array, mx.array | None]:
-        """Choose slot after slot, each biased by the token before."""
-        head: Any = self._drafter.head
-        logits = head.logits(states)
-        before, tokens = round_.recent[:, -1:], list[mx.array]()
-        drawn_from = list[mx.array]()
-        for j in range(states.shape[1]):
-            biased = logits[:, j : j + 1] + head.bias(head.before(before))
-            each = head.as_target(biased)[..., : self._drafter.vocab_size]
-            before, probabilities = round_.choose(each, tokens)
-            tokens.append(before)
-            if probabilities is not None:
-                drawn_from.append(probabilities)
-        return (
-            mx.concatenate(tokens, axis=1),
-            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
-        )
+        return Proposals.within(mx.pad(inputs, missing), probabilities, lengths)
 
 
 @ours
@@ -224,20 +200,18 @@ class ChainedRows(HeadRows):
     def propose(self, round_: Round) -> Proposals:
         """Choose k tokens per row, each fed back with what the step before gave."""
         head: Any = self._drafter.head
-        state, tokens, drawn_from = self._state, list[mx.array](), list[mx.array]()
+        state = self._state
         self._rows.checkpoint()
-        for j in range(round_.num_draft_tokens):
-            if j:
-                state = self._rows.call("step", tokens[-1], state)
-            logits = head.as_target(head.predict(state))
-            chosen, probabilities = round_.choose(
-                logits[..., : self._drafter.vocab_size], tokens
-            )
-            tokens.append(chosen)
-            if probabilities is not None:
-                drawn_from.append(probabilities)
-        self._take_back(round_.num_draft_tokens - 1)
-        return Ready.within(
-            mx.concatenate([round_.recent[:, -1:], *tokens], axis=1),
-            mx.concatenate(drawn_from, axis=1) if drawn_from else None,
-        )
+
+        def logits_after(proposed: Sequence[mx.array]) -> mx.array:
+            nonlocal state
+            if proposed:
+                state = self._rows.call("step", proposed[-1], state)
+            logits: mx.array = head.as_target(head.predict(state))
+            return logits[..., : self._drafter.vocab_size]
+
+        k = round_.num_draft_tokens
+        tokens, drawn_from = round_.choose_each(k, logits_after)
+        self._take_back(k - 1)
+        inputs = mx.concatenate([round_.recent[:, -1:], *tokens], axis=1)
+        return Proposals.within(inputs, drawn_from)

@@ -6,7 +6,7 @@ reference".) No model, and nothing leaves the device.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import mlx.core as mx
@@ -15,12 +15,10 @@ from ..backend import defaults
 from ..cuda import ngram_kernel
 from ..errors import ConfigError
 from ..models.kernel_proofs import kept_proofs
-from ..models.runner import ModelRunner
 from ..utils.checks import require, require_int
 from . import ngram_search
-from .drafter import Proposals, Round
+from .drafter import Drafter, DraftRows, Proposals, Round
 from .ngram_search import EMPTY, Lookup, ring_of
-from .ready import Ready
 from .rejection_sampler import Accepted
 from .vetting import ours
 
@@ -68,7 +66,7 @@ class NgramOptions:
         return num_rows * self.max_history * (32 + 8 * self.max_ngram)
 
 
-class NgramDrafter:
+class NgramDrafter(Drafter):
     """Proposes what followed a row's newest tokens when they occurred before.
 
     A row without a match proposes nothing, and nothing is counted for it.
@@ -79,10 +77,6 @@ class NgramDrafter:
     Raises:
         ConfigError: ``options`` are something else.
     """
-
-    context_length: int | None = None
-    hidden_layers: tuple[int, ...] = ()
-    context: ModelRunner | None = None
 
     def __init__(self, options: NgramOptions | None = None):
         if not isinstance(options, NgramOptions | None):
@@ -98,12 +92,11 @@ class NgramDrafter:
                     self.lookup = ngram_kernel
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> NgramRows:
-        """Begin rows for ``prompts``."""
         return NgramRows(self, prompts, max_length)
 
 
 @ours
-class NgramRows:
+class NgramRows(DraftRows):
     """The tokens of some rows, searched in every round.
 
     Args:
@@ -123,10 +116,6 @@ class NgramRows:
         # Rounds kept since the ring was last handed over; a look-up computes it, too.
         self._unwritten = 0
 
-    def prefill(self) -> Iterator[None]:
-        """Nothing: a row holds its prompt from the beginning."""
-        return iter(())
-
     def propose(self, round_: Round) -> Proposals:
         """Continue the longest, then newest match of every row."""
         options = self._options
@@ -140,14 +129,12 @@ class NgramRows:
             max_ngram=options.max_ngram,
             min_ngram=options.min_ngram,
         )
-        return Ready.within(inputs, lengths=lengths)
+        return Proposals.within(inputs, lengths=lengths)
 
     def peek(self, round_: Round) -> Proposals | None:
-        """The same, in a round that does not draft."""
         return self.propose(round_)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Take what was kept."""
         width = accepted.chosen.shape[1]
         self._reserve(self._longest + width)
         self._longest += width
@@ -160,21 +147,13 @@ class NgramRows:
             mx.async_eval(self._ring)
             self._unwritten = 0
 
-    def observe(
-        self, hidden: mx.array, following: mx.array, lengths: Sequence[int]
-    ) -> None:
-        """Nothing: no hidden states are asked for."""
-
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Rows are at most that long."""
         self._longest = longest
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
         self._ring = self._ring[mx.array(list(rows), mx.int32)]
 
     def extend(self, other: NgramRows) -> None:
-        """Append the rows of ``other``."""
         self._longest = max(self._longest, other._longest)
         # A ring stays as large as a row that has left made it.
         slots = max(self._ring.shape[1], other._ring.shape[1])
@@ -183,7 +162,6 @@ class NgramRows:
         self._ring = mx.concatenate([self._ring, other._ring])
 
     def place(self, rows: Sequence[int], other: NgramRows, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones."""
         self._longest = max(self._longest, other._longest)
         slots = max(self._ring.shape[1], other._ring.shape[1])
         for part in (self, other):
@@ -192,9 +170,6 @@ class NgramRows:
             self._ring = mx.slice_update(
                 self._ring, other._ring[i : i + 1], mx.array([row]), axes=(0,)
             )
-
-    def reset(self, rows: Sequence[int]) -> None:
-        """Nothing: the row that takes such a place overwrites what is there."""
 
     def _capacity(self, length: int) -> int:
         """Slots for rows of up to ``length`` tokens: few sizes, so shapes repeat."""

@@ -81,32 +81,21 @@ class Proposed:
 
     Args:
         tokens: draft tokens, shape (B, k).
-        draft: what each was drawn from, shape (B, k, V); ``None`` when all of a
-            draft's probability was on its token.
+        draft: what each was drawn from, shape (B, k, V).
         target: what the target would draw from at each position, and after the
             last, shape (B, k + 1, V).
         limit: see :func:`count_kept`.
     """
 
     tokens: mx.array
-    draft: mx.array | None
+    draft: mx.array
     target: mx.array
     limit: mx.array
-
-    @property
-    def draft_of(self) -> mx.array:
-        """The draft's distributions, shape (B, k, V)."""
-        if self.draft is not None:
-            return self.draft
-        vocabulary = mx.arange(self.target.shape[-1])
-        return (self.tokens[..., None] == vocabulary).astype(mx.float32)
 
     def ratios(self) -> mx.array:
         """P(x_i) / Q(x_i) of every draft token, shape (B, k)."""
         index = self.tokens[..., None]
         p = mx.take_along_axis(self.target[:, :-1], index, axis=-1)[..., 0]
-        if self.draft is None:
-            return p
         q = mx.take_along_axis(self.draft, index, axis=-1)[..., 0]
         # A token that the draft gave nothing was not drawn from it: refuse it.
         return mx.where(q > 0, p / mx.maximum(q, 1e-38), 0.0)
@@ -148,7 +137,7 @@ def block(proposed: Proposed, uniform: mx.array) -> AcceptedPrefix:
     Args:
         uniform: as for :func:`rejection`.
     """
-    ratios, draft, limit = proposed.ratios(), proposed.draft_of, proposed.limit
+    ratios, draft, limit = proposed.ratios(), proposed.draft, proposed.limit
     k = ratios.shape[1]
     p = scale = mx.ones(limit.shape)
     count = mx.minimum(limit, 0)
@@ -183,7 +172,7 @@ def with_extra_token(
     at = mx.clip(prefix.count, 0, k)[:, None]
     here = mx.take_along_axis(proposed.target, at[..., None], axis=1)[:, 0]
     inside = mx.minimum(at, k - 1)[..., None]
-    drafted = mx.take_along_axis(proposed.draft_of, inside, axis=1)[:, 0]
+    drafted = mx.take_along_axis(proposed.draft, inside, axis=1)[:, 0]
     left = mx.maximum(prefix.scale[:, None] * here - drafted, 0.0)
     whole = at >= proposed.limit[:, None]
     # No mass left: target and draft are equal but for rounding.

@@ -14,7 +14,7 @@ from ..sampling import Draws, GrammarMasks, RowSampling
 from ..sampling.noise import ACCEPT, RESIDUAL, gumbel_noise, round_draws, uniform_draws
 from ..sampling_params import SamplingParams
 from . import Proposals, Round, rejection_sampler
-from .commit import CommitResult, Committed, Committer, committer
+from .commit import CommitResult, Committed, Compute, committer
 from .custom_samplers import choose_stepwise
 from .rejection_sampler import Accepted, AcceptedPrefix, Proposed
 
@@ -80,8 +80,8 @@ class Decision:
         peaks: the largest logit of every position, shape (B, k + 1): NaN where any
             of its logits is, minus infinity where no token is possible.
         logprobs: where a row asked for them.
-        errors: rows whose own functions failed after what they keep, or whose grammar
-            did, with what they said.
+        errors: by row, why its own functions or its grammar failed, after the tokens
+            that it keeps.
     """
 
     result: CommitResult
@@ -104,7 +104,7 @@ class Verifier:
         grammars: running rows that follow a grammar.
         num_top: most likely tokens that any row wants reported; ``None`` when no
             row wants log-probabilities.
-        committer: works out what follows from a round.
+        compute: works out what follows from a round.
     """
 
     rows: tuple[Request | None, ...]
@@ -114,7 +114,7 @@ class Verifier:
     stepwise: tuple[tuple[int, RowSampling], ...]
     grammars: tuple[int, ...]
     num_top: int | None
-    committer: Committer
+    compute: Compute
 
     @classmethod
     def of(cls, rows: Sequence[Request | None], vocab_size: int) -> Verifier:
@@ -148,7 +148,7 @@ class Verifier:
                 if s and s.grammar is not None and s.finish_reason is None
             ),
             num_top=max(asked) if asked else None,
-            committer=committer(),
+            compute=committer(),
         )
 
     @property
@@ -243,7 +243,7 @@ class Verifier:
         chosen = self.sampling.choose(logits, draws)
         meant = None if proposals is None else proposals.lengths
         before = Committed(round_.recent, round_.lengths)
-        result = self.committer.commit(inputs, chosen, limit, meant, before)
+        result = CommitResult.by(self.compute, inputs, chosen, limit, meant, before)
         accepted, limit = result.accepted, result.limit
         if proposals is not None and self.needs_probabilities:
             accepted = self._by_ratio(accepted, proposals, logits, draws, limit)
@@ -276,7 +276,7 @@ class Verifier:
             limit = mx.where(sound, limit, mx.minimum(limit, 0))
         proposed = Proposed(
             proposals.tokens,
-            proposals.probabilities,
+            proposals.drawn_from(sampling.vocab_size),
             sampling.probabilities(logits, draws),
             limit,
         )

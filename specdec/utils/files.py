@@ -79,7 +79,7 @@ class Staged:
     """New files of a folder, on the disk under other names until they are put.
 
     Everything that can fail for want of room fails in the beginning. Each temporary
-    file is locked while it is there, so that others can tell it from one that a crash
+    file is locked while it is there, so that others know it from one that a crash
     has left (:func:`remove_leftover`). After the ``with``, none is left.
 
     Args:

@@ -34,6 +34,12 @@ def shorten(text: object) -> str:
     return one_line(text, LONGEST_TEXT, end=False)
 
 
+def first_line(error: BaseException) -> str:
+    """What an error says first, cut; its type where it says nothing."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return shorten(lines[0])
+
+
 def quoted(value: object, longest: int = LONGEST_VALUE) -> str:
     """``value`` as Python writes it, on one line and cut."""
     try:

@@ -200,7 +200,7 @@ class History:
         self.undoable = min(lengths, default=0)
 
     def write_tokens(self, new: list[list[int]], lengths: list[int]) -> None:
-        """Write ``new`` behind the rows, of which ``lengths`` count; check all."""
+        """Write ``new`` after the rows, of which ``lengths`` count; check all."""
         size = len(new[0])
         tokens = np.array(new)
         keys = mx.array(KEYS[tokens]).transpose(0, 2, 1, 3)
@@ -229,7 +229,8 @@ class History:
         before = self.cache.offset.tolist()
         try:
             if uniform:
-                self.cache.trim(most)
+                longest = max(map(len, self.rows), default=0)
+                assert self.cache.trim(most) == min(most, longest)
             elif self.choices.integer(0, 1):
                 self.cache.trim_per_sequence(counts)
             else:
@@ -300,6 +301,9 @@ class History:
         if not self.rows or not singles:
             return
         parts = [self.cache.extract(i) for i in range(len(self.rows))]
+        for part, row in zip(parts, self.rows, strict=True):
+            assert type(part) is self.cache.single
+            assert part.offset == len(row)
         made = type(self.cache).merge(parts)
         if isinstance(made, RingCache):
             made.resize(self.max_write)

@@ -242,7 +242,7 @@ class TestRefusals:
         check_caches(with_row_positions(sparse), "twin")
 
     @pytest.mark.parametrize("name", ["afm7", "minimax_m3_vl", *MODELS])
-    def test_columns_are_told_from_positions(
+    def test_columns_are_known_from_positions(
         self, name: str, tiny_model: TinyModel
     ) -> None:
         """No good model is refused; one that chooses keys by columns is not let in."""

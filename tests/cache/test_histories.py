@@ -85,7 +85,7 @@ def trim_one_too_few(patch: Patch) -> None:
         before = self.offset
         right(self, n, at_most)
         self.offset = self.offset + (self.offset < before)
-        # Else what grows too long is written behind the end, into other memory.
+        # Else what grows too long is written after the end, into other memory.
         self._longest += 1
 
     patch.setattr(CacheCore, "trim_per_sequence", wrong)
@@ -103,7 +103,7 @@ def trim_one_too_many(patch: Patch) -> None:
 
 
 def stale_key_visible(patch: Patch) -> None:
-    """A query sees the slot behind its own too: a rejected token, or padding."""
+    """A query sees the slot after its own too: a rejected token, or padding."""
     right = positions.visible_slots
 
     def wrong(

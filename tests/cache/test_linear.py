@@ -164,19 +164,6 @@ class TestReading:
         infinite = float("-inf")
         assert mask[0, 0].tolist() == [[0, 0, 0, 0, infinite], [0, 0, 0, 0, 0]]
 
-    def test_what_was_handed_out_does_not_change(self) -> None:
-        cache = BatchKVCache(1)
-        write(cache, 250)
-        keys, values = write(cache, 6)  # all 256 columns: the arrays themselves
-        state = cache.state
-        before = [np.array(x) for x in (keys, values, *state[:3])]
-        cache.trim(3)
-        write(cache, 3, seed=1)
-        write(cache, 1, seed=2)
-        after = [np.array(x) for x in (keys, values, *state[:3])]
-        for a, b in zip(before, after, strict=True):
-            np.testing.assert_array_equal(a, b)
-
     def test_writes_are_in_place(self) -> None:
         """No second copy of the cache while nobody holds the first."""
         cache = BatchKVCache(1)
@@ -192,17 +179,6 @@ class TestReading:
         for _ in range(3):
             mx.eval(cache.update_and_fetch(one, one))
         assert mx.get_peak_memory() - before < cache.nbytes / 100
-
-
-class TestTrim:
-    def test_uniform(self) -> None:
-        cache = filled([5, 2])
-        assert cache.trim(3) == 3
-        assert cache.offset.tolist() == [2, 0]
-        assert cache.trim(9) == 2
-        assert cache.offset.tolist() == [0, 0]
-        assert cache.trim(1) == 0
-        assert cache.trim(-1) == 0
 
 
 class TestPadding:
@@ -225,14 +201,6 @@ class TestPadding:
         write(cache, 5)
         cache.finalize()
         assert cache.offset.tolist() == [5, 3]
-
-    def test_all_rows_padded(self) -> None:
-        cache = BatchKVCache(2)
-        cache.prepare(lengths=[3, 3], right_padding=[2, 2])
-        write(cache, 5)
-        cache.finalize()
-        assert cache.size() == 3
-        assert write(cache, 1)[0].shape[2] == 4
 
     def test_refusals(self) -> None:
         cache = BatchKVCache(2)
@@ -265,39 +233,6 @@ class TestRows:
 
 
 class TestExchange:
-    def test_extract_is_exact(self) -> None:
-        cache = filled([5, 0, 3])
-        x = tokens(3, 5)
-        for row, n in enumerate([5, 0, 3]):
-            single = cache.extract(row)
-            assert type(single) is mlx_lm_cache.KVCache
-            assert single.offset == n
-            if n:
-                keys, values = single.keys_and_values()
-                assert equal(keys, x[row : row + 1, :, :n])
-                assert equal(values, -x[row : row + 1, :, :n])
-            else:
-                assert single.empty()
-
-    def test_extract_is_a_copy(self) -> None:
-        cache = filled([5])
-        single = cache.extract(0)
-        before = np.array(single.keys)
-        cache.trim(2)
-        write(cache, 2, seed=7)
-        np.testing.assert_array_equal(before, np.array(single.keys))
-
-    def test_merge_of_mlx_lm_caches(self) -> None:
-        singles = [mlx_lm_cache.KVCache() for _ in range(3)]
-        x = tokens(1, 300)
-        for cache, n in zip(singles, [300, 0, 7], strict=True):
-            if n:
-                cache.update_and_fetch(x[:, :, :n], -x[:, :, :n])
-        merged = BatchKVCache.merge(singles)
-        assert merged.offset.tolist() == [300, 0, 7]
-        assert equal(merged.extract(2).keys, x[:, :, :7])
-        assert equal(merged.extract(0).values, -x)
-
     def test_merge_refuses(self) -> None:
         with pytest.raises(CacheError, match="at least one"):
             BatchKVCache.merge([])
@@ -313,11 +248,6 @@ class TestExchange:
         write(again, 300)
         assert again.capacity == 700
         assert cache.capacity == 256
-
-    def test_an_empty_state_round_trip(self) -> None:
-        again = BatchKVCache.from_state(BatchKVCache(3).state)
-        assert again.empty()
-        assert again.offset.tolist() == [0, 0, 0]
 
     def test_mlx_lm_does_not_take_the_state_for_its_own(self) -> None:
         """Both libraries have a BatchKVCache; a saved file names only the class."""

@@ -34,7 +34,7 @@ def test_a_slot_holds_the_newest_position_written_to_it(
     for slot in range(keep + ring):
         if slot in written:
             assert held[slot] == written[slot]
-        else:  # negative, or a pinned position behind the last
+        else:  # negative, or a pinned position after the last
             assert held[slot] < 0 or held[slot] > last
 
 

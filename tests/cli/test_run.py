@@ -383,7 +383,7 @@ def test_a_draft_on_a_cpu_is_noted(
     monkeypatch.setattr(backend, "defaults", lambda: cpu)
     result = specdec("run", "-p", "Hi", *arguments)
     assert ("slower there; the output is the same" in result.stderr) is noted
-    cuda = BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
+    cuda = BackendDefaults("cuda", read_bucket=256, static_shapes=True)
     monkeypatch.setattr(backend, "defaults", lambda: cuda)
     assert "never different" not in specdec("run", "-p", "Hi", *arguments).stderr
 

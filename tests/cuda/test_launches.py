@@ -22,7 +22,6 @@ from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
-from specdec.spec_decode.commit import Committer
 from specdec.tools.bench.models import token_level
 from tests.scripted import Script
 
@@ -31,7 +30,6 @@ LIKE_CUDA = BackendDefaults(
     "cuda",
     read_bucket=64,
     static_shapes=True,
-    lookahead=1,
     pad_single_token=True,
     kernels=True,
 )
@@ -163,7 +161,7 @@ def test_a_round_launches_no_more(
     monkeypatch.setattr(backend, "defaults", lambda: switches)
     monkeypatch.setattr(
         "specdec.spec_decode.verifier.committer",
-        lambda: Committer(commit_kernel.commit),
+        lambda: commit_kernel.commit,
     )
     monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     target = token_level(tiny_model("llama", seed=0))

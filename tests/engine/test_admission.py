@@ -144,7 +144,9 @@ def model(**changes: Any) -> ModelGeometry:
 
 
 def preflight(limit: int) -> Preflight:
-    return Preflight(MemoryPlan(target=model(), prefill_step_size=64), limit)
+    return Preflight(
+        MemoryPlan(target=model(), prefill_step_size=64, backend=AT_ONCE), limit
+    )
 
 
 def test_models_that_leave_no_room_are_refused() -> None:
@@ -155,7 +157,7 @@ def test_models_that_leave_no_room_are_refused() -> None:
 
 
 def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
-    plan = MemoryPlan(target=model(), prefill_step_size=64, prefix_bytes=8 * MIB)
+    plan = replace(preflight(MIB).plan, prefix_bytes=8 * MIB)
     with pytest.raises(MemoryLimitError) as raised:
         Preflight(plan, 11 * MIB).check_models()
     assert (
@@ -169,9 +171,7 @@ def test_memory_of_the_prefix_cache_is_named_where_it_counts() -> None:
         preflight(10 * MIB).check_models()
     assert ": take models of fewer bits, or raise" in str(raised.value)
     with pytest.raises(MemoryLimitError, match="bits, leave the draft out, or raise"):
-        Preflight(
-            MemoryPlan(target=model(), draft=model(), prefill_step_size=64), MIB
-        ).check_models()
+        Preflight(replace(preflight(MIB).plan, draft=model()), MIB).check_models()
     # Loading is the fullest moment here: what is kept later does not matter.
     plan = replace(plan, target=replace(plan.target, loading_bytes=99 * MIB))
     with pytest.raises(MemoryLimitError, match=r"MiB of weights\) and"):

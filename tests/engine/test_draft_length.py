@@ -21,9 +21,9 @@ from specdec.engine.profiler import (
     VERIFIED,
     SpreadTokens,
     _Stopwatch,
+    cost_key,
     draft_length,
     measure_forwards,
-    signature,
     without_noise,
 )
 from specdec.models.runner import ModelRunner
@@ -185,11 +185,11 @@ def test_pieces_begin_where_rows_begin() -> None:
     assert list(missed.pieces(4, 128)) == [(0, 128), (128, 256), (256, 300)]
 
 
-# -- what lengths are told -------------------------------------------------
+# -- what lengths are shown -------------------------------------------------
 
 
 @BACKENDS
-def test_outcomes_are_told_in_order(target: Any, backend: BackendDefaults) -> None:
+def test_outcomes_are_reported_in_order(target: Any, backend: BackendDefaults) -> None:
     at_once = backend.compile_after is not None
     if at_once:
         backend = replace(backend, compile_after=0)
@@ -199,22 +199,22 @@ def test_outcomes_are_told_in_order(target: Any, backend: BackendDefaults) -> No
         target, target, PROMPTS[1:3], 20,
         num_draft_tokens=4, backend=backend, length=script,
     )  # fmt: skip
-    told = script.outcomes[:10]
-    assert [o.num_draft_tokens for o in told] == (ks + ks)[:10]
-    assert [o.backlog for o in told] == [0, 0, 2, 0, 0, 1, 0, 0, 2, 0]
+    outcomes = script.outcomes[:10]
+    assert [o.num_draft_tokens for o in outcomes] == (ks + ks)[:10]
+    assert [o.backlog for o in outcomes] == [0, 0, 2, 0, 0, 1, 0, 0, 2, 0]
     # While the others ran, another k was built, nothing at all, or a graph.
     if not backend.static_shapes:
-        assert all(o.seconds and o.fair for o in told if o.num_draft_tokens)
+        assert all(o.seconds and o.fair for o in outcomes if o.num_draft_tokens)
     elif not at_once:
-        assert [i for i, o in enumerate(told) if o.seconds and o.fair] == [2, 6, 8]
+        assert [i for i, o in enumerate(outcomes) if o.seconds and o.fair] == [2, 6, 8]
     accepted = sum(n for o in script.outcomes for _, n in o.accepted)
-    # Those behind a row's last token are accepted, and not counted there.
+    # Those after a row's last token are accepted, and not counted there.
     assert accepted >= sum(r.accepted for r in rows)
-    assert all(0 <= n <= limit for o in told for limit, n in o.accepted)
+    assert all(0 <= n <= limit for o in outcomes for limit, n in o.accepted)
 
 
 def test_rounds_are_not_timed_until_their_shapes_have_settled(target: Any) -> None:
-    """The first run as usual, the next builds a graph: neither tells the cost."""
+    """The first run as usual, the next builds a graph: neither shows the cost."""
     backend = replace(BEHIND, compile_after=2, read_bucket=512)
     script = Script(lambda number: 2)
     exact(
@@ -240,18 +240,18 @@ def test_last_tokens_and_rows_without_a_drafter_leave_no_choice(
 
 def test_rows_of_another_session_have_other_numbers(target: Any) -> None:
     """A length outlives sessions, and remembers what each row accepted."""
-    told: list[set[int]] = []
+    numbers: list[set[int]] = []
     for _ in range(2):
         script = Script(lambda number: 2)
         exact(target, target, PROMPTS[1:3], 8, num_draft_tokens=4, length=script)
-        told.append({row for o in script.outcomes for row in o.rows})
-        assert {row for state in script.states for row in state.left} == told[-1]
-    assert [len(rows) for rows in told] == [2, 2]
-    assert not told[0] & told[1]
+        numbers.append({row for o in script.outcomes for row in o.rows})
+        assert {row for state in script.states for row in state.left} == numbers[-1]
+    assert [len(rows) for rows in numbers] == [2, 2]
+    assert not numbers[0] & numbers[1]
 
 
 def test_rows_that_join_have_missed_nothing() -> None:
-    """What rows missed on average is told, not what one of them did."""
+    """What rows missed on average is reported, not what one of them did."""
     missed, others = Backlog(1), Backlog(2)
     for _ in range(30):
         missed.add(mx.zeros((1, 2), mx.int32))
@@ -349,7 +349,6 @@ class Slow(DraftRows):
     usual = 0.003
     context_length: int | None = None
     hidden_layers: tuple[int, ...] = ()
-    context: ModelRunner | None = None
 
     def __init__(self, settling: list[float]):
         self.settling, self.now = settling, 0.0
@@ -378,7 +377,7 @@ def test_it_is_not_measured_while_kernels_are_compiled(
 ) -> None:
     """However long that takes, as long as every run is quicker than the one before."""
     _, runner, _ = runners(target, target)
-    slow = Slow(settling)
+    slow: Any = Slow(settling)
     forwards = measure_forwards(runner, slow, 1, max_draft_tokens=8, clock=slow.clock)
     assert forwards.draft_step == pytest.approx(slow.usual / 3, rel=0.2)
 
@@ -541,11 +540,11 @@ def test_costs_are_kept_on_disk(target: Any, other: Any, tmp_path: Path) -> None
     assert store.path.read_text("utf-8") == written
     # Other models, and other caches, are other costs.
     keys = {
-        signature(config, runner, drafter, AT_ONCE),
-        signature(config, runner, drafter, BEHIND),
-        signature(config, runner, runners(target, target)[2], AT_ONCE),
-        signature(config, runner, NgramDrafter(), AT_ONCE),
-        signature(EngineConfig(kv_bits=8), runner, drafter, AT_ONCE),
+        cost_key(config, runner, drafter, AT_ONCE),
+        cost_key(config, runner, drafter, BEHIND),
+        cost_key(config, runner, runners(target, target)[2], AT_ONCE),
+        cost_key(config, runner, NgramDrafter(), AT_ONCE),
+        cost_key(EngineConfig(kv_bits=8), runner, drafter, AT_ONCE),
     }
     assert len(keys) == 5
 

@@ -36,11 +36,8 @@ class Deciding(Script):
         return self._answers[(len(self.asked) - 1) % len(self._answers)]
 
 
-class Noting:
+class Noting(Drafter):
     """A drafter that notes the prompts that it is given."""
-
-    context_length: int | None = None
-    hidden_layers: tuple[int, ...] = ()
 
     def __init__(self, drafter: Drafter):
         self.drafter = drafter
@@ -220,29 +217,3 @@ def test_a_draft_is_dropped_with_the_last_row_that_has_one(
     assert [r.drafted > 0 for r in rows] == [False, False, True]
     assert ended.count(True) == 1
     assert length.outcomes[-1].forced
-
-
-class OfOldCode:
-    """A drafter whose rows say nothing of what they miss."""
-
-    context_length: int | None = None
-    hidden_layers: tuple[int, ...] = ()
-
-    def rows(self, prompts: Any, *, max_length: int) -> Any:
-        return NgramDrafter().rows(prompts, max_length=max_length)
-
-
-def test_a_drafter_need_not_tell_of_a_backlog(target: Any) -> None:
-    prompt = [5, 6, 7] * 8
-    length = Script(lambda number: 2 if number >= 3 else 0)
-    exact(
-        target,
-        None,
-        [prompt],
-        30,
-        num_draft_tokens=4,
-        drafter=OfOldCode(),
-        length=length,
-    )
-    assert any(o.num_draft_tokens for o in length.outcomes)
-    assert not any(s.backlog for s in length.states)

@@ -121,7 +121,7 @@ def test_sampling_is_a_function_of_the_request(
 
 @BACKENDS
 @pytest.mark.parametrize("k", [1, 2, 5])
-def test_nothing_is_emitted_or_counted_behind_the_end(
+def test_nothing_is_emitted_or_counted_after_the_end(
     target: Any, k: int, backend: BackendDefaults
 ) -> None:
     """Every token of row 0's own continuation serves once as the EOS token."""
@@ -404,7 +404,7 @@ def trim_off_by(error: int) -> Callable[[pytest.MonkeyPatch], None]:
             trim(self, off, at_most + 1)
 
         patch.setattr(ModelRows, "trim_per_sequence", faulty)
-        # Room for rows that grow too long: behind the end is other memory.
+        # Room for rows that grow too long: after the end is other memory.
         room = DecodeBatch._max_length
         patch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 64)
 
@@ -425,9 +425,8 @@ def keeps_one_too_many(patch: pytest.MonkeyPatch) -> None:
     def faulty(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
         return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-    committer = commit.Committer(commit.commit)
     patch.setattr(commit, "count_kept", faulty)
-    patch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
+    patch.setattr("specdec.spec_decode.verifier.committer", lambda: commit.commit)
 
 
 @BACKENDS

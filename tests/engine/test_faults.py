@@ -195,7 +195,7 @@ def test_companions_change_no_row_whatever_its_verification(
 def test_a_draft_is_never_asked_for_tokens_that_it_lacks(
     target: Any, tiny_model: Callable[..., Any], backend: BackendDefaults
 ) -> None:
-    """An embedding behind the last is memory of somebody else: random drafts."""
+    """An embedding after the last is memory of somebody else: random drafts."""
     draft = tiny_model("llama", seed=5, vocab_size=60)
     asked: list[mx.array] = []
     embed = draft.model.embed_tokens
@@ -245,7 +245,7 @@ def poisoned(tiny_model: Callable[..., Any]) -> Any:
 def test_nan_logits_are_the_rows_own_loss(
     poisoned: Any, near: Any, with_draft: bool, backend: BackendDefaults
 ) -> None:
-    """In the prompt, or met half way; rows beside and behind it are unharmed."""
+    """In the prompt, or met half way; rows beside and after it are unharmed."""
     to_50 = SamplingParams(max_tokens=30, logit_bias={50: 100.0})
     plain = SamplingParams(max_tokens=30)
     never_50 = SamplingParams(max_tokens=30, logit_bias={50: -float("inf")})

@@ -20,7 +20,6 @@ JOINING = BackendDefaults(
     "cuda",
     read_bucket=64,
     static_shapes=True,
-    lookahead=1,
     compile_after=2,
     pad_single_token=True,
     kernels=True,

@@ -1,6 +1,6 @@
 """Whole runs under the settings of Metal, which nobody has to have for that.
 
-Shapes are as they come, and rounds that draft are read one behind: no other backend
+Shapes are as they come, and rounds that draft are read one round late: no other backend
 has both.
 """
 

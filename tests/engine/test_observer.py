@@ -1,4 +1,4 @@
-"""What an observer of rounds is told."""
+"""What an observer of rounds is shown."""
 
 from __future__ import annotations
 
@@ -18,23 +18,23 @@ MAX_TOKENS = (9, 14, 5)
 
 
 class Notes(RoundObserver):
-    """Writes down all that it is told."""
+    """Writes down all that it is shown."""
 
     def __init__(self) -> None:
-        self.told: list[Any] = []
+        self.noted: list[Any] = []
         self.shapes: list[tuple[Part, int]] = []
         self.rows: dict[int, list[tuple[int, int, int]]] = {}
 
     def begun(self, num_draft_tokens: int) -> None:
-        self.told.append(("begun", num_draft_tokens))
+        self.noted.append(("begun", num_draft_tokens))
 
     def built(self, part: Part, *arrays: mx.array) -> None:
         mx.eval(*arrays)
         self.shapes.append((part, int(arrays[0].shape[0])))
-        self.told.append(part)
+        self.noted.append(part)
 
     def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
-        self.told.append(("read", num_draft_tokens, len(rows)))
+        self.noted.append(("read", num_draft_tokens, len(rows)))
         for s in rows:
             counts = (s.rounds, s.drafted, s.accepted)
             self.rows.setdefault(s.index, []).append(counts)
@@ -76,7 +76,7 @@ def test_an_observer_sees_every_round(
         # First what the prompt brought, then a round more each time.
         assert [n for n, _, _ in notes.rows[i]] == list(range(sequence.rounds + 1))
         assert notes.rows[i][-1][1:] == (sequence.drafted, sequence.accepted)
-    reads = [t for t in notes.told if t[0] == "read"]
+    reads = [t for t in notes.noted if t[0] == "read"]
     assert sum(n for _, _, n in reads) == stats.row_rounds + len(rows)
     assert max(k for _, k, _ in reads) == k
     # Each round: begun, its parts in order.
@@ -85,10 +85,10 @@ def test_an_observer_sees_every_round(
         *([("draft", "verify", "sampling")] if k else []),
     }
     seen, parts = set(), []
-    for told in [*notes.told[1:], ("begun", 0)]:
-        if isinstance(told, str):
-            parts.append(told)
-        elif told[0] == "begun":
+    for noted in [*notes.noted[1:], ("begun", 0)]:
+        if isinstance(noted, str):
+            parts.append(noted)
+        elif noted[0] == "begun":
             seen.add(tuple(parts))
             parts = []
     assert seen == orders

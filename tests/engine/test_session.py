@@ -235,7 +235,7 @@ def test_params_of_another_type(target: Any, draft: Any, params: Any) -> None:
     assert not session.busy
 
 
-def test_results_tell_what_happened(target: Any, draft: Any) -> None:
+def test_results_say_what_happened(target: Any, draft: Any) -> None:
     decode = decoder(target, target, num_draft_tokens=2)
     (result,) = decode.generate([[5, 6, 7]], SamplingParams(max_tokens=10))
     assert result.acceptance_by_position == [1.0, 1.0]
@@ -244,18 +244,18 @@ def test_results_tell_what_happened(target: Any, draft: Any) -> None:
     assert result.time_to_first_token > 0
     assert result.tokens_per_second > 0
     assert result.logprobs is None
-    (told,) = decode.generate(
+    (result,) = decode.generate(
         [[5, 6, 7]], SamplingParams(max_tokens=10, top_logprobs=2)
     )
-    assert told.logprobs is not None
-    assert [t.top[0][0] for t in told.logprobs] == told.token_ids
+    assert result.logprobs is not None
+    assert [t.top[0][0] for t in result.logprobs] == result.token_ids
     # With their texts, the second likeliest's too.
-    assert [t.text for t in told.logprobs] == [f"{t}," for t in told.token_ids]
+    assert [t.text for t in result.logprobs] == [f"{t}," for t in result.token_ids]
     assert all(
-        t.top_texts == [f"{token}," for token, _ in t.top] for t in told.logprobs
+        t.top_texts == [f"{token}," for token, _ in t.top] for t in result.logprobs
     )
-    assert all(t.logprob == t.top[0][1] for t in told.logprobs)
-    assert isinstance(told.to_dict()["logprobs"], list)
+    assert all(t.logprob == t.top[0][1] for t in result.logprobs)
+    assert isinstance(result.to_dict()["logprobs"], list)
     assert decode.stats.acceptance_by_position == [1.0, 1.0]
 
 

@@ -229,7 +229,7 @@ def test_planted_faults_are_found(
 
 
 def test_idle_slots_hold_nothing(target: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An idle slot that keeps an ended row's tokens is read, and written behind."""
+    """An idle slot that keeps an ended row's tokens is read, and written after."""
     lengths: list[tuple[bool, int]] = []
     retire = DecodeBatch.retire
 

@@ -119,7 +119,7 @@ def test_what_a_command_says_late_is_its_own(
         time.sleep(0.3)
         raise OSError(28, "no room")
 
-    monkeypatch.setattr("specdec.prefix_cache.writer.write_entry", fails)
+    monkeypatch.setattr("specdec.prefix_cache.disk.write_entry", fails)
     target = sound_folder(World(tmp_path))
     ask = ("--prompt", "12 the " * 40, "--ignore-chat-template", "--max-tokens", "2")
     more = ("--draft", "none", "--quiet", "--prefix-cache", tmp_path / "store")

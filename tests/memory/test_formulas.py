@@ -7,20 +7,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.cache.capacity import padded_length
+from specdec.cache.capacity import (
+    cache_slots,
+    grown_capacity,
+    padded_length,
+    round_up,
+)
 from specdec.errors import CacheError, ConfigError
 from specdec.memory import (
-    cache_slots,
-    format_size,
-    grown_capacity,
     kv_cache_bytes,
     logits_bytes,
-    parse_size,
     quantized_elem_bytes,
     recommend_quantization,
-    round_up,
     weight_bytes,
 )
+from specdec.utils.sizes import format_size, parse_size
 
 GIB = 1 << 30
 K = 1024

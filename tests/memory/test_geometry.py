@@ -23,7 +23,7 @@ from ..models import architectures
 
 TinyModel = Callable[..., nn.Module]
 CPU = backend._DEFAULTS["cpu"]
-GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True, lookahead=1)
+GPU = backend.BackendDefaults("cuda", read_bucket=256, static_shapes=True)
 HEADS = {"num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 32}
 
 # Names that small_models.MODELS does not have, with their models.
@@ -47,7 +47,7 @@ def check_run(
     lengths: list[int],
     rounds: int,
 ) -> None:
-    """Follow a run, comparing bytes behind every forward."""
+    """Follow a run, comparing bytes after every forward."""
     geometry = geometry_of(model, HEADS, "it", cache_options(config, backend_))
     runner = ModelRunner(model, "it", config, backend_)
     written, max_length = 3, max(lengths) + rounds * 3
@@ -110,7 +110,7 @@ def test_caches_of_a_bounded_size(tiny_model: TinyModel, kv_bits: int | None) ->
 
 @pytest.mark.parametrize("start", [100, 10_000])
 def test_caches_that_are_quantized_later(tiny_model: TinyModel, start: int) -> None:
-    """Dense before, packed behind: each is known."""
+    """Dense before, packed after: each is known."""
     model = build(tiny_model, "full", 64)
     config = EngineConfig(prefill_step_size=64, kv_bits=8, quantized_kv_start=start)
     geometry = geometry_of(model, HEADS, "it", cache_options(config, CPU))

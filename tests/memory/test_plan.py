@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from specdec.backend import BackendDefaults
 from specdec.cache.capacity import CATCH_UP_STEP
 from specdec.memory import (
     CacheGeometry,
@@ -41,10 +42,13 @@ DRAFT = replace(
     caches=(CacheGeometry(slot_bytes=2 * 8 * 64 * 2),) * 16,
     loading_bytes=2_500_000_000,
 )
-PLAN = MemoryPlan(target=TARGET, prefill_step_size=512)
-PAIR = replace(
-    PLAN, draft=DRAFT, num_draft_tokens=3, static_shapes=False, costs_by_token=True
+# Shapes that are to repeat, and tokens that cost.
+STATIC = BackendDefaults("cuda", read_bucket=1, static_shapes=True)
+BY_TOKEN = BackendDefaults(
+    "cpu", read_bucket=1, static_shapes=False, costs_by_token=True
 )
+PLAN = MemoryPlan(target=TARGET, prefill_step_size=512, backend=STATIC)
+PAIR = replace(PLAN, draft=DRAFT, num_draft_tokens=3, backend=BY_TOKEN)
 
 rows = st.lists(
     st.builds(
@@ -77,21 +81,17 @@ def test_the_parts_of_a_run() -> None:
 
 
 def test_a_draft_that_catches_up_has_padding_where_shapes_repeat() -> None:
-    """Up to a piece's width behind what its rows hold; the target has none."""
+    """Up to a piece's width after what its rows hold; the target has none."""
     row = RowNeeds(300, 100)
     exact = replace(PAIR, pauses=True).moments([row])[2]
-    padded = replace(
-        PAIR, pauses=True, static_shapes=True, costs_by_token=False
-    ).moments([row])[2]
-    fixed = replace(PAIR, static_shapes=True, costs_by_token=False).moments([row])[2]
+    padded = replace(PAIR, pauses=True, backend=STATIC).moments([row])[2]
+    fixed = replace(PAIR, backend=STATIC).moments([row])[2]
     assert exact.parts["draft KV cache"] == 16 * 2048 * 412
     assert padded.parts["draft KV cache"] >= exact.parts["draft KV cache"]
     assert padded.parts["target KV cache"] == fixed.parts["target KV cache"]
     # Rows of 250 tokens fit 256 slots, and their padding does not.
     short = RowNeeds(200, 50)
-    longest = replace(
-        PAIR, pauses=True, static_shapes=True, costs_by_token=False, read_bucket=256
-    )
+    longest = replace(PAIR, pauses=True, backend=replace(STATIC, read_bucket=256))
     without = replace(longest, pauses=False)
     needed = [p.moments([short])[2].parts["draft KV cache"] for p in (longest, without)]
     assert needed[0] > needed[1]
@@ -194,12 +194,12 @@ def test_what_fits_is_the_edge() -> None:
 
 
 def test_no_more_than_the_target_serves() -> None:
-    """A context to which the model was never made, told as one that fits."""
+    """A context to which the model was never made, shown as one that fits."""
     found = replace(estimate(24 * 10**9), context_length=8192)
     assert found.largest_context() == 8192
     assert found.as_dict()["context_length"] == 8192
     assert "largest context at this batch: 8192 tokens\n" in found.table()
-    # Where less fits, that is told.
+    # Where less fits, that is said.
     fitting = estimate(20 * 10**9).largest_context()
     assert 0 < fitting < 100_000
     assert replace(found, limit=20 * 10**9).largest_context() == min(fitting, 8192)
@@ -220,10 +220,10 @@ def test_suggestions_where_it_does_not_fit() -> None:
 
 def test_table_and_json_agree() -> None:
     found = estimate(24 * 10**9)
-    told = found.as_dict()
-    assert told["total"] == found.total == max(m.total for m in found.moments)
+    shown = found.as_dict()
+    assert shown["total"] == found.total == max(m.total for m in found.moments)
     for moment in found.moments:
-        assert told["moments"][moment.name]["total"] == sum(moment.parts.values())
+        assert shown["moments"][moment.name]["total"] == sum(moment.parts.values())
     lines = found.table().splitlines()
     assert lines[0] == "8B: 1 row of 8192 tokens"
     assert lines[2].split() == ["loading", "prefill", "decoding"]

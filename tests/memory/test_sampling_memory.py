@@ -60,7 +60,7 @@ BLOCK = {**WARM, "verification": "block"}
 RATIO = {**TOP_P, "verification": "rejection"}
 EVERYTHING = {**FILTERS, **ADJUSTED, "top_logprobs": 5, "verification": "block"}
 
-#: Options of the rows, in turn, and how many times too much may be told.
+#: Options of the rows, in turn, and how many times too much may be planned.
 MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
     "greedy": ([{}], 1.75),
     "temperature": ([WARM], 1.75),
@@ -127,10 +127,10 @@ def test_what_choosing_holds_is_counted(
     ]
     peak, plan = measure(target, draft, config, requests)
     rows = fullest(requests, ROWS)
-    told = plan.peak(rows)
-    assert peak <= told
+    planned = plan.peak(rows)
+    assert peak <= planned
     if (k, dtype) == (3, mx.float32):
-        assert told - plan.weight_bytes <= most * (peak - plan.weight_bytes)
+        assert planned - plan.weight_bytes <= most * (peak - plan.weight_bytes)
         if mix not in ("greedy", "bias", "min_tokens", "grammar", "logprobs"):
             assert plan.peak([replace(r, choosing=GREEDY) for r in rows]) < peak
 

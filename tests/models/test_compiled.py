@@ -193,7 +193,7 @@ def test_hidden_states_come_along(tiny_model: TinyModel) -> None:
 def test_what_cannot_be_compiled_is_left_to_the_usual_way(
     tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A model that reads an array is refused before anything is written; told once."""
+    """A model that reads an array is refused before a write, and one line says so."""
     model = built(tiny_model, "full")
 
     class Reads(nn.Module):
@@ -218,7 +218,7 @@ def test_what_cannot_be_compiled_is_left_to_the_usual_way(
 def test_a_cache_that_is_not_written_is_not_counted_as_written(
     tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Nor is that a fault, of which a user should be told."""
+    """Nor is that a fault, of which a user should hear."""
     model = built(tiny_model, "full")
 
     class Skips(nn.Module):
@@ -259,7 +259,7 @@ def test_too_much_is_refused_as_always(tiny_model: TinyModel) -> None:
 def test_a_model_that_is_not_compiled_decodes_the_same(
     tiny_model: TinyModel, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """In the engine, with CUDA's switches on: the rows go on, and one line tells."""
+    """In the engine, with CUDA's switches on: the rows go on, and one line says so."""
 
     class Reads(type(tiny_model("llama"))):  # type: ignore[misc]
         def __call__(self, tokens: mx.array, *args: Any, **named: Any) -> mx.array:

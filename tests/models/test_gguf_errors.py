@@ -34,7 +34,7 @@ from .gguf_files import (
     write_model,
 )
 
-# What there is to do, behind a message's reason.
+# What there is to do, after a message's reason.
 REMEDY = re.compile(
     r"[:;,] (download it again|convert it (again )?with|use (an? |one |another )"
     r"|check the path|join them with)"

@@ -17,6 +17,7 @@ from specdec.models.gguf import tensors
 from specdec.models.gguf.header import TENSOR_TYPES, GGUFFile, read_header
 from specdec.models.gguf.tensors import (
     PACKED_BITS,
+    packed_zeros,
     read_float,
     read_float_rows,
     read_packed,
@@ -69,10 +70,8 @@ def test_packed_is_what_mlx_loads(kind: KIND, tmp_path: Path) -> None:
     file = write(tmp_path / "m.gguf", kind)
     theirs: Any = mx.load(str(tmp_path / "m.gguf"))
     ours = read_packed(file, file.tensors["matrix.weight"], mx.float16)
-    assert mx.array_equal(ours.weight, theirs["matrix.weight"])
-    assert mx.array_equal(ours.scales, theirs["matrix.scales"])
-    assert mx.array_equal(ours.biases, theirs["matrix.biases"])
-    assert ours.bits == (8 if kind == KIND.Q8_0 else 4)
+    for part, array in zip(("weight", "scales", "biases"), ours, strict=True):
+        assert mx.array_equal(array, theirs[f"matrix.{part}"])
 
 
 @pytest.mark.parametrize(
@@ -114,14 +113,18 @@ def test_packed_is_what_gguf_dequantizes(
     """Nibbles, high bits, or the scales of two groups change places."""
     kind = KINDS[name]
     file = write(tmp_path / "m.gguf", kind)
-    packed = read_packed(file, file.tensors["matrix.weight"], dtype)
-    assert packed.scales.dtype == packed.biases.dtype == dtype
+    info = file.tensors["matrix.weight"]
+    packed = read_packed(file, info, dtype)
+    lazy = packed_zeros(file, info, dtype)
+    assert [(a.shape, a.dtype) for a in packed] == [(a.shape, a.dtype) for a in lazy]
+    weight, scales, biases = packed
+    assert scales.dtype == biases.dtype == dtype
     found = mx.dequantize(
-        packed.weight,
-        packed.scales.astype(mx.float32),
-        packed.biases.astype(mx.float32),
+        weight,
+        scales.astype(mx.float32),
+        biases.astype(mx.float32),
         group_size=32,
-        bits=packed.bits,
+        bits=PACKED_BITS[name],
     )
     expected = dequantize(stored_bytes(kind), kind)
     error = np.sqrt(np.mean((np.array(found) - expected) ** 2) / np.mean(expected**2))

@@ -24,9 +24,9 @@ FILE = Path("specdec", "kernels.json")
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
     """The user's cache folder."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    kernel_proofs.signature.cache_clear()
+    kernel_proofs.proof_key.cache_clear()
     yield tmp_path
-    kernel_proofs.signature.cache_clear()
+    kernel_proofs.proof_key.cache_clear()
 
 
 class Check:
@@ -71,7 +71,7 @@ def test_a_proof_is_of_a_device_its_versions_and_a_source(
     else:
         described = {**backend.describe(), fact: "another"}
         monkeypatch.setattr(backend, "describe", lambda: described)
-    kernel_proofs.signature.cache_clear()
+    kernel_proofs.proof_key.cache_clear()
     with kept_proofs():
         assert not proofs.holds("kernel", Check(False))
 
@@ -84,7 +84,7 @@ def test_a_proof_is_repeated_where_compiled_kernels_are_gone(
 
     The first request would wait for what the proof would have had compiled.
     """
-    cuda = BackendDefaults("cuda", read_bucket=64, static_shapes=True, lookahead=1)
+    cuda = BackendDefaults("cuda", read_bucket=64, static_shapes=True)
     monkeypatch.setattr(backend, "defaults", lambda: cuda)
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(home))
     check = Check(True, True)
@@ -120,13 +120,13 @@ def test_broken_and_foreign_files_prove_nothing(home: Path, text: str) -> None:
     """A kernel must not be trusted because a file is odd; the file is mended."""
     file = home / FILE
     file.parent.mkdir()
-    file.write_text(text.replace("KEY", kernel_proofs.signature()), "utf-8")
+    file.write_text(text.replace("KEY", kernel_proofs.proof_key()), "utf-8")
     check = Check(True)
     for _ in range(2):
         with kept_proofs():
             assert proofs.holds("kernel", check)
     assert check.runs == 1
-    kept = json.loads(file.read_text("utf-8"))["found"][kernel_proofs.signature()]
+    kept = json.loads(file.read_text("utf-8"))["found"][kernel_proofs.proof_key()]
     assert kept["kernel"] is True
 
 
@@ -136,9 +136,7 @@ def test_a_second_process_loads_a_model_without_a_trial(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """All kernels of a model are proven when it is loaded, as steps of the warm-up."""
-    kernels = BackendDefaults(
-        "cuda", read_bucket=64, static_shapes=True, lookahead=1, kernels=True
-    )
+    kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
     monkeypatch.setattr(loading, "defaults", lambda: kernels)
     tried: list[str] = []
 

@@ -17,8 +17,7 @@ from specdec.cli import main
 from specdec.errors import UnsupportedModelError
 from specdec.models import load, load_draft
 from specdec.models.draft_folder import CARD, FORMAT
-from specdec.models.model_outline import outline, outline_draft
-from specdec.models.tokenizer_checks import check_tokenizers
+from specdec.models.model_outline import check_tokenizers, outline, outline_draft
 
 from .folders import write_folder
 

@@ -408,7 +408,7 @@ def rounds_ahead() -> Iterator[None]:
     as_on_a_gpu = replace(BEHIND, new_shape_seconds=0.01)
     with (
         patch("specdec.backend.defaults", lambda: as_on_a_gpu),
-        patch("specdec.build.replace", lambda backend, **changes: backend),
+        patch("specdec.engine.build.replace", lambda backend, **changes: backend),
     ):
         yield
 

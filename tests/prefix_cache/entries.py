@@ -1,4 +1,4 @@
-"""Entries without a model: a chain of blocks, with contents that can be told."""
+"""Entries without a model: a chain of blocks, with contents that differ."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from specdec.prefix_cache.disk import DiskTier
+from specdec.prefix_cache.disk import DiskTier, Job
 from specdec.prefix_cache.entries import place_key
 from specdec.prefix_cache.files import File, header_fields
-from specdec.prefix_cache.writer import Job
 
 SIGNATURE = "5" * 32
 SIZE = 4

@@ -18,12 +18,11 @@ import time
 import traceback
 from pathlib import Path
 
-from specdec.prefix_cache.disk import DiskTier
+from specdec.prefix_cache.disk import DiskTier, Job
 from specdec.prefix_cache.files import is_entry, read_header, read_verified
-from specdec.prefix_cache.writer import Job
 
 MANY = 1 << 30
-# Lives end from before the first byte is written to behind the last one.
+# Lives end from before the first byte is written to after the last one.
 LONGEST_LIFE = 1.5  # of the time that the last one took whom nobody killed ...
 GROWTH = 1.1  # ... and longer with every one that was cut short since then
 

@@ -13,8 +13,7 @@ import random
 import sys
 from pathlib import Path
 
-from specdec.prefix_cache.disk import DiskTier
-from specdec.prefix_cache.writer import Job
+from specdec.prefix_cache.disk import DiskTier, Job
 
 from .killed import MANY, jobs_of
 

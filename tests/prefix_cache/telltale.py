@@ -1,9 +1,9 @@
-"""A model whose next token tells exactly which keys it saw.
+"""A model whose next token shows exactly which keys it saw.
 
 What a layer stores for a token is a whole number that follows from the token, its
 position, the layer, and the sum of all that the token saw in the layers below; the
 next token is that sum, modulo the vocabulary. One column too many, too few or
-misplaced, in a prompt or behind it, and the output is another one.
+misplaced, in a prompt or after it, and the output is another one.
 """
 
 from __future__ import annotations

@@ -86,7 +86,7 @@ def of_kind(name: str, tiny_model: TinyModel) -> Any:
 
 
 def continued(target: Any, caches: Any, rest: list[int], **options: Any) -> list[int]:
-    """mlx-lm's own decoding behind a prompt cache."""
+    """mlx-lm's own decoding after a prompt cache."""
     steps = generate_step(
         mx.array(rest), target, max_tokens=NEW_TOKENS, prompt_cache=caches, **options
     )

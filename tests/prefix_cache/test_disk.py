@@ -12,9 +12,8 @@ from typing import Any
 import pytest
 
 from specdec.prefix_cache.audit import audit
-from specdec.prefix_cache.disk import DiskTier
+from specdec.prefix_cache.disk import DiskTier, Job
 from specdec.prefix_cache.files import DamagedError, read_header, read_verified
-from specdec.prefix_cache.writer import Job
 from specdec.utils import files
 
 from .entries import (
@@ -48,7 +47,7 @@ def test_what_is_written_is_found_again(tmp_path: Path) -> None:
     disk = filled(tmp_path)
     for tier in (disk, DiskTier(tmp_path, MANY)):
         assert spans(tier) == WHOLE
-        assert spans(tier, TOKENS[:6]) == WHOLE  # and what goes on behind
+        assert spans(tier, TOKENS[:6]) == WHOLE  # and what goes on after
         for file in served(tier, TOKENS):
             data = tier.read(file)
             assert data is not None
@@ -288,7 +287,7 @@ def modes(folder: Path) -> set[int]:
 
 
 def test_nobody_else_can_read_it(tmp_path: Path) -> None:
-    """Entries tell tokens: those that older versions have left open are closed, too."""
+    """Entries show tokens: those that older versions have left open are closed, too."""
     umask = os.umask(0o022)
     try:
         filled(tmp_path / "cache").close()
@@ -377,7 +376,7 @@ def test_an_entry_larger_than_the_budget_drives_no_other_out(tmp_path: Path) -> 
     assert len(names(tmp_path)) == 5
 
 
-def test_behind_a_failure_nothing_is_taken(
+def test_after_a_failure_nothing_is_taken(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Neither asked for, nor queued, nor remembered: memory stays as it was."""
@@ -401,7 +400,7 @@ def test_behind_a_failure_nothing_is_taken(
     assert spans(disk) == WHOLE[:1]
 
 
-def test_what_cannot_be_removed_is_told_once(
+def test_what_cannot_be_removed_is_reported_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """Catches a damaged entry that is read and warned of at every look-up."""

@@ -144,10 +144,10 @@ def test_a_ring_of_a_restored_row_claims_no_more_than_it_holds(
     stem = [(7 * i + i * i) % 97 for i in range(34)]
     options: Any = {"params": PARAMS, "prefill_step_size": step}
     for start in range(24, 31):
-        for behind in (2, 4):
+        for more in (2, 4):
             for back in range(4):
                 store = PrefixStore(memory=1 << 30, block_size=8)
-                second = [*stem[:start], *range(90, 90 + behind)]
+                second = [*stem[:start], *range(90, 90 + more)]
                 third = [*stem[: start - back], 80, 81]
                 for prompt in (stem, second, third):
                     tokens, _, _ = decode(model, None, [prompt], store, **options)

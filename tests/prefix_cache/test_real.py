@@ -15,7 +15,7 @@ QUESTIONS = ["Name a river in France.", "What is the capital of Norway?"]
 PARAMS = SamplingParams(max_tokens=4)
 
 
-def test_other_questions_behind_the_same_system_prompt(
+def test_other_questions_after_the_same_system_prompt(
     smollm2: LoadedModel, tmp_path: Path
 ) -> None:
     prompts = [

@@ -15,7 +15,7 @@ from starlette.applications import Starlette
 
 from specdec import EngineConfig, Grammar, SamplingParams, SpecDecoder
 from specdec.models import LoadedModel
-from specdec.models.detokenizer import ExactTokenizerWrapper
+from specdec.models.tokenizer import ExactTokenizerWrapper
 from specdec.outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from specdec.prompts import EncodedPrompt
 from specdec.server.app import make_app

@@ -210,7 +210,9 @@ def test_the_caches_of_all_layers_look_at_lengths_together(model: Any) -> None:
     """What one of them learns there decides shapes: masks are made from one."""
     length = 2 * BEHIND.read_bucket
     decoding = Decoding(model, texts_of(20, 6), max_length=length)
-    while decoding.longest + 4 * NARROW <= length:  # the host is not told what is kept
+    while (
+        decoding.longest + 4 * NARROW <= length
+    ):  # the host does not know what is kept
         decoding.draft_and_check()
     decoding.miss(12)
     decoding.draft_and_check()

@@ -44,7 +44,7 @@ def drafts(target: Any, tiny_model: Callable[..., Any]) -> dict[str, Any]:
     }
 
 
-def behind(
+def in_chain(
     first: Drafter,
     draft: Any,
     backend: BackendDefaults,
@@ -79,7 +79,7 @@ def test_greedy_and_sampled_rows_equal_plain_decoding(
     rows = exact(
         target, None, prompts, params,
         batch_size=batch_size, num_draft_tokens=k, backend=backend,
-        drafter=behind(lookup(), drafts[draft], backend, k),
+        drafter=in_chain(lookup(), drafts[draft], backend, k),
     )  # fmt: skip
     drafted, accepted = drafts_of(rows)
     # Wrong lookups included, so that even a perfect model does not make all right.
@@ -94,7 +94,7 @@ def test_ratio_rules_keep_the_distribution(
     model = tiny_model("llama", seed=3, vocab_size=4, num_hidden_layers=3)
     accepted = check_distribution(
         model,
-        behind(
+        in_chain(
             NgramDrafter(NgramOptions(min_ngram=2)),
             SkippingModel(model, (0, 2)),
             BEHIND,
@@ -111,7 +111,7 @@ def test_ratio_rules_keep_the_distribution(
 
 
 class Oracle(Drafter):
-    """Knows how each row goes on, and tells 0 to k tokens of it; some are wrong."""
+    """Knows how each row goes on, and says 0 to k tokens of it; some are wrong."""
 
     def __init__(self, whole: dict[tuple[int, ...], list[int]]):
         self.whole = {p: np.array([*w, *([0] * 16)]) for p, w in whole.items()}
@@ -182,7 +182,7 @@ def own_choices_are_right(
     monkeypatch.setattr(DraftModelRows, "propose", spying)
     exact(
         target, None, prompts, 32, num_draft_tokens=4, backend=backend,
-        drafter=behind(oracle, draft, backend, 4),
+        drafter=in_chain(oracle, draft, backend, 4),
     )  # fmt: skip
     assert len(checked) > 40
     return all(checked)
@@ -226,7 +226,7 @@ def test_lookups_add_to_what_is_accepted(
     draft = tiny_model("llama", seed=5)
     prompts = make_prompts()[:4]
     rounds = []
-    for drafter in (None, behind(lookup(), draft, backend, 4)):
+    for drafter in (None, in_chain(lookup(), draft, backend, 4)):
         own = draft if drafter is None else None
         rows = exact(
             target, own, prompts, 80,
@@ -242,7 +242,7 @@ def test_a_row_joins_after_a_longer_one_has_left(
 ) -> None:
     """The lookup's ring stays as large as the longer row made it."""
     prompts = [[5, 6, 7] * 100, [8, 9, 10], [11, 12, 13], [14, 15] * 140]
-    chain = behind(NgramDrafter(), drafts["layers"], backend, 3)
+    chain = in_chain(NgramDrafter(), drafts["layers"], backend, 3)
     exact(
         target, None, prompts, [4, 24, 12, 6],
         batch_size=2, backend=backend, drafter=chain,

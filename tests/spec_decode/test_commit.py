@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,14 +21,15 @@ from specdec.cuda import commit_kernel, ngram_kernel
 from specdec.cuda.kernels import cuda_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.spec_decode import NamedDrafter, commit
-from specdec.spec_decode.commit import CommitResult, Committed, Committer
+from specdec.spec_decode.commit import CommitResult, Committed
 from specdec.tools.bench.models import token_level
 from tests.cuda.emulation import cuda
 
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")
 
-BY_OPERATIONS, BY_KERNEL = Committer(commit.commit), Committer(commit_kernel.commit)
+by_operations = partial(CommitResult.by, commit.commit)
+by_kernel = partial(CommitResult.by, commit_kernel.commit)
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,7 @@ def check(played: Played, result: CommitResult) -> None:
 
 @given(rounds())
 def test_what_follows_from_a_round(played: Played) -> None:
-    check(played, BY_OPERATIONS.commit(*played.arguments))
+    check(played, by_operations(*played.arguments))
 
 
 @pytest.mark.parametrize("num_rows", [1, 8])
@@ -133,7 +135,7 @@ def test_a_plain_round_takes_few_operations(num_rows: int, tmp_path: Path) -> No
     mx.eval([a for a in arguments if isinstance(a, mx.array)])
     committed: Any = arguments[-1]
     mx.eval(committed.recent, committed.lengths)
-    result = BY_OPERATIONS.commit(*arguments)
+    result = by_operations(*arguments)
     file = tmp_path / "graph.dot"
     after = result.committed
     mx.export_to_dot(str(file), result.packed, after.recent, after.lengths)
@@ -151,7 +153,7 @@ def test_what_follows_from_a_verdict_that_others_made(
     inputs, chosen, limit, _, committed = played.arguments
     width = chosen.shape[1]
     accepted = replace(
-        BY_OPERATIONS.commit(inputs, chosen, limit, None, committed).accepted,
+        by_operations(inputs, chosen, limit, None, committed).accepted,
         kept=mx.full(limit.shape, min(kept, width), mx.int32),
     )
     result = CommitResult.of(accepted, limit, committed)
@@ -161,7 +163,7 @@ def test_what_follows_from_a_verdict_that_others_made(
         limit=[min(kept, width) - 1] * len(played.texts),
         meant=None,
     )
-    wanted = BY_OPERATIONS.commit(*as_if.arguments)
+    wanted = by_operations(*as_if.arguments)
     assert mx.array_equal(result.rejected, wanted.rejected)
     assert mx.array_equal(result.committed.recent, wanted.committed.recent)
     assert mx.array_equal(result.committed.lengths, wanted.committed.lengths)
@@ -182,7 +184,7 @@ def test_the_kernel_is_used_where_it_is_meant_to_and_proven(
     monkeypatch.setattr(commit, "defaults", lambda: defaults)
     monkeypatch.setattr(commit_kernel, "proven", lambda _: proven)
     module: Any = commit_kernel if kernels and proven else commit
-    assert commit.committer().compute is module.commit
+    assert commit.committer() is module.commit
 
 
 def one_too_many(*arguments: Any) -> tuple[mx.array, ...]:
@@ -213,7 +215,7 @@ def test_lengths_are_those_of_the_caches(
     draft: str | None,
     verification: Any,
 ) -> None:
-    """Also behind rows that have joined, ended, or left."""
+    """Also after rows that have joined, ended, or left."""
     seen: set[int] = set()
     retire = DecodeBatch.retire
 
@@ -283,7 +285,7 @@ def some_rounds(count: int) -> Iterator[Played]:
 
 def check_kernel(count: int) -> None:
     for played in some_rounds(count):
-        check(played, BY_KERNEL.commit(*played.arguments))
+        check(played, by_kernel(*played.arguments))
 
 
 @cuda.needs_compiler
@@ -302,7 +304,7 @@ def test_the_kernel_copies_more_than_it_has_threads() -> None:
         chosen = [[0] * kept + [1] * (41 - kept)]
         check(
             Played([text], proposed, chosen, [40 if kept else -1], None, window),
-            BY_KERNEL.commit(
+            by_kernel(
                 mx.array([[text[-1], *proposed[0]]]),
                 mx.array(chosen),
                 mx.array([40 if kept else -1]),
@@ -318,9 +320,7 @@ def test_what_other_drafters_propose_is_of_any_integers() -> None:
     for played in some_rounds(9):
         inputs, chosen, limit, _, committed = played.arguments
         meant = limit.astype(mx.int64)
-        result = BY_KERNEL.commit(
-            inputs.astype(mx.uint32), chosen, limit, meant, committed
-        )
+        result = by_kernel(inputs.astype(mx.uint32), chosen, limit, meant, committed)
         check(replace(played, meant=None), result)
 
 
@@ -376,7 +376,9 @@ def test_tokens_are_the_same(
 
     drafters: list[Any] = [None, "ngram", NamedDrafter("itself", target)]
     without = [decoded(drafter) for drafter in drafters]
-    monkeypatch.setattr("specdec.spec_decode.verifier.committer", lambda: BY_KERNEL)
+    monkeypatch.setattr(
+        "specdec.spec_decode.verifier.committer", lambda: commit_kernel.commit
+    )
     monkeypatch.setattr("specdec.spec_decode.ngram.ngram_search", ngram_kernel)
     assert [decoded(drafter) for drafter in drafters] == without
 

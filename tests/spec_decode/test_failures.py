@@ -37,7 +37,7 @@ class Failing(Drafter):
         self.rows_made: list[weakref.ref[FailingRows]] = []
 
     def call(self, method: str) -> None:
-        assert self.calls[self.method] < self.n, "it was asked behind its failure"
+        assert self.calls[self.method] < self.n, "it was asked after its failure"
         self.calls[method] += 1
         if method == self.method and self.calls[method] == self.n:
             raise type(self.error)(*self.error.args)  # without frames of earlier ones
@@ -82,10 +82,10 @@ class FailingRows(DraftRows):
 
 
 CALLS = [
-    *((method, n) for method in ("rows", "extend") for n in (1, 2, 3)),
-    *((method, n) for method in ("observe", "prefill", "filter") for n in (1, 2, 4)),
-    *((method, n) for method in ("propose", "commit") for n in (1, 2, 3, 12)),
-    *(("note_lengths", n) for n in (1, 5, 20)),
+    *((method, n) for method in ("rows", "extend") for n in (1, 3)),
+    *((method, n) for method in ("observe", "prefill", "filter") for n in (1, 4)),
+    *((method, n) for method in ("propose", "commit") for n in (1, 2, 12)),
+    *(("note_lengths", n) for n in (1, 20)),
 ]
 
 
@@ -116,7 +116,7 @@ def test_rows_go_on(
 def test_sampled_rows_go_on(
     verification: Any, tiny_model: Callable[..., Any], draft_failures: list[str]
 ) -> None:
-    """Behind the failure they draw as rows do for which nothing is drafted."""
+    """After the failure they draw as rows do for which nothing is drafted."""
     model, prompt = tiny_model("llama"), [5, 6, 7]
     params = SamplingParams(
         max_tokens=20, temperature=0.8, seed=3, verification=verification
@@ -210,7 +210,7 @@ def test_rounds_are_plain_again(
     assert set(rounds[3:]) == {0}
 
 
-def test_what_is_no_failure_of_a_drafter_is_told(
+def test_what_is_no_failure_of_a_drafter_is_raised(
     tiny_model: Callable[..., Any],
 ) -> None:
     """An interruption, say: the guard is for exceptions alone."""

@@ -30,7 +30,7 @@ LAYERS = [(0, 1, 2, 3, 4, 5), (1, 2, 4), (2, 3), (3, 5), (0, 1), (2,), (4,)]
 
 
 def in_chunks(model: Any) -> mx.array:
-    """Logits of chunks of several widths behind each other."""
+    """Logits of chunks of several widths after each other."""
     caches = make_prompt_cache(model)
     done, logits = 0, []
     for width in (12, 1, 1, 10, 6):

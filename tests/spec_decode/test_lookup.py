@@ -47,7 +47,7 @@ ROWS = st.lists(
 def test_matches_are_those_of_a_plain_search(
     rows: list[list[int]], capacity: int, min_ngram: int, more: int, seed: int
 ) -> None:
-    """Also where the ring has wrapped, be it by the prompt or by what came behind."""
+    """Also where the ring has wrapped, be it by the prompt or by what came after."""
     max_ngram = min_ngram + more
     cut = [1 + seed % len(row) for row in rows]
     ring = ring_of([row[:n] for row, n in zip(rows, cut, strict=True)], capacity)
@@ -81,8 +81,8 @@ def test_the_newest_of_equally_long_matches_wins(tokens: list[int]) -> None:
     match = longest_match(
         ring_of([row], 32), mx.array([len(row)]), max_ngram=3, min_ngram=2
     )
-    first_behind = continuation(ring_of([row], 32), mx.array([len(row)]), match, 1)
-    assert first_behind.item() == 2
+    first_after = continuation(ring_of([row], 32), mx.array([len(row)]), match, 1)
+    assert first_after.item() == 2
 
 
 def test_no_match_reaches_across_the_rings_end() -> None:

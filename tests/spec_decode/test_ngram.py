@@ -205,7 +205,7 @@ def test_the_lookup_sees_every_committed_token(
 def test_a_fault_in_the_history_is_noticed(
     target: Any, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What is proposed does not change the output, so acceptance has to tell."""
+    """What is proposed does not change the output, so acceptance has to show it."""
 
     def accepted() -> int:
         rows = run_rows(
@@ -241,7 +241,7 @@ class PlainRounds:
     """Rounds without a draft of two rows, as an engine runs them.
 
     Attributes:
-        rows: what is told of them.
+        rows: what is known of them.
         texts: what is committed of each.
     """
 

@@ -11,7 +11,13 @@ import pytest
 
 from specdec.backend import BackendDefaults
 from specdec.request import Request
-from specdec.spec_decode import NgramDrafter, NgramOptions, Proposals, Round
+from specdec.spec_decode import (
+    DraftRows,
+    NgramDrafter,
+    NgramOptions,
+    Proposals,
+    Round,
+)
 from specdec.spec_decode.draft_length import shadow
 from specdec.spec_decode.ngram import NgramRows
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, exact
@@ -65,7 +71,7 @@ def by_hand(prompts: list[list[int]], outputs: list[list[int]]) -> list[list[int
 
 @BACKENDS
 @pytest.mark.parametrize("batch_size", [1, 5])
-def test_plain_rounds_tell_what_drafts_would_have_brought(
+def test_plain_rounds_say_what_drafts_would_have_brought(
     target: Any,
     batch_size: int,
     backend: BackendDefaults,
@@ -87,7 +93,7 @@ def test_plain_rounds_tell_what_drafts_would_have_brought(
 
 @BACKENDS
 def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -> None:
-    """Their outcome tells itself; what was looked up before them is dropped."""
+    """Their outcome says itself; what was looked up before them is dropped."""
     script = Script(lambda number: 2 * (number % 3 == 0))
     rows = decoded(target, script, backend=backend)
     for outcome in script.outcomes:
@@ -99,9 +105,9 @@ def test_rounds_that_draft_come_between(target: Any, backend: BackendDefaults) -
     assert sum(row.accepted for row in rows) > 0
 
 
-@pytest.mark.parametrize("tells", [True, False])
-def test_who_tells_is_asked(
-    target: Any, tells: bool, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("says", [True, False])
+def test_who_can_say_is_asked(
+    target: Any, says: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked: list[int] = []
 
@@ -109,24 +115,24 @@ def test_who_tells_is_asked(
         asked.append(round_.num_draft_tokens)
         return self.propose(round_)
 
-    monkeypatch.setattr(NgramRows, "peek", peeked if tells else None)
+    monkeypatch.setattr(NgramRows, "peek", peeked if says else DraftRows.peek)
     script = Script(lambda number: 0)
     alone(target, script)
-    assert set(asked) == ({K} if tells else set())
-    assert any(o.shadow for o in script.outcomes) is tells
+    assert set(asked) == ({K} if says else set())
+    assert any(o.shadow for o in script.outcomes) is says
 
 
-def test_where_nothing_is_told_rounds_are_timed(
+def test_where_nothing_is_said_rounds_are_timed(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """To ask a drafter that does not tell holds nothing up."""
-    monkeypatch.setattr(NgramRows, "peek", None)
+    """To ask a drafter that does not say holds nothing up."""
+    monkeypatch.setattr(NgramRows, "peek", DraftRows.peek)
     script = Script(lambda number: 0)
     alone(target, script, max_tokens=40)
-    behind = script.outcomes[1:-1]
-    assert len(behind) > 30
-    assert all(o.seconds is not None for o in behind)
-    assert all(o.fair for o in behind)
+    later = script.outcomes[1:-1]
+    assert len(later) > 30
+    assert all(o.seconds is not None for o in later)
+    assert all(o.fair for o in later)
 
 
 def test_a_failure_costs_drafts_alone(
@@ -143,7 +149,7 @@ def test_a_failure_costs_drafts_alone(
 def test_proposals_are_checked_beside_peeks(
     target: Any, monkeypatch: pytest.MonkeyPatch, draft_failures: list[str]
 ) -> None:
-    """Right peeks say nothing of what is proposed behind them."""
+    """Right peeks say nothing of what is proposed after them."""
     propose = NgramRows.propose
 
     def proposed(self: NgramRows, round_: Round) -> Proposals:

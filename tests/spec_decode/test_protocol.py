@@ -6,6 +6,7 @@ import re
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from itertools import count
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -28,7 +29,7 @@ from specdec.spec_decode import (
     Round,
 )
 from specdec.spec_decode.ngram import NgramRows
-from specdec.spec_decode.ready import Ready, verify_inputs
+from specdec.spec_decode.vetting import vetted
 from tests.plain import AT_ONCE, BACKENDS, VOCAB, exact
 from tests.spec_decode.repetitive import make_prompts
 
@@ -116,21 +117,22 @@ def decode(model: Any, drafter: Drafter, backend: BackendDefaults = AT_ONCE) -> 
     )  # fmt: skip
 
 
-@BACKENDS
+def looked_at(make: Make) -> None:
+    """Look at proposals for four rows and k = 2, as in a round."""
+    round_: Any = SimpleNamespace(
+        num_draft_tokens=2,
+        recent=mx.zeros((4, 2), mx.int32),
+        sampling=SimpleNamespace(vocab_size=VOCAB),
+    )
+    vetted(ProposingRows(Proposing(sound), 4), round_, make(4, 2))
+
+
 @pytest.mark.parametrize("fault", FAULTS)
-def test_what_is_no_proposal_is_named(
-    fault: str,
-    backend: BackendDefaults,
-    target: Any,
-    draft_failures: list[str],
-) -> None:
-    """And costs no row anything."""
+def test_what_is_no_proposal_is_named(fault: str) -> None:
     make, message = FAULTS[fault]
-    exact(
-        target, None, PROMPTS, 9,
-        num_draft_tokens=2, backend=backend, drafter=Proposing(make),
-    )  # fmt: skip
-    assert re.match(f"drafter ProposingRows: .*{message}", draft_failures.pop())
+    looked_at(sound)
+    with pytest.raises(DrafterError, match=f"drafter ProposingRows: .*{message}"):
+        looked_at(make)
 
 
 def test_with_auto_too(target: Any) -> None:
@@ -193,9 +195,18 @@ LATER: dict[str, tuple[Callable[[int, int], Any], str]] = {
 }
 
 
+@pytest.mark.parametrize("fault", [name for name in LATER if name != "lazy"])
+def test_values_out_of_range_are_named(fault: str) -> None:
+    make, message = LATER[fault]
+    with pytest.raises(DrafterError, match=message):
+        looked_at(make)
+
+
 @BACKENDS
-@pytest.mark.parametrize("verification", ["coupled", "rejection"])
-@pytest.mark.parametrize("fault", LATER)
+@pytest.mark.parametrize(
+    ("fault", "verification"),
+    [("far", "coupled"), ("far", "rejection"), ("lazy", "coupled"), ("shape", "block")],
+)
 def test_every_round_is_looked_at(
     fault: str,
     verification: Any,
@@ -250,36 +261,16 @@ def test_what_must_be_written(forgotten: str) -> None:
         type("Empty", (Drafter,), {})()
 
 
-def test_inputs_are_those_of_the_tokens() -> None:
-    """Another drafter may change the tokens of one that had both at hand."""
-    newest, lengths = mx.array([[7], [8]]), mx.array([2, 1])
-    made = Ready.within(mx.array([[7, 1, 2], [8, 3, 4]]), lengths=lengths)
-    assert made.tokens.tolist() == [[1, 2], [3, 4]]
-    assert verify_inputs(newest, made) is made.inputs
-    for changed in (replace(made, tokens=made.tokens + 1), Proposals(made.tokens + 1)):
-        assert verify_inputs(newest, changed).tolist() == [[7, 2, 3], [8, 4, 5]]
-
-
 class Derived(Proposals):
-    """Has what our own proposals have, and says what it likes."""
-
-    inputs: Any = None
+    """Is of another class."""
 
 
 def ready_beside(num_rows: int, k: int) -> Proposals:
-    return Ready.within(mx.full((num_rows, k + 1), 3, mx.int32))
+    return Proposals.within(mx.full((num_rows, k + 1), 3, mx.int32))
 
 
 def derived_beside(num_rows: int, k: int) -> Proposals:
-    made = Derived(sound(num_rows, k).tokens)
-    object.__setattr__(made, "inputs", mx.full((num_rows, k + 1), 3, mx.int32))
-    return made
-
-
-def attribute_beside(num_rows: int, k: int) -> Proposals:
-    made = sound(num_rows, k)
-    object.__setattr__(made, "inputs", mx.full((num_rows, k + 1), 3, mx.int32))
-    return made
+    return Derived.within(mx.full((num_rows, k + 1), 3, mx.int32))
 
 
 class OtherNgramRows(NgramRows):
@@ -287,9 +278,8 @@ class OtherNgramRows(NgramRows):
 
     def propose(self, round_: Round) -> Proposals:
         found = super().propose(round_)
-        assert isinstance(found, Ready)
         assert found.inputs is not None
-        return Ready.within((found.inputs + 1) % VOCAB, lengths=found.lengths)
+        return Proposals.within((found.inputs + 1) % VOCAB, lengths=found.lengths)
 
 
 class OtherNgrams(NgramDrafter):
@@ -306,10 +296,9 @@ class OtherNgrams(NgramDrafter):
     [
         Proposing(ready_beside),
         Proposing(derived_beside),
-        Proposing(attribute_beside),
         OtherNgrams(NgramOptions(min_ngram=1)),
     ],
-    ids=["ready", "derived", "attribute", "ngrams"],
+    ids=["ready", "derived", "ngrams"],
 )
 def test_no_drafter_chooses_what_the_target_reads(
     drafter: Any,
@@ -329,14 +318,15 @@ def test_our_own_rows_hand_over_what_the_target_reads(
     target: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     given: list[bool] = []
+    after = Proposals.after
 
-    def noted(newest: mx.array, proposals: Proposals) -> mx.array:
-        inputs = verify_inputs(newest, proposals)
-        given.append(inputs is getattr(proposals, "inputs", None))
+    def noted(self: Proposals, newest: mx.array) -> mx.array:
+        inputs = after(self, newest)
+        given.append(inputs is self.inputs)
         assert mx.array_equal(inputs[:, :1], newest)
         return inputs
 
-    monkeypatch.setattr("specdec.engine.decode_batch.verify_inputs", noted)
+    monkeypatch.setattr(Proposals, "after", noted)
     decode(target, NgramDrafter(NgramOptions(min_ngram=1)))
     assert given
     assert all(given)

@@ -39,7 +39,7 @@ Distribution = np.ndarray
 def pass_probabilities(
     rule: str, p: Distribution, q: Distribution, x: Sequence[int], k: int
 ) -> tuple[list[float], list[float]]:
-    """h_1 .. h_k of a row, and the scale of P behind 0 .. k - 1 accepted tokens.
+    """h_1 .. h_k of a row, and the scale of P after 0 .. k - 1 accepted tokens.
 
     ``p`` has the target's distributions at k + 1 positions, ``q`` the draft's at k.
     """
@@ -69,8 +69,8 @@ def extra_distribution(
     p: Distribution, q: Distribution, scale: Sequence[float], count: int, k: int
 ) -> Distribution:
     if count == k:
-        behind: Distribution = p[k]
-        return behind
+        after: Distribution = p[k]
+        return after
     left = np.maximum(scale[count] * p[count] - q[count], 0)
     found: Distribution = left / left.sum() if left.sum() > 0 else p[count]
     return found
@@ -86,7 +86,7 @@ def count_probabilities(rule: str, h: Sequence[float]) -> list[float]:
 
 
 def random_chains(rng: np.random.Generator, v: int, length: int) -> Distribution:
-    """A distribution of the next token behind every prefix, shape (v, ..., v)."""
+    """A distribution of the next token after every prefix, shape (v, ..., v)."""
     shape = (v,) * length
     found: Distribution = rng.dirichlet(np.full(v, 0.6), size=shape[:-1])
     return found
@@ -133,10 +133,10 @@ def test_the_formulas_by_enumeration(rule: str, k: int, limit: int, seed: int) -
                 weight = drafted * probability * extra[token]
                 for rest in itertools.product(range(v), repeat=length - len(prefix)):
                     whole = (*prefix, *rest)
-                    behind = math.prod(
+                    after = math.prod(
                         target[n][whole[: n + 1]] for n in range(len(prefix), length)
                     )
-                    got[whole] += weight * behind
+                    got[whole] += weight * after
     expected = np.ones(got.shape)
     for n in range(length):
         expected = expected * target[n].reshape(
@@ -151,7 +151,7 @@ def test_the_formulas_by_enumeration(rule: str, k: int, limit: int, seed: int) -
 @BY_RULE
 @pytest.mark.parametrize("one_hot", [False, True])
 def test_the_array_code_follows_the_formulas(rule: str, one_hot: bool) -> None:
-    """Random rows of every limit: counts, and the token behind them by its noise."""
+    """Random rows of every limit: counts, and the token after them by its noise."""
     rng = np.random.default_rng(5)
     rows, k, v = 1000, 4, 5
     p = rng.dirichlet(np.full(v, 0.5), size=(rows, k + 1)).astype(np.float32)
@@ -164,7 +164,7 @@ def test_the_array_code_follows_the_formulas(rule: str, one_hot: bool) -> None:
     gumbel = rng.gumbel(size=(rows, v)).astype(np.float32)
     proposed = Proposed(
         mx.array(x.astype(np.int32)),
-        None if one_hot else mx.array(q),
+        mx.array(q),
         mx.array(p),
         mx.array(limits.astype(np.int32)),
     )

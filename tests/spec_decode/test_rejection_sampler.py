@@ -50,7 +50,7 @@ def test_count_kept_without_proposals() -> None:
     assert count_kept(proposed, chosen, limit).tolist() == [1, 0, 1]
 
 
-def test_agreement_behind_the_first_difference_is_not_kept() -> None:
+def test_agreement_after_the_first_difference_is_not_kept() -> None:
     kept = count_kept(
         mx.array([[1, 9, 3, 4]]), mx.array([[1, 2, 3, 4, 5]]), mx.array([4])
     )

@@ -30,21 +30,6 @@ class MarkovHead(nn.Module):
         self.markov_w2 = nn.Linear(rank, config.draft_vocab_size, bias=False)
 
 
-class ConfidenceHead(nn.Module):
-    """How likely a slot's proposal is accepted, from its state (and the token before).
-
-    Args:
-        config: of the head.
-    """
-
-    def __init__(self, config: BlockConfig):
-        super().__init__()  # type: ignore[no-untyped-call]
-        width = config.sizes.hidden_size
-        if config.confidence_reads_markov:
-            width += config.markov_rank
-        self.proj = nn.Linear(width, 1)
-
-
 class BlockHead(DraftHead):
     """A DFlash or DSpark head."""
 
@@ -62,8 +47,6 @@ class BlockHead(DraftHead):
             self.mask_embedding = mx.zeros((sizes.hidden_size,))
         if config.markov_rank:
             self.markov_head = MarkovHead(config)
-        if config.confidence:
-            self.confidence_head = ConfidenceHead(config)
 
     @property
     def windows(self) -> tuple[int | None, ...]:
@@ -126,18 +109,6 @@ class BlockHead(DraftHead):
         """What the Markov head adds to logits of the head's own tokens."""
         found: mx.array = self.markov_head.markov_w2(before)
         return found
-
-    def confidence(self, h: mx.array, before: mx.array | None) -> mx.array:
-        """Probability that each slot's proposal is accepted, (B, S).
-
-        Args:
-            h: states of the slots, (B, S, D).
-            before: of :meth:`before`, where the head has a Markov head.
-        """
-        if self.args.confidence_reads_markov and before is not None:
-            h = mx.concatenate([h, before.astype(h.dtype)], axis=-1)
-        found: mx.array = self.confidence_head.proj(h)[..., 0]
-        return mx.sigmoid(found.astype(mx.float32))
 
     def __call__(self, inputs: mx.array, cache: list[Any]) -> mx.array:
         """Logits (B, S, V) of a block: what is planned and checked as a model is."""

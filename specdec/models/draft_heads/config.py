@@ -51,7 +51,6 @@ _OWN: dict[str, Any] = {
     "is_neox_style?": (bool, None),
     "markov_rank?": (int, None),
     "markov_head_type?": (str, None),
-    "confidence_head_with_markov?": (bool, None),
     "norm_before_residual?": (bool, None),
     "norm_before_fc?": (bool, None),
     "fc_norm?": (bool, None),
@@ -157,8 +156,6 @@ class BlockConfig(HeadConfig):
         windows: of each layer, tokens of a sliding window; ``None``: everything.
         causal: of each layer, whether a slot sees just those before it of its block.
         markov_rank: of the bias by the token before; 0: there is none.
-        confidence: whether it predicts how likely each proposal is accepted.
-        confidence_reads_markov: whether that reads the token before as well.
         owns_mask: whether the embedding of masks is stored with the head; else it is
             that of ``mask_token``.
         embedding_scale, logit_scale, logit_cap: of embeddings and logits; a cap of 0
@@ -171,8 +168,6 @@ class BlockConfig(HeadConfig):
     windows: tuple[int | None, ...]
     causal: tuple[bool, ...]
     markov_rank: int = 0
-    confidence: bool = False
-    confidence_reads_markov: bool = False
     owns_mask: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
@@ -359,9 +354,8 @@ def _block(
         anchor = ours and "DSpark" in _architecture(config)
     rank = _markov_rank(config, names, source)
     windows = _windows(layers, more, sizes.num_layers)
-    confidence = "confidence_head.proj.weight" in names
     return BlockConfig(
-        kind="DSpark" if rank or confidence else "DFlash",
+        kind="DSpark" if rank else "DFlash",
         target_layers=tuple(ids),
         block_size=value("block_size"),
         mask_token=value("mask_token_id"),
@@ -369,8 +363,6 @@ def _block(
         windows=windows,
         causal=_causal(config, more, windows, ours=ours),
         markov_rank=rank,
-        confidence=confidence,
-        confidence_reads_markov=bool(config.get("confidence_head_with_markov")),
         owns_mask="mask_embedding" in names,
         embedding_scale=float(more.get("input_embedding_scale") or 1.0),
         logit_scale=float(more.get("output_multiplier") or 1.0),

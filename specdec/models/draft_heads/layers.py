@@ -7,6 +7,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.base import scaled_dot_product_attention
+from mlx_lm.models.qwen3 import MLP
 from mlx_lm.models.rope_utils import initialize_rope
 
 from .config import LayerSizes
@@ -92,21 +93,6 @@ class HeadAttention(nn.Module):
         return x.reshape(rows, width, num_heads, -1).transpose(0, 2, 1, 3)
 
 
-class HeadMLP(nn.Module):
-    """Two gated projections and one back."""
-
-    def __init__(self, sizes: LayerSizes):
-        super().__init__()  # type: ignore[no-untyped-call]
-        wide = sizes.intermediate_size
-        self.gate_proj = nn.Linear(sizes.hidden_size, wide, bias=False)
-        self.up_proj = nn.Linear(sizes.hidden_size, wide, bias=False)
-        self.down_proj = nn.Linear(wide, sizes.hidden_size, bias=False)
-
-    def __call__(self, x: mx.array) -> mx.array:
-        out: mx.array = self.down_proj(nn.silu(self.gate_proj(x)) * self.up_proj(x))
-        return out
-
-
 class HeadLayer(nn.Module):
     """A decoder layer, its norms before attention and MLP.
 
@@ -120,7 +106,7 @@ class HeadLayer(nn.Module):
         super().__init__()  # type: ignore[no-untyped-call]
         size, eps = sizes.hidden_size, sizes.rms_norm_eps
         self.self_attn = HeadAttention(sizes, 2 * size if pair else size)
-        self.mlp = HeadMLP(sizes)
+        self.mlp = MLP(size, sizes.intermediate_size)
         self.input_layernorm = nn.RMSNorm(size, eps=eps)
         self.post_attention_layernorm = nn.RMSNorm(size, eps=eps)
         if pair:

@@ -31,8 +31,10 @@ from .config import (
 from .eagle import EagleHead
 from .head import DraftHead
 
-# Arrays that training needs, or that can be computed.
-_LEFT_OUT = re.compile(r"^(t2d|verifier_.*|mask_hidden|.*rotary_emb\.inv_freq)$")
+# Arrays that training needs, that can be computed, or of which no use is made.
+_LEFT_OUT = re.compile(
+    r"^(t2d|verifier_.*|mask_hidden|confidence_head\..*|.*rotary_emb\.inv_freq)$"
+)
 _RENAMED = (
     (re.compile(r"^model\."), ""),
     (re.compile(r"^midlayer\."), "layers.0."),
@@ -144,7 +146,7 @@ def ready(
     dtype: mx.Dtype | None,
 ) -> LoadedModel:
     """A head with its weights computed; its tokenizer is the target's."""
-    convert(head, dtype)
+    cast_head(head, dtype)
     mx.eval(head)
     return LoadedModel(head, target.tokenizer, flat(config), source)
 
@@ -176,7 +178,7 @@ def flat(config: Mapping[str, Any]) -> dict[str, Any]:
     return {**config, **config.get("transformer_layer_config", {})}
 
 
-def convert(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:
+def cast_head(head: DraftHead, dtype: mx.Dtype | None, *, lazy: bool = False) -> None:
     """Let a head compute in ``dtype``; ``None``: in the target's 16-bit type."""
     if dtype is not None:
         cast(head, dtype, lazy=lazy)

@@ -21,6 +21,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.printable import shorten
+from ..layers import architecture_of
 from ..loaded import Described
 from ..trunk import TargetEnds
 from .config import HeadConfig, LayerSizes
@@ -121,7 +122,7 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
         ModelError: its checkpoint holds none, or a damaged one.
     """
     model, name = target.model, target.name
-    architecture = type(model).__module__.rpartition(".")[2]
+    architecture = architecture_of(model)
     if architecture not in (*_QWEN, *_NEXTN):
         raise UnsupportedModelError(
             f"{name}: MTP heads of {architecture} models are not supported "

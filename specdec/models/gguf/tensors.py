@@ -8,7 +8,6 @@ floats, through the ``gguf`` package, some rows at a time.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -58,18 +57,9 @@ _MXFP4 = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.
 _Array = npt.NDArray[Any]
 
 
-@dataclass(frozen=True)
-class Packed:
-    """Matrices as MLX stores them, ``group_size`` 32, affine mode.
-
-    ``weight`` is uint32 (..., rows, columns * bits / 32), ``scales`` and ``biases``
-    are (..., rows, columns / 32): value = scale * stored + bias.
-    """
-
-    weight: mx.array
-    scales: mx.array
-    biases: mx.array
-    bits: int
+#: Matrices as MLX packs them, groups of 32, affine: ``weight``, uint32 (..., rows,
+#: columns * bits / 32), ``scales`` and ``biases``, (..., rows, columns / 32).
+Packed = tuple[mx.array, mx.array, mx.array]
 
 
 def is_packed(info: TensorInfo) -> bool:
@@ -111,7 +101,15 @@ def read_packed(file: GGUFFile, info: TensorInfo, dtype: mx.Dtype) -> Packed:
     joined = (_join(list(column)) for column in zip(*parts, strict=True))
     lead = info.shape[:-1]
     weight, scale, bias = (each.reshape(*lead, each.shape[-1]) for each in joined)
-    return Packed(weight, scale, bias, bits)
+    return weight, scale, bias
+
+
+def packed_zeros(file: GGUFFile, info: TensorInfo, dtype: mx.Dtype) -> Packed:
+    """What :func:`read_packed` returns, in shapes and types alone."""
+    *lead, columns = info.shape
+    words = columns * PACKED_BITS[info.type_name] // 32
+    groups = mx.zeros((*lead, columns // GROUP_SIZE), dtype)
+    return mx.zeros((*lead, words), mx.uint32), groups, groups
 
 
 def repack(

@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerFast
 
 from ...errors import ModelError, UnsupportedModelError
 from ...utils.printable import shorten
-from ..detokenizer import ExactTokenizerWrapper
+from ..tokenizer import ExactTokenizerWrapper
 from .header import GGUFFile
 
 # tokenizer.ggml.token_type

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
@@ -24,6 +24,7 @@ from .tensors import (
     REPACKED_BITS,
     SAME_BITS,
     is_packed,
+    packed_zeros,
     read_float,
     read_float_rows,
     read_packed,
@@ -104,11 +105,12 @@ def _used_tensors(file: GGUFFile, tied: bool) -> Iterator[tuple[str, TensorInfo]
 
 
 def read_weights(
-    file: GGUFFile, config: dict[str, Any], form: WeightFormat
+    file: GGUFFile, config: dict[str, Any], form: WeightFormat, *, lazy: bool = False
 ) -> tuple[dict[str, mx.array], dict[str, Quantization]]:
     """Every weight, evaluated, and how the packed layers are packed.
 
-    One tensor is in float32 at a time, and of a large one only a part.
+    One tensor is in float32 at a time, and of a large one only a part. ``lazy`` reads
+    none: zeros, not computed, have the shapes and types.
 
     Raises:
         UnsupportedModelError: a tensor or its quantization is not supported.
@@ -117,29 +119,37 @@ def read_weights(
     kind = architecture(file)
     weights: dict[str, mx.array] = {}
     packed: dict[str, Quantization] = {}
+    readable = set(SAME_BITS)
+
+    def pack(name: str, bits: int, group_size: int, parts: Iterable[mx.array]) -> None:
+        layer = name.removesuffix(".weight")
+        for part, array in zip(("weight", "scales", "biases"), parts, strict=True):
+            weights[f"{layer}.{part}"] = array
+        packed[layer] = Quantization(group_size, bits)
+
     for name, info in _used_tensors(file, config["tie_word_embeddings"]):
-        order = _row_order(kind, info, config)
+        if lazy and info.type_name not in readable:  # a row reports it
+            read_float_rows(file, info, 0, min(1, info.rows))
+            readable.add(info.type_name)
+        order = None if lazy else _row_order(kind, info, config)
         if form.as_stored and stays_packed(name, info):
-            stored = read_packed(file, info, dtype)
-            layer = name.removesuffix(".weight")
-            weights[name] = _ordered(stored.weight, order)
-            weights[f"{layer}.scales"] = _ordered(stored.scales, order)
-            weights[f"{layer}.biases"] = _ordered(stored.biases, order)
-            packed[layer] = Quantization(GROUP_SIZE, stored.bits)
+            read = packed_zeros if lazy else read_packed
+            stored = (_ordered(part, order) for part in read(file, info, dtype))
+            pack(name, PACKED_BITS[info.type_name], GROUP_SIZE, stored)
             continue
-        shift = -1.0 if kind.norms_hold_one and "norm" in name else 0.0
-        array = _ordered(read_float(file, info, dtype, add=shift), order)
+        if lazy:
+            array = mx.zeros(info.shape, dtype)
+        else:
+            shift = -1.0 if kind.norms_hold_one and "norm" in name else 0.0
+            array = _ordered(read_float(file, info, dtype, add=shift), order)
         group_size = _group_size(array, form)
         if form.bits in (None, 16) or group_size is None or not _may_quantize(name):
             weights[name] = array
             continue
-        layer = name.removesuffix(".weight")
-        assert form.bits is not None
         quantized = mx.quantize(array, group_size=group_size, bits=form.bits)
-        mx.eval(quantized)
-        for part, value in zip(("weight", "scales", "biases"), quantized, strict=True):
-            weights[f"{layer}.{part}"] = value
-        packed[layer] = Quantization(group_size, form.bits)
+        if not lazy:
+            mx.eval(quantized)
+        pack(name, form.bits, group_size, quantized)
     return weights, packed
 
 
@@ -192,36 +202,6 @@ def quantization_entry(packed: dict[str, Quantization]) -> dict[str, Any]:
     return entry
 
 
-def describe_weights(
-    file: GGUFFile, config: dict[str, Any], form: WeightFormat
-) -> tuple[dict[str, mx.array], dict[str, Quantization]]:
-    """What :func:`read_weights` reads, in shapes and types alone: zeros, not computed.
-
-    Only for a form without ``bits``.
-
-    Raises:
-        UnsupportedModelError: a tensor or its quantization is not supported.
-    """
-    dtype = form.dtype or stored_dtype(file)
-    weights: dict[str, mx.array] = {}
-    packed: dict[str, Quantization] = {}
-    readable = set(SAME_BITS)
-    for name, info in _used_tensors(file, config["tie_word_embeddings"]):
-        if info.type_name not in readable:  # a row reports it
-            read_float_rows(file, info, 0, min(1, info.rows))
-            readable.add(info.type_name)
-        if form.dtype is not None or not stays_packed(name, info):
-            weights[name] = mx.zeros(info.shape, dtype)
-            continue
-        layer, bits = name.removesuffix(".weight"), PACKED_BITS[info.type_name]
-        *lead, columns = info.shape
-        weights[name] = mx.zeros((*lead, columns * bits // 32), mx.uint32)
-        for part in ("scales", "biases"):
-            weights[f"{layer}.{part}"] = mx.zeros((*lead, columns // GROUP_SIZE), dtype)
-        packed[layer] = Quantization(GROUP_SIZE, bits)
-    return weights, packed
-
-
 def packing_note(file: GGUFFile) -> str | None:
     """What becomes of the file's types; ``None``: all are as they are in the file."""
     types = {
@@ -257,7 +237,7 @@ def build_model(
     """
     if not lazy and form.as_stored and (note := packing_note(file)):
         log.info("%s: %s", file.path, note)
-    weights, packed = (describe_weights if lazy else read_weights)(file, config, form)
+    weights, packed = read_weights(file, config, form, lazy=lazy)
     module = import_module(f"mlx_lm.models.{config['model_type']}")
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
     if hasattr(model, "sanitize"):

@@ -101,7 +101,6 @@ class FixedLength:
         return True
 
     def choose(self, state: BatchState) -> int:
-        """Return k."""
         return self.max_draft_tokens
 
     def observe(self, timing: RoundTiming) -> None:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -26,9 +26,15 @@ from ...models.draft_heads import BlockConfig, BlockHead
 from ...models.draft_heads.config import head_config, spread_layers
 from ...models.draft_heads.loading import make_head
 from ...models.hidden_states import HiddenStates, record_layers
-from ...models.layers import has_text_model, layers_of
+from ...models.layers import (
+    calling,
+    has_text_model,
+    layers_of,
+    path_to_trunk,
+    with_part,
+)
 from ...models.loaded import Described
-from ...models.trunk import TargetEnds, calling, trunk_of
+from ...models.trunk import TargetEnds
 from .blocks import Block
 from .student import Lesson, Parameters, Student, ends_of, text_config, widened
 
@@ -254,14 +260,15 @@ def make_block_student(
     ]
     head.eval()
     recorded, heard = record_layers(target.model, args.target_layers, target.name)
-    trunk = trunk_of(recorded, target.name, "distilling a draft")
+    path = path_to_trunk(recorded, target.name, "distilling a draft")
     normed: list[mx.array] = []
 
     def called(usual: Any, args: Any, kwargs: Any) -> Any:
         normed[:] = [usual(*args, **kwargs)]
         return normed[0]
 
-    recorded = trunk.replaced(recorded, calling(trunk.of(recorded), called))
+    trunk = reduce(lambda part, name: part[name], path, recorded)
+    recorded = with_part(recorded, path, calling(trunk, called))
     return BlockStudent(
         head,
         config,

@@ -13,8 +13,7 @@ from ... import backend
 from ...decoder import wired_memory
 from ...errors import ModelError
 from ...models import load_draft
-from ...models.draft_folder import FORMAT, read_card
-from ...models.fingerprint import fingerprint
+from ...models.draft_folder import FORMAT, fingerprint, read_card
 from ...models.precision import DTYPES
 from ...utils.files import remove_leftovers
 from . import checkpoint

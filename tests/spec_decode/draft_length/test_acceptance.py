@@ -32,7 +32,7 @@ def test_survival_is_found(accept: float) -> None:
 
 
 def test_rounds_of_different_k_share_what_they_saw() -> None:
-    """Rows that could accept fewer say nothing of the positions behind."""
+    """Rows that could accept fewer say nothing of the positions after."""
     acceptance = observed(0.8, [1] * 30 + [4] * 30, 100)
     for j, s in enumerate(acceptance.survival(4), 1):
         assert s == pytest.approx(0.8**j, abs=0.05)

@@ -93,7 +93,7 @@ def test_a_stall_does_not_spoil_a_cost() -> None:
     assert costs.relative(1, 2) < 1.5 * CPU(1, 2) / CPU(1, 0)
 
 
-def test_a_stall_behind_a_change_does_not_spoil_a_cost() -> None:
+def test_a_stall_after_a_change_does_not_spoil_a_cost() -> None:
     costs = RoundCosts(ForwardCosts([CPU.measured(1)]))
     run(costs, CPU, [0] * 6)
     costs.observe(1, 2, 30 * CPU(1, 2))

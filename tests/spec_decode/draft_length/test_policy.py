@@ -42,13 +42,13 @@ SCENARIOS = {
     "perfect, as dear as the target": Simulation(gpu(1.0), lambda n, row: 1.0),
     "always wrong": Simulation(gpu(0.2), lambda n, row: 0.0),
     "always wrong, as dear": Simulation(gpu(1.0), lambda n, row: 0.0),
-    "always wrong, read one behind": Simulation(gpu(0.2), lambda n, row: 0.0, lag=1),
+    "always wrong, read a round late": Simulation(gpu(0.2), lambda n, row: 0.0, lag=1),
     "always wrong, cheap": Simulation(gpu(0.01), lambda n, row: 0.0),
     "always wrong, many rows": Simulation(cpu(0.2), lambda n, row: 0.0, num_rows=8),
     "n-gram like": Simulation(gpu(0.005), lambda n, row: 0.4),
     "n-gram like, 8 rows": Simulation(gpu(0.005), lambda n, row: 0.4, num_rows=8),
     "good": Simulation(gpu(0.2), lambda n, row: 0.8),
-    "good, read one behind": Simulation(gpu(0.2), lambda n, row: 0.8, lag=1),
+    "good, read a round late": Simulation(gpu(0.2), lambda n, row: 0.8, lag=1),
     "good, 32 rows": Simulation(gpu(0.2), lambda n, row: 0.8, num_rows=32),
     "expensive, pays a little": Simulation(gpu(0.5), lambda n, row: 0.7),
     "on a CPU, alone": Simulation(cpu(0.15), lambda n, row: 0.9),
@@ -142,7 +142,7 @@ def observe(length: GoodputPolicy, cost: Costs, k: int, accepted: int, n: int) -
         length.observe(RoundTiming(1, k, [(k, accepted)] if k else [], cost(1, k)))
 
 
-def test_there_is_no_draft_behind_the_last_token() -> None:
+def test_there_is_no_draft_after_the_last_token() -> None:
     cost = gpu(0.05)
     length = length_of(cost)
     for k in (0, 1, 2, 4, 8):
@@ -199,7 +199,7 @@ def test_a_try_takes_some_rounds_and_is_awaited_before_the_next() -> None:
 
 
 def test_a_try_goes_on_until_rounds_of_it_were_timed() -> None:
-    """Those that got new shapes ready tell nothing of the cost."""
+    """Those that got new shapes ready say nothing of the cost."""
     cost = gpu(0.5)
 
     def rounds_of_a_try(untimed: int) -> int:

@@ -28,7 +28,7 @@ def wave(
     cost: Costs,
     accept: Callable[[int], float],
     *,
-    told: bool,
+    aware: bool,
     seed: int = 0,
     num_rows: int = 8,
     verify: float = 1.0,
@@ -53,7 +53,7 @@ def wave(
             break
         n = len(running)
         remaining = sum(left.values()) / n
-        known = {row: left[row] for row in running} if told else {}
+        known = {row: left[row] for row in running} if aware else {}
         room = [100] * n
         k = length.choose(BatchState(n, room, remaining, backlog, (), known))
         took = cost(n, k) * rng.gauss(1, 0.03) + (cost.catch_up(n, backlog) if k else 0)
@@ -82,9 +82,9 @@ def mean(found: list[tuple[float, float]]) -> tuple[float, float]:
 
 
 def of_seeds(
-    cost: Costs, accept: Callable[[int], float], *, told: bool, seeds: int = 12
+    cost: Costs, accept: Callable[[int], float], *, aware: bool, seeds: int = 12
 ) -> tuple[float, float]:
-    return mean([wave(cost, accept, told=told, seed=s) for s in range(seeds)])
+    return mean([wave(cost, accept, aware=aware, seed=s) for s in range(seeds)])
 
 
 def stubborn(row: int) -> float:
@@ -92,10 +92,10 @@ def stubborn(row: int) -> float:
 
 
 def test_rows_that_accept_nothing_do_not_pay_for_the_others() -> None:
-    untold, _ = of_seeds(LAUNCHED, stubborn, told=False)
-    told, _ = of_seeds(LAUNCHED, stubborn, told=True)
-    assert untold > 1.25
-    assert told < 1.09
+    unaware, _ = of_seeds(LAUNCHED, stubborn, aware=False)
+    aware, _ = of_seeds(LAUNCHED, stubborn, aware=True)
+    assert unaware > 1.25
+    assert aware < 1.09
 
 
 @pytest.mark.parametrize("cost", [COMPUTED, Costs(step=1.0, draft=0.1, token=0.05)])
@@ -106,13 +106,13 @@ def test_what_rows_took_that_ended_is_not_held_against_the_others(cost: Costs) -
         return TOKENS if row == 0 else TOKENS // 3
 
     found = [
-        wave(cost, lambda row: 0.85, told=told, says=says, seed=seed)[0]
-        for told in (False, True)
+        wave(cost, lambda row: 0.85, aware=aware, says=says, seed=seed)[0]
+        for aware in (False, True)
         for seed in range(24)
     ]
-    untold, told = sum(found[:24]) / 24, sum(found[24:]) / 24
-    assert untold < 0.9
-    assert told < untold * 1.03
+    unaware, aware = sum(found[:24]) / 24, sum(found[24:]) / 24
+    assert unaware < 0.9
+    assert aware < unaware * 1.03
 
 
 def test_many_rows_of_which_some_accept_little() -> None:
@@ -126,7 +126,7 @@ def test_many_rows_of_which_some_accept_little() -> None:
         return 0.03 + 0.6 * row / 31
 
     found = [
-        wave(lookup, rarely, told=True, seed=s, num_rows=32, verify=0.3)[0]
+        wave(lookup, rarely, aware=True, seed=s, num_rows=32, verify=0.3)[0]
         for s in range(8)
     ]
     assert sum(found) / len(found) < 1.03
@@ -135,17 +135,17 @@ def test_many_rows_of_which_some_accept_little() -> None:
 @pytest.mark.parametrize("cost", [LAUNCHED, COMPUTED])
 @pytest.mark.parametrize("chance", [0.6, 0.85])
 def test_where_rows_are_alike_nothing_is_lost(cost: Costs, chance: float) -> None:
-    untold, _ = of_seeds(cost, lambda row: chance, told=False)
-    told, _ = of_seeds(cost, lambda row: chance, told=True)
-    assert told < untold * 1.02
+    unaware, _ = of_seeds(cost, lambda row: chance, aware=False)
+    aware, _ = of_seeds(cost, lambda row: chance, aware=True)
+    assert aware < unaware * 1.02
 
 
 def test_a_row_that_accepts_less_still_may_gain() -> None:
     # Of 100 seeds 0.95 and 0.77; a dozen of them scatter by 0.02.
-    told, ended = of_seeds(
-        LAUNCHED, lambda row: 0.5 if row < 4 else 0.9, told=True, seeds=36
+    aware, ended = of_seeds(
+        LAUNCHED, lambda row: 0.5 if row < 4 else 0.9, aware=True, seeds=36
     )
-    assert told < 0.96
+    assert aware < 0.96
     assert ended < 0.77
 
 

@@ -1,4 +1,4 @@
-"""What rounds that do not draft tell of a draft, and rests between thoughts."""
+"""What rounds that do not draft show of a draft, and rests between thoughts."""
 
 from __future__ import annotations
 
@@ -37,11 +37,11 @@ def test_every_token_is_compared_with_every_proposal_that_was_right(
     peeks, found = ShadowAcceptance(), [[0, 0] for _ in range(K)]
     for number in range(30):
         rows = [row for row in texts if number < ends[row]]
-        told = peeks.compare(
+        compared = peeks.compare(
             Peek(r, texts[r][number], made[r][number] if number % every == 0 else None)
             for r in rows
         )
-        for position, (trials, kept) in enumerate(told):
+        for position, (trials, kept) in enumerate(compared):
             found[position][0] += trials
             found[position][1] += kept
     expected = [[0, 0] for _ in range(K)]
@@ -82,7 +82,7 @@ def test_it_looks_seldom_where_that_is_in_vain() -> None:
     assert counts == [VAIN, 1, 1, 1, OFTEN, OFTEN, VAIN, 1, 1]
 
 
-def test_peeks_tell_acceptance_what_rounds_would() -> None:
+def test_peeks_show_acceptance_what_rounds_would() -> None:
     """One token is compared at each position; of nothing proposed, one is wrong."""
     length = GoodputPolicy(
         RoundCosts(ForwardCosts([Costs(1.0, 0.01, 0.01).measured(1)]))
@@ -139,9 +139,9 @@ def rate(
         elif peeking:
             seen = peeks.compare([Peek(0, at, proposed if peeks.due() else None)])
         if length is not None:
-            told = [(k, accepted)] if k else []
+            taken = [(k, accepted)] if k else []
             missed, rows = (idle, [0]) if k else (0, [])
-            timing = RoundTiming(1, k, told, took, True, missed, rows, seen)
+            timing = RoundTiming(1, k, taken, took, True, missed, rows, seen)
             length.observe(timing)
         idle = 0 if k else idle + 1
         seconds += took
@@ -156,10 +156,10 @@ def auto() -> GoodputPolicy:
 
 def test_drafting_resumes_as_a_burst_begins() -> None:
     """Tries alone come upon few of them: they cost, and are seldom."""
-    told, untold = (rate(peeking=p, length=auto()) for p in (True, False))
-    assert told > 1.12
-    assert told > 1.02 * untold
-    assert told > 1.03 * rate(peeking=True, length=None)
+    looking, without = (rate(peeking=p, length=auto()) for p in (True, False))
+    assert looking > 1.12
+    assert looking > 1.02 * without
+    assert looking > 1.03 * rate(peeking=True, length=None)
 
 
 def test_a_row_alone_is_drafted_for_through_short_bursts() -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner, Result
 
 from specdec.cli import main
 from specdec.models import load, load_draft
-from specdec.models.fingerprint import fingerprint
+from specdec.models.draft_folder import fingerprint
 from specdec.models.model_outline import outline, outline_draft
 from specdec.models.precision import quantized_copy
 from specdec.tools.distill.job import Job

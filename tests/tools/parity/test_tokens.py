@@ -229,9 +229,8 @@ def one_token_too_many(patch: Patch) -> None:
     def wrong(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.array:
         return mx.minimum(count_kept(proposed, chosen, limit) + 1, chosen.shape[1])
 
-    committer = commit.Committer(commit.commit)
     patch.setattr(commit, "count_kept", wrong)
-    patch.setattr("specdec.spec_decode.verifier.committer", lambda: committer)
+    patch.setattr("specdec.spec_decode.verifier.committer", lambda: commit.commit)
 
 
 def trim_to_the_minimum(patch: Patch) -> None:

@@ -6,32 +6,31 @@ import logging
 import os
 from dataclasses import replace
 
-from . import backend
-from .backend import BackendDefaults
-from .config import EngineConfig
-from .draft_names import DraftSpec
-from .engine.admission import Preflight
-from .engine.engine import Models
-from .errors import ConfigError, ModelError, UnsupportedModelError
-from .memory.planning import plan_memory
-from .models import LoadedModel
-from .models.draft_folder import is_made_for, read_card
-from .models.fingerprint import fingerprint
-from .models.loaded import Described
-from .models.model_outline import outline, outline_draft
-from .models.runner import ModelRunner
-from .parallel import Ranks, differing
-from .prefix_cache.store import PrefixStore
-from .spec_decode import (
+from .. import backend
+from ..backend import BackendDefaults
+from ..config import EngineConfig
+from ..draft_names import DraftSpec
+from ..errors import ConfigError, ModelError, UnsupportedModelError
+from ..memory.planning import plan_memory
+from ..models import LoadedModel
+from ..models.draft_folder import fingerprint, is_made_for, read_card
+from ..models.loaded import Described
+from ..models.model_outline import outline, outline_draft
+from ..models.runner import ModelRunner
+from ..parallel import Ranks, differing
+from ..prefix_cache.store import PrefixStore
+from ..spec_decode import (
     DraftContext,
     DrafterFactory,
     NamedDrafter,
     NgramOptions,
     make_drafter,
 )
-from .spec_decode.factory import ngram_of
+from ..spec_decode.factory import ngram_of
+from .admission import Preflight
+from .engine import Models
 
-log = logging.getLogger("specdec.build")
+log = logging.getLogger("specdec.engine")
 
 
 def models_of(
@@ -61,8 +60,7 @@ def models_of(
         runner=runner,
     )
     made = make_drafter(drafter, context)
-    beside = getattr(made, "context", None)
-    return of_target.recording(made.hidden_layers, beside), made
+    return of_target.recording(made.hidden_layers, made.context), made
 
 
 def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:
@@ -110,8 +108,8 @@ def load_drafter(
     """Load what a draft needs.
 
     Returns:
-        ``None`` where none is wanted, or where the one that nobody named was made for
-        another model than this target, which a warning reports.
+        ``None`` if none is wanted. The default draft is left out, with a warning, if it
+        was made for another model than this target.
 
     Raises:
         ConfigError, ModelError: see :func:`specdec.models.load_draft`.

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from specdec.models.detokenizer import ExactStreamingDetokenizer
+from specdec.models.tokenizer import ExactStreamingDetokenizer
 
 
 class Bytes:

@@ -1,10 +1,12 @@
-"""Streaming detokenization whose text is that of ``tokenizer.decode``."""
+"""A model's tokenizer: text as it streams, and a chat template in place of its own."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from mlx_lm.tokenizer_utils import StreamingDetokenizer, TokenizerWrapper
+
+from ..errors import ConfigError
 
 
 class ExactStreamingDetokenizer(StreamingDetokenizer):
@@ -82,3 +84,20 @@ class ExactTokenizerWrapper(TokenizerWrapper):
     def detokenizer(self) -> ExactStreamingDetokenizer:
         """A new streaming detokenizer."""
         return ExactStreamingDetokenizer(self)
+
+
+def set_chat_template(tokenizer: Any, template: str) -> None:
+    """Let ``tokenizer`` render ``template``.
+
+    Raises:
+        ConfigError: it is empty, or the tokenizer's own is a function of mlx-lm's.
+    """
+    if not isinstance(template, str) or not template.strip():
+        raise ConfigError("chat_template is empty: give a template in Jinja")
+    if getattr(tokenizer, "init_kwargs", {}).get("chat_template_type"):
+        raise ConfigError(
+            "chat_template does not go with this tokenizer, whose template is code of "
+            "mlx-lm's: leave it out"
+        )
+    tokenizer.chat_template = template
+    tokenizer.has_chat_template = True
