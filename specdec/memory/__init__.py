@@ -1,6 +1,6 @@
 """Memory known beforehand: formulas, and what a run will hold (docs/memory.md).
 
-Nothing here imports mlx; :mod:`specdec.memory.model_geometry` reads models.
+Nothing here imports mlx; :mod:`specdec.memory.planning` reads models.
 """
 
 from .formulas import (

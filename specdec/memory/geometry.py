@@ -1,4 +1,4 @@
-"""What a model's arrays are made of, as numbers; :mod:`.model_geometry` reads them."""
+"""What a model's arrays are made of, as numbers; :mod:`.planning` reads them."""
 
 from __future__ import annotations
 

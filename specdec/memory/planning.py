@@ -1,16 +1,51 @@
-"""The memory plan of an engine, from its models (loaded or outlines) and options."""
+"""The memory plan of an engine, from its models and options.
+
+A model's geometry is read off the caches that it makes. Nothing is computed: a forward
+is built, and the caches it would fill have their shapes. So every kind of cache that
+the engine can adopt is counted as it is stored, for models that are loaded and for
+outlines.
+"""
 
 from __future__ import annotations
 
+import re
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
 
 from ..backend import BackendDefaults
+from ..cache import (
+    BatchCache,
+    BatchRecurrentCache,
+    CacheOptions,
+    RingCache,
+    check_caches,
+    make_batch_caches,
+    members,
+)
 from ..config import EngineConfig
-from ..models.layers import arrays_of
-from ..models.loaded import Described
+from ..models.draft_heads import BlockHead, DraftHead
+from ..models.layers import arrays_of, leaves_of
+from ..models.loaded import Described, setting
+from ..models.recurrent import scan_bytes, with_recurrent_rows
+from ..models.row_positions import with_row_positions
 from ..models.runner import cache_options
-from . import MemoryPlan
-from .model_geometry import geometry_of
+from .geometry import CacheGeometry, ModelGeometry
+from .plan import MemoryPlan
+
+# Layers whose arrays the device has not given back yet, at most: MLX hands CUDA a graph
+# of about a layer's operations at a time, waits where ten are under way, and gives an
+# array back with the graph that used it last.
+UNDER_WAY = 10
+# Copies of what a recurrent layer holds of a token, in its scan: of one that goes token
+# by token, and of one that scores tokens in pairs.
+SCAN_COPIES = 3, 5
+# Of what a draft head reads of the target: as it is recorded, joined, and normed.
+FEATURE_COPIES = 3
 
 
 def plan_memory(
@@ -59,3 +94,161 @@ def plan_memory(
         prefix_bytes=config.prefix_memory,
         lookup_bytes=lookup_bytes if k else 0,
     )
+
+
+def geometry_of(
+    model: nn.Module,
+    config: Mapping[str, Any],
+    name: str,
+    options: CacheOptions | None = None,
+    loading_bytes: int = 0,
+) -> ModelGeometry:
+    """Read the geometry of an mlx-lm model, loaded or not.
+
+    Args:
+        model: the model.
+        config: its configuration, for the number of heads and of active experts.
+        name: for messages.
+        options: how its caches are made; their ``max_write`` and ``max_length`` do
+            not matter.
+        loading_bytes: as in :class:`ModelGeometry`.
+
+    Raises:
+        UnsupportedModelError: the batch caches cannot serve the model.
+    """
+    options = replace(options or CacheOptions(max_write=2), max_length=None)
+    model = with_recurrent_rows(with_row_positions(model))
+    options = check_caches(model, name, options)
+    at_once = replace(options, quantized_kv_start=0)
+    caches, logits = _forward(model, name, at_once)
+    dense: list[BatchCache] = []
+    if options.kv_bits is not None and options.quantized_kv_start:
+        dense, _ = _forward(model, name, replace(at_once, kv_bits=None))
+    heads = _number(config, "num_attention_heads", "n_heads", "num_heads", "n_head")
+    hidden = _number(config, "hidden_size", "d_model", "n_embd", "dim", "model_dim")
+    nope, rope, values = (
+        _number(config, key)
+        for key in ("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+    )
+    latent = _number(config, "kv_lora_rank") > 0
+    head = _number(config, "head_dim") or hidden // max(heads, 1)
+    queries = heads * (nope + rope if latent else head)
+    unfolded = heads * (nope + values) if latent else 0
+    elem_bytes: int = logits.dtype.size
+    flat = tuple(map(_cache_geometry, caches))
+    held = max((cache.held_bytes for cache in flat), default=0)
+    states_of_token, pair_bytes = scan_bytes(model)
+    return ModelGeometry(
+        name=name,
+        num_parameters=sum(_count(layer) for _, layer in leaves_of(model)),
+        weight_bytes=sum(array.nbytes for _, array in arrays_of(model)),
+        caches=flat,
+        dense_caches=tuple(map(_cache_geometry, dense)),
+        vocab_size=int(logits.shape[-1]),
+        elem_bytes=elem_bytes,
+        # Measured on MLX's CPU backend, each width varied alone, and rounded up: the
+        # outputs of a layer's projections; in float32, since norms compute in it, six
+        # copies of its queries and eight residual streams.
+        token_bytes=elem_bytes * _layer_width(model, config)
+        + 24 * queries
+        + 32 * hidden
+        + states_of_token
+        + SCAN_COPIES[pair_bytes > 0] * held,
+        # Latent attention adds scores of its own to the mask; a mask takes 4 bytes.
+        score_bytes=(2 if latent else 1) * heads * elem_bytes + 4,
+        pair_bytes=pair_bytes,
+        column_bytes=elem_bytes * unfolded + _copied_bytes(caches),
+        loading_bytes=loading_bytes,
+        feature_bytes=FEATURE_COPIES * elem_bytes * _features(model),
+        proposes_blocks=isinstance(model, BlockHead),
+    )
+
+
+def _features(model: nn.Module) -> int:
+    """Numbers of the target's hidden states of one token that a draft head reads."""
+    if not isinstance(model, DraftHead):
+        return 0
+    return len(model.args.target_layers) * model.args.target_size
+
+
+def _forward(
+    model: nn.Module, name: str, options: CacheOptions
+) -> tuple[list[BatchCache], mx.array]:
+    """The caches that a forward of one token leaves, and its logits."""
+    made = make_batch_caches(model, 1, options, name)
+    logits: mx.array = model(mx.zeros((1, 1), mx.int32), cache=made)
+    return members(made), logits
+
+
+def _cache_geometry(cache: BatchCache) -> CacheGeometry:
+    if isinstance(cache, BatchRecurrentCache):
+        held = cache.held_bytes  # of the token that was written
+        states = sum(array.nbytes for array in cache.arrays)
+        return CacheGeometry(slot_bytes=0, state_bytes=states, held_bytes=held)
+    slot_bytes = _per_slot(cache, cache.nbytes)
+    if isinstance(cache, RingCache):
+        return CacheGeometry(
+            slot_bytes=slot_bytes, window=cache.window, keep=cache.keep
+        )
+    return CacheGeometry(slot_bytes=slot_bytes)
+
+
+def _per_slot(cache: BatchCache, nbytes: int) -> int:
+    return nbytes // cache.capacity if cache.capacity else 0
+
+
+def _copied_bytes(caches: Sequence[BatchCache]) -> int:
+    """What attention copies of a column of packed keys and values.
+
+    Kernels want one layer's contiguous. Where they are unpacked, several layers'
+    unpacked ones are held.
+    """
+    packed = [c for c in caches if hasattr(c, "packing")]
+    unpacked = sorted(_per_slot(c, c.unpacked_nbytes) for c in caches)
+    copy = max((_per_slot(c, c.nbytes) for c in packed), default=0)
+    return copy + sum(unpacked[-UNDER_WAY:])
+
+
+def _number(config: Mapping[str, Any], *names: str) -> int:
+    """The first of ``names`` that a configuration has as a number; else 0."""
+    value = setting(config, *names)
+    return value if isinstance(value, int) else 0
+
+
+def _count(layer: Any) -> int:
+    """Parameters of a layer; scales and biases of a packed one are none."""
+    if not hasattr(layer, "bits"):
+        return sum(array.size for _, array in arrays_of(layer))
+    bias = layer.bias.size if "bias" in layer else 0
+    packed: int = layer.weight.size * 32 // layer.bits
+    return packed + bias
+
+
+_LAYER = re.compile(r"(?:^|\.)(?:layers|blocks|h)\.(\d+)\.")
+
+
+def _layer_width(model: nn.Module, config: Mapping[str, Any]) -> int:
+    """Outputs of all projections of the widest layer for one token.
+
+    Of experts only of those that a token uses, and what is gathered for them.
+    """
+    active = _number(
+        config,
+        "num_experts_per_tok",
+        "num_experts_per_token",
+        "moe_topk",
+        "moe_top_k",
+        "top_k",
+    )
+    widths: dict[str, int] = defaultdict(int)
+    for path, layer in leaves_of(model):
+        found = _LAYER.search(path)
+        weight = layer.get("weight")
+        if found is None or weight is None or weight.ndim < 2:
+            continue
+        width = weight.shape[-2]
+        if weight.ndim == 3:  # experts
+            columns = weight.shape[-1] * 32 // getattr(layer, "bits", 32)
+            width = max(active, 1) * (width + columns)
+        widths[found[1]] += width
+    return max(widths.values(), default=0)

@@ -15,7 +15,7 @@ from specdec.cache import CacheOptions
 from specdec.config import EngineConfig
 from specdec.memory import quantized_elem_bytes
 from specdec.memory.geometry import STATE_COPIES
-from specdec.memory.model_geometry import UNDER_WAY, geometry_of
+from specdec.memory.planning import UNDER_WAY, geometry_of
 from specdec.models.runner import ModelRows, ModelRunner, cache_options
 
 from ..cache.small_models import MODELS, WINDOW, ChunkedModel

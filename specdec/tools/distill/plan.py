@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from ... import backend
 from ...cache.capacity import grown_capacity
 from ...errors import ModelError, UnsupportedModelError
-from ...memory.model_geometry import geometry_of
+from ...memory.planning import geometry_of
 from ...model_names import DEFAULT_TARGET
 from ...models import LoadedModel, load
 from ...models.layers import layers_of
