@@ -91,7 +91,7 @@ def engine_step(model: nn.Module, b: int, s: int) -> Callable[[], Any]:
     """Forwards of ``s`` tokens, of which row ``i`` keeps all but ``i % s``."""
     runner = ModelRunner(model, "model", EngineConfig(), defaults())
     prompts = [[3] * CONTEXT] * b
-    rows = runner.rows(prompts, max_round=s, max_length=6 * CONTEXT)
+    rows = runner.rows(prompts, max_round=s, max_length=6 * CONTEXT, single_stays=True)
     for _ in rows.prefill():
         mx.synchronize()
     tokens = mx.ones((b, s), mx.int32)

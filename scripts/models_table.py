@@ -11,11 +11,18 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from textwrap import wrap
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.models.architectures import NOT_RUN, build, line, names  # noqa: E402
+from tests.models.architectures import (  # noqa: E402
+    NOT_RUN,
+    build,
+    line,
+    names,
+    other_names,
+)
 
 INTRO = """\
 # Models
@@ -29,13 +36,14 @@ means that there is no difference. What is refused is refused by name before any
 `mlx_lm.generate` runs it.
 
 - **Caches**: what a layer keeps. Full attention keeps all tokens, a sliding window and
-  chunks the newest ones. A recurrent layer keeps states of one size. Where draft
+  chunks the newest ones. What a compressed layer pools is kept for all tokens, and
+  pooled again in each step. A recurrent layer keeps states of one size. Where draft
   tokens are rejected, each row's states go back to what it kept
   (see [Caches](caches.md#recurrent-layers)).
 - **Drafts**: "any other" are another model, the target quantized (`self:`), and
   n-grams. `layers:` needs layers that hand on hidden states and nothing else. "heads"
-  are [draft heads](drafters.md), which read hidden states of the model. Distilled
-  drafts are made for what is named so, but not for models with experts.
+  are [draft heads](drafters.md), which read hidden states of the model: `specdec
+  distill --kind block` makes one. "distilled" are drafts of layers, for dense models.
 
 | architecture | runs | caches | drafts |
 |---|---|---|---|
@@ -45,7 +53,11 @@ means that there is no difference. What is refused is refused by name before any
 def page() -> str:
     """The whole page."""
     found = [line(n, None if n in NOT_RUN else build(n)) for n in names()]
-    return INTRO + "\n".join(found) + "\n"
+    return (
+        INTRO
+        + "\n".join([*found, "", *wrap(other_names(), 88, break_on_hyphens=False)])
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

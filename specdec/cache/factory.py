@@ -64,6 +64,7 @@ class CacheOptions:
         unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
         packs_members: quantize all caches of a layer that has several; else the first
             alone, as others may be an indexer's, which reads and sets its own.
+        single_stays: see :class:`~specdec.cache.recurrent.BatchRecurrentCache`.
 
     Raises:
         CacheError: a value is out of range, or not a whole number.
@@ -80,6 +81,7 @@ class CacheOptions:
     unpacks: bool | None = None
     exact_alone: bool = True
     packs_members: bool = True
+    single_stays: bool = False
 
     def __post_init__(self) -> None:
         at_least("max_write", self.max_write, 1)
@@ -129,7 +131,12 @@ def _make(
         made += [_make(m, batch_size, others, settings) for m in rest]
         return BatchCacheList(*made)  # type: ignore[arg-type]  # lists do not nest
     if isinstance(cache, mlx_lm_cache.ArraysCache):
-        return BatchRecurrentCache(batch_size, size=len(cache.cache), **settings)
+        return BatchRecurrentCache(
+            batch_size,
+            size=len(cache.cache),
+            single_stays=options.single_stays,
+            **settings,
+        )
     now = options.kv_bits is not None and options.quantized_kv_start == 0
     stored: dict[str, Any] = {}
     if isinstance(cache, mlx_lm_cache.QuantizedKVCache):
@@ -223,6 +230,11 @@ def check_caches(
         if options.kv_bits is not None and options.packs_members:
             return check_caches(model, name, replace(options, packs_members=False))
         reason = first_line(error)
+        if "No Metal back-end" in reason:
+            raise UnsupportedModelError(
+                f"{name} has layers ({module}) that mlx-lm runs on Metal only: use "
+                "another model here"
+            ) from error
         if not isinstance(error, CacheError):
             reason = f"{type(error).__name__}: {reason}"
         if options.kv_bits is not None:

@@ -131,19 +131,26 @@ class BatchRecurrentCache(BatchCache):
     Args:
         batch_size: number of rows.
         size: states of a row.
+        single_stays: of a single token only rows that have ended lose it, and nobody
+            looks at their states again: so nothing is held to take it back.
         settings: see :class:`~specdec.cache.core.CacheCore`.
     """
 
     single: ClassVar[Any] = mlx_lm_cache.ArraysCache
 
     def __init__(
-        self, batch_size: int = 1, *, size: int = 1, **settings: Unpack[Settings]
+        self,
+        batch_size: int = 1,
+        *,
+        size: int = 1,
+        single_stays: bool = False,
+        **settings: Unpack[Settings],
     ):
         super().__init__(
             batch_size,
             codec=DenseCodec(),
             layout=LinearLayout(),
-            options={"size": whole("size", size)},
+            options={"size": whole("size", size), "single_stays": single_stays},
             **settings,
         )
         self.num_states = size
@@ -207,6 +214,8 @@ class BatchRecurrentCache(BatchCache):
             begin = self._num_written - max(self._valid, default=0)
             self._written.append((begin, write))
         self._store(self._now)
+        if self._stays:
+            self._num_written, self._before, self._written = 0, [], []
         return output
 
     def _next_forward(self, write: Write) -> tuple[Write, Slots, mx.array] | None:
@@ -244,6 +253,12 @@ class BatchRecurrentCache(BatchCache):
         ragged = len(set(self._valid)) > 1
         return ragged or (self._lengths is not None and max(self._valid, default=0) > 1)
 
+    @property
+    def _stays(self) -> bool:
+        """Whether the forward under way writes a token that is not taken back."""
+        single = max(self._valid, default=0) <= 1 and not self._spans
+        return single and bool(self._options["single_stays"])
+
     def _store(self, slots: Slots) -> None:
         """Hold states, once every layer has written its own."""
         arrays = tuple(a for a in slots if a is not None)
@@ -279,7 +294,7 @@ class BatchRecurrentCache(BatchCache):
         """As in the base class."""
         if self.empty() or self._lengths is not None or self._spans:
             return None
-        return type(self), self.num_states
+        return type(self), self.num_states, self._options["single_stays"]
 
     def given(self) -> tuple[Hashable, Arrays]:
         """As in the base class: with what the last trim has left to be done."""
@@ -374,6 +389,9 @@ class BatchRecurrentCache(BatchCache):
             at_most = max((whole("a count", v) for v in n), default=0)
         elif at_most is None:
             at_most = int(n.max()) if n.size else 0
+        if at_most <= 1 and not self._num_written and self._options["single_stays"]:
+            super().trim_per_sequence(n, at_most, fewest)
+            return
         kept = self._kept
         if kept is None:
             kept = [self._num_written] * self.batch_size

@@ -86,6 +86,7 @@ class DecodeBatch:
             max_round=self._limits.most + 1,
             max_length=self._max_length(),
             last=[p[-1] if p else 0 for p in prompts],
+            single_stays=True,
         )
         if any(salts := self._salts):
             self._target.separate(salts)

@@ -139,7 +139,9 @@ def measure_forwards(
     watch = _Stopwatch(clock, budget_seconds)
     widest = max_draft_tokens + 1
     # Without prompts, nothing is looked up in a prefix store, nor kept there.
-    rows = target.rows([()] * num_rows, max_round=widest, max_length=4 * widest)
+    rows = target.rows(
+        [()] * num_rows, max_round=widest, max_length=4 * widest, single_stays=True
+    )
     for _ in rows.prefill():
         mx.synchronize()
 

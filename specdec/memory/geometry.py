@@ -8,6 +8,9 @@ from ..cache.capacity import cache_slots, ring_slots, round_up
 
 #: Tokens that mlx-lm's scans score with each other at a time.
 SCAN_PART = 256
+#: States of a recurrent layer that are held at once: now, next, and where tokens are
+#: taken back, before the last write.
+STATE_COPIES = 3
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,8 +24,7 @@ class CacheGeometry:
         window: tokens that a query sees in a ring (sinks not counted), or a
             chunk; ``None``: everything.
         keep: first tokens that a ring never drops.
-        state_bytes: of one row, however long it is: of a recurrent layer its states,
-            those before the last write, and those that are being computed.
+        state_bytes: of one row, however long it is: a recurrent layer's states.
         held_bytes: of one token of a round: inputs of a recurrent layer, which are held
             to take tokens back.
     """
@@ -97,6 +99,7 @@ class ModelGeometry:
         max_length: int | None = None,
         max_write: int = 1,
         dense: bool = False,
+        takes_back: bool = True,
     ) -> list[int]:
         """Bytes that each cache has allocated for ``rows`` rows.
 
@@ -105,7 +108,9 @@ class ModelGeometry:
             max_length: most that a row can hold, as the caches were made for.
             max_write: most tokens of one write, as rings were made for.
             dense: before they are quantized.
+            takes_back: whether tokens are taken back in rounds.
         """
+        states = STATE_COPIES - (not takes_back)
         caches = self.dense_caches if dense else self.caches
         # Layers of a model are of few kinds.
         sizes = {
@@ -113,7 +118,7 @@ class ModelGeometry:
             * (
                 c.slot_bytes
                 * c.slots(length, max_length=max_length, max_write=max_write)
-                + c.state_bytes * (length > 0)
+                + c.state_bytes * states * (length > 0)
             )
             for c in set(caches)
         }

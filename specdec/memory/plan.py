@@ -147,7 +147,8 @@ class MemoryPlan:
                 width = max(width, min(CATCH_UP_STEP, held))
                 writes = width + self.backend.pad_single_token
             self._add(parts, name, model, rows, held, width, writes)
-            inputs += model.held_bytes(len(rows), width)
+            if k:
+                inputs += model.held_bytes(len(rows), width)
         # Rows that leave and rows that join copy a layer twice more, in one go.
         parts["growth and joins"] *= 3 if len(rows) > 1 else 1
         parts["activations"] += self._features(len(rows), self._wide)
@@ -266,6 +267,7 @@ class MemoryPlan:
                 max_length=limit,
                 max_write=max_write,
                 dense=dense,
+                takes_back=self.num_draft_tokens > 0,
             )
 
         now = sizes(length, dense=False)

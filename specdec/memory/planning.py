@@ -44,8 +44,6 @@ UNDER_WAY = 10
 # Copies of what a recurrent layer holds of a token, in its scan: of one that goes token
 # by token, and of one that scores tokens in pairs.
 SCAN_COPIES = 3, 5
-# States of a recurrent layer that are held at once: now, before the last write, next.
-STATE_COPIES = 3
 # Of what a draft head reads of the target: as it is recorded, joined, and normed.
 FEATURE_COPIES = 3
 
@@ -186,9 +184,7 @@ def _cache_geometry(cache: BatchCache) -> CacheGeometry:
     if isinstance(cache, BatchRecurrentCache):
         held = cache.held_bytes  # of the token that was written
         states = sum(array.nbytes for array in cache.arrays)
-        return CacheGeometry(
-            slot_bytes=0, state_bytes=STATE_COPIES * states, held_bytes=held
-        )
+        return CacheGeometry(slot_bytes=0, state_bytes=states, held_bytes=held)
     slot_bytes = _per_slot(cache, cache.nbytes)
     if isinstance(cache, RingCache):
         return CacheGeometry(

@@ -24,7 +24,15 @@ from ..errors import UnsupportedModelError
 # By the model's code: the part that reads and writes text is a "language_model", or
 # the model itself, and has "embed_tokens", "layers" and "norm" in its "model". Layers
 # are of attention and a gated MLP, or of recurrence.
-_TEXT_MODELS = ("gemma3", "gemma3_text", "llama", "qwen2", "qwen3", "qwen3_5")
+_TEXT_MODELS = (
+    "gemma3",
+    "gemma3_text",
+    "granitemoehybrid",
+    "llama",
+    "qwen2",
+    "qwen3",
+    "qwen3_5",
+)
 
 
 def has_text_model(model: nn.Module) -> bool:

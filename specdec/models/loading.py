@@ -391,7 +391,9 @@ def explain(source: str, error: Exception) -> ModelError:
             "use another model or a newer mlx-lm"
         )
     package = type(error).__module__.partition(".")[0]
-    if package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError):
+    of_hub = package.startswith(_HUB_PACKAGES) or isinstance(error, ConnectionError)
+    # A local folder's configuration is checked by a package of the hub's, too.
+    if of_hub and not os.path.exists(os.path.expanduser(source)):
         return ModelNotFoundError(_of_the_hub(source, error))
     return ModelError(
         f"{source} cannot be loaded ({type(error).__name__}: {text}): check the "

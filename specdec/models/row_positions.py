@@ -18,6 +18,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models import (
     afm7,
+    deepseek_v41,
     gemma2,
     gpt_bigcode,
     llama4,
@@ -27,6 +28,7 @@ from mlx_lm.models import (
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 
 from ..cuda.flattened_matmul import as_kind
+from .compressed_rows import with_compressed_rows
 
 
 def own_layers(trunk: Any) -> list[Any]:
@@ -311,6 +313,7 @@ class _Phi3SmallAttention(phi3small.Attention):
 
 _TWINS: dict[type, Callable[[Any], nn.Module]] = {
     afm7.Model: _afm7,
+    deepseek_v41.Model: with_compressed_rows,
     gemma2.Model: partial(with_attention, kind=_Gemma2Attention),
     gpt_bigcode.Model: _gpt_bigcode,
     llama4.Model: _llama4,

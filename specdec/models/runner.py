@@ -166,6 +166,7 @@ class ModelRunner:
         max_length: int,
         last: Sequence[int] | None = None,
         reuses: bool = True,
+        single_stays: bool = False,
     ) -> ModelRows:
         """Rows for ``prompts``, nothing computed yet.
 
@@ -175,6 +176,8 @@ class ModelRunner:
                 left out.
             last: the token after each prompt, if it is known.
             reuses: whether prefixes are looked for, and stored.
+            single_stays: whether only rows that have ended lose a token which was
+                written alone.
         """
         share_weights(self._twins)
         if self.compiled is not None:
@@ -186,6 +189,7 @@ class ModelRunner:
                 self.prefill_step_size, max_round + self.backend.pad_single_token
             ),
             max_length=self._bound(max(max_length, self._padded(longest))),
+            single_stays=single_stays,
         )
         rows = ModelRows(self, prompts, options, max_round)
         if reuses and self.prefixes is not None:

@@ -191,7 +191,9 @@ def test_other_architectures_are_refused_by_name(
     (tmp_path / "t" / "config.json").write_text(json.dumps(config))
     result = invoke("--target", str(tmp_path / "t"), "--out", str(tmp_path / "out"))
     assert result.exit_code == 1
-    assert "distilling a draft of phi3 models is not supported" in result.stderr
+    assert (
+        "distilling a draft of layers of phi3 models is not supported" in result.stderr
+    )
 
 
 @pytest.mark.usefixtures("heeded")

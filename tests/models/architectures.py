@@ -20,6 +20,7 @@ import mlx_lm.models
 from mlx.utils import tree_map
 from mlx_lm.models import base
 from mlx_lm.models.cache import ArraysCache, CacheList, make_prompt_cache
+from mlx_lm.utils import MODEL_REMAPPING
 
 from specdec.errors import UnsupportedModelError
 from specdec.models.hidden_states import record_layers
@@ -242,6 +243,7 @@ _LONGCAT = {
 _FOUR_LAYERS = {
     "afm7",
     "afmoe",
+    "deepseek_v41",
     "gear",
     "gemma3n",
     "gemma4",
@@ -322,6 +324,20 @@ OWN: dict[str, dict[str, Any]] = {
     "dbrx": {
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
+    },
+    # A window alone, groups of four, and two layers that share groups of two.
+    "deepseek_v41": {
+        "compress_ratios": (0, 4, 2, 2),
+        "kv_source_layer_ids": (1, 2),
+        "index_source_layer_ids": (1, 2, 3),
+        "candidate_source_layer_id": 2,
+        "candidate_block_size": 2,
+        "qk_rope_head_dim": 4,
+        "index_n_heads": 8,
+        "o_groups": 2,
+        "o_lora_rank": 8,
+        "hc_mult": 2,
+        "hc_sinkhorn_iters": 3,
     },
     "deepseek_v2": {"rope_scaling": _YARN, "topk_method": "greedy"},
     "exaone4": {"sliding_window_pattern": "LG"},
@@ -468,7 +484,7 @@ def build(arch: str, seed: int = 0, **changes: Any) -> nn.Module:
 
 
 def names() -> list[str]:
-    """Every architecture of the installed mlx-lm: a module that has a ``Model``."""
+    """Every architecture of the installed mlx-lm: a module with a ``Model``."""
     found = [m.name for m in pkgutil.iter_modules(mlx_lm.models.__path__)]
     return [n for n in found if _has_model(n)]
 
@@ -478,9 +494,17 @@ def _has_model(name: str) -> bool:
     spec = importlib.util.find_spec(f"mlx_lm.models.{name}")
     assert spec is not None
     assert spec.origin is not None
-    code = ast.parse(Path(spec.origin).read_text("utf-8"))
-    classes = {n.name for n in code.body if isinstance(n, ast.ClassDef)}
-    return {"Model", "ModelArgs"} <= classes
+    code = ast.parse(Path(spec.origin).read_text("utf-8")).body
+    found = {n.name for n in code if isinstance(n, ast.ClassDef)}
+    imports = (n.names for n in code if isinstance(n, ast.ImportFrom))
+    found |= {name.asname or name.name for each in imports for name in each}
+    return {"Model", "ModelArgs"} <= found
+
+
+def other_names() -> str:
+    """A sentence of docs/models.md: model types that mlx-lm runs as another one."""
+    each = ", ".join(f"{a} as {b}" for a, b in sorted(MODEL_REMAPPING.items()))
+    return f"mlx-lm runs some models as others: {each}."
 
 
 class Guesses(Drafter):
@@ -555,11 +579,9 @@ NOT_RUN = {
 #: Those whose second cache of a layer is an indexer's, which stays as it is.
 INDEXED = ("deepseek_v32", "glm_moe_dsa")
 #: Of these layers nobody reads hidden states.
-UNHEARD = ("afm7", "gemma3n", "iquestloopcoder")
+UNHEARD = ("afm7", "deepseek_v41", "gemma3n", "iquestloopcoder")
 #: What is refused, before any work, and why; the reason is in the error.
-REFUSED = {
-    "deepseek_v41": "its LayerCache keeps one position for all rows",
-}
+REFUSED: dict[str, str] = {}
 
 PROMPTS = [[3], [(7 * j + 1) % VOCABULARY for j in range(12)], [5, 9, 2, 40]]
 NEW_TOKENS = 6
@@ -717,6 +739,7 @@ def _kinds(caches: Sequence[Any]) -> set[str]:
 
 _KINDS = {
     "KVCache": "full",
+    "LayerCache": "compressed, sliding window",
     "RotatingKVCache": "sliding window",
     "ChunkedKVCache": "chunks",
     "ArraysCache": "recurrent",

@@ -5,10 +5,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import pytest
 
 from specdec.backend import BackendDefaults
-from specdec.cache import BatchRecurrentCache, make_batch_caches
+from specdec.cache import BatchRecurrentCache, check_caches, make_batch_caches
 from specdec.cache.quantized import Quantized
 from specdec.config import EngineConfig
 from specdec.errors import UnsupportedModelError
@@ -24,6 +25,7 @@ from .architectures import (
     differences,
     line,
     names,
+    other_names,
     plain,
 )
 
@@ -37,6 +39,7 @@ def test_lists_hold_nothing_else() -> None:
     assert {*NOT_RUN, *REFUSED} <= set(names())
     lines = [text for text in PAGE.splitlines() if text.startswith("| ")]
     assert [text.split(" | ")[0][2:] for text in lines[1:]] == names(), WRITE
+    assert other_names() in PAGE.replace("\n", " "), WRITE
 
 
 @pytest.mark.parametrize("arch", [n for n in names() if n not in NOT_RUN])
@@ -86,5 +89,8 @@ def test_packed_keys_and_values(arch: str, backend: BackendDefaults) -> None:
 
 @pytest.mark.parametrize("arch", sorted(NOT_RUN))
 def test_what_mlx_lm_does_not_run(arch: str) -> None:
-    """The page would leave it out, or say something else."""
+    """The page would leave it out, or say something else; so would the error."""
     assert line(arch, None) in PAGE, WRITE
+    if "Metal" in NOT_RUN[arch] and not mx.metal.is_available():
+        with pytest.raises(UnsupportedModelError, match="runs on Metal only"):
+            check_caches(build(arch), "model")

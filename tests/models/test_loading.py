@@ -158,6 +158,15 @@ def test_config_that_is_no_object(tmp_path: Path) -> None:
         load(str(tmp_path))
 
 
+def test_a_configuration_that_contradicts_itself(tmp_path: Path) -> None:
+    """A package of the hub's finds that out: nobody is to download a local folder."""
+    sizes: dict[str, Any] = {"num_hidden_layers": 4, "mamba_n_heads": 4}
+    write_folder(tmp_path / "m", "granitemoehybrid", **sizes)
+    with pytest.raises(ModelError, match="cannot be loaded") as caught:
+        load(str(tmp_path / "m"))
+    assert not isinstance(caught.value, ModelNotFoundError)
+
+
 @pytest.mark.parametrize(
     "name", ["x" * 5000, "what is\nthe capital?", "a\0b", "~nobody/m", "x\0.gguf"]
 )

@@ -6,6 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -252,6 +253,64 @@ def test_compiled_forwards_undo_the_round_before(
         assert [row.tokens for row in got] == wanted_of(arch)
         assert used.count(True) > 5
         used.clear()
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "mamba"])
+@pytest.mark.parametrize("backend", [PADDED, BEHIND], ids=["eager", "compiled"])
+def test_plain_rounds_hold_nothing_to_take_back(
+    arch: str, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All states twice, and a choice between them in each round with an idle slot."""
+    held: list[int] = []
+    trim = BatchRecurrentCache.trim_per_sequence
+
+    def watched(self: Any, *args: Any) -> None:
+        held.append(self.nbytes - sum(a.nbytes for a in self._storage.arrays))
+        trim(self, *args)
+
+    def never(*args: Any) -> Any:
+        raise AssertionError
+
+    config = EngineConfig(batch_size=4, num_draft_tokens=0, prefill_step_size=6)
+    runner = ModelRunner(model_of(arch), "target", config, backend)
+    engine = Engine(runner, None, config, backend, frozenset())
+    wanted = wanted_of(arch)[:4]
+    wanted[1] = wanted[1][:5]  # its slot is idle from then on
+    rows = [
+        Request(i, "", tuple(PROMPTS[i]), SamplingParams(max_tokens=len(tokens)))
+        for i, tokens in enumerate(wanted)
+    ]
+    for row in rows:
+        engine.add(row)
+    monkeypatch.setattr(BatchRecurrentCache, "trim_per_sequence", watched)
+    monkeypatch.setattr(recurrent_cache, "select", never)
+    while engine.busy:
+        engine.step()
+    assert [row.tokens for row in rows] == wanted
+    assert held
+    assert not any(held)
+
+
+def test_a_plain_step_computes_what_mlx_lm_s_does(tmp_path: Path) -> None:
+    """Masks, copies or choices of states, which a GPU launches one by one."""
+
+    def operations(logits: mx.array) -> int:
+        mx.export_to_dot(str(tmp_path / "graph"), logits)
+        return (tmp_path / "graph").read_text().count("shape=rectangle")
+
+    model = model_of("mamba2")
+    caches = make_prompt_cache(model)
+    mx.eval(model(mx.array([[5, 6]]), cache=caches), [c.state for c in caches])
+    config = EngineConfig(num_draft_tokens=0)
+    plain = replace(PADDED, pad_single_token=False)
+    runner = ModelRunner(model, "target", config, plain)
+    rows = runner.rows([[5, 6]], max_round=1, max_length=8, single_stays=True)
+    for _ in rows.prefill():
+        pass
+    rows.evaluate()
+    token = mx.array([[7]])
+    want = model(token, cache=caches)
+    assert operations(rows.forward(token)) == operations(want)
 
 
 # -- the cache itself ----------------------------------------------------------

@@ -12,7 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
+from types import SimpleNamespace
 from typing import Any, cast
 
 import mlx.core as mx
@@ -25,19 +26,17 @@ from ...models.draft_heads import BlockConfig, BlockHead
 from ...models.draft_heads.config import head_config, spread_layers
 from ...models.draft_heads.loading import make_head
 from ...models.hidden_states import HiddenStates, record_layers
-from ...models.layers import layers_of
+from ...models.layers import (
+    calling,
+    has_text_model,
+    layers_of,
+    path_to_trunk,
+    with_part,
+)
 from ...models.loaded import Described
 from ...models.trunk import TargetEnds
 from .blocks import Block
-from .student import (
-    Lesson,
-    Parameters,
-    Student,
-    head_of,
-    text_config,
-    text_model,
-    widened,
-)
+from .student import Lesson, Parameters, Student, ends_of, text_config, widened
 
 # The head reads as many layers of the target as it has itself, and these at least.
 _FEWEST_FEATURES = 3
@@ -51,13 +50,15 @@ class BlockStudent(Student):
 
     Args:
         model: the head, bound to no target.
-        recorded: the target's text model, whose layers are listened to.
-        heard: what they put out.
+        recorded: the target, whose layers and last norm are listened to.
+        heard: what the layers put out.
+        normed: what the last norm put out in the last forward.
         ends: the target's embedding.
     """
 
     recorded: nn.Module
     heard: HiddenStates
+    normed: list[mx.array]
     ends: TargetEnds
 
     @property
@@ -93,8 +94,8 @@ class BlockStudent(Student):
 
     def see(self, block: Block) -> mx.array:
         """Features of all tokens, and after them states after the last norm."""
-        states = self.recorded["model"](mx.array(block.tokens))
-        return mx.concatenate([self.heard.take(), states], axis=-1)
+        self.recorded(mx.array(block.tokens))  # its logits are never computed
+        return mx.concatenate([self.heard.take(), self.normed.pop()], axis=-1)
 
     def lesson(self, block: Block, seen: mx.array, rng: np.random.Generator) -> Lesson:
         """Blocks after some anchors that are drawn, about a slot for each token."""
@@ -229,10 +230,11 @@ def make_block_student(
 ) -> BlockStudent:
     """A block head for a target.
 
-    Its layers begin as those of the target, where they have no other arrays.
+    Its layers begin as those of the target where those have the same arrays, and at
+    random elsewhere.
 
     Args:
-        layers: of the target.
+        layers: of the target; else as many.
         widen: see :func:`.student.make_student`.
         form: one of :data:`.options.FORMS`.
         block_size: tokens of a block, the anchor included.
@@ -241,9 +243,9 @@ def make_block_student(
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
     """
-    source = text_model(target)
+    ends = ends_of(target)
     every = layers_of(target.model)
-    config = _config(target, layers, widen, form, block_size)
+    config = _config(target, ends, len(layers), widen, form, block_size)
     names = {"layers.0.self_attn.q_norm.weight"}
     if form == "dspark":
         names.add("markov_head.markov_w1.weight")
@@ -251,64 +253,99 @@ def make_block_student(
     assert isinstance(args, BlockConfig)
     head = cast(BlockHead, make_head(args))
     _begin(head, seed)
-    for place, layer in enumerate(head.layers):
-        arrays: Any = layer.parameters()  # type: ignore[no-untyped-call]
-        own = dict(_leaves(arrays))
-        theirs = dict(_leaves(widened(every, layers, place, widen)))
-        # Published heads have no biases.
-        theirs = {n: a for n, a in theirs.items() if not n.endswith(".bias")}
-        if all(n in own and a.shape == own[n].shape for n, a in theirs.items()):
-            layer.update(tree_unflatten(list(theirs.items())))
+    dense = all("gate_proj" in layer.get("mlp", ()) for layer in every)
+    begun = [
+        dense and _begin_layer(layer, widened(every, layers, place, widen))
+        for place, layer in enumerate(head.layers)
+    ]
     head.eval()
-    recorded, heard = record_layers(source, args.target_layers, target.name)
+    recorded, heard = record_layers(target.model, args.target_layers, target.name)
+    path = path_to_trunk(recorded, target.name, "distilling a draft")
+    normed: list[mx.array] = []
+
+    def called(usual: Any, args: Any, kwargs: Any) -> Any:
+        normed[:] = [usual(*args, **kwargs)]
+        return normed[0]
+
+    trunk = reduce(lambda part, name: part[name], path, recorded)
+    recorded = with_part(recorded, path, calling(trunk, called))
     return BlockStudent(
         head,
         config,
-        tuple(layers),
+        tuple(layers) if any(begun) else (),
         f"a block of {block_size}",
-        source,
+        target.model,
         "",
         recorded,
         heard,
-        TargetEnds(source, target.name),
+        normed,
+        ends,
     )
 
 
+def _begin_layer(layer: nn.Module, arrays: dict[str, Any]) -> bool:
+    """Take a layer's arrays over, if they are those that this one has."""
+    own = dict(_leaves(layer.parameters()))
+    # Published heads have no biases.
+    theirs = {n: a for n, a in _leaves(arrays) if not n.endswith(".bias")}
+    if not all(n in own and a.shape == own[n].shape for n, a in theirs.items()):
+        return False
+    layer.update(tree_unflatten(list(theirs.items())))
+    return True
+
+
 def _config(
-    target: Described, layers: Sequence[int], widen: int, form: str, block_size: int
+    target: Described,
+    ends: TargetEnds,
+    count: int,
+    widen: int,
+    form: str,
+    block_size: int,
 ) -> dict[str, Any]:
-    """As published heads of this form have it."""
-    source = text_model(target)
-    args: Any = source.args
+    """As published heads of this form have it, of sizes like the target's."""
+    num_target_layers = ends.num_layers
+    embedded = ends.embed(mx.zeros((1, 1), mx.int32))
+    width, vocab_size = embedded.shape[-1], ends.logits(embedded).shape[-1]
     known = text_config(target.config)
-    num_target_layers = len(layers_of(target.model))
-    vocab_size, width = head_of(source).shape
-    count, heads = len(layers), args.num_attention_heads
+    args = vars(getattr(ends.owner, "args", None) or SimpleNamespace())
+    said = known | {name: value for name, value in args.items() if value is not None}
+
+    def number(*names: str) -> Any:
+        found = [said.get(name) for name in names]
+        return next((n for n in found if isinstance(n, int | float) and n > 0), 0)
+
+    known_layers = has_text_model(target.model)
+    heads = number("num_attention_heads", "n_heads", "num_heads", "n_head")
+    heads = heads or max(width // 64, 1)
+    kv_heads = number("num_key_value_heads", "num_kv_heads", "n_kv_heads") or heads
+    head_dim = number("head_dim") or width // heads
+    between = number("intermediate_size", "block_ff_dim", "ffn_hidden_size", "n_inner")
+    rope = said.get("rope_parameters") or {}
+    theta = number("rope_theta") or rope.get("rope_theta") or 10000.0
     spread = spread_layers(num_target_layers, max(count, _FEWEST_FEATURES))
     reads = sorted({min(max(i, 0), num_target_layers - 1) for i in spread})
-    theta = getattr(args, "rope_theta", None)
-    if theta is None:
-        theta = args.rope_parameters["rope_theta"]
     # A token that has an embedding, and that no answer goes on after.
-    ends = known.get("eos_token_id")
-    mask = ends[0] if isinstance(ends, list) and ends else ends
+    eos = known.get("eos_token_id")
+    mask = eos[0] if isinstance(eos, list) and eos else eos
     if not isinstance(mask, int) or not 0 <= mask < vocab_size:
         mask = vocab_size - 1
     of_block = {"mask_token_id": mask, "target_layer_ids": reads}
     config: dict[str, Any] = {
         "model_type": "qwen3",
         "hidden_size": width,
-        "intermediate_size": widen * args.intermediate_size,
+        # An expert is narrower.
+        "intermediate_size": widen * (between if between >= width else 3 * width),
         "num_hidden_layers": count,
         "num_attention_heads": heads,
-        "num_key_value_heads": args.num_key_value_heads,
-        "head_dim": getattr(args, "head_dim", None) or width // heads,
+        "num_key_value_heads": kv_heads if heads % kv_heads == 0 else heads,
+        "head_dim": head_dim + head_dim % 2,
         "hidden_act": "silu",
-        "rms_norm_eps": args.rms_norm_eps,
+        "rms_norm_eps": number("rms_norm_eps", "norm_eps", "layer_norm_epsilon")
+        or 1e-6,
         "rope_theta": theta,
-        "rope_scaling": getattr(args, "rope_scaling", None),
-        "rope_is_neox_style": not getattr(args, "rope_traditional", False),
-        "max_position_embeddings": getattr(args, "max_position_embeddings", None),
+        "rope_scaling": said.get("rope_scaling") if known_layers else None,
+        "rope_is_neox_style": not said.get("rope_traditional", False),
+        "max_position_embeddings": number("max_position_embeddings") or None,
         "vocab_size": vocab_size,
         "layer_types": ["full_attention"] * count,
         "num_target_layers": num_target_layers,

@@ -15,6 +15,9 @@ def readme(card: dict[str, Any]) -> str:
     if card.get("kind") == "block":
         form = {"dspark": "DSpark", "dflash": "DFlash"}[card["form"]]
         kind = f"A {form} head, which drafts a block of {card['block_size']}: "
+    made = "layers that began at random"
+    if layers:
+        made = f"{len(card['layers'])} layers, made from layers {layers} of the target"
     lines = [
         "---",
         "library_name: mlx",
@@ -23,10 +26,9 @@ def readme(card: dict[str, Any]) -> str:
         "",
         f"# A draft for {target['name']}",
         "",
-        f"{kind}{len(card['layers'])} layers, made from layers {layers} of the target"
-        f"{wide}, and trained on the divergence to its distribution, under its own "
-        "embedding and head. It proposes tokens; the target decides, so that it "
-        "changes no output.",
+        f"{kind}{made}{wide}, and trained on the divergence to its distribution, under "
+        "its own embedding and head. It proposes tokens; the target decides, so that "
+        "it changes no output.",
         "",
         "```sh",
         "specdec run --target TARGET --draft THIS_FOLDER --prompts FILE",

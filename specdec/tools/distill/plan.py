@@ -24,7 +24,14 @@ from .block_student import make_block_student
 from .loss import ChunkedLoss
 from .material import Given
 from .options import Budget, Options
-from .student import Student, choose_layers, head_of, make_student, text_model
+from .student import (
+    Student,
+    choose_layers,
+    ends_of,
+    head_of,
+    make_student,
+    text_model,
+)
 
 # Bytes of one chunk's logits, one copy in float32.
 _CHUNK_BYTES = 500_000_000
@@ -78,8 +85,8 @@ class Plan:
             UnsupportedModelError: the target's architecture is not supported.
             ConfigError: it has no such layers.
         """
-        layers = choose_layers(options.layers, layers_of(target.model))
-        head = head_of(text_model(target))
+        layers = _layers(target, options)
+        head = head_of(target)
         vocab_size = head.shape[0]
         memory = backend.memory_size() or 8 << 30
         chunk = _LARGEST_CHUNK
@@ -108,6 +115,14 @@ class Plan:
         """What is minimised, see :class:`.loss.ChunkedLoss`."""
         slots = self.student.slots
         return ChunkedLoss(self.head, hard=hard, chunk=self.chunk, slots=slots)
+
+
+def _layers(target: Described, options: Options) -> tuple[int, ...]:
+    if options.kind == "layers":
+        text_model(target)  # refuses others
+    else:
+        ends_of(target)
+    return choose_layers(options.layers, layers_of(target.model))
 
 
 def _student(target: Described, layers: tuple[int, ...], options: Options) -> Student:
@@ -159,8 +174,7 @@ def check_target(options: Options) -> None:
     """
     found = outlined(options)
     if found is not None:
-        text_model(found)
-        choose_layers(options.layers, layers_of(found.model))
+        _layers(found, options)
 
 
 def describe(options: Options) -> list[str]:
@@ -195,11 +209,13 @@ def describe(options: Options) -> list[str]:
     )
     # What a block head reads of the target is too much to keep all of it.
     rate = _tokens_per_second(learnt, vocab_size, width, dtype, whole if block else 0)
+    begun = ", ".join(map(str, plan.student.layers))
+    begun = f"layers {begun}, " if begun else ""
     return [
         f"target:   {target.name}, {whole / 1e6:.1f} M parameters",
         f"draft:    {f'{options.form}, {plan.student.name}, ' if block else ''}"
-        f"layers {', '.join(map(str, plan.student.layers))}, "
-        f"{learnt / 1e6:.1f} M parameters to learn, computing in {options.computing}",
+        f"{begun}{learnt / 1e6:.1f} M parameters to learn, computing in "
+        f"{options.computing}",
         f"writing:  {plan.writers} rows at once, up to {' or '.join(writing)}",
         f"training: {plan.block_tokens} tokens a step, {length}",
         "memory:   " + ", ".join(f"{k} {v}" for k, v in memory.items()),

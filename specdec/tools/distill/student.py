@@ -18,7 +18,10 @@ from ...models import layers as models_layers
 from ...models.layers import layers_of
 from ...models.loaded import Described
 from ...models.loading import QUANTIZATION_KEYS
+from ...models.trunk import TargetEnds
 from .blocks import Block
+
+_INSTEAD = "make a block head (kind block)"
 
 Parameters = Any  # a tree of arrays, as MLX has them
 
@@ -150,21 +153,53 @@ def text_model(target: Described) -> nn.Module:
     Raises:
         UnsupportedModelError: its architecture is not supported.
     """
-    what = "distilling a draft"
-    model = models_layers.text_model(target.model, target.name, what)
-    if any("gate_proj" not in layer["mlp"] for layer in model["model"]["layers"]):
+    try:
+        model = models_layers.text_model(
+            target.model, target.name, "distilling a draft of layers"
+        )
+    except UnsupportedModelError as error:
+        raise UnsupportedModelError(f"{error}: {_INSTEAD}") from None
+    layers = model["model"]["layers"]
+    if any("gate_proj" not in layer.get("mlp", ()) for layer in layers):
         raise UnsupportedModelError(
-            f"{target.name}: {what} of models with experts is not supported"
+            f"{target.name}: distilling a draft of layers of models with experts is "
+            f"not supported: {_INSTEAD}"
         )
     return model
 
 
-def head_of(model: nn.Module) -> mx.array:
-    """The matrix of a text model's head, shape (V, D).
+def ends_of(target: Described) -> TargetEnds:
+    """A target's embedding and output head.
 
     Raises:
-        UnsupportedModelError: it is packed.
+        UnsupportedModelError: it is not built of layers, a norm and a head.
     """
+    ends = TargetEnds(target.model, target.name)
+    parts = [p for p in ends.owner.values() if isinstance(p, nn.Module)]
+    for part in parts:
+        kinds = [] if part is ends.trunk else [type(m) for m in part.modules()]
+        if any("Norm" in kind.__name__ for kind in kinds):
+            raise UnsupportedModelError(
+                f"{target.name}: distilling a draft of its architecture is not "
+                "supported: its last norm belongs to the output head"
+            )
+    return ends
+
+
+def head_of(target: Described) -> mx.array:
+    """The matrix of a target's head, shape (V, D); without a cap that logits have.
+
+    Raises:
+        UnsupportedModelError: it is packed, or see :func:`ends_of`.
+    """
+    scaled = getattr(target.model, "logits_scaling", 1) != 1
+    if scaled or not models_layers.has_text_model(target.model):
+        ends = ends_of(target)
+        embedded = ends.embed(mx.zeros((1, 1), mx.int32))
+        # With the scale that its code gives logits: those of unit vectors.
+        units = mx.eye(embedded.shape[-1], dtype=embedded.dtype)[None]
+        return (ends.logits(units) - ends.logits(mx.zeros_like(units[:, :1])))[0].T
+    model: Any = target.model.get("language_model", target.model)
     layer = model["lm_head"] if "lm_head" in model else model["model"]["embed_tokens"]
     if "scales" in layer:
         raise UnsupportedModelError(
@@ -193,6 +228,7 @@ def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
         )
     numbers = [int(part) for part in parts]
     usable = [i for i, layer in enumerate(layers) if "self_attn" in layer]
+    usable = usable or list(range(len(layers)))
     if len(numbers) > 1:
         if max(numbers) >= len(layers) or len(set(numbers)) != len(numbers):
             raise ConfigError(
@@ -242,7 +278,7 @@ def make_student(
     kinds = getattr(known, "layer_types", None)
     if kinds:
         changes["layer_types"] = [kinds[i] for i in layers]
-        if "full_attention" not in changes["layer_types"]:
+        if "full_attention" not in changes["layer_types"] and "mamba" not in kinds:
             # mlx-lm looks for one.
             changes["layer_types"][-1] = "full_attention"
     prefix = ""

@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from specdec import SpecDecoder
 from specdec.cache import CacheOptions, make_batch_caches
 from specdec.config import EngineConfig
-from specdec.errors import ConfigError
+from specdec.errors import ConfigError, UnsupportedModelError
 from specdec.models import LoadedModel, load, load_draft
 from specdec.models.layers import layers_of
 from specdec.models.model_outline import outline, outline_draft
@@ -32,8 +32,9 @@ from specdec.tools.distill.block_student import (
 from specdec.tools.distill.blocks import Block
 from specdec.tools.distill.loss import ChunkedLoss
 from specdec.tools.distill.options import Options
-from specdec.tools.distill.student import head_of
+from specdec.tools.distill.student import head_of, make_student
 from specdec.tools.distill.train import Trainer
+from tests.models.architectures import build
 from tests.models.draft_heads import published
 from tests.models.gguf_files import arguments, random_model
 
@@ -121,7 +122,7 @@ class Defined:
         self.made, self.block = made, block
         model: Any = target.model
         self.embedding = np.array(model.model.embed_tokens.weight, np.float64)
-        head = np.array(head_of(model), np.float64)
+        head = np.array(head_of(target), np.float64)
         self.head = head
         seen = np.array(made.see(block), np.float64)
         self.features, after = seen[..., :-32], seen[..., -32:]
@@ -191,7 +192,7 @@ def test_gradients_are_those_of_the_definition(form: str) -> None:
     flat: Any = tree_flatten(made.parameters)
     w = {name: np.array(array, np.float64) for name, array in flat}
     value = defined.loss(w, frozen=False)
-    loss = ChunkedLoss(head_of(target.model), hard=HARD, chunk=10, slots=made.slots)
+    loss = ChunkedLoss(head_of(target), hard=HARD, chunk=10, slots=made.slots)
     trainer: Any = SimpleNamespace(student=made, _loss=loss, _dtype=mx.float32)
     trainer.parameters = made.parameters
     lesson = made.lesson(block, made.see(block), np.random.default_rng((0, 7)))
@@ -256,6 +257,33 @@ def test_every_architecture_begins(arch: str) -> None:
     block = two_rows()
     lesson = made.lesson(block, made.see(block), np.random.default_rng(0))
     assert bool(mx.isfinite(lesson.states()).all())
+
+
+@pytest.mark.parametrize(
+    "arch",
+    ["qwen3_next", "lfm2", "nemotron_h", "falcon_h1", "granitemoehybrid", "mamba"],
+)
+def test_any_target_that_takes_heads(arch: str) -> None:
+    """Parts by the names that other models have; logits that its code scales."""
+    model = build(arch, vocab_size=97, logits_scaling=4.0, lm_head_multiplier=0.5)
+    target = LoadedModel(model, None, {}, arch)  # type: ignore[arg-type]
+    made = make_block_student(target, (0, 1), block_size=SIZE)
+    assert made.layers == ()
+    block = two_rows()
+    seen = made.see(block)
+    logits = target.model(mx.array(block.tokens))
+    np.testing.assert_allclose(seen[..., -32:] @ head_of(target).T, logits, atol=1e-4)
+    lesson = made.lesson(block, seen, np.random.default_rng(0))
+    assert bool(mx.isfinite(lesson.states()).all())
+    with pytest.raises(UnsupportedModelError, match="make a block head"):
+        make_student(target, (0,))
+
+
+def test_a_head_with_a_norm_is_refused() -> None:
+    """What is learnt would be normed twice where it drafts."""
+    target = LoadedModel(build("plamo2"), None, {}, "plamo2")  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedModelError, match="plamo2: distilling a draft of"):
+        make_block_student(target, (0, 1), block_size=SIZE)
 
 
 # -- whole runs --------------------------------------------------------------------

@@ -57,7 +57,7 @@ def test_all_layers_are_the_target(arch: str, changes: dict[str, Any]) -> None:
     student = make_student(target, range(every))
     states = student.hidden(TOKENS)
     np.testing.assert_array_equal(states, source["model"](TOKENS))
-    logits = states @ head_of(source).T
+    logits = states @ head_of(target).T
     np.testing.assert_allclose(logits, target.model(TOKENS), rtol=1e-5, atol=1e-5)
     assert student.model["model"]["embed_tokens"] is source["model"]["embed_tokens"]
     names = {name for name, _ in leaves(student.parameters)}
@@ -126,7 +126,8 @@ def test_others_are_refused_by_name(tiny_model: Callable[..., Any]) -> None:
     model = tiny_model("phi3", num_key_value_heads=4)
     other = LoadedModel(model, None, {}, "some-phi")  # type: ignore[arg-type]
     with pytest.raises(
-        UnsupportedModelError, match="some-phi: distilling a draft of phi3 models"
+        UnsupportedModelError,
+        match="some-phi: distilling a draft of layers of phi3 models",
     ):
         make_student(other, (0,))
 
