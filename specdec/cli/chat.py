@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import templates
 from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig, NumDraftTokens
 from ..errors import MemoryLimitError, PromptError
+from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
 from ..utils.sizes import parse_size
 from . import options

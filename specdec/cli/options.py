@@ -16,10 +16,15 @@ from ..config import (
     MAX_BATCH_SIZE,
     NumDraftTokens,
 )
-from ..draft_names import DraftSpec, draft_for
 from ..errors import ConfigError
 from ..grammar import Grammar
-from ..model_names import DEFAULT_DRAFT, DEFAULT_TARGET, target_name
+from ..model_names import (
+    DEFAULT_DRAFT,
+    DEFAULT_TARGET,
+    DraftSpec,
+    draft_for,
+    target_name,
+)
 from ..prompts import Encoding
 from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json

@@ -6,6 +6,7 @@ shown without characters that a terminal acts on.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
@@ -331,6 +332,14 @@ def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
             raise
         message = name_of(int(found[1]), records) + str(error)[found.end() :]
         raise type(error)(message) from error
+
+
+def check_extra(what: str, extra: str, *modules: str) -> None:
+    """Refuse to go on where the packages of an extra are not installed."""
+    if not all(map(importlib.util.find_spec, modules)):
+        raise click.ClickException(
+            f"{what} needs more packages: pip install '.[{extra}]' in a checkout"
+        )
 
 
 def silence_third_parties() -> None:

@@ -13,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -24,17 +23,17 @@ from ..config import (
 from ..errors import PromptFileError, RankError
 from ..model_names import target_name
 from ..parallel import launched_rank
-from ..prompts import PromptRecord, read_records, read_text
+from ..prompts import PromptRecord, read_records, read_text, templates
 from ..sampling_params import per_prompt
 from ..utils.printable import one_line
 from ..utils.sizes import parse_size
 from ..utils.warm_up import warm_up
 from . import grammar, options, ranks
-from .by_ray import RayJob
 from .interrupts import last_words
 from .output import (
     FAILURE,
     INTERRUPTED,
+    check_extra,
     name_of,
     open_output,
     places_named,
@@ -305,7 +304,11 @@ def run(
     leader: Leader | None = None
     loading |= {"target": target, "draft": draft, "config": config}
     if ray is not None:
-        job = RayJob(ray, ray_workers, loading)
+        check_extra("--ray", "ray", "ray")
+        from ..ray.job import RayJob
+
+        context = click.get_current_context()
+        job = context.with_resource(RayJob(ray, ray_workers, loading))
         name = target_name(target)
         assert isinstance(requests, list)
         events = job.events(left, prompts, requests, encoding)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import socket
 import sys
@@ -12,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
     DEFAULT_PREFILL_STEP_SIZE,
@@ -22,6 +20,7 @@ from ..config import (
 )
 from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
+from ..prompts import templates
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
@@ -31,6 +30,7 @@ from ..server.config import (
 from ..utils.sizes import parse_size
 from . import options, ranks
 from .output import (
+    check_extra,
     share_text,
     show,
     show_error,
@@ -231,7 +231,8 @@ def serve(
     drafts = options.check_pair(target, draft) is not None
     options.check_num_draft_tokens(draft, drafts=drafts)
     options.check_kv_options(kv_bits)
-    check_extra("starlette", "uvicorn", "prometheus_client", "httpx")
+    modules = ("starlette", "uvicorn", "prometheus_client", "httpx")
+    check_extra("specdec serve", "server", *modules)
     options.check_loading(loading, drafts=drafts)
     prefixes = options.prefix_config(
         prefix_cache=prefix_cache,
@@ -363,15 +364,6 @@ def engine_failed(failure: BaseException) -> ServerError:
     """What a server ends with whose engine failed."""
     return ServerError(
         f"the engine failed ({reason_of(failure)}): start the server again"
-    )
-
-
-def check_extra(*modules: str) -> None:
-    """Refuse to go on where the extra ``server`` is not installed."""
-    if all(importlib.util.find_spec(module) for module in modules):
-        return
-    raise click.ClickException(
-        "specdec serve needs more packages: pip install '.[server]' in a checkout"
     )
 
 

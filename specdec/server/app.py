@@ -17,8 +17,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from .. import templates
 from ..decoder import SpecDecoder
+from ..prompts import templates
 from ..utils.data_files import DataError, parse_json
 from . import chat, completions, messages, responses
 from .config import ServerConfig

@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..prompts import OWN_VARIABLES
+from ..prompts.templates import template_of
 from ..sampling_params import SamplingParams
-from ..templates import template_of
 from ..utils.data_files import DataError, parse_json
 from ..utils.printable import quoted
 from .job import (

@@ -11,7 +11,7 @@ from ..decoder import SpecDecoder
 from ..errors import PromptError
 from ..grammar import Grammar
 from ..prompts import EncodedPrompt, encode
-from ..templates import template_of
+from ..prompts.templates import template_of
 from .job import Chat, Text, Tools
 from .refusal import Refusal
 

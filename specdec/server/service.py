@@ -14,9 +14,9 @@ from functools import partial
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server as Engine
 from ..model_names import short
-from ..output_text import stop_texts
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
+from ..utils.output_text import stop_texts
 from .config import ServerConfig
 from .encoding import Encoded, call_grammar, encode_source
 from .job import Begun, Chat, End, Event, Job, Text, Tokens, Tools

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten, tree_map
 
 from specdec import EngineConfig, ModelError, SpecDecoder, UnsupportedModelError
 from specdec.build import check_before_loading
-from specdec.draft_names import named_draft
+from specdec.model_names import named_draft
 from specdec.models import load, load_draft
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode.head_drafter import ChainedRows, HeadDrafter

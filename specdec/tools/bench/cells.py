@@ -8,8 +8,7 @@ from itertools import product
 from typing import Literal
 
 from ...config import NumDraftTokens
-from ...draft_names import DraftSpec
-from ...model_names import short
+from ...model_names import DraftSpec, short
 from .recipe import WRONG, Recipe
 from .tables import turns
 

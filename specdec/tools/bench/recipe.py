@@ -11,9 +11,8 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
-from ...draft_names import NO_DRAFT, DraftSpec, draft_for
 from ...errors import ConfigError
-from ...model_names import nearest
+from ...model_names import NO_DRAFT, DraftSpec, draft_for, nearest
 from ...sampling_params import MAX_TEMPERATURE
 from ...utils.checks import require, require_int, require_one_of, require_range
 from ...utils.data_files import DataError, is_text, parse_toml, read_toml

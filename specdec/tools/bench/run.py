@@ -15,8 +15,7 @@ import mlx.nn as nn
 from ...config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ...cuda.fused_linear import separated
 from ...decoder import SpecDecoder, wired_memory
-from ...draft_names import DraftSpec, named_draft
-from ...model_names import DEFAULT_TARGET
+from ...model_names import DEFAULT_TARGET, DraftSpec, named_draft
 from ...models import LoadedModel, map_vocabulary
 from ...prompts import Prompt
 from ...sampling_params import SamplingParams

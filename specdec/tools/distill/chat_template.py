@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ...templates import render_chat
+from ...prompts.templates import render_chat
 
 _MARK = "specdec-user-text"
 
