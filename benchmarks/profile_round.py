@@ -30,7 +30,7 @@ from specdec.tools.bench.models import (
     random_shape,
     token_level,
 )
-from specdec.tools.bench.tables import markdown_table
+from specdec.utils.tables import markdown_table
 
 PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")
 WARM_UP = 4

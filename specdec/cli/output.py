@@ -10,6 +10,7 @@ import importlib.util
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -20,7 +21,7 @@ from typing import Any, TextIO
 import click
 
 from ..errors import ConfigError, SpecdecError
-from ..model_names import nearest
+from ..model_names import nearest, short
 from ..prompts import PromptRecord
 from ..utils.data_files import HALVES
 from ..utils.printable import one_line, printable, shorten
@@ -332,6 +333,11 @@ def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
             raise
         message = name_of(int(found[1]), records) + str(error)[found.end() :]
         raise type(error)(message) from error
+
+
+def command_line() -> str:
+    """What was typed, absolute paths cut to their last part."""
+    return shlex.join(["specdec", *map(short, sys.argv[1:])])
 
 
 def check_extra(what: str, extra: str, *modules: str) -> None:

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, TypeAlias, TypedDict, Unpack
 
-from .errors import PromptError
-from .prompts.templates import render_chat
-from .utils.printable import quoted, shorten
+from ..errors import PromptError
+from ..utils.printable import quoted, shorten
+from .templates import render_chat
 
 Prompt: TypeAlias = str | Sequence[Mapping[str, Any]] | Sequence[int]
 

@@ -139,17 +139,11 @@ class Service:
         """
         most = self.batch_size + self.config.max_waiting
         if self._draining:
-            raise Refusal(
-                "the server is stopping: ask another one",
-                status=503,
-                code="stopping",
-                retry_after=5,
-            )
+            raise Refusal.stopping()
         if rows > most:
-            raise Refusal(
+            raise Refusal.invalid(
+                "n",
                 f"{rows} choices are asked for and {most} is the most: ask for fewer",
-                param="n",
-                code="invalid_value",
             )
         if self._rows + rows > most:
             raise Refusal(
@@ -351,9 +345,5 @@ def _tokens(event: StreamEvent) -> Tokens | None:
 
 
 def _too_late() -> Refusal:
-    return Refusal(
-        "the time limit of a request ended before its first token: try again later",
-        status=503,
-        code="timeout",
-        retry_after=5,
-    )
+    why = "the time limit of a request ended before its first token: try again later"
+    return Refusal.later("timeout", why)

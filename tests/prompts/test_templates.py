@@ -236,7 +236,7 @@ def test_the_child_ends_with_its_parent() -> None:
         "templates.render_chat(wrapped('text'), MESSAGES)\n"
         "print(templates._CHILD._process.pid)\n"
     )
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", program],
         cwd=root,

@@ -28,9 +28,8 @@ from .models import load_model, token_level
 from .profile import profile
 from .prompts import EncodedSet, encode_set
 from .raw import PromptsRecord, RawFile, Results
-from .recipe import WRONG, Recipe
+from .recipe import Recipe
 from .systems import Options, System, mlx_lm_batch, mlx_lm_step, run_job, specdec
-from .wrong import WrongDrafter
 
 #: Brackets each new unit.
 Bracket = Callable[[Unit], AbstractContextManager[Any]]
@@ -58,7 +57,7 @@ class Bench:
     ):
         self._recipe, self._clock = recipe, clock
         dtype = None if recipe.dtype == "stored" else recipe.dtype
-        for name in (name.removeprefix(WRONG) for name in recipe.draft):
+        for name in recipe.draft:
             if not name.startswith("random:"):
                 named_draft(name)
         target = load_model(
@@ -174,12 +173,10 @@ class Bench:
 def _drafter(
     name: str, target: LoadedModel, dtype: str | None, trust_remote_code: bool
 ) -> NamedDrafter:
-    source = name.removeprefix(WRONG)
-    kind = NamedDrafter if source == name else WrongDrafter
-    if source.startswith("random:"):
-        return kind(name, load_model(source, dtype))
-    found = kind.load(
-        DraftSpec.parse(source),
+    if name.startswith("random:"):
+        return NamedDrafter(name, load_model(name, dtype))
+    found = NamedDrafter.load(
+        DraftSpec.parse(name),
         target,
         dtype=dtype,
         trust_remote_code=trust_remote_code,
