@@ -41,8 +41,8 @@ from specdec.tools.bench.models import (
     DTYPES,
     SHAPES,
     random_model,
-    token_level,
 )
+from specdec.tools.decoding import token_level
 from specdec.utils.tables import markdown_table, show_spread
 
 NO_KERNEL = "the kernel needs MLX's CUDA backend and compute 8.0"

@@ -113,11 +113,11 @@ class TextRendering(CompletionRendering):
         self, service: Service, job: Job, model: str, *, echo: bool, **how: bool
     ):
         super().__init__(job, model, **how)
-        self._service, self._echo = service, echo
+        self._service, self.echo = service, echo
         self._lengths: dict[int, int] = {}  # of the tokens of each choice so far
 
     def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
-        text = outcome.begun.prompt + outcome.text if self._echo else outcome.text
+        text = outcome.begun.prompt + outcome.text if self.echo else outcome.text
         logprobs = None
         if self.job.params.logprobs:
             logprobs = self._logprobs(index, outcome.tokens)
@@ -140,7 +140,7 @@ class TextRendering(CompletionRendering):
     def stream(self, event: Event) -> Iterator[bytes]:
         text, logprobs = "", None
         if isinstance(event, Begun):
-            if not self._echo:
+            if not self.echo:
                 return
             text = event.prompt
         elif isinstance(event, Piece):

@@ -20,11 +20,12 @@ from ...models import LoadedModel, map_vocabulary
 from ...prompts import Prompt
 from ...sampling_params import SamplingParams
 from ...spec_decode import NamedDrafter
+from ..decoding import token_level
 from .cells import Cell, Unit, units_of
 from .figures import arrivals_per_second
 from .job import Clock, JobRecord, ProfiledRound, requests_of, untraced
 from .machine import origin
-from .models import load_model, token_level
+from .models import load_model
 from .profile import profile
 from .prompts import EncodedSet, encode_set
 from .raw import PromptsRecord, RawFile, Results
