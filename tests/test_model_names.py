@@ -141,7 +141,7 @@ def test_no_draft_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_can_be_no_target(name: str, message: str) -> None:
-    """It is wrong usage, and no model is found: whoever catches either is told."""
+    """It is wrong usage, and no model is found: whoever catches either gets it."""
     for find in (model_names.target_name, load, outline, SpecDecoder.from_pretrained):
         with pytest.raises(ModelNameError, match=message) as caught:
             find(name)
@@ -186,7 +186,7 @@ def test_the_target_quantized(name: str) -> None:
     assert model == ModelDraft(name, bits=int(name[5]))
 
 
-def test_lookups_and_what_comes_behind_them() -> None:
+def test_lookups_and_what_comes_after_them() -> None:
     assert DraftSpec.parse("ngram") == DraftSpec("ngram", True, None)
     chain = DraftSpec.parse("ngram+owner/a+b")
     assert chain.ngram

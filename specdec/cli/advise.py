@@ -14,6 +14,7 @@ from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
+from ..utils.printable import counted
 from ..utils.tables import text_table
 from . import options
 from .output import places_named, share_text, show, silence_third_parties
@@ -124,7 +125,7 @@ def advise(
         f"{len(records)} prompts, {stats.row_rounds} rounds of {num_draft_tokens}\n"
     )
     show(_table(found))
-    show(f"\nfrom {_some(len(results), 'prompt')}: {sure.words}")
+    show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")
     show(f"verdict: {found.verdict}")
 
 
@@ -217,7 +218,3 @@ def _table(found: Advice) -> str:
     ]
     shares = f"share of rounds accepting at least k tokens{beyond}; * is the best k"
     return "\n".join([shares, text_table(rows, align="right"), "", *steps])
-
-
-def _some(n: int, what: str) -> str:
-    return f"{n} {what}" + "s" * (n != 1)

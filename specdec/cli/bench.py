@@ -13,7 +13,7 @@ import click
 
 from . import options
 from .interrupts import last_words
-from .output import INTERRUPTED, command_line, show, silence_third_parties
+from .output import INTERRUPTED, command_line, note, show, silence_third_parties
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -134,7 +134,7 @@ def _write(folder: Path) -> None:
     for file in files:
         show(f"wrote {file}", err=True)
     if not has_plots:
-        show(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
+        note(f"{MISSING}; then: specdec report {folder}")
 
 
 class _Parts:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ..model_names import is_default_target, locate_target
-from .output import show, show_warnings, silence_third_parties
+from .output import note, show, show_warnings, silence_third_parties
 
 
 @click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
@@ -35,8 +35,7 @@ def convert(file: str, out_dir: str, bits: int | None) -> None:
     convert_model(source, out_dir, bits=bits)
     show(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
     if bits != 16 and defaults().name == "cpu":
-        show(
-            "specdec: note: on a CPU, mlx-lm is many times slower with packed weights "
-            "(their scales have 16 bits); --bits 16 is fast there",
-            err=True,
+        note(
+            "on a CPU, mlx-lm is many times slower with packed weights (their scales "
+            "have 16 bits); --bits 16 is fast there"
         )

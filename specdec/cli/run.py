@@ -24,16 +24,17 @@ from ..model_names import target_name
 from ..parallel import launched_rank
 from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
 from ..sampling_params import SamplingParams, per_prompt
-from ..utils.printable import one_line
+from ..utils.printable import counted, one_line
 from ..utils.warm_up import warm_up
 from . import options, ranks
 from .interrupts import last_words
 from .output import (
     FAILURE,
     INTERRUPTED,
+    OutputFile,
     check_extra,
     name_of,
-    open_output,
+    note,
     places_named,
     share_text,
     show,
@@ -232,19 +233,15 @@ def run(
         if len(done) == len(records):
             show(f"specdec: all {len(done)} prompts have their results", err=True)
             return
-    output = None
-    if output_file is not None:
-        output = open_output("--output", output_file, file)
-        click.get_current_context().call_on_close(output.close)
+    output = OutputFile("--output", output_file, file) if output_file else None
 
     silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
 
     draft_note = _draft_note(config.num_draft_tokens) if models.spec else None
-    for note in (check_compiler(), draft_note):
-        if note and not quiet:
-            show(f"specdec: note: {note}", err=True)
+    for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
+        note(text)
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
@@ -369,8 +366,8 @@ def _note_what_does_nothing(
             if n > 1
             else f"layers:{n} is layer {n} alone"
         )
-    for note in notes if not quiet else ():
-        show(f"specdec: note: {note}", err=True)
+    for text in notes if not quiet else ():
+        note(text)
 
 
 def _collect(
@@ -425,8 +422,7 @@ def _piped(*, quiet: bool) -> str:
     with suppress(OSError, ValueError):  # a stream without a descriptor
         ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
         if not ready and not quiet:
-            note = "reading standard input; </dev/null leaves it out"
-            show(f"specdec: note: {note}", err=True)
+            note("reading standard input; </dev/null leaves it out")
     text = read_text("-")
     return f"\n\n{text}" if text.strip() else ""
 
@@ -435,7 +431,7 @@ def _under_way(stats: RunStats) -> dict[str, str]:
     """What progress says: a rate once there is one."""
     if not stats.rounds:
         return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
-    tokens = _some(stats.generated_tokens, "token")
+    tokens = counted(stats.generated_tokens, "token")
     return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
 
 
@@ -463,7 +459,7 @@ def _summary(
     k = decoder.config.num_draft_tokens
     length = "as many tokens a round as are worth it"
     if k != "auto":
-        length = f"{_some(k, 'token')} a round"
+        length = f"{counted(k, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     shared = share_text(stats.vocabulary_share)
     lines = {
@@ -476,15 +472,15 @@ def _summary(
         seconds = stats.calibration_seconds
         lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
     lines |= {
-        "prefill": f"{_some(stats.prefilled, 'prompt')}, "
-        f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
+        "prefill": f"{counted(stats.prefilled, 'prompt')}, "
+        f"{counted(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
         f"{stats.prefill_tokens_per_second:.1f} tokens/s",
     }
     if stats.rounds:
         of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
         lines["decode"] = (
-            f"{_some(stats.decode_tokens, 'token')} after {of_each}, "
-            f"{_some(stats.rounds, 'round')}, {stats.tokens_per_second:.1f} tokens/s"
+            f"{counted(stats.decode_tokens, 'token')} after {of_each}, "
+            f"{counted(stats.rounds, 'round')}, {stats.tokens_per_second:.1f} tokens/s"
         )
     if stats.drafted:
         lines["acceptance"] = (
@@ -498,7 +494,7 @@ def _summary(
     if seeds := [str(params.seed) for params in requests if params.draws]:
         lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
     if num_failed:
-        lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
+        lines["failed"] = f"{counted(num_failed, 'prompt')}, see above"
     lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
 
@@ -509,7 +505,3 @@ def _divided(leader: Leader | None) -> str:
 
 def _reused(n: int) -> str:
     return f" ({n} from the prefix cache)" if n else ""
-
-
-def _some(n: int, what: str) -> str:
-    return f"{n} {what}" + "s" * (n != 1)

@@ -28,6 +28,7 @@ from ..server.config import (
 from . import options, ranks
 from .output import (
     check_extra,
+    note,
     share_text,
     show,
     show_error,
@@ -229,9 +230,8 @@ def serve(
         notes = [check_compiler()]
         if not server.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
-        for note in notes:
-            if note and not quiet:
-                show(f"specdec: note: {note}", err=True)
+        for text in filter(None, notes if not quiet else ()):
+            note(text)
         if replicas is None:
             _serve_here(loading, server, listener, tensor_parallel, quiet=quiet)
         else:
@@ -289,10 +289,7 @@ def _serve_by(
 
     places = environments(count)
     if len(set(map(str, places))) < count and not quiet:
-        show(
-            "specdec: note: replicas share a device: a larger --batch uses it better",
-            err=True,
-        )
+        note("replicas share a device: a larger --batch uses it better")
     replicas = Replicas(
         count, partial(command, loading, config, places), config.request_timeout
     )

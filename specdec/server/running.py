@@ -129,7 +129,7 @@ class _Web(uvicorn.Server):
     ):
         super().__init__(config)
         self._app = app
-        self._tell_started: Callable[[], None] | None = started
+        self._report_started: Callable[[], None] | None = started
         self._stopping = stopping
         self.failure: BaseException | None = None
         self._asked = 0.0  # when the first signal came
@@ -140,9 +140,9 @@ class _Web(uvicorn.Server):
         return service
 
     async def on_tick(self, counter: int) -> bool:
-        if self._tell_started is not None and self._service.healthy:
-            self._tell_started()
-            self._tell_started = None
+        if self._report_started is not None and self._service.healthy:
+            self._report_started()
+            self._report_started = None
         self.failure = self._service.failure
         return await super().on_tick(counter) or self.failure is not None
 

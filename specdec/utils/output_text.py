@@ -161,8 +161,8 @@ class OutputText:
 
     def _begun_before(self, end: int) -> int:
         """Tokens whose text begins before character ``end``."""
-        behind = bisect_left(self._lengths, end)
-        return min(behind + 1, len(self._lengths)) if end > 0 else 0
+        before = bisect_left(self._lengths, end)
+        return min(before + 1, len(self._lengths)) if end > 0 else 0
 
     def take(self, num_tokens: int, *, ended: bool) -> tuple[str, int]:
         """New text, and how many tokens may be shown by now.

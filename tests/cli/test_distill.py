@@ -1,4 +1,4 @@
-"""``specdec distill``: what is refused, what is told, and a whole run."""
+"""``specdec distill``: what is refused, what is reported, and a whole run."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cli import main
 from specdec.cli.options import GROUPS, grouped
-from specdec.cli.output import open_streams
+from specdec.cli.output import OutputFile, open_streams
 from specdec.cli.run import _piped
 from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
@@ -506,7 +506,7 @@ def test_ctrl_c_keeps_the_finished_rows(
 def test_a_prompt_that_ends_with_an_error_is_told(
     specdec: Specdec, tmp_path: Path, quiet: bool
 ) -> None:
-    """The others are as ever; the exit code tells scripts."""
+    """The others are as ever; the exit code is for scripts."""
     path = tmp_path / "out.jsonl"
     words = ["run", *(["--quiet"] if quiet else []), "--output", str(path)]
     result = specdec(*words, "-p", "a", "-p", "failing", "-p", "b", "-p", "failing")
@@ -795,11 +795,11 @@ def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
             TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)], "x", ["y", "z"])
         ],
     )
-    with (tmp_path / "o").open("w+", encoding="utf-8") as output:
+    with click.Context(main):
+        output = OutputFile("--output", str(tmp_path / "o"), None)
         sink = Sink([PromptRecord("p"), PromptRecord("q")], output)
         sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
-        output.seek(0)
-        found = strictly(output.read())
+    found = strictly((tmp_path / "o").read_text("utf-8"))
     assert found["logprobs"] == [
         {
             "token_id": 0,

@@ -145,7 +145,7 @@ class Job:
                 trainer.restore(*found)
                 self._say(f"going on after step {trainer.progress.step}")
         saved = shown = time.perf_counter()
-        tokens, told = trainer.progress.tokens, False
+        tokens, shows = trainer.progress.tokens, True
         measured = int(trainer.share * _MEASUREMENTS)
         try:
             while not trainer.done:
@@ -156,8 +156,8 @@ class Job:
                     measured = due
                     self._measure(trainer, held_out, loss)
                 now = time.perf_counter()
-                if not told or now - shown > _LINE_SECONDS or trainer.done:
-                    told = True
+                if shows or now - shown > _LINE_SECONDS or trainer.done:
+                    shows = False
                     rate = (trainer.progress.tokens - tokens) / (now - shown)
                     self._show(trainer, rate)
                     shown, tokens = time.perf_counter(), trainer.progress.tokens

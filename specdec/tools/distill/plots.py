@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.draft_folder import CARD
+from ...utils.printable import counted
 from ..plots import COLOURS, MISSING, Chart, Line, save
 
 Card = Mapping[str, Any]
@@ -109,7 +110,7 @@ def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
         return dict(cards)
     made = sorted(cards.values(), key=lambda card: len(card["layers"]))
     numbers = (len(card["layers"]) for card in made)
-    names = (f"{n} layer{'s' * (n != 1)}" for n in numbers)
+    names = (counted(n, "layer") for n in numbers)
     return dict(zip(names, made, strict=True))
 
 

@@ -41,9 +41,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Interrupt training behind so many steps: ``stopped(4)``."""
+    """Interrupt training after so many steps: ``stopped(4)``."""
 
-    def behind(steps: int) -> None:
+    def after(steps: int) -> None:
         step = Trainer.step
 
         def counted(self: Trainer) -> None:
@@ -53,7 +53,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(Trainer, "step", counted)
 
-    return behind
+    return after
 
 
 @contextmanager
@@ -202,7 +202,7 @@ def test_what_was_made_otherwise_is_not_gone_on_with(
 def test_a_full_disk_while_learning(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that cannot be written is told; the draft is made all the same."""
+    """A checkpoint that cannot be written is reported; the draft is still made."""
     save = checkpoint.save
 
     def limited(*arguments: Any, **named: Any) -> None:
