@@ -27,6 +27,7 @@ class Parameter:
         only: values that are possible; ``()``: all.
         refused: why values that are not in ``only`` are refused, and the way out.
         required: it has to be there.
+        parts: of an object, in the same form; it has no others.
     """
 
     shape: Shape
@@ -36,6 +37,7 @@ class Parameter:
     only: tuple[Any, ...] = ()
     refused: str = ""
     required: bool = False
+    parts: Mapping[str, Parameter] | None = None
 
     def check(self, name: str, value: Any) -> Any:
         """The value, if it can be one.
@@ -52,6 +54,13 @@ class Parameter:
                 name, f"{name} is {quoted(value)}: it must be one of {allowed}"
             )
         self._check_range(name, value)
+        if self.parts is not None:
+            for key in value:
+                if key not in self.parts:
+                    raise Refusal.unsupported(
+                        name, f"{name} has no {quoted(key)}: leave it out"
+                    )
+            check_parts(value, self.parts, name)
         return value
 
     def _check_range(self, name: str, value: Any) -> None:
@@ -102,6 +111,8 @@ def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
     for name, parameter in table.items():
         if given.get(name) is not None:
             parameter.check(f"{where}.{name}", given[name])
+        elif parameter.required:
+            raise Refusal(f"{where}.{name} is missing: add it", param=f"{where}.{name}")
 
 
 def read(body: Any, table: Table) -> dict[str, Any]:

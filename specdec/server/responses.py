@@ -28,6 +28,7 @@ from .sampling import LABELS, SAMPLING, STREAM, constraint, sampling, wants_usag
 from .service import Service
 
 _STORED = "nothing is stored here: send the whole conversation as input"
+_AS_IT_IS = "reasoning comes as it is"
 TABLE: Table = {
     "model": Parameter(str),
     "input": Parameter((str, [dict]), required=True),
@@ -36,8 +37,29 @@ TABLE: Table = {
     "tools": Parameter([dict], default=[], high=1024),
     "tool_choice": Parameter((str, dict)),
     "parallel_tool_calls": Parameter(bool, default=True),
-    "text": Parameter({"format?": (dict, None), "verbosity?": (str, None)}),
-    "reasoning": Parameter(dict),
+    "text": Parameter(
+        dict,
+        parts={
+            "format": Parameter(dict),
+            "verbosity": Parameter(
+                str, only=("medium",), refused="ask for it in the prompt"
+            ),
+        },
+    ),
+    "reasoning": Parameter(
+        dict,
+        parts={
+            "effort": Parameter(str),
+            "summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
+            "generate_summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
+            "context": Parameter(
+                str,
+                only=("auto", "all_turns"),
+                refused="the template chooses what it shows",
+            ),
+            "mode": Parameter(str, only=("standard",), refused="there is one mode"),
+        },
+    ),
     "top_logprobs": Parameter(int, default=0, low=0, high=20),
     "include": Parameter([str], default=[]),
     "truncation": Parameter(
@@ -71,16 +93,6 @@ NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_
          "top_logprobs": "top_logprobs"}  # fmt: skip
 #: What more there may be; thoughts come as they are, not encrypted.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
-_AS_IT_IS = "reasoning comes as it is"
-_REASONING: Table = {
-    "effort": Parameter(str),
-    "summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
-    "generate_summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
-    "context": Parameter(
-        str, only=("auto", "all_turns"), refused="the template chooses what it shows"
-    ),
-    "mode": Parameter(str, only=("standard",), refused="there is one mode"),
-}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
@@ -93,11 +105,6 @@ def parse(body: Any, service: Service) -> ResponseRendering:
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     text = values["text"] or {}
-    if text.get("verbosity") not in (None, "medium"):
-        raise Refusal.unsupported(
-            "text.verbosity",
-            "text.verbosity is not supported: ask for it in the prompt",
-        )
     top = values["top_logprobs"]
     for item in values["include"]:
         if item not in _INCLUDED:
@@ -127,23 +134,13 @@ def parse(body: Any, service: Service) -> ResponseRendering:
         variables=variables(
             service,
             values["chat_template_kwargs"],
-            _effort(values["reasoning"] or {}),
+            (values["reasoning"] or {}).get("effort"),
             where="reasoning.effort",
         ),
     )
     check_format(params, tools, "text.format")
     job = Job([chat], params, 1, NAMES)
     return ResponseRendering(service, job, model, values)
-
-
-def _effort(reasoning: dict[str, Any]) -> str | None:
-    if unknown := [key for key in reasoning if key not in _REASONING]:
-        raise Refusal(
-            f"reasoning has no {quoted(unknown[0])}: leave it out", param="reasoning"
-        )
-    check_parts(reasoning, _REASONING, "reasoning")
-    effort: str | None = reasoning.get("effort")
-    return effort
 
 
 def _tools(given: Sequence[dict[str, Any]], choice: Any) -> Any:

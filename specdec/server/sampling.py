@@ -12,7 +12,7 @@ from ..grammar import Grammar
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.printable import quoted
 from .config import ServerConfig
-from .parameters import Parameter, Table, check_parts, shaped
+from .parameters import Parameter, Table, shaped
 from .refusal import Refusal, refusal_of
 
 #: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
@@ -54,12 +54,17 @@ LABELS: Table = {
 #: Of every stream, beside the answer; of Anthropic's there are no options.
 STREAM: Table = {
     "stream": Parameter(bool, default=False),
-    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
-}
-_PADDING: Table = {
-    "include_obfuscation": Parameter(
-        bool, only=(False,), refused="nothing is added to hide how long events are"
-    )
+    "stream_options": Parameter(
+        dict,
+        parts={
+            "include_usage": Parameter(bool),
+            "include_obfuscation": Parameter(
+                bool,
+                only=(False,),
+                refused="nothing is added to hide how long events are",
+            ),
+        },
+    ),
 }
 _FIELDS = {field.name for field in fields(SamplingParams)}
 #: Of no effect where the likeliest token is taken: it passes all of them.
@@ -70,14 +75,13 @@ def wants_usage(values: Mapping[str, Any]) -> bool:
     """Whether a stream is to end with the usage.
 
     Raises:
-        Refusal: its options cannot be used.
+        Refusal: there is no stream.
     """
     options = values["stream_options"]
     if options is None:
         return False
     if not values["stream"]:
         raise Refusal("stream_options needs stream: add it", param="stream_options")
-    check_parts(options, _PADDING, "stream_options")
     return bool(options.get("include_usage"))
 
 
