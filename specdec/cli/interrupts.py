@@ -143,11 +143,7 @@ class RequestsToEnd:
         signal.signal(signal.SIGTERM, self._before)
 
     def check(self) -> None:
-        """Do nothing until an end was asked for.
-
-        Raises:
-            KeyboardInterrupt: it was, by a SIGTERM within the block or by Ctrl-C.
-        """
+        """Raise KeyboardInterrupt once SIGTERM or Ctrl-C has asked for an end."""
         if self._came:
             raise KeyboardInterrupt
 

@@ -65,9 +65,6 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
     Args:
         err: to standard error. What cannot be shown there stops nothing.
         nl: end the last line.
-
-    Raises:
-        click.ClickException: standard output cannot be written.
     """
     lines = "\n".join(map(printable, text.split("\n")))
     if not err:
@@ -85,11 +82,7 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def flush_output() -> None:
-    """Write what standard output still holds.
-
-    Raises:
-        click.ClickException: it cannot be written.
-    """
+    """Write what standard output still holds."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -144,11 +137,7 @@ class OutputFile:
             self._file.truncate(0)
 
     def write(self, value: Any, *, indent: int | None = None) -> None:
-        """Write a value as JSON.
-
-        Raises:
-            click.ClickException: it cannot be written.
-        """
+        """Write a value as JSON."""
         try:
             self._file.write(json_text(value, indent=indent) + "\n")
             self._file.flush()

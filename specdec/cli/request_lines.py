@@ -44,9 +44,6 @@ def requests_of(
     """How each line is decoded: ``params``, but for what the line itself says.
 
     A line without a seed of its own draws with the seed of ``params`` plus its index.
-
-    Raises:
-        PromptFileError: a line's settings cannot be used; it is named.
     """
     each = [_settings_of(record) for record in records]
     if not any(each):

@@ -18,10 +18,6 @@ def keep_finished(path: str, records: Sequence[PromptRecord]) -> set[int]:
     """Indices of the prompts that a file of ``--output`` has an answer to.
 
     Lines of prompts that failed, or whose end is not there, are taken out of the file.
-
-    Raises:
-        click.UsageError: it is of other prompts, or cannot be read.
-        click.ClickException: it cannot be written.
     """
     try:
         with open_plain(path) as file:

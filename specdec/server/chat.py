@@ -115,11 +115,7 @@ _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 def parse(body: Any, service: Service) -> ChatRendering:
-    """A request.
-
-    Raises:
-        Refusal: a parameter cannot be used.
-    """
+    """A request."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     if values["top_logprobs"] and not values["logprobs"]:
@@ -171,11 +167,7 @@ def variables(
     *,
     where: str = "reasoning_effort",
 ) -> dict[str, Any]:
-    """What the chat template reads beside messages and tools.
-
-    Raises:
-        Refusal: the template does not read it, or it is none of the client's.
-    """
+    """What the chat template reads beside messages and tools."""
     for name in given:
         if name in OWN_VARIABLES or name == "tools":
             raise Refusal.invalid(
@@ -199,11 +191,7 @@ def variables(
 
 
 def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """Tools in OpenAI's form, and what is to be called.
-
-    Raises:
-        Refusal: they cannot be used.
-    """
+    """Tools in OpenAI's form, and what is to be called."""
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         shaped(tool, {"type": str}, at)
@@ -350,11 +338,7 @@ def arguments_of(text: str, where: str) -> dict[str, Any]:
 def text_of(
     content: Any, where: str, kinds: Sequence[str] = ("text", "refusal")
 ) -> str:
-    """The text of a message's content, be it one text or parts.
-
-    Raises:
-        Refusal: a part is something else.
-    """
+    """The text of a message's content, be it one text or parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -41,9 +41,6 @@ class ServerConfig:
         prefix_sharing: who finds what was kept of a prompt: ``all``, or the same
             ``client``, by its key, its address where there are no keys, and the user
             that its requests name.
-
-    Raises:
-        ConfigError: a value is out of range.
     """
 
     names: tuple[str, ...] = ()

@@ -120,11 +120,7 @@ class Front:
 
     @contextmanager
     def replica(self, blocks: Blocks, tried: Sequence[Replica]) -> Iterator[Replica]:
-        """A replica for a request, which counts as its load.
-
-        Raises:
-            Refusal: there is none.
-        """
+        """A replica for a request, which counts as its load."""
         if self._draining:
             raise Refusal.stopping()
         ready = [each for each in self.replicas.ready if each not in tried]

@@ -40,11 +40,7 @@ class Parameter:
     parts: Mapping[str, Parameter] | None = None
 
     def check(self, name: str, value: Any) -> Any:
-        """The value, if it can be one.
-
-        Raises:
-            Refusal: it cannot.
-        """
+        """The value, if it can be one."""
         if self.refused and value not in self.only:
             raise Refusal.unsupported(name, f"{name} is not supported: {self.refused}")
         shaped(value, self.shape, name)
@@ -90,11 +86,7 @@ _ELSEWHERE = {
 
 
 def shaped(value: Any, shape: Shape, where: str) -> Any:
-    """``value``, if it is of the shape; ``where`` names it.
-
-    Raises:
-        Refusal: it is not.
-    """
+    """``value``, if it is of the shape; ``where`` names it."""
     try:
         return check_shape(value, shape, where)
     except DataError as error:
@@ -103,11 +95,7 @@ def shaped(value: Any, shape: Shape, where: str) -> Any:
 
 
 def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
-    """Check parts of an object, those that are there; ``where`` names it.
-
-    Raises:
-        Refusal: one cannot be used.
-    """
+    """Check parts of an object, those that are there; ``where`` names it."""
     for name, parameter in table.items():
         if given.get(name) is not None:
             parameter.check(f"{where}.{name}", given[name])
@@ -116,11 +104,7 @@ def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
 
 
 def read(body: Any, table: Table) -> dict[str, Any]:
-    """The values of all parameters of the table.
-
-    Raises:
-        Refusal: one cannot be used, is not known, or is missing.
-    """
+    """The values of all parameters of the table."""
     if not isinstance(body, dict):
         raise Refusal("the body is no JSON object: send one", code="invalid_type")
     values = {}

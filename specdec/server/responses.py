@@ -97,11 +97,7 @@ _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 def parse(body: Any, service: Service) -> ResponseRendering:
-    """A request.
-
-    Raises:
-        Refusal: a parameter cannot be used.
-    """
+    """A request."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     text = values["text"] or {}

@@ -25,11 +25,7 @@ _ONE_REQUEST = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens soon; port 0 is any free one.
-
-    Raises:
-        ConfigError: the address is in use, or none of this machine's.
-    """
+    """A socket that listens soon; port 0 is any free one."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]

@@ -72,11 +72,7 @@ _FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def wants_usage(values: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with the usage.
-
-    Raises:
-        Refusal: there is no stream.
-    """
+    """Whether a stream is to end with the usage."""
     options = values["stream_options"]
     if options is None:
         return False
@@ -86,11 +82,7 @@ def wants_usage(values: Mapping[str, Any]) -> bool:
 
 
 def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """What a wanted format of the answer adds to ``SamplingParams``.
-
-    Raises:
-        Refusal: it cannot be had.
-    """
+    """What a wanted format of the answer adds to ``SamplingParams``."""
     if response_format is None or response_format.get("type") == "text":
         return {}
     kind = response_format.get("type")
@@ -137,9 +129,6 @@ def sampling(
         names: parameters by the fields that they fill.
         max_tokens: that the request asks for.
         more: fields that the protocol has filled itself.
-
-    Raises:
-        Refusal: they cannot be.
     """
     limit, given = config.max_output_tokens, max_tokens
     wanted = config.max_tokens if given is None else given

@@ -116,11 +116,7 @@ class Service:
         return self.engine.pending
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for a response to a request that calls it ``name``.
-
-        Raises:
-            Refusal: no model of that name is served.
-        """
+        """The model's name for a response to a request that calls it ``name``."""
         if name is None or "*" in self.config.names or name in self.names:
             return name or self.names[0]
         raise Refusal(
@@ -132,11 +128,7 @@ class Service:
 
     @contextmanager
     def places(self, rows: int) -> Iterator[None]:
-        """Room for so many rows, running or waiting.
-
-        Raises:
-            Refusal: there is none now (429), or never (400).
-        """
+        """Room for so many rows, running or waiting."""
         most = self.batch_size + self.config.max_waiting
         if self._draining:
             raise Refusal.stopping()

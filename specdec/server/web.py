@@ -184,11 +184,7 @@ def error_response(refusal: Refusal, path: str) -> Response:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a request, ``most`` at most.
-
-    Raises:
-        Refusal: they are too many, too slow, or said to be no JSON.
-    """
+    """The bytes of a request, ``most`` at most."""
     # Of another type, a page of any site could send it from a browser, unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

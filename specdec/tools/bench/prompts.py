@@ -105,9 +105,6 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
 
     Args:
         vocab_size: what random tokens are drawn from.
-
-    Raises:
-        PromptError: there are too few, or one cannot be encoded.
     """
     wanted = recipe.prompts.count
     length = recipe.prompts.random_length

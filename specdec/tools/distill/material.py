@@ -96,9 +96,6 @@ class Gatherer:
         plan: rows that write together, shapes of blocks.
         say: shows a line of progress.
         check: called while the target writes.
-
-    Raises:
-        ModelError: what is there already cannot be read, or is of another target.
     """
 
     def __init__(
@@ -128,9 +125,6 @@ class Gatherer:
 
         Args:
             write: whether more waves may be written.
-
-        Raises:
-            ModelError: a file cannot be written, or there is nothing to learn from.
         """
         corpus = self._corpus
         names = [

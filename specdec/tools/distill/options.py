@@ -36,11 +36,7 @@ def go_on() -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What training may take: minutes, or tokens of text.
-
-    Raises:
-        ConfigError: neither or both are given, or one is not above 0.
-    """
+    """What training may take: minutes, or tokens of text."""
 
     minutes: float | None = None
     tokens: int | None = None
@@ -96,9 +92,6 @@ class Options:
         rounds: prompts of each holdout file to decode at the end.
         num_draft_tokens: of these rounds, greedily; with the first sampled, too.
         command: for the card.
-
-    Raises:
-        ConfigError: a value is out of range, or ``out`` holds another model.
     """
 
     target: str | None
@@ -167,11 +160,7 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """The draft's folder.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The draft's folder."""
         if self.out is None:
             raise ConfigError("out is missing: name a folder for the draft")
         return self.out

@@ -87,11 +87,7 @@ def write_arrays(
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """What :func:`write_arrays` wrote.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
+    """What :func:`write_arrays` wrote."""
     try:
         with open_plain(path) as file:
             data = io.BytesIO(file.read())
