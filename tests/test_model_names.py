@@ -234,7 +234,7 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
         ("./no/such", r"no model at ./no/such: .*\(owner/name\)$"),
     ],
 )
-def test_what_is_not_there_is_told_before_loading(name: str, hint: str) -> None:
+def test_what_is_not_there_is_reported_before_loading(name: str, hint: str) -> None:
     with pytest.raises((ConfigError, ModelNotFoundError), match=hint):
         DraftSpec.parse(name).check_model()
 

@@ -127,17 +127,13 @@ def _join(wanted: int | None) -> Ranks | None:
 
 def _start(size: int, until_joined: ExitStack) -> None:
     """Start the other ranks on this machine, one a device."""
-    import mlx.core as mx
-
     from ..backend import defaults
 
     environment: dict[str, str] = {}
     devices: list[str] | None = None
     kind = defaults().name
     if kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        count = mx.device_count(mx.DeviceType.gpu)
-        devices = visible.split(",") if visible else [str(i) for i in range(count)]
+        devices = cuda_devices()
         environment = {
             "NCCL_HOST_IP": _LOCAL,
             "NCCL_PORT": str(_free_ports(1)[0]),
@@ -177,6 +173,15 @@ def _start(size: int, until_joined: ExitStack) -> None:
             target=_watch, args=(rank, process, joined), daemon=True
         ).start()
     os.environ.update(environment, MLX_RANK="0")
+
+
+def cuda_devices() -> list[str]:
+    """What CUDA calls the devices that this process may use."""
+    import mlx.core as mx
+
+    count = mx.device_count(mx.DeviceType.gpu)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else list(map(str, range(count)))
 
 
 def _watch(

@@ -8,16 +8,17 @@ import os
 import pickle
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from .. import errors
 from ..config import EngineConfig
 from ..errors import ConfigError, ServerError
+from ..model_names import target_name
 from ..outputs import GenerationResult, StreamEvent
-from ..prompts import Encoding, Prompt
-from ..sampling_params import SamplingParams
+from ..prompts import Encoding, Prompt, PromptRecord
+from ..sampling_params import SamplingParams, per_prompt
 from ..utils.printable import one_line
 from .stage import Worker
 
@@ -53,6 +54,8 @@ class RayJob:
         self._address = address
         self._workers = workers
         self._loading = _everywhere(loading)
+        self.leader = None
+        self.target_name = target_name(self._loading["target"])
         self._began = time.monotonic()
         self._prompts = self._tokens = self._drafted = self._accepted = 0
 
@@ -86,13 +89,15 @@ class RayJob:
     def events(
         self,
         indices: Sequence[int],
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        records: Sequence[PromptRecord],
+        requests: SamplingParams | list[SamplingParams],
         encoding: Encoding,
     ) -> Iterator[StreamEvent]:
         """An event for each prompt, with its result, as blocks of prompts end.
 
         Args:
+            indices: of the records that are decoded.
+            requests: how to decode them.
             encoding: as for :meth:`~specdec.SpecDecoder.generate`.
 
         Raises:
@@ -109,8 +114,10 @@ class RayJob:
         # Blocks of several batches keep rows busy; several blocks keep workers busy.
         batch_size = self._loading["config"].batch_size
         size = max(1, min(4 * batch_size, -(-len(indices) // (2 * workers))))
-        asked = zip(indices, prompts, params, strict=True)
-        rows = [{"asked": pickle.dumps(each)} for each in asked]
+        prompts = [records[index].prompt for index in indices]
+        each = per_prompt(requests, len(indices))
+        asked: Iterable[Asked] = zip(indices, prompts, each, strict=True)
+        rows = [{"asked": pickle.dumps(one)} for one in asked]
         dataset = ray.data.from_items(
             rows, override_num_blocks=-(-len(rows) // size)
         ).map_batches(
@@ -154,7 +161,7 @@ class RayJob:
         """What progress says."""
         return {"note": f"{self._tokens} tokens, {self._rate:.1f} tokens/s"}
 
-    def summary(self) -> str:
+    def summary(self, requests: Sequence[SamplingParams], num_failed: int) -> str:
         """What was done, in lines."""
         seconds = time.monotonic() - self._began
         lines = {

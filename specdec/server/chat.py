@@ -27,7 +27,7 @@ from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import CompletionRendering
 from .sampling import (
-    LABELS,
+    DOCUMENTED,
     SAMPLING,
     STREAM,
     constraint,
@@ -67,17 +67,10 @@ TABLE: Table = {
     "prediction": Parameter(
         dict, refused="drafts are made by the server: leave it out"
     ),
-    "prompt_cache_retention": Parameter(
-        str, only=("in_memory", "in-memory"), refused="the server's options say it"
-    ),
-    "prompt_cache_options": Parameter(
-        dict, refused="common beginnings are kept by themselves"
-    ),
-    "moderation": Parameter(dict, refused="nothing is moderated here"),
     "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
     **SAMPLING,
     **STREAM,
-    **LABELS,
+    **DOCUMENTED,
 }
 #: Documented parts of tools and of their calls, of all protocols, of no use here.
 TOOL_PARTS: Table = {

@@ -238,18 +238,15 @@ class Replicas:
         self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
     ) -> None:
         """Wait until a replica ends; one that does not answer any more is killed."""
-        ended = asyncio.create_task(process.wait())
-        try:
-            while not ended.done():
-                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-                if ended.done():
-                    return
-                try:
-                    await client.get("/health", timeout=_ANSWER_SECONDS)
-                except httpx.TimeoutException:
-                    log.warning("a replica does not answer, and is killed")
-                    process.kill()
-                except httpx.TransportError:
-                    pass  # it is about to end
-        finally:
-            ended.cancel()
+        while process.returncode is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await process.wait()
+                return
+            try:
+                await client.get("/health", timeout=_ANSWER_SECONDS)
+            except httpx.TimeoutException:
+                log.warning("a replica does not answer, and is killed")
+                process.kill()
+            except httpx.TransportError:
+                pass  # it is about to end

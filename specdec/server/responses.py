@@ -24,7 +24,7 @@ from .job import Begun, Call, Chat, End, Event, Job, Message, Piece, Tokens
 from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import Rendering, sse
-from .sampling import LABELS, SAMPLING, STREAM, constraint, sampling, wants_usage
+from .sampling import DOCUMENTED, SAMPLING, STREAM, constraint, sampling, wants_usage
 from .service import Service
 
 _STORED = "nothing is stored here: send the whole conversation as input"
@@ -74,20 +74,13 @@ TABLE: Table = {
     "context_management": Parameter(
         list, only=([],), refused="contexts are not shortened here"
     ),
-    "prompt_cache_options": Parameter(
-        dict, refused="common beginnings are kept by themselves"
-    ),
-    "moderation": Parameter(dict, refused="nothing is moderated here"),
     "background_options": Parameter(dict, refused=_STORED),
     "image": Parameter(dict, refused="text is all that goes in and comes out"),
     "access_programs": Parameter(dict, refused="there are none: leave it out"),
     "max_tool_calls": Parameter(int, refused="nothing is called from here"),
-    "prompt_cache_retention": Parameter(
-        str, only=("in_memory", "in-memory"), refused="the server's options say it"
-    ),
     **SAMPLING,
     **STREAM,
-    **LABELS,
+    **DOCUMENTED,
 }
 NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_tokens",
          "top_logprobs": "top_logprobs"}  # fmt: skip
@@ -291,9 +284,7 @@ class ResponseRendering(Rendering):
             item["status"] = "in_progress"
             item |= {"summary": []}  # type: ignore[dict-item]
         self._items.append({**item, "content": []})
-        yield "response.output_item.added", {
-            "output_index": len(self._items) - 1, "item": _copy(self._items[-1]),
-        }  # fmt: skip
+        yield self._item("added")
         self._items[-1]["content"].append(part)
         yield "response.content_part.added", {
             **self._place(), "content_index": 0, "part": dict(part),
@@ -313,25 +304,23 @@ class ResponseRendering(Rendering):
         else:
             yield "response.reasoning_text.done", {**place, "text": part["text"]}
         yield "response.content_part.done", {**place, "part": dict(part)}
-        yield self._done()
+        yield self._item("done")
 
-    def _done(self) -> tuple[str, dict[str, Any]]:
+    def _item(self, what: str) -> tuple[str, dict[str, Any]]:
         at = {"output_index": len(self._items) - 1, "item": _copy(self._items[-1])}
-        return "response.output_item.done", at
+        return f"response.output_item.{what}", at
 
     def _call(self, call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call",
                 "call_id": call.id, "name": call.name}  # fmt: skip
         self._items.append({**item, "arguments": "", "status": "in_progress"})
-        yield "response.output_item.added", {
-            "output_index": len(self._items) - 1, "item": _copy(self._items[-1]),
-        }  # fmt: skip
+        yield self._item("added")
         said = {"delta": call.arguments}
         yield "response.function_call_arguments.delta", {**self._place(), **said}
         written = {"arguments": call.arguments, "name": call.name}
         yield "response.function_call_arguments.done", {**self._place(), **written}
         self._items[-1] |= {"arguments": call.arguments, "status": "completed"}
-        yield self._done()
+        yield self._item("done")
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}

@@ -51,6 +51,17 @@ LABELS: Table = {
         str, only=("auto", "default"), refused="there is one tier: leave it out"
     ),
 }
+#: What conversations of OpenAI's are documented to have, and mostly cannot have here.
+DOCUMENTED: Table = {
+    **LABELS,
+    "prompt_cache_retention": Parameter(
+        str, only=("in_memory", "in-memory"), refused="the server's options say it"
+    ),
+    "prompt_cache_options": Parameter(
+        dict, refused="common beginnings are kept by themselves"
+    ),
+    "moderation": Parameter(dict, refused="nothing is moderated here"),
+}
 #: Of every stream, beside the answer; of Anthropic's there are no options.
 STREAM: Table = {
     "stream": Parameter(bool, default=False),

@@ -503,7 +503,7 @@ def test_ctrl_c_keeps_the_finished_rows(
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_prompt_that_ends_with_an_error_is_told(
+def test_a_prompt_that_ends_with_an_error_is_reported(
     specdec: Specdec, tmp_path: Path, quiet: bool
 ) -> None:
     """The others are as ever; the exit code is for scripts."""
@@ -564,7 +564,7 @@ def test_a_target_by_path_is_named_shortly(
     assert "target:      model.gguf" in result.stderr.splitlines()
 
 
-def test_an_error_of_an_interrupted_run_is_told(
+def test_an_error_of_an_interrupted_run_is_reported(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
     decoder.raises = (3, KeyboardInterrupt())
@@ -618,7 +618,7 @@ def test_a_refused_prompt_leaves_earlier_output_alone(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_disk_is_told_on_a_line_of_its_own(specdec: Specdec) -> None:
+def test_a_full_disk_is_reported_on_a_line_of_its_own(specdec: Specdec) -> None:
     """The text is on standard output all the same."""
     line = (
         "specdec: error: --output /dev/full cannot be written: "
@@ -650,7 +650,7 @@ sink.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_standard_output_is_told_once() -> None:
+def test_a_full_standard_output_is_reported_once() -> None:
     """Neither closing nor the interpreter's last flush fails again."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(

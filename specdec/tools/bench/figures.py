@@ -200,15 +200,9 @@ class CellFigures:
             found[each.k, each.near_join].append(each)
 
         def merged(all_: list[RoundTimes]) -> RoundTimes:
-            return RoundTimes(
-                k=all_[0].k,
-                near_join=all_[0].near_join,
-                number=sum(r.number for r in all_),
-                p10=statistics.median(r.p10 for r in all_),
-                p50=statistics.median(r.p50 for r in all_),
-                p90=statistics.median(r.p90 for r in all_),
-                mean=statistics.median(r.mean for r in all_),
-            )
+            names = ("p10", "p50", "p90", "mean")
+            times = {n: statistics.median(getattr(r, n) for r in all_) for n in names}
+            return replace(all_[0], number=sum(r.number for r in all_), **times)
 
         return [merged(each) for _, each in sorted(found.items())]
 

@@ -7,12 +7,13 @@ counts the same for all.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
 
 from ...prompts import Prompt
 from ...request import acceptance_length, acceptance_rate
@@ -232,16 +233,14 @@ class Job:
             seconds=seconds,
             requests=[
                 RequestRecord(
-                    prompt_tokens=p.prompt_tokens,
-                    prefix_tokens=p.prefix_tokens,
-                    tokens=len(p.tokens),
-                    rounds=p.rounds,
-                    drafted=p.drafted,
-                    accepted=p.accepted,
-                    arrived=round(request.arrives, 6),
-                    first=round(p.first, 6),
-                    ended=round(p.ended, 6),
-                    digest=hashlib.sha256(repr(p.tokens).encode()).hexdigest()[:12],
+                    **{
+                        **vars(p),
+                        "tokens": len(p.tokens),
+                        "arrived": round(request.arrives, 6),
+                        "first": round(p.first, 6),
+                        "ended": round(p.ended, 6),
+                        "digest": sha256(repr(p.tokens).encode()).hexdigest()[:12],
+                    }
                 )
                 for request, p in zip(self.requests, self.received, strict=True)
             ],
@@ -303,19 +302,12 @@ class Rounds:
                 found[each.k, near].append(each.milliseconds)
         made = []
         for (k, near), ms in sorted(found.items()):
-            p10, p50, p90 = (round(percentile(ms, p), 3) for p in (10, 50, 90))
-            mean = round(sum(ms) / len(ms), 3)
-            made.append(
-                RoundTimes(
-                    k=k,
-                    near_join=int(near),
-                    number=len(ms),
-                    p10=p10,
-                    p50=p50,
-                    p90=p90,
-                    mean=mean,
-                )
-            )
+            shown: dict[str, Any] = {
+                f"p{p}": round(percentile(ms, p), 3) for p in (10, 50, 90)
+            }
+            shown["mean"] = round(sum(ms) / len(ms), 3)
+            what = {"k": k, "near_join": int(near), "number": len(ms)}
+            made.append(RoundTimes(**what, **shown))
         return made
 
 

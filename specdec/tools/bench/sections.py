@@ -289,7 +289,7 @@ def _categories(figures: Figures) -> str:
 
 _COSTS = (
     "From rounds of their own, so many (*n*), synchronised after each stage so that "
-    "the stages can be distinguished; the *round* is therefore slower than one in a "
+    "the stages can be told apart; the *round* is therefore slower than one in a "
     "normal run. A step is timed from where its graph begins to be built until it is "
     "computed (median). Shares of the round: waiting for the device in *draft*, "
     "*verify* and *sampling* (choose and accept); *host* is all that remains, building "

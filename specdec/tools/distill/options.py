@@ -59,39 +59,18 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """What the user asked for, as the options of ``specdec distill`` say.
 
     Args:
-        target: folder, hub id or file; ``None``: the default one.
-        out: the draft's folder; what it is made of is in ``work`` there. A dry run
-            needs none.
-        kind: a draft of layers, or a block head, which drafts a block in one forward.
-        form: of a block head, as DSpark or DFlash are published.
-        block_size: tokens of its block, the newest committed one included.
-        layers: a number of layers, or which.
-        widen: MLPs of the target that each of them joins.
-        budget: of training.
-        data_minutes, data_tokens: what the target writes for at most; both, or
-            neither, may be given: whichever comes first. By default twice the
-            training's minutes, or an eighth of its tokens.
-        prompts: files of prompts to answer and learn from.
-        texts: files of text to learn from.
-        holdout: files of prompts to measure with, never learnt from.
-        data: folder of what the target writes; ``None``: in ``out``.
-        resume: go on from the checkpoint there.
-        bits: of the layers that are stored.
-        layers_only: store no embedding; a block head never does.
-        dtype: that models compute in; ``None``: bfloat16, on a CPU float32.
-        trust_remote_code: run Python code that lies in the target's folder.
-        writers, block_tokens: sizes, where the default ones are not wanted.
-        optimizer: ``adamw``, or ``muon`` for matrices (Jordan et al. 2024).
-        learning_rate: at its peak, AdamW's.
+        out: a dry run needs none.
+        texts: files of ``--text``.
+        bits: of the layers that are stored; ``None``: they are not packed.
         hard: share of the loss that is the target's arg-max alone.
-        seed: of all draws, and of the order of the data.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
-        rounds: prompts of each holdout file to decode at the end.
-        num_draft_tokens: of these rounds, greedily; with the first sampled, too.
         command: for the card.
+
+    Raises:
+        ConfigError: a value is out of range, or ``out`` holds another model.
     """
 
     target: str | None

@@ -241,7 +241,7 @@ def test_a_full_disk_when_it_is_written(
     assert not same(weights(out), before)
 
 
-def test_the_card_tells_what_was_done(target: Path, tmp_path: Path) -> None:
+def test_the_card_says_what_was_done(target: Path, tmp_path: Path) -> None:
     holdout = tmp_path / "questions-held-out.txt"
     holdout.write_text("Name a river.\nWhat is 0 times 3?\n", "utf-8")
     wanted = options(target, tmp_path / "out", holdout=(str(holdout),), rounds=2)

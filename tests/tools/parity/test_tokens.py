@@ -288,7 +288,7 @@ def test_planted_faults_are_failures(
             assert d.kind == "failure"
 
 
-def test_a_fault_behind_a_tie_is_found(
+def test_a_fault_after_a_tie_is_found(
     tiny_model: TinyModel, monkeypatch: Patch
 ) -> None:
     """A row that differs by a tie first, and is wrong from two tokens after it on."""
