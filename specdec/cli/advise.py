@@ -17,7 +17,7 @@ from ..utils.data_files import json_text
 from ..utils.printable import counted
 from ..utils.tables import text_table
 from . import options
-from .output import places_named, share_text, show, silence_third_parties
+from .output import places_named, share_text, show
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -74,7 +74,6 @@ def advise(
     if models.spec is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
     records = read_records(file)[:num_prompts]
-    silence_third_parties()
     from ..backend import describe
     from ..decoder import SpecDecoder
     from ..model_names import short

@@ -18,7 +18,7 @@ from ..errors import MemoryLimitError, PromptError
 from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
 from . import options
-from .output import show, show_error, show_warnings, silence_third_parties
+from .output import show, show_error, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -80,7 +80,6 @@ def chat(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, top_p=top_p, seed=seed
     )
-    silence_third_parties()
     show_warnings()
     templates.start()
     from ..decoder import SpecDecoder

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ..model_names import is_default_target, locate_target
-from .output import note, show, show_warnings, silence_third_parties
+from .output import note, show, show_warnings
 
 
 @click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
@@ -26,7 +26,6 @@ def convert(file: str, out_dir: str, bits: int | None) -> None:
       specdec convert model.gguf model
       specdec convert SmolLM2-135M-Instruct out
     """  # noqa: D301 - click's mark for lines to keep
-    silence_third_parties()
     show_warnings()
     from ..backend import defaults
     from ..models import convert as convert_model

@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from . import options
-from .output import FAILURE, note, share_text, show, silence_third_parties
+from .output import FAILURE, note, share_text, show
 
 
 @click.command(
@@ -61,7 +61,6 @@ def estimate(
       specdec estimate --target config.json --context 128k --memory-limit 24GB
     """  # noqa: D301 - click's mark for lines to keep
     spec, loading = models.spec, models.loading
-    silence_third_parties()
     from .. import backend
     from ..memory import MemoryPlan
     from ..memory.estimate import Estimate

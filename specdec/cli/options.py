@@ -64,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
     "Data and training": (
         "tokens", "data_minutes", "data_tokens", "data", "resume",
-        "optimizer", "learning_rate", "writers", "block_tokens",
+        "learning_rate", "writers", "block_tokens",
     ),
     "Sampling": (
         "min_tokens", "stop", "stop_token_ids", "top_p", "min_p", "top_k",

@@ -376,7 +376,7 @@ def check_extra(what: str, extra: str, *modules: str) -> None:
 
 
 def silence_third_parties() -> None:
-    """Quiet transformers and the hub; call it before they are imported.
+    """Quiet transformers and the hub, before they are imported.
 
     What the user has set in the environment stays. A download keeps its
     progress bar on a terminal: a model can take minutes.

@@ -26,7 +26,7 @@ import click
 from ..parallel import Follower, Leader, Ranks, launched_rank
 from ..utils.child import module_process
 from . import options
-from .output import FAILURE, show_error, silence_third_parties
+from .output import FAILURE, show_error
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -91,7 +91,6 @@ def follow() -> NoReturn:
     """On another rank than 0, do what rank 0 does; nothing is printed."""
     # A Ctrl-C ends rank 0, and that ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    silence_third_parties()
     from ..decoder import SpecDecoder
 
     ranks = Ranks.join()

@@ -40,12 +40,10 @@ from .output import (
     show,
     show_error,
     show_warnings,
-    silence_third_parties,
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import keep_finished
-from .sink import Sink
+from .sink import Sink, keep_finished
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -209,7 +207,6 @@ def run(
         return
     output = OutputFile("--output", output_file, file) if output_file else None
 
-    silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
 

@@ -19,12 +19,7 @@ from ..config import (
 from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
-from ..server.config import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_MAX_WAITING,
-    DEFAULT_PORT,
-    PREFIX_SHARING,
-)
+from ..server.config import PREFIX_SHARING, ServerConfig
 from . import options, ranks
 from .output import (
     check_extra,
@@ -33,13 +28,11 @@ from .output import (
     show,
     show_error,
     show_warnings,
-    silence_third_parties,
 )
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from ..server.config import ServerConfig
 
 #: Seconds that answers have where a rank of the target has ended.
 _ANSWERING = 1.0
@@ -89,7 +82,7 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=DEFAULT_PORT,
+    default=8080,
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
@@ -120,13 +113,13 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
 )
 @options.positive(
     "--max-waiting",
-    default=DEFAULT_MAX_WAITING,
+    default=ServerConfig.max_waiting,
     low=0,
     help="Requests that may wait for a place; more are refused with 429.",
 )
 @options.positive(
     "--max-tokens",
-    default=DEFAULT_MAX_TOKENS,
+    default=ServerConfig.max_tokens,
     help="Tokens to generate where a request does not say.",
 )
 @options.positive(
@@ -146,20 +139,20 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     "--temp",
     type=click.FloatRange(min=0),
     metavar="T",
-    default=1.0,
+    default=ServerConfig.temperature,
     show_default=True,
     help="Sampling temperature where a request does not say; 0 is greedy.",
 )
 @_seconds(
     "--request-timeout",
     "After this an answer is cut where it is, waiting included.",
-    default=600,
+    default=ServerConfig.request_timeout,
     low=0.001,
 )
 @_seconds(
     "--stop-timeout",
     "Time that running requests have to end when the server stops.",
-    default=30,
+    default=ServerConfig.stop_timeout,
 )
 @options.positive(
     "--replicas",
@@ -211,8 +204,6 @@ def serve(
         )
     modules = ("starlette", "uvicorn", "prometheus_client", "httpx")
     check_extra("specdec serve", "server", *modules)
-    from ..server.config import ServerConfig
-
     server = ServerConfig(
         temperature=temp,
         max_body_bytes=max_body,
@@ -220,7 +211,6 @@ def serve(
         **limits,
     )
     loading = models.arguments(config)
-    silence_third_parties()
     show_warnings()
     from ..server.running import bind
 

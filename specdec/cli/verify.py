@@ -20,7 +20,6 @@ from .output import (
     share_text,
     show,
     show_warnings,
-    silence_third_parties,
 )
 from .progress import Progress
 
@@ -123,7 +122,6 @@ def verify(
     records = read_records(file)[:num_prompts]
     output = OutputFile("--json", json_file, file) if json_file else None
 
-    silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
     from ..decoder import SpecDecoder

@@ -10,9 +10,6 @@ from ..errors import ConfigError
 from ..sampling_params import MAX_TEMPERATURE
 from ..utils.checks import require, require_bytes, require_int, require_range
 
-DEFAULT_PORT = 8080
-DEFAULT_MAX_WAITING = 256
-DEFAULT_MAX_TOKENS = 2048
 _MOST_SECONDS = 10**7
 
 PrefixSharing = Literal["all", "client"]
@@ -46,15 +43,15 @@ class ServerConfig:
     names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
-    max_waiting: int = DEFAULT_MAX_WAITING
+    max_waiting: int = 256
     max_body_bytes: int = 16 * 2**20
     max_prompt_tokens: int | None = None
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int = 2048
     max_output_tokens: int | None = None
     temperature: float = 1.0
-    request_timeout: float = 600.0
-    stop_timeout: float = 30.0
-    keep_alive: float = 10.0
+    request_timeout: float = 600
+    stop_timeout: float = 30
+    keep_alive: float = 10
     chat_template_config: Mapping[str, Any] = field(default_factory=dict)
     prefix_sharing: PrefixSharing = "all"
 

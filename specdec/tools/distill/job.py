@@ -24,7 +24,7 @@ from .loss import ChunkedLoss
 from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
 from .options import Check, Options, Say, go_on
 from .plan import Plan, count, load_target
-from .train import Trainer
+from .train import OPTIMIZER, Trainer
 from .wave import TEMPERATURE
 
 _CHECKPOINT_SECONDS = 60
@@ -181,7 +181,7 @@ class Job:
             "chunk": self.plan.chunk,
             "bits": options.bits,
             "seed": options.seed,
-            "optimizer": options.optimizer,
+            "optimizer": OPTIMIZER,
             "learning_rate": options.learning_rate,
             **self._block(),
         }
@@ -255,7 +255,7 @@ class Job:
             "steps": progress.step,
             "tokens": progress.tokens,
             "seconds": progress.seconds,
-            "optimizer": options.optimizer,
+            "optimizer": OPTIMIZER,
             "learning_rate": options.learning_rate,
             "hard": options.hard,
             "block_tokens": self.plan.block_tokens,

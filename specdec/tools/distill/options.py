@@ -20,7 +20,6 @@ Say = Callable[[str], None]
 #: Raises where an end was asked for, KeyboardInterrupt on the command line.
 Check = Callable[[], None]
 
-OPTIMIZERS = ("adamw", "muon")
 KINDS = ("layers", "block")
 FORMS = ("dspark", "dflash")
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten times
@@ -94,7 +93,6 @@ class Options:
     trust_remote_code: bool = False
     writers: int | None = None
     block_tokens: int | None = None
-    optimizer: str = "adamw"
     learning_rate: float = 1e-3
     hard: float = 0.3
     seed: int = 0
@@ -107,8 +105,6 @@ class Options:
     def __post_init__(self) -> None:
         known = self.dtype is None or self.dtype in DTYPES
         require(known, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        known = self.optimizer in OPTIMIZERS
-        require(known, "optimizer", self.optimizer, " or ".join(OPTIMIZERS))
         known = self.kind in KINDS
         require(known, "kind", self.kind, " or ".join(KINDS))
         known = self.form in FORMS
