@@ -162,7 +162,7 @@ class _Sureness:
 def _advice(
     results: Sequence[GenerationResult], costs: ForwardCosts, sizes: Sequence[int]
 ) -> tuple[Advice, _Sureness]:
-    """The advice, and how much of it depends on these very prompts."""
+    """The advice, and how much other prompts would change it."""
     from ..spec_decode.draft_length import advise as advice_of
     from ..spec_decode.draft_length import survival_of
 

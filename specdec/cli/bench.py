@@ -143,7 +143,7 @@ class _Parts:
         self._progress: Progress | None = None
 
     def expect(self, total: int, done: int) -> _Parts:
-        """Begin, with what was done in earlier runs."""
+        """Begin; earlier runs have done some parts."""
         self.total, self.done = total, done
         self._progress = Progress("part", total, done=done, quiet=self._quiet)
         return self

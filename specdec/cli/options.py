@@ -196,7 +196,7 @@ def positive(
 def number(
     name: str, metavar: str, text: str, *, default: float | None = None
 ) -> Option:
-    """An option that is any number: what it is for checks it."""
+    """An option that is any number; its range is checked later."""
     return click.option(
         name,
         type=float,
@@ -629,7 +629,7 @@ def _read(file: str) -> str:
 def _biases(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float] | None:
-    """Token ids and what is added to their logits, from texts ``ID=BIAS``."""
+    """Biases of logits by token id, from texts ``ID=BIAS``."""
     biases = {}
     for value in values:
         token, _, bias = value.partition("=")

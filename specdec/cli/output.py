@@ -93,13 +93,13 @@ def flush_output() -> None:
 
 
 def output_failed(error: OSError) -> click.ClickException:
-    """What to raise once standard output could not be written; it is given up."""
+    """The error where standard output cannot be written; it is given up."""
     drop(sys.stdout)
     return cannot_write("standard output", error)
 
 
 def cannot_write(what: str, error: OSError) -> click.ClickException:
-    """What to raise where something cannot be written."""
+    """The error where something cannot be written."""
     return click.ClickException(f"{what} cannot be written: {error.strerror}")
 
 
@@ -368,7 +368,7 @@ def command_line() -> str:
 
 
 def check_extra(what: str, extra: str, *modules: str) -> None:
-    """Refuse to go on where the packages of an extra are not installed."""
+    """Refuse to go on without the packages of an extra."""
     if not all(map(importlib.util.find_spec, modules)):
         raise click.ClickException(
             f"{what} needs more packages: pip install '.[{extra}]' in a checkout"

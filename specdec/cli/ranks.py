@@ -78,7 +78,7 @@ def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
 
 
 def last_words(leader: Leader | None, say: Callable[..., None]) -> None:
-    """What is said where a rank has ended while the main thread waits for it.
+    """Set what is printed if a rank ends while the main thread waits for it.
 
     Args:
         say: called in another thread with ``lost``, the error.
@@ -199,7 +199,7 @@ def _over(
     failed: type[BaseException] | None,
     *_: object,
 ) -> None:
-    """Watch no more for who does not come; end who waits for this rank in vain."""
+    """Stop watching ranks; if joining failed, end those that were started."""
     joined.set()
     for process in started if failed else ():
         with suppress(OSError):

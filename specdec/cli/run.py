@@ -421,7 +421,7 @@ def _piped(*, quiet: bool) -> str:
 
 
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
-    """What a fixed draft length does where verification is not nearly free."""
+    """A warning of fixed draft lengths on a CPU."""
     from ..backend import defaults
 
     if num_draft_tokens == "auto" or defaults().name != "cpu":

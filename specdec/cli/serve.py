@@ -256,7 +256,7 @@ def _serve_here(
 
 
 def _answer(app: Starlette, *, lost: RankError) -> None:
-    """Answer what is open where the engine waits for a rank that has ended."""
+    """Answer open requests: the engine waits for a rank that has ended."""
     if (service := getattr(app.state, "service", None)) is not None:
         service.engine.fail(lost)
         time.sleep(_ANSWERING)
@@ -307,7 +307,7 @@ def _show_stopping(config: ServerConfig, running: int, *, quiet: bool) -> None:
 
 
 def engine_failed(failure: BaseException) -> ServerError:
-    """What a server ends with whose engine failed."""
+    """The error that ends a server whose engine failed."""
     return ServerError(
         f"the engine failed ({reason_of(failure)}): start the server again"
     )

@@ -164,7 +164,7 @@ def verify(
 
 
 def _check_together(temp: float, *, sampled: bool) -> None:
-    """Refuse what is without effect, before a model is loaded."""
+    """Refuse options without effect, before a model is loaded."""
     if is_given("seed") and temp == 0:
         raise click.UsageError("--seed needs --temp: at 0 nothing is drawn")
     if is_given("draws") and not sampled:

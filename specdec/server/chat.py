@@ -160,7 +160,7 @@ def variables(
     *,
     where: str = "reasoning_effort",
 ) -> dict[str, Any]:
-    """What the chat template reads beside messages and tools."""
+    """Variables for the chat template, beside messages and tools."""
     for name in given:
         if name in OWN_VARIABLES or name == "tools":
             raise Refusal.invalid(
@@ -184,7 +184,7 @@ def variables(
 
 
 def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """Tools in OpenAI's form, and what is to be called."""
+    """Tools in OpenAI's form, and whether one has to be called."""
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         shaped(tool, {"type": str}, at)
@@ -235,7 +235,7 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
 
 
 def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
-    """Refuse a format beside tools: an answer cannot be of it and call one."""
+    """Refuse a format beside tools: a call would not follow it."""
     if params.grammar is not None and tools.functions:
         raise Refusal.invalid(
             where,

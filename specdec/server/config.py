@@ -21,9 +21,9 @@ class ServerConfig:
     """How a server treats its clients.
 
     Args:
-        names: what the model is called; ``*`` accepts every name. The first one is
-            that of responses; without any it is the target's own.
-        api_keys: one of which clients have to send; without any: nothing.
+        names: of the model; ``*`` accepts every name. Responses have the first one, or
+            the target's own where there is none.
+        api_keys: clients have to send one of them; empty: none is asked for.
         cors: origins whose pages may call the server from a browser.
         max_waiting: requests that may wait for a row; more are refused (429).
         max_body_bytes: of a request.
@@ -34,10 +34,10 @@ class ServerConfig:
         request_timeout: seconds after which an answer is cut, waiting included.
         stop_timeout: seconds that running requests have to end when the server stops.
         keep_alive: seconds without an event after which a stream gets a comment.
-        chat_template_config: what the chat template reads beside messages and tools.
-        prefix_sharing: who finds what was kept of a prompt: ``all``, or the same
-            ``client``, by its key, its address where there are no keys, and the user
-            that its requests name.
+        chat_template_config: variables of the chat template.
+        prefix_sharing: ``all`` clients share kept prefixes, or each ``client`` has its
+            own. A client is known by its key (its address, where there are no keys)
+            and by the user that its requests name.
     """
 
     names: tuple[str, ...] = ()

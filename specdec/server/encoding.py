@@ -47,7 +47,7 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt for the model, and what is known of its answer.
+    """A prompt for the model, and how its answer begins and ends.
 
     Args:
         thinks: the answer begins with reasoning.

@@ -1,4 +1,4 @@
-"""The web application in front of replicas, which gives each request to one of them.
+"""The web application in front of replicas: it gives each request to one of them.
 
 No mlx here.
 """
@@ -103,7 +103,7 @@ class Front:
 
     @property
     def failure(self) -> ServerError | None:
-        """Why there is no replica and none will be, if that is so."""
+        """Why there will be no replica any more, if that is so."""
         return self.replicas.failure
 
     @property
@@ -309,7 +309,7 @@ class _Passed(Sent):
 
 
 async def _metrics(request: Request) -> Response:
-    """What the replicas count, each with its number, and what is counted here."""
+    """The replicas' metrics, labelled with their numbers, and those of the front."""
     front = _front(request)
     texts = await asyncio.gather(*map(_metrics_of, front.replicas.all))
     registry = CollectorRegistry()

@@ -95,7 +95,7 @@ def shaped(value: Any, shape: Shape, where: str) -> Any:
 
 
 def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
-    """Check parts of an object, those that are there; ``where`` names it."""
+    """Check the parts that an object has; ``where`` names it."""
     for name, parameter in table.items():
         if given.get(name) is not None:
             parameter.check(f"{where}.{name}", given[name])

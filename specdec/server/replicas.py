@@ -225,7 +225,7 @@ class Replicas:
         return was_ready, code
 
     def _client(self, path: str) -> httpx.AsyncClient:
-        # The replica closes what is idle for 5 seconds; it is closed before that here.
+        # The replica closes connections that are idle for 5 seconds.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),

@@ -114,7 +114,7 @@ def run(
 
 
 class _Web(uvicorn.Server):
-    """A web server whose end is the service's."""
+    """A web server that ends when its service does."""
 
     def __init__(
         self,

@@ -171,7 +171,7 @@ def sampling(
 
 
 def _salt(values: Mapping[str, Any]) -> str:
-    """What a request says of whose it is."""
+    """The names that a request gives of its user."""
     user = (values.get("metadata") or {}).get("user_id")
     names = ("cache_salt", "user", "safety_identifier")
     return json.dumps([user, *(values.get(name) for name in names)])

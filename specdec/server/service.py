@@ -1,4 +1,4 @@
-"""Jobs of all protocols on one engine: places, tokens, time limits, the end."""
+"""Jobs of all protocols on one engine: places, tokens, time limits, shutdown."""
 
 from __future__ import annotations
 

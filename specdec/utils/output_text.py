@@ -38,7 +38,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 class StopTexts:
     """Finds texts in one that grows, looking at each character once (Aho-Corasick).
 
-    A state is the longest end of what was read with which one of the texts begins;
+    A state is the longest end of the text so far that is the beginning of a stop text;
     state 0 is the empty one.
 
     Args:

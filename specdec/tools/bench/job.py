@@ -1,4 +1,4 @@
-"""A job as it runs: what was asked, when what arrived, and the record of it.
+"""A job as it runs: its requests, when tokens came, and the record of it.
 
 From the call to the last token: prompts are encoded, rows join as others end, text is
 made. Every system that is compared writes into the same :class:`Job`, so that a rate
@@ -31,7 +31,7 @@ _Part = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What became of a request.
+    """A request that has ended.
 
     Args:
         tokens: generated.
@@ -158,7 +158,7 @@ def requests_of(
 
 @dataclass
 class Received:
-    """What has come of a request so far."""
+    """The tokens and counts of a request so far."""
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0
@@ -171,7 +171,7 @@ class Received:
 
 
 class Job:
-    """A job on its own clock: what has arrived, what has come of it.
+    """A job on its own clock: its requests, and the tokens that have come.
 
     Args:
         requests: in the order in which they arrive.
@@ -277,7 +277,7 @@ class Rounds:
         self._joins = False
 
     def begin(self) -> None:
-        """Rows begin where none ran: time counts from now."""
+        """The first rows begin: time counts from now."""
         self._runs.append([])
         self._last, self._joins = self._now(), False
 

@@ -63,7 +63,7 @@ def load_average() -> float | None:
 
 
 def origin(command: str) -> dict[str, Any]:
-    """What a raw result begins with: what was run, of which commit, when and where."""
+    """The head of a raw result: command, commit, time and machine."""
     return {
         "command": command,
         "commit": commit(),

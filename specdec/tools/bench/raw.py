@@ -49,7 +49,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A process that added results: what was run, of which commit, when and where."""
+    """A process that added results: its command, commit, time and machine."""
 
     command: str
     commit: str
@@ -189,7 +189,7 @@ def _fits(record: JobRecord) -> bool:
 
 
 class RawFile:
-    """The results of a folder, and where new ones are added.
+    """The results of a folder; new ones are added to it.
 
     Every line is on disk before the next unit begins; a line that was cut off when a
     process was killed is dropped.

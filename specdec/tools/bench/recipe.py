@@ -315,7 +315,7 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
 
 
 def _meant(key: str) -> str:
-    """A suggestion: the key, of any section, whose name is spelt most like that."""
+    """A suggestion: the key of any section that is spelt most alike."""
     full = {
         f.name: f"{section}.{f.name}"
         for section, kind in _SECTIONS.items()

@@ -41,8 +41,8 @@ class Job:
     Args:
         options: what the user asked for.
         say: shows a line of progress.
-        check: called in every long loop; what it raises ends the run, and what was
-            done is kept.
+        check: called in every long loop. An exception of it ends the run; finished
+            work is kept.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -226,7 +226,7 @@ class Job:
     def _agreement(
         self, held_out: Sequence[HeldOut], loss: ChunkedLoss
     ) -> dict[str, dict[str, float]]:
-        """With each set that is held out, of what is installed."""
+        """With each held-out set, of the installed weights."""
         return {h.name: h.measure(loss, self._check) for h in held_out}
 
     def _show(self, trainer: Trainer, rate: float) -> None:
@@ -301,7 +301,7 @@ class Job:
         return list(card.get("rounds", [])) if same else []
 
     def _measure_rounds(self, card: dict[str, Any]) -> dict[str, Any]:
-        """Decode held-out prompts with what was written; the card with the results."""
+        """Decode held-out prompts with the new draft; the card with the results."""
         options = self.options
         if not self._given.holdout:
             return card

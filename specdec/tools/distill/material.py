@@ -1,4 +1,4 @@
-"""What is learnt and what is held out: written by the target, given by the user."""
+"""Texts to learn from and to measure with: the target's and the user's."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ class Gatherer:
         )
 
     def gather(self, *, write: bool = True) -> Material:
-        """Everything, written where it is not there yet.
+        """All texts; the target writes those that are missing.
 
         Args:
             write: whether more waves may be written.

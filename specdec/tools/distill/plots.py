@@ -27,8 +27,8 @@ def draw_all(cards: Mapping[str, Card], folder: Path) -> list[Path] | None:
         cards: what is in ``distill.json``, by the draft's name.
 
     Returns:
-        The PNG files, beside each an SVG, of what there is something to draw of;
-        ``None`` where matplotlib is not installed.
+        The PNG files of plots that have data, each with an SVG beside it; ``None``
+        where matplotlib is not installed.
     """
     charts = {name: chart for name, chart in _charts(cards).items() if chart.panels}
     try:
@@ -145,7 +145,7 @@ def _by_length(cards: Mapping[str, Card]) -> Iterator[Point]:
 
 
 def main(arguments: list[str]) -> str:
-    """Draw the drafts of some folders; what became of it, in lines."""
+    """Draw the drafts of some folders; the names of the plots, in lines."""
     if len(arguments) < 2:
         raise SystemExit("usage: python -m specdec.tools.distill.plots OUT DRAFT...")
     out, *drafts = map(Path, arguments)

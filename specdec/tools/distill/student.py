@@ -276,7 +276,7 @@ def widened(
 
 
 def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
-    """The layers whose MLPs join that of a place, spread up to the next one."""
+    """Layers whose MLPs join the one of a place, spread up to the next place."""
     first = layers[place]
     last = layers[place + 1] if place + 1 < len(layers) else count
     if last <= first + 1:  # nothing in between: those before

@@ -88,7 +88,7 @@ class Trainer:
         """Go on from a checkpoint."""
         self.parameters = parameters
         self._optimizer.state = state
-        self._optimizer.init(parameters)  # of which nothing is new
+        self._optimizer.init(parameters)  # it knows them all
         self.progress = progress
         mx.eval(self.parameters, self._optimizer.state)
         self._update = self._compiled()
@@ -156,7 +156,7 @@ class Trainer:
         weights = mx.array(lesson.weights) / total
 
         def surrogate(parameters: Parameters) -> tuple[mx.array, ...]:
-            """Has the loss's gradient, of which the head's part is known already."""
+            """Has the loss's gradient; the head's part of it is known already."""
             self.student.load(_computed(parameters, self._dtype, packing))
             inputs = [lesson.states()]
             if self.student.bias_head is not None:
@@ -215,8 +215,8 @@ def _computed(
 def clipped(gradients: Parameters, most: float) -> Parameters:
     """Gradients whose norm, over all of them, is ``most`` or less.
 
-    Summed in the order of their names: that of a tree's keys is not the same in every
-    process, and rounding would not be.
+    They are summed in the order of their names. The order of a tree's keys differs from
+    process to process, and so would rounding.
     """
     leaves: Any = tree_flatten(gradients)
     squares = [g.square().sum() for _, g in sorted(leaves, key=lambda leaf: leaf[0])]
