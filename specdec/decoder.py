@@ -13,7 +13,6 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from . import backend
 from .config import EngineConfig
-from .draft_names import draft_for
 from .engine.async_server import Server
 from .engine.build import (
     check_alike,
@@ -32,7 +31,7 @@ from .engine.rehearsal import Rehearsal
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
-from .model_names import target_name
+from .model_names import draft_for, target_name
 from .models import LoadedModel, adopt, context_length, load
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache
 from .models.tokenizer import set_chat_template

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -13,15 +13,9 @@ from ..errors import ConfigError, PromptFileError
 from ..grammar import Grammar, check_grammar
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
-from ..sampling_params import SamplingParams
+from ..sampling_params import FILTERS, JSON_SETTINGS, SamplingParams
 from ..utils.printable import shorten
 
-#: Settings that a line can have: those of a request that JSON can write.
-_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
-    "grammar",
-    "logits_processors",
-    "sampler",
-}
 # What the output has to follow; one of them.
 _GRAMMARS = frozenset({"grammar", "json_schema", "regex", "response_format"})
 # What others call them.
@@ -34,19 +28,14 @@ _ALIASES = {
 _NO_SETTINGS = frozenset(
     {"metadata", "model", "service_tier", "store", "stream", "stream_options", "user"}
 )
-# At temperature 0 these do nothing, and are refused.
-_FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def requests_of(
     records: Sequence[PromptRecord], params: SamplingParams
 ) -> SamplingParams | list[SamplingParams]:
-    """How each line is decoded: ``params``, but for what the line itself says.
+    """The parameters of each line: ``params``, changed by its own settings.
 
     A line without a seed of its own draws with the seed of ``params`` plus its index.
-
-    Raises:
-        PromptFileError: a line's settings cannot be used; it is named.
     """
     each = [_settings_of(record) for record in records]
     if not any(each):
@@ -54,7 +43,8 @@ def requests_of(
     found = []
     for record, settings in zip(records, each, strict=True):
         at_zero = settings.get("temperature") == 0
-        reset = {name: _default(name) for name in _FILTERS if at_zero}
+        # They would be refused.
+        reset = {name: _default(name) for name in FILTERS if at_zero}
         try:
             found.append(params.updated(reset | settings))
         except ConfigError as error:
@@ -75,7 +65,7 @@ def _needs_seed(params: SamplingParams, settings: Mapping[str, Any]) -> bool:
 def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
     """Keys of the lines that have no effect."""
     keys = {key for record in records for key in record.fields}
-    known = _SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
+    known = JSON_SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
     return sorted(keys - known)
 
 
@@ -113,7 +103,7 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
                 f"{record.where}: n is {shorten(value)}: one output is generated for a "
                 "line; repeat the line for more"
             )
-        if name not in _SETTINGS:
+        if name not in JSON_SETTINGS:
             continue
         if name == "logit_bias" and isinstance(value, dict):
             value = {_token(token): bias for token, bias in value.items()}

@@ -5,55 +5,51 @@ from __future__ import annotations
 import re
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
-    DEFAULT_PREFILL_STEP_SIZE,
     DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
     NumDraftTokens,
 )
 from ..errors import PromptFileError, RankError
-from ..model_names import target_name
 from ..parallel import launched_rank
-from ..prompts import PromptRecord, read_records, read_text
-from ..sampling_params import per_prompt
-from ..utils.printable import one_line
-from ..utils.sizes import parse_size
+from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
+from ..sampling_params import SamplingParams, per_prompt
+from ..utils.printable import counted, one_line
 from ..utils.warm_up import warm_up
-from . import grammar, options, ranks
-from .by_ray import RayJob
+from . import options, ranks
 from .interrupts import last_words
+from .options import given
 from .output import (
     FAILURE,
     INTERRUPTED,
+    OutputFile,
+    check_extra,
     name_of,
-    open_output,
+    note,
     places_named,
     share_text,
     show,
     show_error,
     show_warnings,
-    silence_third_parties,
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import keep_finished
-from .sink import Sink
+from .sink import Sink, keep_finished
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
-    from ..outputs import RunStats, StreamEvent
+    from ..outputs import StreamEvent
     from ..parallel import Leader
-    from ..sampling_params import SamplingParams
+    from ..ray.job import RayJob
 
 # Seconds after which a pipe that brings nothing is named.
 _PATIENCE = 2.0
@@ -62,13 +58,49 @@ _PATIENCE = 2.0
 @click.command(
     cls=options.Command, short_help="Decode prompts with a target model and a draft."
 )
-@options.target()
-@options.draft(
-    "Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
-    "quantized. layers:0-7,22-29: those layers of it, counted from 0. mtp: its own MTP "
-    "head. A DFlash, DSpark or EAGLE-3 head is named like a model. ngram: no model; "
-    "what followed the newest tokens before. ngram+MODEL: MODEL where no n-gram "
-    "matches. none: no draft."
+@options.models(
+    draft_help="Draft model, named like the target. self:4bit (2, 3, 8): the target "
+    "itself, quantized. layers:0-7,22-29: those layers of it, counted from "
+    "0. mtp: its own MTP head. A DFlash, DSpark or EAGLE-3 head is named "
+    "like a model. ngram: no model; what followed the newest tokens before."
+    " ngram+MODEL: MODEL where no n-gram matches. none: no draft.",
+)
+@options.engine(
+    options.batch(default=DEFAULT_BATCH_SIZE, help="Prompts that decode together."),
+    options.num_draft_tokens(
+        "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
+        "none, from measured costs and acceptance.",
+        low=0,
+    ),
+    options.prefill_step_size(
+        help="Prompt tokens per row in one forward; a smaller number takes less memory."
+    ),
+    options.max_kv_size(),
+    options.kv_bits(
+        help="Keep keys and values of target and draft quantized. [default: as they "
+        "are]"
+    ),
+    options.kv_group_size(),
+    click.option(
+        "--quantized-kv-start",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Quantize once the longest row holds N tokens, with --kv-bits.",
+    ),
+    *options.prefix_cache,
+    options.memory_limit(
+        help="Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt "
+        "that cannot fit is refused. [default: all that the device has]"
+    ),
+)
+@options.sampling
+@options.encoding
+@click.option(
+    "--chat-template",
+    metavar="FILE",
+    help="Chat template in Jinja, in place of the model's own.",
 )
 @click.option(
     "--prompt",
@@ -80,53 +112,18 @@ _PATIENCE = 2.0
     "each. '-' reads a prompt from standard input.",
 )
 @options.prompts(
-    "File of prompts, one a line: text, or JSON with prompt, question, messages "
+    help="File of prompts, one a line: text, or JSON with prompt, question, messages "
     "or turns (each after the answer to the one before), and with settings such as "
     "max_tokens; OpenAI's batch files too. [default: standard input, unless --prompt "
     "is given]",
     required=False,
 )
-@options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
-@options.sampling
-@grammar.chosen
-@options.encoding
-@options.num_draft_tokens(
-    "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
-    "none, from measured costs and acceptance.",
-    low=0,
-)
-@options.prefill_step_size(
-    "Prompt tokens per row in one forward; a smaller number takes less memory.",
-    default=DEFAULT_PREFILL_STEP_SIZE,
-)
-@options.max_kv_size(
-    "Full-attention layers see a row's first 4 tokens and its newest N - 4. "
-    "[default: all]"
-)
-@options.kv_bits(
-    "Keep keys and values of target and draft quantized. [default: as they are]"
-)
-@options.kv_group_size()
-@click.option(
-    "--quantized-kv-start",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Quantize once the longest row holds N tokens, with --kv-bits.",
-)
-@options.prefix_cache
-@options.loading()
 @ranks.tensor_parallel()
-@options.memory_limit(
-    "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
-    "cannot fit is refused. [default: all that the device has]"
-)
 @options.file(
     "--output",
     "output_file",
     metavar="FILE.jsonl",
-    text="Write one JSON object per prompt, as each finishes. An existing file is "
+    help="Write one JSON object per prompt, as each finishes. An existing file is "
     "replaced.",
 )
 @click.option(
@@ -151,44 +148,26 @@ _PATIENCE = 2.0
 )
 @options.positive(
     "--ray-workers",
-    text="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
+    help="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
     "or for each machine]",
 )
-@options.quiet("No progress and no summary.")
+@options.quiet(help="No progress and no summary.")
 def run(
     *,
-    target: str | None,
-    draft: str | None,
+    models: options.Models,
+    config: EngineConfig,
+    params: SamplingParams,
+    encoding: Encoding,
+    chat_template: str | None,
     texts: tuple[str, ...],
     file: str | None,
-    batch_size: int,
-    system_prompt: str | None,
-    prefill_response: str | None,
-    chat_template: str | None,
-    chat_template_config: str | None,
-    ignore_chat_template: bool,
-    num_draft_tokens: NumDraftTokens,
-    prefill_step_size: int,
-    max_kv_size: int | None,
-    kv_bits: int | None,
-    kv_group_size: str,
-    quantized_kv_start: int,
-    prefix_cache: str | None,
-    prefix_cache_size: str | None,
-    prefix_cache_memory: str | None,
-    loading: dict[str, Any],
     tensor_parallel: int | None,
-    memory_limit: str | None,
     output_file: str | None,
     output_format: str,
     resumed: bool,
     ray: str | None,
     ray_workers: int | None,
     quiet: bool,
-    json_schema: str | None,
-    regex: str | None,
-    grammar_file: str | None,
-    **sampling: Any,
 ) -> None:
     """Decode prompts with a target model and, if one is named, a draft.
 
@@ -201,136 +180,56 @@ def run(
       cat report.txt | specdec run --prompt "Summarize:"
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
-    drafts = options.check_pair(target, draft) is not None
-    options.check_num_draft_tokens(draft, drafts=drafts)
-    options.check_kv_options(kv_bits)
-    if num_draft_tokens == 0:
-        raise click.UsageError(
-            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead"
-        )
-    config = EngineConfig(
-        batch_size=batch_size,
-        num_draft_tokens=num_draft_tokens,
-        prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
-        kv_bits=kv_bits,
-        kv_group_size=int(kv_group_size),
-        quantized_kv_start=quantized_kv_start,
-        memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        **options.prefix_config(
-            prefix_cache=prefix_cache,
-            prefix_cache_size=prefix_cache_size,
-            prefix_cache_memory=prefix_cache_memory,
-        ),
-    )
-    params = options.params_of(
-        drafts=drafts,
-        output_file=output_file,
-        grammar=grammar.grammar_of(json_schema, regex, grammar_file),
-        **sampling,
-    )
-    encoding = options.encoding_of(
-        system_prompt=system_prompt,
-        prefill_response=prefill_response,
-        chat_template_config=chat_template_config,
-        ignore_chat_template=ignore_chat_template,
-    )
-    options.check_loading(loading, drafts=drafts)
+    raw = encoding["ignore_chat_template"]
     if chat_template is not None:
-        if ignore_chat_template:
+        if raw:
             raise click.UsageError(
                 "--chat-template has no effect with --ignore-chat-template: leave one "
                 "out"
             )
-        loading["chat_template"] = read_text(chat_template)
+        models.loading["chat_template"] = read_text(chat_template)
     records = _collect(texts, file, quiet=quiet)
     requests = requests_of(records, params)
-    _note_what_does_nothing(draft, requests, quiet=quiet)
-    if (ignored := ignored_keys(records)) and not quiet:
-        keys = one_line(", ".join(ignored), 200)
-        where = file or "standard input"
-        show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
-    if output_format != "specdec" and output_file is None:
-        raise click.UsageError("--output-format needs --output: name a file")
+    if not quiet:
+        _note_what_does_nothing(models.draft, requests)
+        if ignored := ignored_keys(records):
+            keys = one_line(", ".join(ignored), 200)
+            where = file or "standard input"
+            show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
     turns = sum(len(record.turns) for record in records)
-    if turns and ignore_chat_template:
-        raise click.UsageError(
-            "turns need the chat template: leave out --ignore-chat-template"
-        )
-    if turns and output_format == "openai":
-        raise click.UsageError(
-            "OpenAI's batch files have no turns: leave out --output-format"
-        )
+    _check_together(turns, raw=raw)
     if turns and config.prefix_cache_memory is None:
         # What a turn says again of the one before is not computed again.
-        memory = DEFAULT_PREFIX_CACHE_MEMORY
-        config = replace(config, prefix_cache_memory=memory)
-    if turns and (ray is not None or resumed):
-        raise click.UsageError(
-            "turns are decoded in one process and one run: leave out --ray and --resume"
-        )
-    launched = launched_rank() is not None
-    if ray is not None and (launched or tensor_parallel is not None):
-        other = "mlx.launch" if launched else "--tensor-parallel"
-        raise click.UsageError(f"workers of --ray have whole models: leave out {other}")
-    if ray_workers is not None and ray is None:
-        raise click.UsageError("--ray-workers has no effect without --ray")
-    done: set[int] = set()
-    if resumed:
-        if output_file is None or output_format != "specdec":
-            raise click.UsageError("--resume needs --output, in specdec's own form")
-        done = keep_finished(output_file, records)
-        if len(done) == len(records):
-            show(f"specdec: all {len(done)} prompts have their results", err=True)
-            return
-    output = None
-    if output_file is not None:
-        output = open_output("--output", output_file, file)
-        click.get_current_context().call_on_close(output.close)
+        config = replace(config, prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY)
+    done = keep_finished(str(output_file), records) if resumed else set()
+    if done and len(done) == len(records):
+        show(f"specdec: all {len(done)} prompts have their results", err=True)
+        return
+    output = OutputFile("--output", output_file, file) if output_file else None
 
-    silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
 
-    for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
-        if note and not quiet:
-            show(f"specdec: note: {note}", err=True)
+    draft_note = _draft_note(config.num_draft_tokens) if models.spec else None
+    for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
+        note(text)
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
         requests = [of_all[index] for index in left]
-    prompts = [records[index].prompt for index in left]
-    events: Iterator[StreamEvent]
-    summary: Callable[[], str]
-    leader: Leader | None = None
-    loading |= {"target": target, "draft": draft, "config": config}
+    loading = models.arguments(config)
+    job: _Here | RayJob
     if ray is not None:
+        check_extra("--ray", "ray", "ray")
+        from ..ray.job import RayJob
+
         job = RayJob(ray, ray_workers, loading)
-        name = target_name(target)
-        assert isinstance(requests, list)
-        events = job.events(left, prompts, requests, encoding)
-        under_way, summary = job.under_way, job.summary
+        job = click.get_current_context().with_resource(job)
     else:
-        if not ignore_chat_template:
+        if not raw:
             templates.start()
-        decoder, leader = ranks.load(tensor_parallel, **loading)
-        name = decoder.target_name
-        with places_named([records[index] for index in left]):
-            events = decoder.stream(
-                prompts,
-                requests,
-                turns=[records[index].turns for index in left],
-                keep_going=len(records) > 1,
-                **encoding,
-            )
-        if done:
-            events = (e.renumbered(left[e.index], e.turn) for e in events)
-
-        def under_way() -> dict[str, str]:
-            return _under_way(decoder.stats)
-
-        def summary() -> str:
-            return _summary(decoder, leader, each, len(sink.errors))
+        job = _Here(*ranks.load(tensor_parallel, **loading))
+    events = job.events(left, records, requests, encoding)
 
     total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
@@ -338,7 +237,7 @@ def run(
     progress = Progress(what, total, quiet=quiet or streaming)
     line_of = None
     if output_format == "openai":
-        line_of = partial(openai_line, model=name)
+        line_of = partial(openai_line, model=job.target_name)
     sink = Sink(records, output, progress.aside, line_of, done)
 
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
@@ -358,12 +257,12 @@ def run(
                 err=True,
             )
         if not quiet:
-            show(summary(), err=True)
+            show(job.summary(each, len(sink.errors)), err=True)
 
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
-    ranks.last_words(leader, partial(conclude, interrupted=True))
+    ranks.last_words(job.leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill")
@@ -380,7 +279,7 @@ def run(
                 progress.show(
                     progress.done + ended,
                     total - sink.dropped,
-                    **under_way(),
+                    **job.under_way(),
                     share=share,
                 )
         except KeyboardInterrupt:
@@ -397,11 +296,56 @@ def run(
         sys.exit(FAILURE)
 
 
+def _check_together(turns: int, *, raw: bool) -> None:
+    """Refuse options that do not go with each other.
+
+    Args:
+        turns: of the user, after the first of each prompt.
+        raw: the chat template is ignored.
+    """
+    output, resumed, ray = map(given, ("output_file", "resumed", "ray"))
+    openai = given("output_format") == "openai"
+    launched = launched_rank() is not None
+    other = "mlx.launch" if launched else "--tensor-parallel"
+    divided = launched or given("tensor_parallel") is not None
+    for wrong, why in (
+        (
+            given("num_draft_tokens") == 0,
+            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead",
+        ),
+        (openai and output is None, "--output-format needs --output: name a file"),
+        (
+            turns and raw,
+            "turns need the chat template: leave out --ignore-chat-template",
+        ),
+        (
+            turns and openai,
+            "OpenAI's batch files have no turns: leave out --output-format",
+        ),
+        (
+            turns and (ray is not None or resumed),
+            "turns are decoded in one process and one run: leave out --ray and "
+            "--resume",
+        ),
+        (
+            ray is not None and divided,
+            f"workers of --ray have whole models: leave out {other}",
+        ),
+        (
+            given("ray_workers") is not None and ray is None,
+            "--ray-workers has no effect without --ray",
+        ),
+        (
+            resumed and (output is None or openai),
+            "--resume needs --output, in specdec's own form",
+        ),
+    ):
+        if wrong:
+            raise click.UsageError(why)
+
+
 def _note_what_does_nothing(
-    draft: str | None,
-    requests: SamplingParams | list[SamplingParams],
-    *,
-    quiet: bool,
+    draft: str | None, requests: SamplingParams | list[SamplingParams]
 ) -> None:
     """Name an option without effect, or with another than many expect."""
     each = requests if isinstance(requests, list) else [requests]
@@ -415,8 +359,8 @@ def _note_what_does_nothing(
             if n > 1
             else f"layers:{n} is layer {n} alone"
         )
-    for note in notes if not quiet else ():
-        show(f"specdec: note: {note}", err=True)
+    for text in notes:
+        note(text)
 
 
 def _collect(
@@ -471,22 +415,13 @@ def _piped(*, quiet: bool) -> str:
     with suppress(OSError, ValueError):  # a stream without a descriptor
         ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
         if not ready and not quiet:
-            note = "reading standard input; </dev/null leaves it out"
-            show(f"specdec: note: {note}", err=True)
+            note("reading standard input; </dev/null leaves it out")
     text = read_text("-")
     return f"\n\n{text}" if text.strip() else ""
 
 
-def _under_way(stats: RunStats) -> dict[str, str]:
-    """What progress says: a rate once there is one."""
-    if not stats.rounds:
-        return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
-    tokens = _some(stats.generated_tokens, "token")
-    return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
-
-
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
-    """What a fixed draft length does where verification is not nearly free."""
+    """A warning of fixed draft lengths on a CPU."""
     from ..backend import defaults
 
     if num_draft_tokens == "auto" or defaults().name != "cpu":
@@ -497,65 +432,98 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
     )
 
 
-def _summary(
-    decoder: SpecDecoder,
-    leader: Leader | None,
-    requests: Sequence[SamplingParams],
-    num_failed: int,
-) -> str:
-    from ..model_names import short
+class _Here:
+    """A job of this process, and of other ranks if there are any.
 
-    stats, draft = decoder.stats, decoder.draft_name
-    k = decoder.config.num_draft_tokens
-    length = "as many tokens a round as are worth it"
-    if k != "auto":
-        length = f"{_some(k, 'token')} a round"
-    failed = ", until it failed" if stats.draft_error else ""
-    shared = share_text(stats.vocabulary_share)
-    lines = {
-        "target": short(decoder.target_name) + _divided(leader),
-        "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
-    }
-    if warm_up.seconds >= 0.05:
-        lines["warm-up"] = f"{warm_up.seconds:.1f} s to have kernels compiled"
-    if stats.calibration_seconds >= 0.05:
-        seconds = stats.calibration_seconds
-        lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
-    lines |= {
-        "prefill": f"{_some(stats.prefilled, 'prompt')}, "
-        f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
-        f"{stats.prefill_tokens_per_second:.1f} tokens/s",
-    }
-    if stats.rounds:
-        of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
-        lines["decode"] = (
-            f"{_some(stats.decode_tokens, 'token')} after {of_each}, "
-            f"{_some(stats.rounds, 'round')}, {stats.tokens_per_second:.1f} tokens/s"
-        )
-    if stats.drafted:
-        lines["acceptance"] = (
-            f"rate {stats.acceptance_rate:.3f}, "
-            f"length {stats.acceptance_length:.2f} tokens a round"
-        )
-    elif draft and k == "auto" and stats.rounds and not failed:
-        lines["acceptance"] = "nothing was drafted: it is not worth it here"
-    if decoder.config.kv_bits is not None:
-        lines["KV cache"] = f"{decoder.config.kv_bits} bits"
-    if seeds := [str(params.seed) for params in requests if params.draws]:
-        lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
-    if num_failed:
-        lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
-    lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
-    return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+    Args:
+        leader: this rank, where there are others.
+    """
 
+    def __init__(self, decoder: SpecDecoder, leader: Leader | None):
+        self._decoder = decoder
+        self.leader = leader
+        self.target_name = decoder.target_name
 
-def _divided(leader: Leader | None) -> str:
-    return "" if leader is None else f", divided between {leader.size} ranks"
+    def events(
+        self,
+        indices: Sequence[int],
+        records: Sequence[PromptRecord],
+        requests: SamplingParams | list[SamplingParams],
+        encoding: Encoding,
+    ) -> Iterator[StreamEvent]:
+        """Decode some of the records; events have their indices."""
+        chosen = [records[index] for index in indices]
+        with places_named(chosen):
+            events = self._decoder.stream(
+                [record.prompt for record in chosen],
+                requests,
+                turns=[record.turns for record in chosen],
+                keep_going=len(records) > 1,
+                **encoding,
+            )
+        if len(chosen) == len(records):
+            return events
+        return (event.renumbered(indices[event.index], event.turn) for event in events)
 
+    def under_way(self) -> dict[str, str]:
+        """What progress says: a rate once there is one."""
+        stats = self._decoder.stats
+        if not stats.rounds:
+            return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
+        tokens = counted(stats.generated_tokens, "token")
+        return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
 
-def _reused(n: int) -> str:
-    return f" ({n} from the prefix cache)" if n else ""
+    def summary(self, requests: Sequence[SamplingParams], num_failed: int) -> str:
+        """What was done, in lines."""
+        from ..model_names import short
 
-
-def _some(n: int, what: str) -> str:
-    return f"{n} {what}" + "s" * (n != 1)
+        decoder, leader = self._decoder, self.leader
+        stats, draft = decoder.stats, decoder.draft_name
+        k = decoder.config.num_draft_tokens
+        length = "as many tokens a round as are worth it"
+        if k != "auto":
+            length = f"{counted(k, 'token')} a round"
+        failed = ", until it failed" if stats.draft_error else ""
+        shared = share_text(stats.vocabulary_share)
+        divided = f", divided between {leader.size} ranks" if leader else ""
+        reused = ""
+        if stats.prefix_tokens:
+            reused = f" ({stats.prefix_tokens} from the prefix cache)"
+        lines = {
+            "target": short(decoder.target_name) + divided,
+            "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
+        }
+        if warm_up.seconds >= 0.05:
+            lines["warm-up"] = f"{warm_up.seconds:.1f} s to have kernels compiled"
+        if stats.calibration_seconds >= 0.05:
+            seconds = stats.calibration_seconds
+            lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
+        lines |= {
+            "prefill": f"{counted(stats.prefilled, 'prompt')}, "
+            f"{counted(stats.prompt_tokens, 'token')}{reused}, "
+            f"{stats.prefill_tokens_per_second:.1f} tokens/s",
+        }
+        if stats.rounds:
+            of_each = (
+                "the first" if stats.prefilled == 1 else "the first of each prompt"
+            )
+            lines["decode"] = (
+                f"{counted(stats.decode_tokens, 'token')} after {of_each}, "
+                f"{counted(stats.rounds, 'round')}, "
+                f"{stats.tokens_per_second:.1f} tokens/s"
+            )
+        if stats.drafted:
+            lines["acceptance"] = (
+                f"rate {stats.acceptance_rate:.3f}, "
+                f"length {stats.acceptance_length:.2f} tokens a round"
+            )
+        elif draft and k == "auto" and stats.rounds and not failed:
+            lines["acceptance"] = "nothing was drafted: it is not worth it here"
+        if decoder.config.kv_bits is not None:
+            lines["KV cache"] = f"{decoder.config.kv_bits} bits"
+        if seeds := [str(params.seed) for params in requests if params.draws]:
+            lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
+        if num_failed:
+            lines["failed"] = f"{counted(num_failed, 'prompt')}, see above"
+        lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
+        return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())

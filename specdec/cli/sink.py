@@ -1,19 +1,26 @@
-"""Results of ``specdec run``: text to standard output, JSON lines to a file."""
+"""Results of ``specdec run``: text to standard output, JSON lines to a file.
+
+With ``--resume``, those that the file has are not decoded again.
+"""
 
 from __future__ import annotations
 
 import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TextIO
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
 from unicodedata import category
+
+import click
 
 from ..outputs import GenerationResult, StreamEvent
 from ..prompts import Prompt, PromptRecord
-from ..utils.data_files import json_text
+from ..utils.data_files import DataError, json_text, parse_json
+from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
-from .output import cannot_write, output_failed
+from .output import OutputFile, cannot_write, output_failed
 
 
 class Sink:
@@ -36,7 +43,7 @@ class Sink:
     def __init__(
         self,
         prompts: Sequence[PromptRecord],
-        output: TextIO | None,
+        output: OutputFile | None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
         | None = None,
@@ -57,8 +64,8 @@ class Sink:
         self.errors: dict[int, str] = {}
         self.dropped = 0
         self._done = frozenset(done)
-        if output is not None and os.path.isfile(output.name) and not done:
-            output.truncate(0)
+        if output is not None and not done:
+            output.clear()
 
     def take(self, event: StreamEvent) -> None:
         """Write the results that an event completes.
@@ -79,7 +86,8 @@ class Sink:
             self.dropped += left
         self._waiting.setdefault(event.index, []).append(event.result)
         if self._output is not None:
-            self._write_line(self._output, event.result)
+            record = self._prompts[event.index]
+            self._output.write(self._line_of(event.result, record))
         if not self._several:
             self._write("\n")
             return
@@ -97,16 +105,6 @@ class Sink:
                 self._write_blocks(index)
         if self._line_open or (not self._several and not self.finished):
             self._write("\n")
-
-    def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        line = json_text(self._line_of(result, self._prompts[result.index]))
-        try:
-            output.write(line + "\n")
-            output.flush()
-        except OSError as error:
-            with suppress(OSError):
-                output.close()  # what it still holds would fail again later
-            raise cannot_write(f"--output {output.name}", error) from error
 
     def _write_blocks(self, index: int) -> None:
         """Write the answers to a prompt that wait, each under its header."""
@@ -162,3 +160,54 @@ def _title(prompt: Prompt) -> str:
         last = prompt[-1]
         text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
     return one_line(" ".join(text.split()), 70, end=False)
+
+
+# -- results that are there already ---------------------------------------------------
+
+
+def keep_finished(path: str, records: Sequence[PromptRecord]) -> set[int]:
+    """Indices of the prompts that a file of ``--output`` has an answer to.
+
+    Lines of prompts that failed, or whose end is not there, are taken out of the file.
+    """
+    try:
+        with open_plain(path) as file:
+            private = not os.fstat(file.fileno()).st_mode & 0o077
+            data = file.read()
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise click.UsageError(f"--output {path}: {error.strerror}") from error
+    kept: dict[int, str] = {}
+    lines = data.decode(errors="surrogateescape").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line, surrogates=True) if line.strip() else None
+        except DataError:
+            if number < len(lines):
+                raise _foreign(path, number, "is no result") from None
+            continue  # the write of the last one was cut
+        if row is None:
+            continue
+        index = row.get("index") if isinstance(row, dict) else None
+        if type(index) is not int or not 0 <= index < len(records):
+            raise _foreign(path, number, "is of no prompt")
+        record = records[index]
+        said = isinstance(record.prompt, str) and row.get("prompt") != record.prompt
+        if said or row.get("id") != record.id:
+            raise _foreign(path, number, f"is of another prompt {index}")
+        if row.get("finish_reason") in ("stop", "length"):
+            kept.setdefault(index, json_text(row))
+    text = "".join(f"{line}\n" for line in kept.values())
+    data = text.encode(errors="surrogatepass")
+    try:
+        replace_file(Path(path).resolve(), data, private=private)
+    except OSError as error:
+        raise cannot_write(f"--output {path}", error) from error
+    return set(kept)
+
+
+def _foreign(path: str, number: int, what: str) -> click.UsageError:
+    return click.UsageError(
+        f"--output {path}:{number} {what}: name another file, or leave out --resume"
+    )

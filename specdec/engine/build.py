@@ -9,9 +9,9 @@ from dataclasses import replace
 from .. import backend
 from ..backend import BackendDefaults
 from ..config import EngineConfig
-from ..draft_names import DraftSpec
 from ..errors import ConfigError, ModelError, UnsupportedModelError
 from ..memory.planning import plan_memory
+from ..model_names import DraftSpec
 from ..models import LoadedModel
 from ..models.draft_folder import fingerprint, is_made_for, read_card
 from ..models.loaded import Described

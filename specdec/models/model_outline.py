@@ -26,9 +26,8 @@ from mlx_lm.utils import (
 )
 
 from ..backend import defaults
-from ..draft_names import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
-from ..model_names import locate_target
+from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks
 from .adapters import adapt
 from .conversions import Conversions, weights_of

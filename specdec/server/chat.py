@@ -2,22 +2,22 @@
 
 from __future__ import annotations
 
-import re
-import time
-import uuid
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
-from ..prompts import OWN_VARIABLES
-from ..sampling_params import SamplingParams
-from ..templates import template_of
-from ..utils.data_files import DataError, parse_json
 from ..utils.printable import quoted
+from .conversation import (
+    arguments_of,
+    check_format,
+    logprobs_of,
+    text_of,
+    tools_of,
+    variables,
+)
 from .job import (
     Begun,
     Call,
     Chat,
-    End,
     Event,
     Job,
     Message,
@@ -28,9 +28,9 @@ from .job import (
 )
 from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
-from .rendering import OpenAIRendering, sse
+from .rendering import CompletionRendering
 from .sampling import (
-    LABELS,
+    DOCUMENTED,
     SAMPLING,
     STREAM,
     constraint,
@@ -70,37 +70,10 @@ TABLE: Table = {
     "prediction": Parameter(
         dict, refused="drafts are made by the server: leave it out"
     ),
-    "prompt_cache_retention": Parameter(
-        str, only=("in_memory", "in-memory"), refused="the server's options say it"
-    ),
-    "prompt_cache_options": Parameter(
-        dict, refused="common beginnings are kept by themselves"
-    ),
-    "moderation": Parameter(dict, refused="nothing is moderated here"),
     "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
     **SAMPLING,
     **STREAM,
-    **LABELS,
-}
-#: Documented parts of tools and of their calls, of all protocols, of no use here.
-TOOL_PARTS: Table = {
-    "allowed_callers": Parameter(
-        [str], only=(["direct"],), refused="nothing but the model calls them"
-    ),
-    "async": Parameter(bool, only=(False,), refused="calls are the client's to make"),
-    "defer_loading": Parameter(bool, only=(False,), refused="all are in the prompt"),
-    "input_examples": Parameter(
-        list, only=([],), refused="write them into the description"
-    ),
-    "output_schema": Parameter(dict, refused="results are text"),
-}
-CALL_PARTS: Table = {
-    "async": TOOL_PARTS["async"],
-    "caller": Parameter(
-        dict, only=({"type": "direct"},), refused="nothing but the model calls"
-    ),
-    "namespace": Parameter(str, refused="functions have none here"),
-    "toolset_name": Parameter(str, refused="there are no toolsets here"),
+    **DOCUMENTED,
 }
 _ASSISTANT: Table = {
     "audio": Parameter(dict, refused=_NO_MEDIA),
@@ -114,15 +87,10 @@ NAMES = {
     "n": "n",
     "grammar": "response_format",
 }
-_NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 def parse(body: Any, service: Service) -> ChatRendering:
-    """A request.
-
-    Raises:
-        Refusal: a parameter cannot be used.
-    """
+    """A request."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     if values["top_logprobs"] and not values["logprobs"]:
@@ -130,10 +98,9 @@ def parse(body: Any, service: Service) -> ChatRendering:
     usage = wants_usage(values)
     most = values["max_completion_tokens"]
     if most is not None and values["max_tokens"] not in (None, most):
-        raise Refusal(
+        raise Refusal.invalid(
+            "max_tokens",
             "max_tokens and max_completion_tokens are the same: leave max_tokens out",
-            param="max_tokens",
-            code="invalid_value",
         )
     names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
     params = sampling(
@@ -168,121 +135,6 @@ def parse(body: Any, service: Service) -> ChatRendering:
     return ChatRendering(service, job, model, streamed=values["stream"], usage=usage)
 
 
-def variables(
-    service: Service,
-    given: Mapping[str, Any],
-    effort: str | None,
-    *,
-    where: str = "reasoning_effort",
-) -> dict[str, Any]:
-    """What the chat template reads beside messages and tools.
-
-    Raises:
-        Refusal: the template does not read it, or it is none of the client's.
-    """
-    for name in given:
-        if name in OWN_VARIABLES or name == "tools":
-            raise Refusal(
-                f"chat_template_kwargs cannot have {name}: leave it out",
-                param="chat_template_kwargs",
-                code="invalid_value",
-            )
-    made = {**service.config.chat_template_config, **given}
-    if effort is None:
-        return made
-    template = template_of(service.decoder.tokenizer) or ""
-    if "reasoning_effort" in template:
-        made["reasoning_effort"] = effort
-    elif "enable_thinking" in template:
-        made["enable_thinking"] = effort != "none"
-    elif effort != "none":
-        raise Refusal(
-            f"{where} is not supported: this model's chat template has no such setting",
-            param=where,
-            code="unsupported_parameter",
-        )
-    return made
-
-
-def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """Tools in OpenAI's form, and what is to be called.
-
-    Raises:
-        Refusal: they cannot be used.
-    """
-    for i, tool in enumerate(given):
-        at = f"tools[{i}]"
-        shaped(tool, {"type": str}, at)
-        if tool["type"] != "function":
-            raise Refusal(
-                f"{at} of type {quoted(tool['type'])} is not supported: functions are "
-                "all that can be called",
-                param=f"{at}.type",
-                code="unsupported_parameter",
-            )
-        shape = {
-            "name": str,
-            "description?": (str, None),
-            "parameters?": (dict, None),
-            "strict?": (bool, None),
-        }
-        shaped(tool, {"function": shape}, at)
-        check_name(tool["function"]["name"], f"{at}.function.name")
-    names = [tool["function"]["name"] for tool in given]
-    if choice in (None, "auto"):
-        for i, tool in enumerate(given):
-            if tool["function"].get("strict"):
-                raise Refusal(
-                    "strict is not supported while the model may call nothing: use "
-                    f"{where} required, or leave strict out",
-                    param=f"tools[{i}].function.strict",
-                    code="unsupported_parameter",
-                )
-    if choice is None or choice in ("auto", "none", "required"):
-        if choice == "required" and not given:
-            raise Refusal(f"{where} is required: give tools", param=where)
-        return Tools([] if choice == "none" else given, required=choice == "required")
-    name = choice
-    if isinstance(choice, dict):
-        if choice.get("type") not in (None, "function"):
-            raise Refusal(
-                f"{where} of type {quoted(choice['type'])} is not supported: name a "
-                "function",
-                param=where,
-                code="unsupported_parameter",
-            )
-        shaped(choice, {"type": str, "function": {"name": str}}, where)
-        name = choice["function"]["name"]
-    if not isinstance(choice, dict) or name not in names:
-        raise Refusal(
-            f"{where} must be auto, none, required or one of the tools, not "
-            f"{quoted(name)}",
-            param=where,
-            code="invalid_value",
-        )
-    return Tools(given, name=name)
-
-
-def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
-    """Refuse a format beside tools: an answer cannot be of it and call one."""
-    if params.grammar is not None and tools.functions:
-        raise Refusal(
-            f"{where} does not go with tools that may be called: leave one of them out",
-            param=where,
-            code="invalid_value",
-        )
-
-
-def check_name(name: str, where: str) -> None:
-    """Refuse names that calls cannot be written with."""
-    if not _NAME.fullmatch(name):
-        raise Refusal(
-            f"{where} must be 1 to 128 letters, digits, dashes, dots or underscores",
-            param=where,
-            code="invalid_value",
-        )
-
-
 def messages_of(given: Sequence[dict[str, Any]]) -> list[Message]:
     """Messages for the chat template.
 
@@ -302,11 +154,10 @@ def _message(given: dict[str, Any], where: str, called: dict[str, str]) -> Messa
     shaped(given, _MESSAGE, where)
     role = given["role"]
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise Refusal(
+        raise Refusal.invalid(
+            f"{where}.role",
             f"{where}.role is {quoted(role)}: it must be system, developer, user, "
             "assistant or tool",
-            param=f"{where}.role",
-            code="invalid_value",
         )
     content = text_of(given.get("content"), f"{where}.content")
     made: Message = {"role": "system" if role == "developer" else role}
@@ -350,97 +201,17 @@ def _assistant(
         made["tool_calls"] = calls
 
 
-def arguments_of(text: str, where: str) -> dict[str, Any]:
-    """Arguments of a call, as chat templates have them."""
-    try:
-        found = parse_json(text or "{}")
-    except DataError as error:
-        raise Refusal(f"{where}: {error}", param=where) from error
-    arguments: dict[str, Any] = shaped(found, dict, where)
-    return arguments
-
-
-def text_of(
-    content: Any, where: str, kinds: Sequence[str] = ("text", "refusal")
-) -> str:
-    """The text of a message's content, be it one text or parts.
-
-    Raises:
-        Refusal: a part is something else.
-    """
-    if content is None or isinstance(content, str):
-        return content or ""
-    texts = []
-    for i, part in enumerate(content):
-        at = f"{where}[{i}]"
-        shaped(part, {"type": str}, at)
-        if part["type"] not in kinds:
-            raise Refusal(
-                f"{at} of type {quoted(part['type'])} is not supported: this model "
-                "reads text",
-                param=at,
-                code="unsupported_content",
-            )
-        key = "refusal" if part["type"] == "refusal" else "text"
-        texts.append(shaped(part, {key: str}, at)[key])
-    return "".join(texts)
-
-
-def logprobs_of(service: Service, tokens: Tokens) -> list[dict[str, Any]]:
-    """Log-probabilities in the form of chat completions."""
-    return [
-        {
-            **_named(service, token, entry.logprob),
-            "top_logprobs": [_named(service, t, p) for t, p in entry.top],
-        }
-        for token, entry in tokens
-    ]
-
-
-def _named(service: Service, token: int, logprob: float) -> dict[str, Any]:
-    text = token_text(service, token)
-    whole = "\ufffd" not in text
-    return {
-        "token": text,
-        # JSON has no infinity; OpenAI writes this number for tokens of no chance.
-        "logprob": max(logprob, -9999.0),
-        "bytes": list(text.encode()) if whole else None,
-    }
-
-
-def token_text(service: Service, token: int) -> str:
-    """The text of one token; a part of a character is U+FFFD."""
-    return str(service.decoder.tokenizer.decode([token]))
-
-
-class ChatRendering(OpenAIRendering):
+class ChatRendering(CompletionRendering):
     """A chat completion, whole or in chunks."""
 
-    def __init__(
-        self, service: Service, job: Job, model: str, *, streamed: bool, usage: bool
-    ):
-        super().__init__(job, model, streamed=streamed)
+    prefix = "chatcmpl"
+    names = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(self, service: Service, job: Job, model: str, **how: bool):
+        super().__init__(job, model, **how)
         self._service = service
-        self._usage = usage
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self.model,
-            "system_fingerprint": "specdec",
-            "choices": choices,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        choices = [self._choice(i, outcome) for i, outcome in enumerate(self.outcomes)]
-        made = self._object("chat.completion", choices)
-        return {**made, "usage": usage_of(self)}
-
-    def _choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "refusal": None}
         empty = outcome.calls and not outcome.text
         message["content"] = None if empty else outcome.text
@@ -450,83 +221,30 @@ class ChatRendering(OpenAIRendering):
             message["tool_calls"] = [_call(call) for call in outcome.calls]
         logprobs = None
         if self.job.params.logprobs:
-            content = logprobs_of(self._service, outcome.tokens)
-            logprobs = {"content": content, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": logprobs,
-            **ending(outcome.end),
-        }
+            logprobs = self._logprobs(outcome.tokens)
+        return {"message": message, "logprobs": logprobs}
+
+    def _logprobs(self, tokens: Tokens) -> dict[str, Any]:
+        return {"content": logprobs_of(self._service, tokens), "refusal": None}
 
     def stream(self, event: Event) -> Iterator[bytes]:
         delta: dict[str, Any] = {}
         logprobs: dict[str, Any] | None = None
-        more: dict[str, Any] = {"finish_reason": None}
         if isinstance(event, Begun):
             delta = {"role": "assistant", "content": ""}
         elif isinstance(event, Piece):
             key = "content" if event.kind == "text" else "reasoning_content"
             delta = {key: event.text}
-            if event.tokens:
-                content = logprobs_of(self._service, event.tokens)
-                logprobs = {"content": content, "refusal": None}
+            logprobs = self._logprobs(event.tokens) if event.tokens else None
         elif isinstance(event, Call):
             begun = {"index": event.index, **_call(event)}
             begun["function"] = {"name": event.name, "arguments": ""}
-            yield self._chunk(event.choice, {"tool_calls": [begun]}, None, more)
+            yield self.chunk(event, delta={"tool_calls": [begun]}, logprobs=None)
             arguments = {"arguments": event.arguments}
             delta = {"tool_calls": [{"index": event.index, "function": arguments}]}
-        else:
-            more = ending(event)
-        yield self._chunk(event.choice, delta, logprobs, more)
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        more: Mapping[str, Any],
-    ) -> bytes:
-        made = {"index": choice, "delta": delta, "logprobs": logprobs, **more}
-        chunk = self._object("chat.completion.chunk", [made])
-        return sse({**chunk, "usage": None} if self._usage else chunk)
-
-    def end(self) -> Iterator[bytes]:
-        if self._usage:
-            chunk = self._object("chat.completion.chunk", [])
-            yield sse({**chunk, "usage": usage_of(self)})
-        yield b"data: [DONE]\n\n"
+        yield self.chunk(event, delta=delta, logprobs=logprobs)
 
 
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def ending(end: End) -> dict[str, Any]:
-    """How a choice ended, and what its draws came from."""
-    made: dict[str, Any] = {"finish_reason": end.reason}
-    if end.result.seed is not None:
-        made["seed"] = end.result.seed
-    if end.cut is not None:
-        made["cut"] = end.cut
-    if end.stop is not None:
-        made["stop_reason"] = end.stop
-    return made
-
-
-def usage_of(rendering: OpenAIRendering) -> dict[str, Any]:
-    """Tokens, in the form of completions."""
-    usage = rendering.usage
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.generated,
-        "total_tokens": usage.prompt + usage.generated,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {
-            "drafted_tokens": usage.drafted,
-            "accepted_prediction_tokens": usage.accepted,
-            "rejected_prediction_tokens": usage.drafted - usage.accepted,
-        },
-    }

@@ -11,7 +11,7 @@ from ..decoder import SpecDecoder
 from ..errors import PromptError
 from ..grammar import Grammar
 from ..prompts import EncodedPrompt, encode
-from ..templates import template_of
+from ..prompts.templates import template_of
 from .job import Chat, Text, Tools
 from .refusal import Refusal
 
@@ -47,7 +47,7 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt for the model, and what is known of its answer.
+    """A prompt for the model, and how its answer begins and ends.
 
     Args:
         thinks: the answer begins with reasoning.
@@ -111,50 +111,36 @@ def _thinks(tokenizer: Any, tokens: tuple[int, ...]) -> bool:
 
 
 def check_tools(tokenizer: Any, tools: Tools) -> None:
-    """Refuse tools that the model's chat template or its parser cannot have.
-
-    Raises:
-        Refusal: with the parameter.
-    """
+    """Refuse tools that the model's chat template or its parser cannot have."""
     template = template_of(tokenizer, tools=tools.functions)
     reads = template is None or "tools" in template
     if not getattr(tokenizer, "has_tool_calling", False) or not reads:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "tools",
             "tools is not supported: the chat template of this model knows no tools; "
             "use another model",
-            param="tools",
-            code="unsupported_parameter",
         )
     if tools.forced:
         beginning(tokenizer, tools.name)
 
 
 def beginning(tokenizer: Any, name: str | None) -> str:
-    """How an answer begins that calls the function ``name``, or any for ``None``.
-
-    Raises:
-        Refusal: nobody knows.
-    """
+    """How an answer begins that calls the function ``name``, or any for ``None``."""
     start: str = tokenizer.tool_call_start
     if name is None:
         return start
     parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
     if parser not in _CALLS:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "tool_choice",
             f"tool_choice names a function, and calls of this model ({parser}) can "
             "only be required: use required",
-            param="tool_choice",
-            code="unsupported_parameter",
         )
     return start + _CALLS[parser].replace("$", name)
 
 
 def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
-    """What an answer has to be that begins with a call of a strict function.
-
-    Raises:
-        Refusal: calls of this model are not written as JSON.
-    """
+    """What an answer has to be that begins with a call of a strict function."""
     wanted = [
         tool["function"]
         for tool in tools.functions
@@ -163,10 +149,9 @@ def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
     if not tools.forced or not any(each.get("strict") for each in wanted):
         return None
     if tokenizer.tool_parser.__module__.rpartition(".")[2] != "json_tools":
-        raise Refusal(
+        raise Refusal.unsupported(
+            "tools",
             "strict is not supported: calls of this model are no JSON; leave it out",
-            param="tools",
-            code="unsupported_parameter",
         )
     rules = []
     for i, each in enumerate(wanted):
@@ -190,11 +175,10 @@ def _gap(decoder: SpecDecoder, source: Text) -> Encoded:
         gap for gap in _GAPS if all(token in vocabulary for token in gap[:3] if token)
     )
     if (gap := next(known, None)) is None:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "suffix",
             "suffix is not supported: this model's tokenizer has no tokens to fill the "
             "middle with; use a model that was trained for it",
-            param="suffix",
-            code="unsupported_parameter",
         )
     first, between, last, reverse = gap
     decoder.prompt_limit.check(before, after)

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import (
+from .conversation import (
     CALL_PARTS,
     TOOL_PARTS,
     check_format,
@@ -34,9 +34,26 @@ PROMPT: Table = {
     "system": Parameter((str, [dict])),
     "tools": Parameter([dict], default=[], high=1024),
     "tool_choice": Parameter({"type": str}),
-    "thinking": Parameter({"type": str}),
+    "thinking": Parameter(
+        dict,
+        parts={
+            "type": Parameter(
+                str,
+                only=("enabled", "adaptive", "between_tools", "disabled"),
+                required=True,
+            ),
+            "budget_tokens": Parameter(int),
+            "display": Parameter(str, only=("summarized", "omitted")),
+        },
+    ),
     "cache_control": Parameter(dict),
-    "output_config": Parameter(dict),
+    "output_config": Parameter(
+        dict,
+        parts={
+            "effort": Parameter(str, only=("low", "medium", "high", "xhigh", "max")),
+            "format": Parameter({"type": str}),
+        },
+    ),
     "context_management": Parameter(dict),
     "user_profile_id": Parameter(str),
     "workspace_id": Parameter(str),
@@ -101,12 +118,9 @@ def parse(body: Any, service: Service) -> MessageRendering:
 
 def _format(values: dict[str, Any]) -> dict[str, Any]:
     """What the wanted format adds to the parameters."""
-    config = values["output_config"] or {}
-    wanted = shaped(config.get("format") or {"type": "text"}, {"type": str},
-                    NAMES["grammar"])  # fmt: skip
     if values["output_format"] is not None:
         return constraint(values["output_format"], "output_format")
-    return constraint(wanted, NAMES["grammar"])
+    return constraint((values["output_config"] or {}).get("format"), NAMES["grammar"])
 
 
 def parse_count(body: Any, service: Service) -> Chat:
@@ -134,40 +148,18 @@ def chat_of(values: dict[str, Any], service: Service) -> Chat:
 
 def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    thinking = values["thinking"]
-    if thinking is not None:
-        if thinking["type"] not in _THINKING:
-            raise Refusal(
-                f"thinking.type must be one of {', '.join(_THINKING)}",
-                param="thinking.type",
-            )
-        shaped(thinking, {"budget_tokens?": int}, "thinking")
-        check_parts(thinking, _DISPLAY, "thinking")
+    if (thinking := values["thinking"]) is not None:
         given["enable_thinking"] = thinking["type"] != "disabled"
-    config = values["output_config"] or {}
-    shaped(config, {"effort?": (str, None), "format?": (dict, None)}, "output_config")
-    if unknown := config.keys() - {"effort", "format"}:
-        raise Refusal(
-            f"output_config.{min(unknown)} is not supported: leave it out",
-            param="output_config",
-            code="unsupported_parameter",
-        )
-    if effort := config.get("effort"):
-        if effort not in ("low", "medium", "high", "xhigh", "max"):
-            raise Refusal(
-                "output_config.effort must be low, medium, high, xhigh or max",
-                param="output_config.effort",
-            )
+    if effort := (values["output_config"] or {}).get("effort"):
         # Every model may be asked for it; it is a hint.
         given["reasoning_effort"] = effort
     management = values["context_management"] or {}
     edits = shaped(management.get("edits") or [], [dict], "context_management.edits")
     for edit in edits:
         if edit.get("type") != "clear_thinking_20251015" or edit.get("keep") != "all":
-            raise Refusal(
+            raise Refusal.unsupported(
+                "context_management",
                 "context_management edits nothing here: leave it out",
-                param="context_management",
-                code="unsupported_parameter",
             )
     return variables(service, given, None)
 
@@ -177,11 +169,10 @@ def _tools(given: Sequence[dict[str, Any]], choice: dict[str, Any] | None) -> To
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         if tool.get("type") not in (None, "custom"):
-            raise Refusal(
+            raise Refusal.unsupported(
+                f"{at}.type",
                 f"{at} of type {quoted(tool['type'])} is not supported: nothing is "
                 "executed here",
-                param=f"{at}.type",
-                code="unsupported_parameter",
             )
         shape = {"name": str, "description?": (str, None), "input_schema": dict}
         shaped(tool, shape, at)
@@ -299,8 +290,6 @@ def _assistant(
     yield made
 
 
-_DISPLAY: Table = {"display": Parameter(str, only=("summarized", "omitted"))}
-_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 
@@ -321,11 +310,8 @@ class MessageRendering(Rendering):
         self._blocks = 0
         self._open: str | None = None  # the kind of the block that is being written
 
-    def error(self, refusal: Refusal) -> dict[str, Any]:
-        return refusal.anthropic()
-
     def failed(self, refusal: Refusal) -> bytes:
-        return sse(self.error(refusal), "error")
+        return sse(refusal.anthropic(), "error")
 
     def alive(self) -> bytes:
         return sse({"type": "ping"}, "ping")
@@ -433,12 +419,7 @@ def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
         content.append({"type": "thinking", "thinking": thinking, "signature": ""})
     if outcome.text:
         content.append({"type": "text", "text": outcome.text})
-    content += [
-        {"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)}
-        for c in outcome.calls
-    ]
+    for call in outcome.calls:
+        made = {"type": "tool_use", "id": call.id, "name": call.name}
+        content.append({**made, "input": json.loads(call.arguments)})
     return content
-
-
-def _input(arguments: str) -> Any:
-    return json.loads(arguments)

@@ -22,7 +22,7 @@ from typing import Self
 import httpx
 
 from ..errors import ServerError
-from .routing import HasPlace, Place
+from .routing import Place
 
 log = logging.getLogger("specdec.server")
 
@@ -55,12 +55,11 @@ class Command:
 Start = Callable[[int, str], Command]
 
 
-class Replica(HasPlace):
+class Replica(Place):
     """A process that serves, or the next one in its place.
 
     Attributes:
         index: among its like, from 0.
-        place: what it runs and was given.
         client: reaches it while it answers; ``None``: it does not.
         starts: how often it was started.
         described: what it serves, as it says.
@@ -68,8 +67,8 @@ class Replica(HasPlace):
     """
 
     def __init__(self, index: int):
+        super().__init__()
         self.index = index
-        self.place = Place()
         self.client: httpx.AsyncClient | None = None
         self.starts = 0
         self.described = ""
@@ -205,7 +204,7 @@ class Replicas:
             if line:
                 was_ready = True
                 replica.described = line.decode().strip()
-                replica.place.forget()
+                replica.forget()
                 if replica.starts > 1:
                     log.warning("replica %d is ready again", replica.index)
                 async with self._client(path) as client:
@@ -226,7 +225,7 @@ class Replicas:
         return was_ready, code
 
     def _client(self, path: str) -> httpx.AsyncClient:
-        # The replica closes what is idle for 5 seconds; it is closed before that here.
+        # The replica closes connections that are idle for 5 seconds.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
@@ -239,18 +238,15 @@ class Replicas:
         self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
     ) -> None:
         """Wait until a replica ends; one that does not answer any more is killed."""
-        ended = asyncio.create_task(process.wait())
-        try:
-            while not ended.done():
-                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-                if ended.done():
-                    return
-                try:
-                    await client.get("/health", timeout=_ANSWER_SECONDS)
-                except httpx.TimeoutException:
-                    log.warning("a replica does not answer, and is killed")
-                    process.kill()
-                except httpx.TransportError:
-                    pass  # it is about to end
-        finally:
-            ended.cancel()
+        while process.returncode is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await process.wait()
+                return
+            try:
+                await client.get("/health", timeout=_ANSWER_SECONDS)
+            except httpx.TimeoutException:
+                log.warning("a replica does not answer, and is killed")
+                process.kill()
+            except httpx.TransportError:
+                pass  # it is about to end

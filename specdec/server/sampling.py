@@ -9,10 +9,10 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..grammar import Grammar
-from ..sampling_params import VERIFICATIONS, SamplingParams
+from ..sampling_params import FILTERS, VERIFICATIONS, SamplingParams
 from ..utils.printable import quoted
 from .config import ServerConfig
-from .parameters import Parameter, Table, check_parts, shaped
+from .parameters import Parameter, Table, shaped
 from .refusal import Refusal, refusal_of
 
 #: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
@@ -51,42 +51,47 @@ LABELS: Table = {
         str, only=("auto", "default"), refused="there is one tier: leave it out"
     ),
 }
+#: What conversations of OpenAI's are documented to have, and mostly cannot have here.
+DOCUMENTED: Table = {
+    **LABELS,
+    "prompt_cache_retention": Parameter(
+        str, only=("in_memory", "in-memory"), refused="the server's options say it"
+    ),
+    "prompt_cache_options": Parameter(
+        dict, refused="common beginnings are kept by themselves"
+    ),
+    "moderation": Parameter(dict, refused="nothing is moderated here"),
+}
 #: Of every stream, beside the answer; of Anthropic's there are no options.
 STREAM: Table = {
     "stream": Parameter(bool, default=False),
-    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
-}
-_PADDING: Table = {
-    "include_obfuscation": Parameter(
-        bool, only=(False,), refused="nothing is added to hide how long events are"
-    )
+    "stream_options": Parameter(
+        dict,
+        parts={
+            "include_usage": Parameter(bool),
+            "include_obfuscation": Parameter(
+                bool,
+                only=(False,),
+                refused="nothing is added to hide how long events are",
+            ),
+        },
+    ),
 }
 _FIELDS = {field.name for field in fields(SamplingParams)}
-#: Of no effect where the likeliest token is taken: it passes all of them.
-_FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def wants_usage(values: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with the usage.
-
-    Raises:
-        Refusal: its options cannot be used.
-    """
+    """Whether a stream is to end with the usage."""
     options = values["stream_options"]
     if options is None:
         return False
     if not values["stream"]:
         raise Refusal("stream_options needs stream: add it", param="stream_options")
-    check_parts(options, _PADDING, "stream_options")
     return bool(options.get("include_usage"))
 
 
 def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """What a wanted format of the answer adds to ``SamplingParams``.
-
-    Raises:
-        Refusal: it cannot be had.
-    """
+    """What a wanted format of the answer adds to ``SamplingParams``."""
     if response_format is None or response_format.get("type") == "text":
         return {}
     kind = response_format.get("type")
@@ -108,14 +113,13 @@ def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[st
                 shaped(response_format, {"grammar": str}, where)["grammar"]
             )
         else:
-            raise Refusal(
+            raise Refusal.invalid(
+                where,
                 f"{where}.type is {quoted(kind)}: it must be text, json_object, "
                 "json_schema, regex or grammar",
-                param=where,
-                code="invalid_value",
             )
     except ConfigError as error:
-        raise Refusal(f"{where}: {error}", param=where, code="invalid_value") from error
+        raise Refusal.invalid(where, f"{where}: {error}") from error
     return {"grammar": made}
 
 
@@ -134,19 +138,12 @@ def sampling(
         names: parameters by the fields that they fill.
         max_tokens: that the request asks for.
         more: fields that the protocol has filled itself.
-
-    Raises:
-        Refusal: they cannot be.
     """
     limit, given = config.max_output_tokens, max_tokens
     wanted = config.max_tokens if given is None else given
     if limit is not None and wanted > limit:
         param = names.get("max_tokens", "max_tokens")
-        raise Refusal(
-            f"{param} is {wanted}: this server allows {limit}",
-            param=param,
-            code="invalid_value",
-        )
+        raise Refusal.invalid(param, f"{param} is {wanted}: this server allows {limit}")
     found = {
         name: value
         for name, value in values.items()
@@ -165,14 +162,14 @@ def sampling(
         if found["temperature"] == 0:
             # Each is checked as it would be at another temperature.
             SamplingParams(**{**found, "temperature": 1.0})
-            found = {k: v for k, v in found.items() if k not in _FILTERS}
+            found = {k: v for k, v in found.items() if k not in FILTERS}
         return SamplingParams(**found)
     except Exception as error:
         raise refusal_of(error, {**{n: n for n in values}, **names}) from error
 
 
 def _salt(values: Mapping[str, Any]) -> str:
-    """What a request says of whose it is."""
+    """The names that a request gives of its user."""
     user = (values.get("metadata") or {}).get("user_id")
     names = ("cache_salt", "user", "safety_identifier")
     return json.dumps([user, *(values.get(name) for name in names)])
@@ -183,10 +180,9 @@ def _biases(given: Mapping[str, Any]) -> dict[int, float]:
     for token, bias in given.items():
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not (token.isascii() and token.isdigit()) or len(token) > 10:
-            raise Refusal(
+            raise Refusal.invalid(
+                "logit_bias",
                 'logit_bias must map token ids to numbers, as in {"1234": -5}',
-                param="logit_bias",
-                code="invalid_value",
             )
         biases[int(token)] = bias
     return biases
@@ -198,9 +194,7 @@ def stops(given: str | list[Any] | None, where: str) -> tuple[str, ...]:
         return ()
     texts = [given] if isinstance(given, str) else given
     if not all(isinstance(text, str) and text for text in texts):
-        raise Refusal(
-            f"{where} must be one text or several, none of them empty",
-            param=where,
-            code="invalid_value",
+        raise Refusal.invalid(
+            where, f"{where} must be one text or several, none of them empty"
         )
     return tuple(texts)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -187,7 +188,8 @@ def test_products_of_a_chain_follow_each_other() -> None:
     """Apart from each other a device computes several at once, which no model does."""
     x = mx.random.normal((2, 8), key=mx.random.key(0))
     weights = [mx.random.normal((4, 8), key=mx.random.key(i)) for i in (1, 2, 3)]
-    run = choices.chained([lambda x, w=w: x @ w.T * 0.1 for w in weights], x)
+    products = [partial(lambda w, x: x @ w.T * 0.1, w) for w in weights]
+    run = choices.chained(products, x)
     expected = x
     for i in range(choices.PRODUCTS):
         expected = expected + (expected @ weights[i % 3].T * 0.1)[:, :1]

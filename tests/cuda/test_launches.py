@@ -22,7 +22,7 @@ from specdec.cuda import commit_kernel, gated_delta, ngram_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 from tests.models.architectures import build
 from tests.scripted import Script
 

@@ -13,8 +13,8 @@ import pytest
 from mlx.utils import tree_flatten, tree_map
 
 from specdec import EngineConfig, ModelError, SpecDecoder, UnsupportedModelError
-from specdec.draft_names import named_draft
 from specdec.engine.build import check_before_loading
+from specdec.model_names import named_draft
 from specdec.models import load, load_draft
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode.head_drafter import ChainedRows, HeadDrafter

@@ -6,17 +6,13 @@ import statistics
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...utils.tables import markdown_table
 from .figures import CellFigures, Figures
 from .raw import Results
-from .tables import markdown_table
 
 
 def compare(a: Path, b: Path) -> str:
-    """What two folders of results have in common, as Markdown.
-
-    Raises:
-        ConfigError: a folder holds no results, or they have no cell in common.
-    """
+    """What two folders of results have in common, as Markdown."""
     first, second = Figures(Results.read(a)), Figures(Results.read(b))
     rows = [
         [first.name(cell), *_row(f, second.cells[cell])]

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
-from ...draft_names import NO_DRAFT, DraftSpec, draft_for
 from ...errors import ConfigError
-from ...model_names import nearest
+from ...model_names import NO_DRAFT, DraftSpec, draft_for, nearest
 from ...sampling_params import MAX_TEMPERATURE
 from ...utils.checks import require, require_int, require_one_of, require_range
 from ...utils.data_files import DataError, is_text, parse_toml, read_toml
 from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
-#: Before the name of a draft model: it proposes other tokens than it chose.
-WRONG = "wrong:"
 # Most combinations and passes of a recipe: they would take weeks.
 _MOST_PARTS = 10**6
 # Beside a checkout's package, and inside an installed one.
@@ -76,13 +73,7 @@ def _kv_bits(name: str, value: Any) -> None:
 
 def _draft(name: str, value: Any) -> None:
     require(_is_name(value), name, value, "the name of a draft")
-    source = value.removeprefix(WRONG)
-    ngram = DraftSpec.parse(source).ngram if source else False
-    a_model = bool(source) and not ngram and WRONG not in source
-    if value.startswith(WRONG) and (not a_model or source == NO_DRAFT):
-        raise ConfigError(
-            f"draft is {quoted(value)}: {WRONG} stands before the name of a model"
-        )
+    DraftSpec.parse(value)
 
 
 def _checked(check: Check, default: Any, *, several: bool = False) -> Any:
@@ -232,16 +223,11 @@ class Recipe(_Section):
         title: what the report is called.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
-        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``;
-            ``wrong:`` before the name of a model proposes other tokens than it would.
+        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``.
             ``none``, or no name, measures plain decoding alone; a file without the
             key takes the default target's draft, if that is the target.
         dtype: of both models; ``stored`` leaves them as they are.
         folder: where a relative ``file:`` source begins.
-
-    Raises:
-        ConfigError: a value is out of range, or does not go with another; the
-            message names its key.
     """
 
     name: str
@@ -288,9 +274,6 @@ class Recipe(_Section):
 
         Args:
             settings: ``key=value`` replaces a value; see :func:`apply_settings`.
-
-        Raises:
-            ConfigError: there is no such recipe, or it cannot be used as it is.
         """
         file = find_recipe(path)
         try:
@@ -332,7 +315,7 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
 
 
 def _meant(key: str) -> str:
-    """A suggestion: the key, of any section, whose name is spelt most like that."""
+    """A suggestion: the key of any section that is spelt most alike."""
     full = {
         f.name: f"{section}.{f.name}"
         for section, kind in _SECTIONS.items()
@@ -344,11 +327,7 @@ def _meant(key: str) -> str:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe, given its path or a shipped name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The file of a recipe, given its path or a shipped name."""
     path, is_file = Path(name), os.path.isfile(name)
     if path.suffix == ".toml" or is_file:
         if not is_file:
@@ -377,9 +356,6 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
 
     Returns:
         The full keys that were set.
-
-    Raises:
-        ConfigError: a text has no ``=``, or an unknown key.
     """
     homes = {f.name: key for key, kind in _SECTIONS.items() for f in fields(kind)}
     changed = set()

@@ -217,9 +217,6 @@ def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
 
     Args:
         layers: the target's.
-
-    Raises:
-        ConfigError: there are no such layers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 7 for part in parts):
@@ -323,7 +320,7 @@ def widened(
 
 
 def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
-    """The layers whose MLPs join that of a place, spread up to the next one."""
+    """Layers whose MLPs join the one of a place, spread up to the next place."""
     first = layers[place]
     last = layers[place + 1] if place + 1 < len(layers) else count
     if last <= first + 1:  # nothing in between: those before

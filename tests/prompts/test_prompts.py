@@ -302,7 +302,7 @@ def test_text_lines(write: Write, content: str, prompts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("key", ["prompt", "question", "messages", "turns"])
-def test_a_json_line_behind_plain_text_is_refused(write: Write, key: str) -> None:
+def test_a_json_line_after_plain_text_is_refused(write: Write, key: str) -> None:
     """It would be decoded as text, braces and all."""
     path = write(f"# my prompts\n\n  {json.dumps({'id': 1, key: 'a'})}\nthree\n")
     with pytest.raises(PromptError) as caught:
@@ -445,7 +445,7 @@ def test_unreadable_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("specdec.prompts.read_plain", refuse)
+    monkeypatch.setattr("specdec.prompts.files.read_plain", refuse)
     with pytest.raises(PromptFileError, match="cannot be read: Permission denied"):
         read_prompts(write("Hi\n"))
 
