@@ -190,6 +190,11 @@ class SpecDecoder:
             ranks=target.ranks,
         )
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that any round proposes: as the config and the draft say."""
+        return self._length.max_draft_tokens
+
     def measure_forwards(self, num_rows: int) -> Forwards:
         """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.
 
@@ -199,7 +204,7 @@ class SpecDecoder:
         if self._drafter is None:
             raise ConfigError("there is no draft to measure: give one")
         self._check_whole("measuring forwards")
-        k = self.config.max_draft_tokens
+        k = self.max_draft_tokens
         with wired_memory():
             return measure_forwards(
                 self._target, self._drafter, num_rows, max_draft_tokens=k

@@ -8,6 +8,7 @@ from .drafter import (
     Proposals,
     Round,
     check_proposals,
+    max_proposals,
     vocabulary_share,
 )
 from .factory import (
@@ -42,5 +43,6 @@ __all__ = [
     "describe",
     "factory_of",
     "make_drafter",
+    "max_proposals",
     "vocabulary_share",
 ]

@@ -15,6 +15,7 @@ from .drafter import (
     Round,
     backlog,
     context,
+    max_proposals,
     method,
     nbytes,
     new_shapes,
@@ -40,6 +41,7 @@ class ChainDrafter:
         context_length: the smaller of the two.
         hidden_layers: those of the first, then those of the second; each is shown
             its own.
+        max_proposals: the larger of the two.
         vocabulary_share: that of the second, which proposes where the first does not.
     """
 
@@ -50,6 +52,8 @@ class ChainDrafter:
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
         self.vocabulary_share = vocabulary_share(second)
+        most = (max_proposals(first), max_proposals(second))
+        self.max_proposals = None if None in most else max(n for n in most if n)
         reading = [d for d in (first, second) if d.hidden_layers]
         self.context: ModelRunner | None = None
         if len(reading) == 1:

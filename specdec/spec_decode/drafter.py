@@ -234,6 +234,9 @@ class Drafter(Protocol):
     #: prefixes of prompts are kept with these; ``None``: they are not reused.
     context: ModelRunner | None = None
 
+    #: Most tokens that it proposes for a row in a round; ``None``: any number.
+    max_proposals: int | None = None
+
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""
@@ -245,6 +248,15 @@ def vocabulary_share(drafter: Drafter | None) -> float | None:
     Its attribute ``vocabulary_share`` says it, where it has one.
     """
     found: float | None = getattr(drafter, "vocabulary_share", None)
+    return found
+
+
+def max_proposals(drafter: Drafter) -> int | None:
+    """Most tokens that a drafter proposes in a round; ``None``: any number.
+
+    Its attribute ``max_proposals`` says it, where it has one.
+    """
+    found: int | None = getattr(drafter, "max_proposals", None)
     return found
 
 
