@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
@@ -25,7 +26,7 @@ from .draft_names import draft_for
 from .engine.async_server import Server
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
-from .engine.led import LeadingSession, follow
+from .engine.led import LeadingSession, announce, follow
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.rehearsal import Rehearsal
@@ -169,6 +170,8 @@ class SpecDecoder:
         self.stats = RunStats(vocabulary_share=vocabulary_share(self._drafter))
         if target.ranks is not None:
             check_alike(target.ranks, target, model, self.config, self.draft_name)
+        ranks = target.ranks
+        tell = partial(announce, ranks) if isinstance(ranks, Leader) else None
         self.bounds = Bounds(
             self._target.vocab_size,
             context_length(target.config),
@@ -176,7 +179,8 @@ class SpecDecoder:
             GrammarCompiler(
                 self.tokenizer,
                 self._target.vocab_size,
-                bounded=not isinstance(target.ranks, Follower),
+                bounded=not isinstance(ranks, Follower),
+                announce=tell,
             ),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
@@ -475,7 +479,7 @@ class SpecDecoder:
         if not isinstance(ranks, Follower):
             return False
         with wired_memory():
-            follow(ranks, lambda: Session(*self._parts()))
+            follow(ranks, lambda: Session(*self._parts()), self.bounds)
         return True
 
     def _check_whole(self, what: str) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import hmac
+import ipaddress
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -70,8 +71,8 @@ class Ranks(ABC):
         group: of ``mlx.core.distributed``.
         rank: of this process; rank 0 leads.
         size: number of ranks.
-        memory_size: bytes that MLX can use on the rank that has least; ``None``: not
-            known.
+        memory_size: bytes that MLX can use on the rank that has least: its share of
+            what ranks of one host have together; ``None``: not known.
     """
 
     def __init__(self, group: mx.distributed.Group):
@@ -197,7 +198,7 @@ class Leader(Ranks):
             _shared(self.group, where)
             own = _facts()
             peers: list[_Peer] = []
-            sizes = [own.pop("memory_size")]
+            sizes, hosts = [own.pop("memory_size")], [""]
             while len(peers) < self.size - 1:
                 connection, _ = server.accept()
                 reader = connection.makefile("rb")
@@ -212,9 +213,15 @@ class Leader(Ranks):
                         f"({_named(own)}): install the same"
                     )
                 sizes.append(size)
+                hosts.append(_host(connection))
                 peers.append(_Peer(rank, connection, reader))
-        known = [size for size in sizes if size is not None]
-        self.memory_size = min(known) if len(known) == len(sizes) else None
+        self.memory_size = None
+        if None not in sizes:
+            sharing = Counter(hosts)
+            if backend.defaults().name == "cuda":  # NCCL wants a GPU for each rank
+                sharing = Counter(set(hosts))
+            shares = (n // sharing[h] for n, h in zip(sizes, hosts, strict=True))
+            self.memory_size = min(shares)
         for peer in peers:
             _tune(peer.connection)
         peers.sort(key=lambda peer: peer.rank)
@@ -440,6 +447,13 @@ def _greeting(
         return None
     found: dict[str, Any] = hello
     return found if known else None
+
+
+def _host(connection: socket.socket) -> str:
+    """Where a rank is; empty: where rank 0 is."""
+    theirs: str = connection.getpeername()[0]
+    here = theirs == connection.getsockname()[0]
+    return "" if here or ipaddress.ip_address(theirs).is_loopback else theirs
 
 
 def _tune(connection: socket.socket) -> None:

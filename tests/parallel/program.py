@@ -29,6 +29,7 @@ from specdec import (
     SamplingParams,
     SpecDecoder,
     UnsupportedModelError,
+    backend,
 )
 from specdec.engine.led import follow
 from specdec.engine.session import Session
@@ -358,7 +359,7 @@ def faults(shown: Shown) -> None:
     model = model_of("llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
-        follow(ranks, Faulty(decoder, FAULTS))
+        follow(ranks, Faulty(decoder, FAULTS), decoder.bounds)
     else:
         assert isinstance(ranks, Leader)
         find(decoder, ranks)
@@ -371,7 +372,7 @@ def faults(shown: Shown) -> None:
     take_shard(model, {}, ranks, "llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
-        follow(ranks, Faulty(decoder, [_draws_otherwise]))
+        follow(ranks, Faulty(decoder, [_draws_otherwise]), decoder.bounds)
         return
     try:
         decoder.generate([PROMPTS[2]], SamplingParams(temperature=1.0, seed=0))
@@ -430,6 +431,8 @@ def main(folder: Path) -> None:
     compare(
         shown, "llama", "packed", packed, draft="self:4bit", twice=True, head_dim=32
     )
+    mine = backend.memory_size() or 0
+    shown("memory of one host is shared", holds=ranks.memory_size == mine // 2)
     loading(shown, folder)
     refusals(shown, folder)
     conversation(shown, folder)

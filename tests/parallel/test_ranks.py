@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from click.testing import CliRunner
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.cli import main, ranks
-from specdec.engine.led import parted
+from specdec.engine.led import follow, parted
+from specdec.engine.session import Bounds
 from specdec.errors import RankError
+from specdec.grammar import Grammar, GrammarCompiler
 from specdec.parallel import Ranks, _greeting
+from tests.byte_tokenizer import byte_tokenizer
 from tests.models.folders import write_folder
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,7 @@ CHECKS = {
     "qwen3_5 accepted",
     "llama packed",
     "llama prefixes",
+    "memory of one host is shared",
     "loading a shard",
     "refusal: cannot shard gemma3_text models",
     "refusal: n_kv_heads is 3",
@@ -245,6 +250,51 @@ def test_where_ranks_part() -> None:
         "None here and stop there"
     )
     assert parted([row], []) == "rows [4] are rows [] there"
+
+
+def test_grammars_are_compiled_beside_steps() -> None:
+    """A follower that compiles in its turn holds all ranks up for seconds."""
+    go, said = threading.Event(), list[str]()
+
+    class Slow(GrammarCompiler):
+        def _compiled(self, grammar: Grammar) -> Any:
+            assert go.wait(60)
+            return super()._compiled(grammar)
+
+    class Rows:
+        def step(self) -> list[Any]:
+            said.append("step")
+            go.set()  # while it compiles
+            return []
+
+        def add_encoded(self, prompt: str, params: SamplingParams) -> None:
+            said.append("compiled" if bounds.grammar(params) else "")
+
+    class Hears:
+        def __init__(self) -> None:
+            grammar = Grammar.regex("(yes|no)")
+            params = SamplingParams(grammar=grammar)
+            self.messages: list[Any] = [
+                ("session", 0, []), ("grammar", grammar), ("step", 0),
+                ("add", 0, "", params), ("end",),
+            ]  # fmt: skip
+
+        def hear(self) -> Any:
+            return self.messages.pop(0)
+
+        def reporting(self) -> Any:
+            return nullcontext()
+
+        def check(self, *_: object, **__: object) -> None: ...
+
+    bounds = Bounds(300, grammars=Slow(byte_tokenizer(), 300, bounded=False))
+    told = list[object]()
+    announced = GrammarCompiler(byte_tokenizer(), 300, announce=told.append)
+    announced.compile(Grammar.regex("a"))
+    announced.compile(Grammar.regex("a"))
+    assert len(told) == 1
+    follow(Hears(), Rows, bounds)  # type: ignore[arg-type]
+    assert said == ["step", "compiled"]
 
 
 def test_only_ranks_are_listened_to() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import random
 import signal
 import socket
@@ -21,9 +22,10 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from specdec import SpecDecoder
+from specdec import SpecDecoder, backend
 from specdec.cli import main
-from specdec.cli.replica import command
+from specdec.cli.replica import command, within_share
+from specdec.config import EngineConfig
 from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
 from specdec.server.front import Front, make_front
@@ -481,6 +483,22 @@ def test_serve_replicas(model: Path) -> None:
         assert process.wait(30) == 0
     finally:
         let_go(process)
+
+
+def test_replicas_of_one_device_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each that plans with all of it: together they hold more than there is."""
+    monkeypatch.setattr(backend, "memory_size", lambda: 9000)
+    places: list[dict[str, str]] = [{"D": "0"}, {"D": "1"}, {"D": "0"}]
+    limits = []
+    for i in range(3):
+        greeting = command({}, ServerConfig(), places, i, "/nowhere/s").greeting
+        *_, sharing = pickle.loads(greeting)
+        limits.append(within_share(None, sharing).memory_limit)
+    assert limits == [4500, None, 4500]
+    named = EngineConfig(memory_limit=8000)
+    assert within_share(named, 2) is named
 
 
 def test_no_replica_outlives_its_parent(model: Path) -> None:
