@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import select
 import sys
@@ -46,12 +47,12 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import keep_finished
-from .sink import Sink
+from .resume import keep_finished, settings_of
+from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
-    from ..outputs import RunStats, StreamEvent
+    from ..outputs import GenerationResult, RunStats, StreamEvent
     from ..parallel import Leader
     from ..sampling_params import SamplingParams
 
@@ -140,14 +141,16 @@ _PATIENCE = 2.0
     "--resume",
     "resumed",
     is_flag=True,
-    help="Go on where an earlier run with the same prompts ended: those with a result "
-    "in --output are skipped, those that failed run again.",
+    help="Go on where an earlier run with the same prompts and settings ended: those "
+    "with a result in --output are skipped, those that failed run again.",
 )
 @click.option(
     "--ray",
-    metavar="ADDRESS",
-    help="Decode on a Ray cluster: auto, HOST:PORT, or local, which starts one here. "
-    "[default: in this process]",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[ADDRESS]",
+    help="Decode on a Ray cluster: auto, which it is without ADDRESS, HOST:PORT, or "
+    "local, which starts one here. [default: in this process]",
 )
 @options.positive(
     "--ray-workers",
@@ -275,11 +278,26 @@ def run(
         raise click.UsageError(f"workers of --ray have whole models: leave out {other}")
     if ray_workers is not None and ray is None:
         raise click.UsageError("--ray-workers has no effect without --ray")
+    asked = requests if isinstance(requests, list) else [requests] * len(records)
+    common: dict[str, Any] = {
+        "target": _place(target_name(target)),
+        **{name: loading.get(name) for name in ("dtype", "adapter_path", "revision")},
+        **{name: getattr(config, name) for name in ("max_kv_size", "kv_bits")},
+        "kv_group_size": kv_bits and config.kv_group_size,
+        "quantized_kv_start": quantized_kv_start,
+        **encoding,
+        "chat_template": loading.get("chat_template"),
+    }
     done: set[int] = set()
     if resumed:
         if output_file is None or output_format != "specdec":
             raise click.UsageError("--resume needs --output, in specdec's own form")
-        done = keep_finished(output_file, records)
+        settings = [settings_of(params, common) for params in asked]
+        for i, params in enumerate(per_prompt(requests, len(records))):
+            own = records[i].fields.get("seed") is not None
+            if params.draws and (own or options.is_given("seed")):
+                settings[i]["seed"] = params.seed
+        done = keep_finished(output_file, records, settings)
         if len(done) == len(records):
             show(f"specdec: all {len(done)} prompts have their results", err=True)
             return
@@ -336,9 +354,13 @@ def run(
     streaming = total == 1 and sys.stdout.isatty()
     what = "turn" if turns else "prompt"
     progress = Progress(what, total, quiet=quiet or streaming)
-    line_of = None
-    if output_format == "openai":
-        line_of = partial(openai_line, model=name)
+
+    def line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+        if output_format == "openai":
+            return openai_line(result, record, model=name)
+        line = line_of_result(result, record)
+        return {**line, "settings": settings_of(asked[result.index], common)}
+
     sink = Sink(records, output, progress.aside, line_of, done)
 
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
@@ -395,6 +417,12 @@ def run(
         sys.exit(INTERRUPTED)
     if lost is not None or sink.errors:
         sys.exit(FAILURE)
+
+
+def _place(target: str) -> str:
+    """A target's name; of a folder or a file the whole path."""
+    path = os.path.expanduser(target)
+    return os.path.abspath(path) if os.path.exists(path) else target
 
 
 def _note_what_does_nothing(

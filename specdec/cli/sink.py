@@ -45,7 +45,7 @@ class Sink:
         self._prompts = prompts
         self._output = output
         self._aside = aside
-        self._line_of = line_of or _line_of
+        self._line_of = line_of or line_of_result
         # Several answers, each under a header.
         self._several = len(prompts) > 1 or any(record.turns for record in prompts)
         self._waiting: dict[int, list[GenerationResult]] = {}
@@ -135,7 +135,8 @@ class Sink:
             self._line_open = not text.endswith("\n")
 
 
-def _line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+def line_of_result(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+    """A line of ``--output``."""
     fields = result.to_dict()
     if record.turns:
         fields = {"index": result.index, "turn": result.turn, **fields}

@@ -234,9 +234,6 @@ class Drafter(Protocol):
     #: prefixes of prompts are kept with these; ``None``: they are not reused.
     context: ModelRunner | None = None
 
-    #: Most tokens that it proposes for a row in a round; ``None``: any number.
-    max_proposals: int | None = None
-
     @abstractmethod
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> DraftRows:
         """Begin rows for ``prompts``, each of up to ``max_length`` tokens."""

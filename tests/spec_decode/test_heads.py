@@ -272,7 +272,7 @@ def test_a_block_has_an_end(
     runner = ModelRunner(lender.model, "target", EngineConfig(), AT_ONCE)
     caplog.set_level("INFO", "specdec")
     for chosen in (4, 2, "auto"):
-        asked = EngineConfig(num_draft_tokens=chosen)  # type: ignore[arg-type]
+        asked = EngineConfig(num_draft_tokens=chosen)
         length = draft_length(asked, runner, drafter, AT_ONCE)
         assert length.max_draft_tokens == 2
     assert caplog.messages == ["the draft proposes up to 2 tokens in a round, not 4"]
