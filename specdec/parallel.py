@@ -45,6 +45,8 @@ Explain = Callable[[Facts, Facts], str]
 
 # What mlx.launch sets; with --backend mpi it is Open MPI that does.
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
+# What Open MPI says of the number of ranks: of all, and of those on this host.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Seconds that ranks have to meet, once they have found each other.
 _MEETING = 60.0
 # Seconds that who connects has to say who it is.
@@ -478,10 +480,28 @@ def _address() -> str:
         if found := os.environ.get(name):
             return found.rpartition(":")[0] if found.count(":") == 1 else found
     hosts = os.environ.get("MLX_HOSTFILE")
-    if hosts is None:
-        return socket.gethostname()
+    if hosts is None:  # Open MPI's launcher does not say it
+        of_all, here = map(os.environ.get, _MPI_SIZES)
+        return "127.0.0.1" if here is not None and here == of_all else _outward()
     first: str = json.loads(Path(hosts).read_text("utf-8"))[0][0]
     return first.rpartition(":")[0].strip("[]")
+
+
+def _outward() -> str:
+    """An address of this machine that others can reach.
+
+    Where its name is one of the loopback's, as on Debian, the one from which this
+    machine would send to others.
+    """
+    with suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+        if not ipaddress.ip_address(named).is_loopback:
+            return named
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # for documentation; nothing is sent
+        found: str = probe.getsockname()[0]
+        return found
+    return socket.gethostname()
 
 
 def _facts() -> dict[str, Any]:

@@ -69,6 +69,7 @@ RECURRENT = {
     "num_experts": 0,
     "tie_word_embeddings": False,  # mlx-lm shards its head
 }
+HEADS = "6 attention heads and 3 key-value heads"
 
 
 def model_of(arch: str, **changes: Any) -> nn.Module:
@@ -234,7 +235,12 @@ def refusals(shown: Shown, folder: Path) -> None:
 
     cases: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         ("no-shard", UnsupportedModelError, "cannot shard gemma3_text models", {}),
-        ("odd-heads", UnsupportedModelError, "n_kv_heads is 3", {}),
+        (
+            "odd-heads",
+            UnsupportedModelError,
+            "6 attention heads and 3 key-value heads",
+            {},
+        ),
         ("llama", ConfigError, "adapter_path does not", {"adapter_path": "x"}),
         (
             "llama",

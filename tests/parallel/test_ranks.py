@@ -24,7 +24,7 @@ from specdec.engine.led import follow, parted
 from specdec.engine.session import Bounds
 from specdec.errors import RankError
 from specdec.grammar import Grammar, GrammarCompiler
-from specdec.parallel import Ranks, _greeting
+from specdec.parallel import Ranks, _address, _greeting
 from tests.byte_tokenizer import byte_tokenizer
 from tests.models.folders import write_folder
 
@@ -63,7 +63,7 @@ CHECKS = {
     "memory of one host is shared",
     "loading a shard",
     "refusal: cannot shard gemma3_text models",
-    "refusal: n_kv_heads is 3",
+    "refusal: 6 attention heads and 3 key-value heads",
     "refusal: adapter_path does not",
     "refusal: prefix_cache does not",
     "a cut",
@@ -332,6 +332,36 @@ def test_what_a_launcher_cannot_start(
     result = CliRunner().invoke(main, command)
     assert result.exit_code != 0
     assert said in result.output + str(result.exception)
+
+
+def test_where_ranks_of_open_mpi_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's name for a machine is an address of its loopback: nobody else's."""
+    for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR", "MLX_HOSTFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Probe:
+        def __init__(self, **_: object) -> None: ...
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def connect(self, address: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.7", 1
+
+    named = "127.0.1.1"
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert _address() == "10.0.0.7"
+    named = "10.0.0.9"
+    assert _address() == "10.0.0.9"
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    assert _address() == "127.0.0.1"
 
 
 def test_nobody_waits_for_a_rank_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

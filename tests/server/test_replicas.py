@@ -116,9 +116,11 @@ def fake(index: int, path: str) -> Command:
 
 
 @contextmanager
-def fronted(count: int = 2, **options: Any) -> Iterator[tuple[httpx.Client, Front]]:
+def fronted(
+    count: int = 2, start: supervision.Start = fake, **options: Any
+) -> Iterator[tuple[httpx.Client, Front]]:
     config = replace(ServerConfig(request_timeout=30), **options)
-    server = Running(make_front(Replicas(count, fake, 30), config))
+    server = Running(make_front(Replicas(count, start, 30), config))
     server.start()
     front: Front = server.app.state.service
     try:
@@ -370,6 +372,23 @@ def test_a_replica_that_does_not_answer_is_replaced(
     # The second one stops as well.
     assert answer.status_code in (502, 503)
     until(lambda: [r.starts for r in front.replicas.all] == [n + 2 for n in before])
+
+
+def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that hangs while it is loaded: a replica less, for good."""
+    monkeypatch.setattr(supervision, "_LEAST_LOADING", 0.0)
+    monkeypatch.setattr(supervision, "_LEAST_PAUSE", 0.01)
+    begun = []
+
+    def start(index: int, path: str) -> Command:
+        begun.append(index)
+        hangs = begun == [0, 1]
+        program = [sys.executable, "-c", "import time; time.sleep(100)"]
+        return Command(program, {}, b"") if hangs else fake(index, path)
+
+    with fronted(start=start) as (_, front):
+        until(lambda: len(front.replicas.ready) == 2)
+    assert begun[:3] == [0, 1, 1]
 
 
 def test_the_end_and_the_beginning() -> None:
