@@ -32,8 +32,9 @@ from specdec.cache import (
     BatchRotatingKVCache,
 )
 from specdec.errors import ConfigError
+from specdec.tools.bench.cells import interleaved
 from specdec.tools.bench.models import DTYPES
-from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
+from specdec.utils.tables import markdown_table, show_spread
 
 PREFILL = 512  # tokens per write while a cache is filled
 ROOM = 128  # columns left for the steps measured, so that nothing grows

@@ -36,13 +36,14 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import NgramDrafter, NgramOptions, Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
+from specdec.tools.bench.cells import interleaved
 from specdec.tools.bench.models import (
     DTYPES,
     SHAPES,
     random_model,
-    token_level,
 )
-from specdec.tools.bench.tables import interleaved, markdown_table, show_spread
+from specdec.tools.decoding import token_level
+from specdec.utils.tables import markdown_table, show_spread
 
 NO_KERNEL = "the kernel needs MLX's CUDA backend and compute 8.0"
 HALF = click.Choice(["bfloat16", "float16"])

@@ -15,11 +15,10 @@ import mlx.core as mx
 
 from benchmarks.common import Script, header_of, write_report
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
-from specdec.draft_names import draft_for
 from specdec.engine.admission import row_needs
 from specdec.memory import MemoryPlan
 from specdec.memory.planning import plan_memory
-from specdec.model_names import short
+from specdec.model_names import draft_for, short
 from specdec.models.model_outline import outline, outline_draft
 from specdec.spec_decode.factory import ngram_of
 

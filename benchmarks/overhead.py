@@ -21,7 +21,7 @@ from specdec.cache import CacheOptions
 from specdec.engine.engine import Engine
 from specdec.engine.session import Bounds, Session
 from specdec.spec_decode import DraftModel
-from specdec.tools.bench.tables import markdown_table, show_spread
+from specdec.utils.tables import markdown_table, show_spread
 
 VOCAB = 256
 WARM_UP = 20

@@ -28,9 +28,9 @@ from specdec.tools.bench.models import (
     random_model,
     random_prompts,
     random_shape,
-    token_level,
 )
-from specdec.tools.bench.tables import markdown_table
+from specdec.tools.decoding import token_level
+from specdec.utils.tables import markdown_table
 
 PHASES = ("draft forwards", "target forward", "hand over", "wait", "rest")
 WARM_UP = 4

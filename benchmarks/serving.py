@@ -24,8 +24,7 @@ from benchmarks.common import Script, header_of, write_report
 from specdec.errors import ConfigError
 from specdec.model_names import short
 from specdec.prompts import read_prompts
-from specdec.tools.bench.tables import percentile
-from specdec.utils.tables import markdown_table
+from specdec.utils.tables import markdown_table, percentile
 
 _START_SECONDS = 900
 SYSTEMS = ("specdec", "plain", "mlx-lm")

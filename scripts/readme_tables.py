@@ -28,8 +28,8 @@ from specdec.model_names import short  # noqa: E402
 from specdec.tools.bench.figures import Figures  # noqa: E402
 from specdec.tools.bench.job import JobRecord  # noqa: E402
 from specdec.tools.bench.raw import Results, Start  # noqa: E402
-from specdec.tools.bench.tables import markdown_table, show_spread  # noqa: E402
 from specdec.utils.records import read_record  # noqa: E402
+from specdec.utils.tables import markdown_table, show_spread  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results"
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

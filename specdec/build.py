@@ -9,11 +9,11 @@ from dataclasses import replace
 from . import backend
 from .backend import BackendDefaults
 from .config import EngineConfig
-from .draft_names import DraftSpec
 from .engine.admission import Preflight
 from .engine.engine import Models
 from .errors import ConfigError, ModelError, UnsupportedModelError
 from .memory.planning import plan_memory
+from .model_names import DraftSpec
 from .models import LoadedModel
 from .models.draft_folder import is_made_for, read_card
 from .models.fingerprint import fingerprint

@@ -22,7 +22,6 @@ from .build import (
     preflight_of,
 )
 from .config import EngineConfig
-from .draft_names import draft_for
 from .engine.async_server import Server
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
@@ -33,7 +32,7 @@ from .engine.rehearsal import Rehearsal
 from .engine.session import Bounds, Session
 from .errors import ConfigError, MemoryLimitError, PromptError
 from .grammar import GrammarCompiler
-from .model_names import target_name
+from .model_names import draft_for, target_name
 from .models import LoadedModel, adopt, context_length, load
 from .models.chat_template import set_chat_template
 from .models.prompt_cache import read_prompt_cache, write_prompt_cache

@@ -17,6 +17,21 @@ from .request import (
     acceptance_rate,
 )
 
+# Fields that a result has from its request.
+_AS_REQUESTED = (
+    "index", "prompt", "kv_bits", "prefix_tokens", "rounds", "drafted", "accepted",
+    "stop_reason", "stop_token", "error", "num_draft_tokens_per_pos",
+    "num_accepted_tokens_per_pos",
+)  # fmt: skip
+# Fields of a line of ``specdec run --output``, in their order.
+_LINE = (
+    "index", "prompt", "text", "token_ids", "finish_reason", "stop_reason",
+    "stop_token", "error", "seed", "prompt_tokens", "kv_bits", "prefix_tokens",
+    "generated_tokens", "rounds", "drafted", "accepted", "acceptance_rate",
+    "acceptance_length", "acceptance_by_position", "time_to_first_token",
+    "tokens_per_second",
+)  # fmt: skip
+
 
 @dataclass(frozen=True, kw_only=True)
 class GenerationResult:
@@ -91,29 +106,18 @@ class GenerationResult:
         rate = 0.0
         if began is not None and request.ended is not None:
             seconds = request.ended - began
-            behind_first = max(len(request.tokens) - 1, 0)
-            rate = behind_first / seconds if seconds > 0 else 0.0
+            later = max(len(request.tokens) - 1, 0)
+            rate = later / seconds if seconds > 0 else 0.0
         return cls(
-            index=request.index,
-            prompt=request.prompt,
             text="" if request.output is None else request.output.text,
             token_ids=request.tokens,
             finish_reason=reason,
             prompt_tokens=len(request.prompt_tokens),
-            kv_bits=request.kv_bits,
-            prefix_tokens=request.prefix_tokens,
-            rounds=request.rounds,
-            drafted=request.drafted,
-            accepted=request.accepted,
-            stop_reason=request.stop_reason,
-            stop_token=request.stop_token,
-            error=request.error,
             seed=params.seed if params.draws else None,
-            num_draft_tokens_per_pos=request.num_draft_tokens_per_pos,
-            num_accepted_tokens_per_pos=request.num_accepted_tokens_per_pos,
             time_to_first_token=None if began is None else began - request.queued,
             tokens_per_second=rate,
             logprobs=logprobs,
+            **{name: getattr(request, name) for name in _AS_REQUESTED},
         )
 
     @classmethod
@@ -156,29 +160,7 @@ class GenerationResult:
 
     def to_dict(self) -> dict[str, object]:
         """The fields of one line of ``specdec run --output``."""
-        line: dict[str, object] = {
-            "index": self.index,
-            "prompt": self.prompt,
-            "text": self.text,
-            "token_ids": self.token_ids,
-            "finish_reason": self.finish_reason,
-            "stop_reason": self.stop_reason,
-            "stop_token": self.stop_token,
-            "error": self.error,
-            "seed": self.seed,
-            "prompt_tokens": self.prompt_tokens,
-            "kv_bits": self.kv_bits,
-            "prefix_tokens": self.prefix_tokens,
-            "generated_tokens": self.generated_tokens,
-            "rounds": self.rounds,
-            "drafted": self.drafted,
-            "accepted": self.accepted,
-            "acceptance_rate": self.acceptance_rate,
-            "acceptance_length": self.acceptance_length,
-            "acceptance_by_position": self.acceptance_by_position,
-            "time_to_first_token": self.time_to_first_token,
-            "tokens_per_second": self.tokens_per_second,
-        }
+        line: dict[str, object] = {name: getattr(self, name) for name in _LINE}
         if self.logprobs is not None:
             line["logprobs"] = [
                 entry.to_dict(token)

@@ -10,8 +10,8 @@ from itertools import count
 from typing import Literal
 
 from .grammar import GrammarState
-from .output_text import OutputText
 from .sampling_params import SamplingParams
+from .utils.output_text import OutputText
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 _Ending = tuple[FinishReason, int | None]

@@ -116,7 +116,7 @@ def kill_workers(job: Job, output: Path, kills: int, rng: random.Random) -> int:
         for number in range(kills):
             # In turns one that loads, and one that decodes; Ray's titles say which.
             loads = number % 2 == 0
-            title = b"ray::MapWorker(MapBatches(_Job))" + (
+            title = b"ray::MapWorker(MapBatches(_Rows))" + (
                 b".__init__" if loads else b".submit"
             )
             # Some blocks end before the next kill.

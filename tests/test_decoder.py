@@ -21,7 +21,7 @@ from specdec import (
     SpecDecoder,
     VocabularyMismatchError,
 )
-from specdec.draft_names import DraftSpec
+from specdec.model_names import DraftSpec
 from specdec.models import LoadedModel
 from specdec.spec_decode import (
     DraftContext,

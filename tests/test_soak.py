@@ -13,7 +13,7 @@ import pytest
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.engine.engine import Engine
 from specdec.models.runner import ModelRows
-from specdec.output_text import OutputText
+from specdec.utils.output_text import OutputText
 from tests.soak import KINDS, soak
 
 WORLDS = len(KINDS)

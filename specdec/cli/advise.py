@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass
 from itertools import zip_longest
 from random import Random
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
@@ -34,36 +34,32 @@ _SURE = 0.9
     cls=options.Command,
     short_help="Say whether a draft is worth it, and how to use it.",
 )
-@options.target()
-@options.draft()
-@options.prompts("Prompts like those to come, one a line; '-' reads standard input.")
-@options.num_prompts("Decode the first N of them.", default=20)
-@options.max_tokens("Tokens to generate for a prompt.", default=48, low=2)
-@click.option(
+@options.models()
+@options.prompts(
+    help="Prompts like those to come, one a line; '-' reads standard input."
+)
+@options.num_prompts(default=20, help="Decode the first N of them.")
+@options.max_tokens(default=48, low=2, help="Tokens to generate for a prompt.")
+@options.positive(
     "--num-draft-tokens",
-    type=click.IntRange(1, MAX_AUTO_DRAFT_TOKENS),
-    metavar="N",
+    high=MAX_AUTO_DRAFT_TOKENS,
     default=4,
-    show_default=True,
     help="Positions at which acceptance is measured; beyond them it is extrapolated.",
 )
-@options.batches("Batch size to predict for; repeat it for more.", default=(1, 8))
+@options.batches(default=(1, 8), help="Batch size to predict for; repeat it for more.")
 @options.temp()
-@options.loading()
 @options.ignore_chat_template()
 @click.option("--json", "as_json", is_flag=True, help="Print JSON.")
 @options.quiet()
 def advise(
     *,
-    target: str | None,
-    draft: str | None,
+    models: options.Models,
     file: str,
     num_prompts: int,
     max_tokens: int,
     num_draft_tokens: int,
     batch_sizes: tuple[int, ...],
     temp: float,
-    loading: dict[str, Any],
     ignore_chat_template: bool,
     as_json: bool,
     quiet: bool,
@@ -74,9 +70,8 @@ def advise(
       specdec advise --prompts questions.jsonl
       specdec advise --target MODEL --draft MODEL --prompts questions.jsonl
     """  # noqa: D301 - click's mark for lines to keep
-    if options.check_pair(target, draft) is None:
+    if models.spec is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
-    options.check_loading(loading, drafts=True)
     records = read_records(file)[:num_prompts]
     silence_third_parties()
     from ..backend import describe
@@ -86,7 +81,7 @@ def advise(
 
     sizes = sorted(set(batch_sizes))
     config = EngineConfig(batch_size=sizes[0], num_draft_tokens=num_draft_tokens)
-    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
+    decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     with places_named(records):
         events = decoder.stream(
             [record.prompt for record in records],

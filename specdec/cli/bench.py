@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING
 import click
 
 from . import options
-from .command_line import command_line
 from .interrupts import last_words
-from .output import INTERRUPTED, show, silence_third_parties
+from .output import INTERRUPTED, command_line, show, silence_third_parties
 from .progress import Progress
 
 if TYPE_CHECKING:

@@ -11,11 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import templates
-from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig, NumDraftTokens
+from ..config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ..errors import MemoryLimitError, PromptError
+from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
-from ..utils.sizes import parse_size
 from . import options
 from .output import show, show_error, show_warnings, silence_third_parties
 
@@ -35,44 +34,34 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
 
 
 @click.command(cls=options.Command, short_help="Talk with a model on the terminal.")
-@options.target()
-@options.draft()
-@click.option("--system-prompt", metavar="TEXT", help="System turn. [default: none]")
-@options.max_tokens("Most tokens of an answer.", default=_MAX_TOKENS)
-@options.temp()
-@click.option(
-    "--top-p",
-    type=float,
-    metavar="P",
-    default=1.0,
-    show_default=True,
-    help="Draw from the likeliest tokens that together have probability P.",
+@options.models()
+@options.engine(
+    options.num_draft_tokens(
+        "Tokens that the draft proposes in a round. auto: as many as are worth it.",
+        low=0,
+    ),
+    options.kv_bits(),
+    options.memory_limit(),
+    batch_size=1,
+    prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,
 )
+@click.option("--system-prompt", metavar="TEXT", help="System turn. [default: none]")
+@options.max_tokens(default=_MAX_TOKENS, help="Most tokens of an answer.")
+@options.temp()
+@options.top_p()
 @click.option(
     "--seed", type=int, metavar="N", help="Of random draws. [default: a random one]"
 )
-@options.num_draft_tokens(
-    "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
-)
-@options.kv_bits("Keep keys and values quantized. [default: as they are]")
-@options.loading()
-@options.memory_limit(
-    "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
-)
-@options.quiet("No figures at the end.")
+@options.quiet(help="No figures at the end.")
 def chat(
     *,
-    target: str | None,
-    draft: str | None,
+    models: options.Models,
+    config: EngineConfig,
     system_prompt: str | None,
     max_tokens: int,
     temp: float,
     top_p: float,
     seed: int | None,
-    num_draft_tokens: NumDraftTokens,
-    kv_bits: int | None,
-    loading: dict[str, Any],
-    memory_limit: str | None,
     quiet: bool,
 ) -> None:
     """Talk with a model: answers come as they are made.
@@ -86,16 +75,6 @@ def chat(
     """  # noqa: D301 - click's mark for lines to keep
     from ..sampling_params import SamplingParams
 
-    drafts = options.check_pair(target, draft) is not None
-    options.check_num_draft_tokens(draft, drafts=drafts)
-    options.check_loading(loading, drafts=drafts)
-    config = EngineConfig(
-        batch_size=1,
-        num_draft_tokens=num_draft_tokens,
-        kv_bits=kv_bits,
-        prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,
-        memory_limit=None if memory_limit is None else parse_size(memory_limit),
-    )
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, top_p=top_p, seed=seed
     )
@@ -104,7 +83,7 @@ def chat(
     templates.start()
     from ..decoder import SpecDecoder
 
-    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
+    decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     talk = _Talk(decoder, params, system_prompt)
     if sys.stdin.isatty():
         with suppress(ImportError):

@@ -13,11 +13,11 @@ from .output import show, show_warnings, silence_third_parties
 @click.argument("out_dir", metavar="OUT_DIR")
 @click.option(
     "--bits",
-    type=click.Choice(["4", "8", "16"]),
+    type=click.Choice([4, 8, 16]),
     help="Bits per weight. 16 is not quantized; mlx-lm is fastest with it on a CPU. "
     "[default: as the file has them]",
 )
-def convert(file: str, out_dir: str, bits: str | None) -> None:
+def convert(file: str, out_dir: str, bits: int | None) -> None:
     """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads.
 
     The name of the default target stands for its file, too.
@@ -32,9 +32,9 @@ def convert(file: str, out_dir: str, bits: str | None) -> None:
     from ..models import convert as convert_model
 
     source = locate_target(file) if is_default_target(file) else file
-    convert_model(source, out_dir, bits=int(bits) if bits else None)
+    convert_model(source, out_dir, bits=bits)
     show(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
-    if bits != "16" and defaults().name == "cpu":
+    if bits != 16 and defaults().name == "cpu":
         show(
             "specdec: note: on a CPU, mlx-lm is many times slower with packed weights "
             "(their scales have 16 bits); --bits 16 is fast there",

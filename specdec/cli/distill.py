@@ -5,21 +5,27 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 import click
 
 from . import options
-from .command_line import command_line
 from .interrupts import RequestsToEnd, last_words
 from .options import dashed, is_given
-from .output import INTERRUPTED, show, show_warnings, silence_third_parties
+from .output import (
+    INTERRUPTED,
+    command_line,
+    show,
+    show_warnings,
+    silence_third_parties,
+)
 
 
-def _files(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
-    return options.file(name, text=text, multiple=True)
+def _files(name: str, text: str) -> options.Option:
+    return options.file(name, help=text, multiple=True)
 
 
-def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
+def _minutes(name: str, text: str) -> options.Option:
     kind = click.FloatRange(min=0, min_open=True)
     return click.option(name, type=kind, metavar="N", help=text)
 
@@ -44,7 +50,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @options.positive(
     "--block-size",
-    text="Tokens of a block head's block, the newest committed one included.",
+    help="Tokens of a block head's block, the newest committed one included.",
     default=8,
     low=2,
 )
@@ -65,7 +71,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @options.positive(
     "--widen",
-    text="Join the MLPs of N layers of the target in each layer of the draft. It "
+    help="Join the MLPs of N layers of the target in each layer of the draft. It "
     "can learn more, at hardly any cost on a GPU.",
     default=1,
 )
@@ -81,7 +87,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
     "them. Repeat it for more.",
 )
 @_minutes("--minutes", "Train for N minutes. [default: 5, without --tokens]")
-@options.positive("--tokens", text="Train on N tokens, counting repeated ones again.")
+@options.positive("--tokens", help="Train on N tokens, counting repeated ones again.")
 @_minutes(
     "--data-minutes",
     "Let the target write for N minutes, earlier runs included. [default: "
@@ -89,7 +95,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @options.positive(
     "--data-tokens",
-    text="Let the target write N tokens. With 0, learn from --prompts and --text "
+    help="Let the target write N tokens. With 0, learn from --prompts and --text "
     "alone. [default: an eighth of --tokens]",
     low=0,
 )
@@ -101,7 +107,7 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 )
 @options.positive(
     "--bits",
-    text="Store matrices in N bits (2, 3, 4, 5, 6, 8), and train for it. [default: "
+    help="Store matrices in N bits (2, 3, 4, 5, 6, 8), and train for it. [default: "
     "not quantized]",
 )
 @click.option(
@@ -128,24 +134,24 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 @options.positive(
     "--batch",
     "writers",
-    text="Rows that the target writes at once. [default: as memory allows]",
+    help="Rows that the target writes at once. [default: as memory allows]",
 )
 @options.positive(
     "--block-tokens",
-    text="Tokens of a training step. [default: what is fast on the device]",
+    help="Tokens of a training step. [default: what is fast on the device]",
     low=128,
 )
 @options.positive(
-    "--rounds", text="Prompts of each --holdout to decode at the end.", default=128
+    "--rounds", help="Prompts of each --holdout to decode at the end.", default=128
 )
 @options.positive(
     "--num-draft-tokens",
-    text="Draft length when --holdout is decoded; repeat it for more. All are decoded "
+    help="Draft length when --holdout is decoded; repeat it for more. All are decoded "
     "greedily, the first also at temperature 0.7.",
     default=(4,),
     multiple=True,
 )
-@options.dtype("Compute in this type. [default: bfloat16; on a CPU float32]")
+@options.dtype(help="Compute in this type. [default: bfloat16; on a CPU float32]")
 @options.trust_remote_code()
 @options.seed()
 @click.option(
@@ -156,35 +162,14 @@ def _minutes(name: str, text: str) -> options.Option:  # type: ignore[type-arg]
 @options.quiet()
 def distill(
     *,
-    target: str | None,
     out: str | None,
-    kind: str,
-    block_size: int,
-    form: str,
-    layers: str,
-    widen: int,
-    prompts: tuple[str, ...],
-    text: tuple[str, ...],
-    holdout: tuple[str, ...],
+    data: str | None,
     minutes: float | None,
     tokens: int | None,
-    data_minutes: float | None,
-    data_tokens: int | None,
-    data: str | None,
-    resume: bool,
-    bits: int | None,
-    layers_only: bool,
-    optimizer: str,
-    learning_rate: float,
-    writers: int | None,
-    block_tokens: int | None,
-    rounds: int,
-    num_draft_tokens: tuple[int, ...],
-    dtype: str | None,
-    trust_remote_code: bool,
-    seed: int,
+    text: tuple[str, ...],
     dry_run: bool,
     quiet: bool,
+    **same_names: Any,
 ) -> None:
     """Make a draft for a target: some of its layers, trained to agree with it.
 
@@ -196,7 +181,6 @@ def distill(
       specdec distill --target MODEL --out my-draft --minutes 5
       specdec run --target MODEL --draft my-draft --prompt "What is MLX?"
     """  # noqa: D301 - click's mark for lines to keep
-    options.check_target(target)
     for name, value in (("out", out), ("data", data)):
         if value is not None and not value.strip():
             raise click.UsageError(f"{dashed(name)} is empty: name one")
@@ -205,11 +189,11 @@ def distill(
             "--minutes and --tokens exclude each other: leave one of them out"
         )
     for name in ("rounds", "num_draft_tokens"):
-        if is_given(name) and not holdout:
+        if is_given(name) and not same_names["holdout"]:
             needs = "needs --holdout: name prompts to decode"
             raise click.UsageError(f"{dashed(name)} {needs}")
     for name in ("block_size", "form"):
-        if is_given(name) and kind != "block":
+        if is_given(name) and same_names["kind"] != "block":
             raise click.UsageError(f"{dashed(name)} needs --kind block")
     if out is None and not dry_run:
         raise click.UsageError("--out is missing: name a folder for the draft")
@@ -226,33 +210,12 @@ def distill(
     if minutes is None and tokens is None:
         minutes = 5.0
     wanted = Options(
-        target=target,
         out=folder,
-        kind=kind,
-        block_size=block_size,
-        form=form,
-        layers=layers,
-        widen=widen,
         budget=Budget(minutes, tokens),
-        data_minutes=data_minutes,
-        data_tokens=data_tokens,
-        prompts=prompts,
         texts=text,
-        holdout=holdout,
         data=None if data is None else Path(data).expanduser(),
-        resume=resume,
-        bits=bits,
-        layers_only=layers_only,
-        dtype=dtype,
-        trust_remote_code=trust_remote_code,
-        writers=writers,
-        block_tokens=block_tokens,
-        optimizer=optimizer,
-        learning_rate=learning_rate,
-        seed=seed,
-        rounds=rounds,
-        num_draft_tokens=num_draft_tokens,
         command=command_line(),
+        **same_names,
     )
 
     def say(line: str) -> None:

@@ -6,9 +6,11 @@ shown without characters that a terminal acts on.
 
 from __future__ import annotations
 
+import importlib.util
 import logging
 import os
 import re
+import shlex
 import sys
 import traceback
 import warnings
@@ -19,7 +21,7 @@ from typing import Any, TextIO
 import click
 
 from ..errors import ConfigError, SpecdecError
-from ..model_names import nearest
+from ..model_names import nearest, short
 from ..prompts import PromptRecord
 from ..utils.data_files import HALVES
 from ..utils.printable import one_line, printable, shorten
@@ -331,6 +333,19 @@ def places_named(records: Sequence[PromptRecord]) -> Iterator[None]:
             raise
         message = name_of(int(found[1]), records) + str(error)[found.end() :]
         raise type(error)(message) from error
+
+
+def command_line() -> str:
+    """What was typed, absolute paths cut to their last part."""
+    return shlex.join(["specdec", *map(short, sys.argv[1:])])
+
+
+def check_extra(what: str, extra: str, *modules: str) -> None:
+    """Refuse to go on where the packages of an extra are not installed."""
+    if not all(map(importlib.util.find_spec, modules)):
+        raise click.ClickException(
+            f"{what} needs more packages: pip install '.[{extra}]' in a checkout"
+        )
 
 
 def silence_third_parties() -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 _LOCAL = "127.0.0.1"
 
 
-def tensor_parallel() -> options.Option[Any]:
+def tensor_parallel() -> options.Option:
     """``--tensor-parallel``."""
     return click.option(
         "--tensor-parallel",

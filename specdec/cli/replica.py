@@ -16,8 +16,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from .. import templates
 from ..config import EngineConfig
+from ..prompts import templates
 from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
 from .serve import described, engine_failed

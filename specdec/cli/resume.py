@@ -11,11 +11,14 @@ from typing import Any
 
 import click
 
-from ..prompts import PromptRecord
+from ..config import EngineConfig
+from ..model_names import target_name
+from ..prompts import Encoding, PromptRecord
 from ..sampling_params import SamplingParams
 from ..utils.data_files import DataError, json_text, parse_json
 from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
+from .options import Models
 from .output import cannot_write
 
 # Of a request, what its text does not depend on. Its seed is a field of a result.
@@ -24,12 +27,29 @@ _BESIDE = frozenset({"seed", "num_draft_tokens", "cache_salt"})
 _MOST = 80
 
 
+def common_of(
+    models: Models, config: EngineConfig, encoding: Encoding
+) -> dict[str, Any]:
+    """Of all results: their model, and how it is run and asked."""
+    name = target_name(models.target)
+    path = os.path.expanduser(name)
+    loaded = ("dtype", "adapter_path", "revision", "chat_template")
+    return {
+        "target": os.path.abspath(path) if os.path.exists(path) else name,
+        **{key: models.loading.get(key) for key in loaded},
+        "max_kv_size": config.max_kv_size,
+        "kv_bits": config.kv_bits,
+        "kv_group_size": config.kv_bits and config.kv_group_size,
+        "quantized_kv_start": config.quantized_kv_start,
+        **encoding,
+    }
+
+
 def settings_of(params: SamplingParams, common: Mapping[str, Any]) -> dict[str, Any]:
     """What a text comes from beside prompt and seed: all that is not as by default.
 
     Args:
-        common: of all prompts: the model, and how it runs and is asked. What is
-            ``None``, false or 0 is as by default.
+        common: of :func:`common_of`; what is ``None``, false or 0 is as by default.
 
     Returns:
         Values as JSON has them; of long ones a digest.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import select
 import sys
@@ -10,14 +9,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import click
 
-from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
-    DEFAULT_PREFILL_STEP_SIZE,
     DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
     NumDraftTokens,
@@ -25,17 +22,16 @@ from ..config import (
 from ..errors import PromptFileError, RankError
 from ..model_names import target_name
 from ..parallel import launched_rank
-from ..prompts import PromptRecord, read_records, read_text
-from ..sampling_params import per_prompt
+from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
+from ..sampling_params import SamplingParams, per_prompt
 from ..utils.printable import one_line
-from ..utils.sizes import parse_size
 from ..utils.warm_up import warm_up
-from . import grammar, options, ranks
-from .by_ray import RayJob
+from . import options, ranks
 from .interrupts import last_words
 from .output import (
     FAILURE,
     INTERRUPTED,
+    check_extra,
     name_of,
     open_output,
     places_named,
@@ -47,14 +43,13 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .resume import keep_finished, settings_of
+from .resume import common_of, keep_finished, settings_of
 from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
     from ..outputs import GenerationResult, RunStats, StreamEvent
     from ..parallel import Leader
-    from ..sampling_params import SamplingParams
 
 # Seconds after which a pipe that brings nothing is named.
 _PATIENCE = 2.0
@@ -63,13 +58,49 @@ _PATIENCE = 2.0
 @click.command(
     cls=options.Command, short_help="Decode prompts with a target model and a draft."
 )
-@options.target()
-@options.draft(
-    "Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
+@options.models(
+    draft="Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
     "quantized. layers:0-7,22-29: those layers of it, counted from 0. mtp: its own MTP "
     "head. A DFlash, DSpark or EAGLE-3 head is named like a model. ngram: no model; "
     "what followed the newest tokens before. ngram+MODEL: MODEL where no n-gram "
-    "matches. none: no draft."
+    "matches. none: no draft.",
+)
+@options.engine(
+    options.batch(default=DEFAULT_BATCH_SIZE, help="Prompts that decode together."),
+    options.num_draft_tokens(
+        "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
+        "none, from measured costs and acceptance.",
+        low=0,
+    ),
+    options.prefill_step_size(
+        help="Prompt tokens per row in one forward; a smaller number takes less memory."
+    ),
+    options.max_kv_size(),
+    options.kv_bits(
+        help="Keep keys and values of target and draft quantized. [default: as they "
+        "are]"
+    ),
+    options.kv_group_size(),
+    click.option(
+        "--quantized-kv-start",
+        type=click.IntRange(min=0),
+        metavar="N",
+        default=0,
+        show_default=True,
+        help="Quantize once the longest row holds N tokens, with --kv-bits.",
+    ),
+    *options.prefix_cache,
+    options.memory_limit(
+        help="Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt "
+        "that cannot fit is refused. [default: all that the device has]"
+    ),
+)
+@options.sampling
+@options.encoding
+@click.option(
+    "--chat-template",
+    metavar="FILE",
+    help="Chat template in Jinja, in place of the model's own.",
 )
 @click.option(
     "--prompt",
@@ -81,53 +112,18 @@ _PATIENCE = 2.0
     "each. '-' reads a prompt from standard input.",
 )
 @options.prompts(
-    "File of prompts, one a line: text, or JSON with prompt, question, messages "
+    help="File of prompts, one a line: text, or JSON with prompt, question, messages "
     "or turns (each after the answer to the one before), and with settings such as "
     "max_tokens; OpenAI's batch files too. [default: standard input, unless --prompt "
     "is given]",
     required=False,
 )
-@options.batch("Prompts that decode together.", default=DEFAULT_BATCH_SIZE)
-@options.sampling
-@grammar.chosen
-@options.encoding
-@options.num_draft_tokens(
-    "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
-    "none, from measured costs and acceptance.",
-    low=0,
-)
-@options.prefill_step_size(
-    "Prompt tokens per row in one forward; a smaller number takes less memory.",
-    default=DEFAULT_PREFILL_STEP_SIZE,
-)
-@options.max_kv_size(
-    "Full-attention layers see a row's first 4 tokens and its newest N - 4. "
-    "[default: all]"
-)
-@options.kv_bits(
-    "Keep keys and values of target and draft quantized. [default: as they are]"
-)
-@options.kv_group_size()
-@click.option(
-    "--quantized-kv-start",
-    type=click.IntRange(min=0),
-    metavar="N",
-    default=0,
-    show_default=True,
-    help="Quantize once the longest row holds N tokens, with --kv-bits.",
-)
-@options.prefix_cache
-@options.loading()
 @ranks.tensor_parallel()
-@options.memory_limit(
-    "Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt that "
-    "cannot fit is refused. [default: all that the device has]"
-)
 @options.file(
     "--output",
     "output_file",
     metavar="FILE.jsonl",
-    text="Write one JSON object per prompt, as each finishes. An existing file is "
+    help="Write one JSON object per prompt, as each finishes. An existing file is "
     "replaced.",
 )
 @click.option(
@@ -154,44 +150,26 @@ _PATIENCE = 2.0
 )
 @options.positive(
     "--ray-workers",
-    text="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
+    help="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
     "or for each machine]",
 )
-@options.quiet("No progress and no summary.")
+@options.quiet(help="No progress and no summary.")
 def run(
     *,
-    target: str | None,
-    draft: str | None,
+    models: options.Models,
+    config: EngineConfig,
+    params: SamplingParams,
+    encoding: Encoding,
+    chat_template: str | None,
     texts: tuple[str, ...],
     file: str | None,
-    batch_size: int,
-    system_prompt: str | None,
-    prefill_response: str | None,
-    chat_template: str | None,
-    chat_template_config: str | None,
-    ignore_chat_template: bool,
-    num_draft_tokens: NumDraftTokens,
-    prefill_step_size: int,
-    max_kv_size: int | None,
-    kv_bits: int | None,
-    kv_group_size: str,
-    quantized_kv_start: int,
-    prefix_cache: str | None,
-    prefix_cache_size: str | None,
-    prefix_cache_memory: str | None,
-    loading: dict[str, Any],
     tensor_parallel: int | None,
-    memory_limit: str | None,
     output_file: str | None,
     output_format: str,
     resumed: bool,
     ray: str | None,
     ray_workers: int | None,
     quiet: bool,
-    json_schema: str | None,
-    regex: str | None,
-    grammar_file: str | None,
-    **sampling: Any,
 ) -> None:
     """Decode prompts with a target model and, if one is named, a draft.
 
@@ -204,51 +182,21 @@ def run(
       cat report.txt | specdec run --prompt "Summarize:"
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
-    drafts = options.check_pair(target, draft) is not None
-    options.check_num_draft_tokens(draft, drafts=drafts)
-    options.check_kv_options(kv_bits)
-    if num_draft_tokens == 0:
+    if config.num_draft_tokens == 0:
         raise click.UsageError(
             "--num-draft-tokens 0 leaves the draft unused: write --draft none instead"
         )
-    config = EngineConfig(
-        batch_size=batch_size,
-        num_draft_tokens=num_draft_tokens,
-        prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
-        kv_bits=kv_bits,
-        kv_group_size=int(kv_group_size),
-        quantized_kv_start=quantized_kv_start,
-        memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        **options.prefix_config(
-            prefix_cache=prefix_cache,
-            prefix_cache_size=prefix_cache_size,
-            prefix_cache_memory=prefix_cache_memory,
-        ),
-    )
-    params = options.params_of(
-        drafts=drafts,
-        output_file=output_file,
-        grammar=grammar.grammar_of(json_schema, regex, grammar_file),
-        **sampling,
-    )
-    encoding = options.encoding_of(
-        system_prompt=system_prompt,
-        prefill_response=prefill_response,
-        chat_template_config=chat_template_config,
-        ignore_chat_template=ignore_chat_template,
-    )
-    options.check_loading(loading, drafts=drafts)
+    raw = encoding["ignore_chat_template"]
     if chat_template is not None:
-        if ignore_chat_template:
+        if raw:
             raise click.UsageError(
                 "--chat-template has no effect with --ignore-chat-template: leave one "
                 "out"
             )
-        loading["chat_template"] = read_text(chat_template)
+        models.loading["chat_template"] = read_text(chat_template)
     records = _collect(texts, file, quiet=quiet)
     requests = requests_of(records, params)
-    _note_what_does_nothing(draft, requests, quiet=quiet)
+    _note_what_does_nothing(models.draft, requests, quiet=quiet)
     if (ignored := ignored_keys(records)) and not quiet:
         keys = one_line(", ".join(ignored), 200)
         where = file or "standard input"
@@ -256,7 +204,7 @@ def run(
     if output_format != "specdec" and output_file is None:
         raise click.UsageError("--output-format needs --output: name a file")
     turns = sum(len(record.turns) for record in records)
-    if turns and ignore_chat_template:
+    if turns and raw:
         raise click.UsageError(
             "turns need the chat template: leave out --ignore-chat-template"
         )
@@ -279,15 +227,7 @@ def run(
     if ray_workers is not None and ray is None:
         raise click.UsageError("--ray-workers has no effect without --ray")
     asked = requests if isinstance(requests, list) else [requests] * len(records)
-    common: dict[str, Any] = {
-        "target": _place(target_name(target)),
-        **{name: loading.get(name) for name in ("dtype", "adapter_path", "revision")},
-        **{name: getattr(config, name) for name in ("max_kv_size", "kv_bits")},
-        "kv_group_size": kv_bits and config.kv_group_size,
-        "quantized_kv_start": quantized_kv_start,
-        **encoding,
-        "chat_template": loading.get("chat_template"),
-    }
+    common = common_of(models, config, encoding)
     done: set[int] = set()
     if resumed:
         if output_file is None or output_format != "specdec":
@@ -310,7 +250,8 @@ def run(
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
 
-    for note in (check_compiler(), _draft_note(num_draft_tokens) if drafts else None):
+    draft_note = _draft_note(config.num_draft_tokens) if models.spec else None
+    for note in (check_compiler(), draft_note):
         if note and not quiet:
             show(f"specdec: note: {note}", err=True)
     left = [index for index in range(len(records)) if index not in done]
@@ -321,15 +262,19 @@ def run(
     events: Iterator[StreamEvent]
     summary: Callable[[], str]
     leader: Leader | None = None
-    loading |= {"target": target, "draft": draft, "config": config}
+    loading = models.arguments(config)
     if ray is not None:
-        job = RayJob(ray, ray_workers, loading)
-        name = target_name(target)
+        check_extra("--ray", "ray", "ray")
+        from ..ray.job import RayJob
+
+        context = click.get_current_context()
+        job = context.with_resource(RayJob(ray, ray_workers, loading))
+        name = target_name(models.target)
         assert isinstance(requests, list)
         events = job.events(left, prompts, requests, encoding)
         under_way, summary = job.under_way, job.summary
     else:
-        if not ignore_chat_template:
+        if not raw:
             templates.start()
         decoder, leader = ranks.load(tensor_parallel, **loading)
         name = decoder.target_name
@@ -417,12 +362,6 @@ def run(
         sys.exit(INTERRUPTED)
     if lost is not None or sink.errors:
         sys.exit(FAILURE)
-
-
-def _place(target: str) -> str:
-    """A target's name; of a folder or a file the whole path."""
-    path = os.path.expanduser(target)
-    return os.path.abspath(path) if os.path.exists(path) else target
 
 
 def _note_what_does_nothing(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import ipaddress
 import socket
 import sys
@@ -12,25 +11,23 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from .. import templates
 from ..config import (
     DEFAULT_BATCH_SIZE,
-    DEFAULT_PREFILL_STEP_SIZE,
     DEFAULT_PREFIX_CACHE_MEMORY,
     EngineConfig,
-    NumDraftTokens,
 )
 from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
+from ..prompts import templates
 from ..server.config import (
     DEFAULT_MAX_TOKENS,
     DEFAULT_MAX_WAITING,
     DEFAULT_PORT,
     PREFIX_SHARING,
 )
-from ..utils.sizes import parse_size
 from . import options, ranks
 from .output import (
+    check_extra,
     share_text,
     show,
     show_error,
@@ -47,9 +44,7 @@ if TYPE_CHECKING:
 _ANSWERING = 1.0
 
 
-def _seconds(
-    name: str, text: str, *, default: float, low: float = 0
-) -> options.Option[Any]:
+def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options.Option:
     return click.option(
         name,
         type=click.FloatRange(min=low),
@@ -63,9 +58,27 @@ def _seconds(
 @click.command(
     cls=options.Command, short_help="Serve a model to OpenAI and Anthropic clients."
 )
-@options.target()
-@options.draft()
-@options.batch("Requests that decode together.", default=DEFAULT_BATCH_SIZE)
+@options.models()
+@options.engine(
+    options.batch(default=DEFAULT_BATCH_SIZE, help="Requests that decode together."),
+    options.num_draft_tokens(
+        "Tokens that the draft proposes in a round. auto: as many as are worth it.",
+        low=0,
+    ),
+    options.prefill_step_size(
+        help="Prompt tokens per row in one forward: running requests wait for one at "
+        "most."
+    ),
+    options.max_kv_size(),
+    options.kv_bits(
+        help="Keep keys and values of target and draft quantized. [default: as they "
+        "are]"
+    ),
+    options.kv_group_size(),
+    *options.prefix_cache,
+    options.memory_limit(),
+    prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,
+)
 @click.option(
     "--host",
     default="127.0.0.1",
@@ -108,23 +121,22 @@ def _seconds(
     "--max-waiting",
     default=DEFAULT_MAX_WAITING,
     low=0,
-    text="Requests that may wait for a place; more are refused with 429.",
+    help="Requests that may wait for a place; more are refused with 429.",
 )
 @options.positive(
     "--max-tokens",
     default=DEFAULT_MAX_TOKENS,
-    text="Tokens to generate where a request does not say.",
+    help="Tokens to generate where a request does not say.",
 )
 @options.positive(
     "--max-output-tokens",
-    text="Most tokens that a request may ask for. [default: what the context leaves]",
+    help="Most tokens that a request may ask for. [default: what the context leaves]",
 )
 @options.positive(
-    "--max-prompt-tokens", text="Longest prompt. [default: what the context leaves]"
+    "--max-prompt-tokens", help="Longest prompt. [default: what the context leaves]"
 )
-@click.option(
+@options.size(
     "--max-body",
-    metavar="SIZE",
     default="16MiB",
     show_default=True,
     help="Largest body of a request.",
@@ -150,26 +162,10 @@ def _seconds(
 )
 @options.positive(
     "--replicas",
-    text="Processes that serve the model, one for each device, behind this port. One "
+    help="Processes that serve the model, one for each device, behind this port. One "
     "that ends starts again. [default: this process serves]",
 )
 @options.chat_template_config()
-@options.num_draft_tokens(
-    "Tokens that the draft proposes in a round. auto: as many as are worth it.", low=0
-)
-@options.prefill_step_size(
-    "Prompt tokens per row in one forward: running requests wait for one at most.",
-    default=DEFAULT_PREFILL_STEP_SIZE,
-)
-@options.max_kv_size(
-    "Full-attention layers see a row's first 4 tokens and its newest N - 4. "
-    "[default: all]"
-)
-@options.kv_bits(
-    "Keep keys and values of target and draft quantized. [default: as they are]"
-)
-@options.kv_group_size()
-@options.prefix_cache
 @click.option(
     "--prefix-sharing",
     type=click.Choice(PREFIX_SHARING),
@@ -178,35 +174,19 @@ def _seconds(
     help="Whose prompts begin with what is kept of one: all clients', or those of the "
     "same client (its key, else its address, and the user that it names).",
 )
-@options.loading()
 @ranks.tensor_parallel()
-@options.memory_limit(
-    "Most memory to use, such as 8GB or 6.5GiB. [default: all that the device has]"
-)
-@options.quiet("No notes, only errors.")
+@options.quiet(help="No notes, only errors.")
 def serve(
     *,
-    target: str | None,
-    draft: str | None,
-    batch_size: int,
+    models: options.Models,
+    config: EngineConfig,
     host: str,
     port: int,
-    names: tuple[str, ...],
-    max_body: str,
+    max_body: int,
     replicas: int | None,
     temp: float,
-    chat_template_config: str | None,
-    num_draft_tokens: NumDraftTokens,
-    prefill_step_size: int,
-    max_kv_size: int | None,
-    kv_bits: int | None,
-    kv_group_size: str,
-    prefix_cache: str | None,
-    prefix_cache_size: str | None,
-    prefix_cache_memory: str | None,
-    loading: dict[str, Any],
+    chat_template_config: dict[str, Any] | None,
     tensor_parallel: int | None,
-    memory_limit: str | None,
     quiet: bool,
     **limits: Any,
 ) -> None:
@@ -228,37 +208,17 @@ def serve(
         raise click.UsageError(
             f"--replicas and {other} are two ways to use several devices: take one"
         )
-    drafts = options.check_pair(target, draft) is not None
-    options.check_num_draft_tokens(draft, drafts=drafts)
-    options.check_kv_options(kv_bits)
-    check_extra("starlette", "uvicorn", "prometheus_client", "httpx")
-    options.check_loading(loading, drafts=drafts)
-    prefixes = options.prefix_config(
-        prefix_cache=prefix_cache,
-        prefix_cache_size=prefix_cache_size,
-        prefix_cache_memory=prefix_cache_memory,
-    )
-    prefixes.setdefault("prefix_cache_memory", DEFAULT_PREFIX_CACHE_MEMORY)
-    engine = EngineConfig(
-        batch_size=batch_size,
-        num_draft_tokens=num_draft_tokens,
-        prefill_step_size=prefill_step_size,
-        max_kv_size=max_kv_size,
-        kv_bits=kv_bits,
-        kv_group_size=int(kv_group_size),
-        memory_limit=None if memory_limit is None else parse_size(memory_limit),
-        **prefixes,
-    )
+    modules = ("starlette", "uvicorn", "prometheus_client", "httpx")
+    check_extra("specdec serve", "server", *modules)
     from ..server.config import ServerConfig
 
-    config = ServerConfig(
-        names=names,
+    server = ServerConfig(
         temperature=temp,
-        max_body_bytes=parse_size(max_body),
-        chat_template_config=options.template_variables(chat_template_config),
+        max_body_bytes=max_body,
+        chat_template_config=chat_template_config or {},
         **limits,
     )
-    loading |= {"target": target, "draft": draft, "config": engine}
+    loading = models.arguments(config)
     silence_third_parties()
     show_warnings()
     from ..server.running import bind
@@ -267,15 +227,15 @@ def serve(
         from ..backend import check_compiler
 
         notes = [check_compiler()]
-        if not config.api_keys and not _is_loopback(host):
+        if not server.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
         for note in notes:
             if note and not quiet:
                 show(f"specdec: note: {note}", err=True)
         if replicas is None:
-            _serve_here(loading, config, listener, tensor_parallel, quiet=quiet)
+            _serve_here(loading, server, listener, tensor_parallel, quiet=quiet)
         else:
-            _serve_by(replicas, loading, config, listener, quiet=quiet)
+            _serve_by(replicas, loading, server, listener, quiet=quiet)
 
 
 def _serve_here(
@@ -365,15 +325,6 @@ def engine_failed(failure: BaseException) -> ServerError:
     """What a server ends with whose engine failed."""
     return ServerError(
         f"the engine failed ({reason_of(failure)}): start the server again"
-    )
-
-
-def check_extra(*modules: str) -> None:
-    """Refuse to go on where the extra ``server`` is not installed."""
-    if all(importlib.util.find_spec(module) for module in modules):
-        return
-    raise click.ClickException(
-        "specdec serve needs more packages: pip install '.[server]' in a checkout"
     )
 
 

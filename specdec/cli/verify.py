@@ -11,14 +11,14 @@ import click
 
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..prompts import read_records
-from ..sampling_params import VERIFICATIONS, SamplingParams
+from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
 from . import options
-from .command_line import command_line
 from .options import is_given
 from .output import (
     FAILURE,
     cannot_write,
+    command_line,
     open_output,
     places_named,
     share_text,
@@ -43,73 +43,65 @@ TOKENS_BEYOND_DRAFT = 3
 @click.command(
     cls=options.Command, short_help="Compare the output with plain decoding."
 )
-@options.target()
-@options.draft("Draft, named as for `specdec run`; none: batches are compared.")
+@options.models(draft="Draft, named as for `specdec run`; none: batches are compared.")
+@options.engine(
+    options.batch(
+        default=DEFAULT_BATCH_SIZE, help="Prompts that the engine decodes together."
+    ),
+    options.positive(
+        "--num-draft-tokens",
+        default=DEFAULT_NUM_DRAFT_TOKENS,
+        help="Tokens that the draft proposes in a round.",
+    ),
+    options.kv_bits(
+        help="Keep keys and values quantized, in plain decoding too. [default: as "
+        "they are]"
+    ),
+    options.kv_group_size(),
+)
 @options.prompts(
-    "Prompts, one a line: text, or JSON as for `specdec run`; '-' reads standard input."
+    help="Prompts, one a line: text, or JSON as for `specdec run`; '-' reads standard "
+    "input."
 )
-@options.num_prompts("Take the first N prompts. [default: all]")
+@options.num_prompts(help="Take the first N prompts. [default: all]")
 @options.max_tokens(
-    f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
+    help=f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
     "distribution, a round and one token on either side]"
-)
-@options.batch("Prompts that the engine decodes together.", default=DEFAULT_BATCH_SIZE)
-@click.option(
-    "--num-draft-tokens",
-    type=click.IntRange(min=1),
-    metavar="N",
-    default=DEFAULT_NUM_DRAFT_TOKENS,
-    show_default=True,
-    help="Tokens that the draft proposes in a round.",
 )
 @options.temp()
 @options.seed()
-@click.option(
-    "--verification",
-    type=click.Choice(VERIFICATIONS),
-    default="coupled",
-    show_default=True,
+@options.verification(
     help="How sampled draft tokens are accepted: coupled is compared token for "
-    "token, the others by the distribution of many draws.",
+    "token, the others by the distribution of many draws."
 )
 @options.positive(
-    "--draws", text="Decodings of each prompt, for a distribution.", default=256, low=20
+    "--draws", default=256, low=20, help="Decodings of each prompt, for a distribution."
 )
 @options.positive(
     "--max-restarts",
-    text="Times that a prompt is continued after a tie.",
     default=16,
     low=0,
+    help="Times that a prompt is continued after a tie.",
 )
-@options.kv_bits(
-    "Keep keys and values quantized, in plain decoding too. [default: as they are]"
-)
-@options.kv_group_size()
-@options.loading()
 @options.ignore_chat_template()
 @options.file(
     "--json",
     "json_file",
-    text="Write everything that was measured, with machine, versions and options.",
+    help="Write everything that was measured, with machine, versions and options.",
 )
 @options.quiet()
 def verify(
     *,
-    target: str | None,
-    draft: str | None,
+    models: options.Models,
+    config: EngineConfig,
     file: str,
     num_prompts: int | None,
     max_tokens: int | None,
-    batch_size: int,
-    num_draft_tokens: int,
     temp: float,
     seed: int,
     verification: Any,
     draws: int,
     max_restarts: int,
-    kv_bits: int | None,
-    kv_group_size: str,
-    loading: dict[str, Any],
     ignore_chat_template: bool,
     json_file: str | None,
     quiet: bool,
@@ -125,24 +117,13 @@ def verify(
       specdec verify --draft self:4bit --prompts questions.jsonl --json exact.json
     """  # noqa: D301 - click's mark for lines to keep
     sampled = temp > 0 and verification != "coupled"
-    drafts = options.check_pair(target, draft) is not None
-    options.check_num_draft_tokens(draft, drafts=drafts)
-    options.check_verification(temp, drafts=drafts)
-    options.check_kv_options(kv_bits)
     _check_together(temp, sampled=sampled)
     if max_tokens is None:
-        short = num_draft_tokens + TOKENS_BEYOND_DRAFT
+        short = config.max_draft_tokens + TOKENS_BEYOND_DRAFT
         max_tokens = short if sampled else DEFAULT_MAX_TOKENS
-    config = EngineConfig(
-        batch_size=batch_size,
-        num_draft_tokens=num_draft_tokens,
-        kv_bits=kv_bits,
-        kv_group_size=int(kv_group_size),
-    )
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
     )
-    options.check_loading(loading, drafts=drafts)
     records = read_records(file)[:num_prompts]
     output = None
     if json_file is not None:
@@ -156,7 +137,7 @@ def verify(
     from ..tools.parity import certify, summary
 
     check_compiler()
-    decoder = SpecDecoder.from_pretrained(target, draft, config=config, **loading)
+    decoder = SpecDecoder.from_pretrained(**models.arguments(config))
     with places_named(records), Progress("row", quiet=quiet) as progress:
         found = certify(
             decoder,
@@ -172,14 +153,14 @@ def verify(
             "prompts": file,
             "num_prompts": len(records),
             "max_tokens": max_tokens,
-            "batch_size": batch_size,
-            "num_draft_tokens": num_draft_tokens if decoder.draft_name else 0,
+            "batch_size": config.batch_size,
+            "num_draft_tokens": config.num_draft_tokens if decoder.draft_name else 0,
             "temperature": temp,
             "seed": seed,
             "verification": verification,
             "kv_bits": config.kv_bits,
-            "kv_group_size": config.kv_group_size if kv_bits else None,
-            **loading,
+            "kv_group_size": config.kv_group_size if config.kv_bits else None,
+            **models.loading,
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }

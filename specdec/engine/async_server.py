@@ -28,10 +28,10 @@ import mlx.core as mx
 
 from ..errors import PromptError, RankError, ServerError, reason_of
 from ..grammar import Grammar, GrammarCompiler, GrammarState
-from ..output_text import stop_texts
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
+from ..utils.output_text import stop_texts
 from .session import Session
 
 # Streams that no thread uses. MLX keeps a thread for each stream until the process

@@ -17,12 +17,12 @@ from ..backend import BackendDefaults
 from ..config import EngineConfig
 from ..errors import reason_of
 from ..models.runner import ModelRunner
-from ..output_text import Detokenizer, OutputText
 from ..outputs import EngineLoad, RunStats
 from ..request import Request
 from ..sampling_params import SamplingParams
 from ..spec_decode import Drafter, DraftGuard, vocabulary_share
 from ..spec_decode.draft_length import BatchState, DraftLength, FixedLength
+from ..utils.output_text import Detokenizer, OutputText
 from .admission import Preflight
 from .decode_batch import DecodeBatch
 from .in_flight import InFlight, StepOutput

@@ -9,11 +9,11 @@ from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
 from ..grammar import Grammar, GrammarCompiler, GrammarState
-from ..output_text import token_text
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
 from ..sampling_params import SamplingParams, require_params
+from ..utils.output_text import token_text
 from .admission import Preflight
 from .engine import Engine
 from .in_flight import StepOutput

@@ -19,7 +19,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from ..backend import defaults
 from ..cuda import attention_patch, flattened_matmul, skinny_matmul
 from ..cuda.fused_linear import choices_of, join_products
-from ..draft_names import ModelDraft
 from ..errors import (
     ConfigError,
     ModelError,
@@ -27,7 +26,7 @@ from ..errors import (
     SpecdecError,
     UnsupportedModelError,
 )
-from ..model_names import locate_target
+from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks, differing, launched_rank
 from ..utils.printable import quoted, shorten
 from ..utils.warm_up import warm_up

@@ -20,9 +20,8 @@ import mlx.nn as nn
 from mlx_lm.utils import hf_repo_to_path, load_model, snapshot_download
 
 from ..backend import defaults
-from ..draft_names import ModelDraft
 from ..errors import ModelError, ModelNotFoundError, SpecdecError
-from ..model_names import locate_target
+from ..model_names import ModelDraft, locate_target
 from ..parallel import Ranks
 from .adapters import adapt
 from .conversions import Conversions, weights_of

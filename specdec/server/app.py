@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import logging
 import time
-from collections.abc import AsyncIterator, Callable, Mapping
+from collections.abc import AsyncIterator, Callable
 from contextlib import aclosing, asynccontextmanager
 from importlib.resources import files
 from typing import Any, TypeVar
@@ -17,8 +15,8 @@ from starlette.responses import HTMLResponse, JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from .. import templates
 from ..decoder import SpecDecoder
+from ..prompts import templates
 from ..utils.data_files import DataError, parse_json
 from . import chat, completions, messages, responses
 from .config import ServerConfig
@@ -28,9 +26,11 @@ from .rendering import Rendering
 from .service import Service
 from .web import (
     HANDLERS,
+    Sent,
     client_of,
     error_response,
     middleware,
+    parsed_soon,
     read_body,
     until_gone,
 )
@@ -39,8 +39,12 @@ log = logging.getLogger("specdec.server")
 
 #: Seconds that a client may take to read its answer, beside the time that it takes.
 _READ_SECONDS = 60
-#: A body is parsed in the event loop up to this size.
-_SMALL = 1 << 18
+
+_EVENTS = [
+    (b"content-type", b"text/event-stream; charset=utf-8"),
+    (b"cache-control", b"no-cache"),
+    (b"x-accel-buffering", b"no"),
+]
 
 Parse = Callable[[Any, Service], Rendering]
 T = TypeVar("T")
@@ -170,15 +174,14 @@ async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
     """
     data = await read_body(request, _service(request).config.max_body_bytes)
 
-    def parsed() -> T:
+    def parsed(data: bytes) -> T:
         try:
             body = parse_json(data)
         except DataError as error:
             raise Refusal(f"the body: {error}", code="invalid_json") from error
         return parse(body, _service(request))
 
-    # Many megabytes take a second, in which the event loop answers others.
-    return parsed() if len(data) <= _SMALL else await asyncio.to_thread(parsed)
+    return await parsed_soon(data, parsed)
 
 
 # -- answers ------------------------------------------------------------------------
@@ -221,15 +224,16 @@ class _Answer(Response):
         try:
             # One that does not read keeps its place no longer than others.
             limit = self._service.config.request_timeout + _READ_SECONDS
-            outcome = await until_gone(self._answer(send), receive, limit)
+            answer = self._answer(scope, receive, send)
+            outcome = await until_gone(answer, receive, limit)
         finally:
             seconds = time.monotonic() - began
             self._service.metrics.answered(self._path, outcome or "left", seconds)
 
-    async def _answer(self, send: Send) -> str:
+    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> str:
         """Answer; how it went."""
         service, rendering = self._service, self._rendering
-        sent = _Sent(send)
+        sent = Sent(send)
         try:
             with service.places(rendering.job.choices):
                 prepared = await service.prepare(rendering.job)
@@ -247,17 +251,16 @@ class _Answer(Response):
             if sent.begun:
                 await sent.more(rendering.failed(refusal), last=True)
             else:
-                body = rendering.error(refusal)
-                await sent.whole(body, refusal.status, refusal.headers)
+                await error_response(refusal, self._path)(scope, receive, send)
             return "refused" if refusal.status < 500 else "failed"
         if rendering.streamed:
             await sent.more(b"".join(rendering.end()), last=True)
         else:
-            await sent.whole(rendering.whole())
+            await JSONResponse(rendering.whole())(scope, receive, send)
         cut = any(outcome.end.cut for outcome in rendering.outcomes)
         return "cut" if cut else "answered"
 
-    async def _stream(self, events: AsyncIterator[Event | None], sent: _Sent) -> None:
+    async def _stream(self, events: AsyncIterator[Event | None], sent: Sent) -> None:
         rendering = self._rendering
         held = b""  # until there is a token: what fails before has a status of its own
         async for event in events:
@@ -267,48 +270,8 @@ class _Answer(Response):
                 rendering.take(event)
                 held += b"".join(rendering.stream(event))
             if not isinstance(event, Begun):
-                await sent.more(held)
+                if not sent.begun:
+                    await sent.begin(200, _EVENTS)
+                if held:
+                    await sent.more(held)
                 held = b""
-
-
-class _Sent:
-    """A response on its way."""
-
-    def __init__(self, send: Send):
-        self._send = send
-        self.begun = False
-
-    async def more(self, data: bytes, *, last: bool = False) -> None:
-        """Send a part of a stream of events."""
-        if not self.begun:
-            await self._begin(200, "text/event-stream; charset=utf-8",
-                              {"Cache-Control": "no-cache",
-                               "X-Accel-Buffering": "no"})  # fmt: skip
-        if data or last:
-            part = {"type": "http.response.body", "body": data, "more_body": not last}
-            await self._send(part)
-
-    async def whole(
-        self,
-        payload: object,
-        status: int = 200,
-        headers: Mapping[str, str] | None = None,
-    ) -> None:
-        """Send a JSON response."""
-        text = json.dumps(payload, ensure_ascii=False, separators=(",", ":"))
-        await self._begin(status, "application/json", headers or {})
-        await self._send({"type": "http.response.body", "body": text.encode()})
-
-    async def _begin(self, status: int, kind: str, headers: Mapping[str, str]) -> None:
-        self.begun = True
-        given = {"Content-Type": kind, **headers}
-        await self._send(
-            {
-                "type": "http.response.start",
-                "status": status,
-                "headers": [
-                    (name.lower().encode(), value.encode())
-                    for name, value in given.items()
-                ],
-            }
-        )

@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import re
-import time
-import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ..prompts import OWN_VARIABLES
+from ..prompts.templates import template_of
 from ..sampling_params import SamplingParams
-from ..templates import template_of
 from ..utils.data_files import DataError, parse_json
 from ..utils.printable import quoted
 from .job import (
     Begun,
     Call,
     Chat,
-    End,
     Event,
     Job,
     Message,
@@ -28,7 +25,7 @@ from .job import (
 )
 from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
-from .rendering import OpenAIRendering, sse
+from .rendering import CompletionRendering
 from .sampling import (
     LABELS,
     SAMPLING,
@@ -130,10 +127,9 @@ def parse(body: Any, service: Service) -> ChatRendering:
     usage = wants_usage(values)
     most = values["max_completion_tokens"]
     if most is not None and values["max_tokens"] not in (None, most):
-        raise Refusal(
+        raise Refusal.invalid(
+            "max_tokens",
             "max_tokens and max_completion_tokens are the same: leave max_tokens out",
-            param="max_tokens",
-            code="invalid_value",
         )
     names = NAMES if most is not None else {**NAMES, "max_tokens": "max_tokens"}
     params = sampling(
@@ -182,10 +178,9 @@ def variables(
     """
     for name in given:
         if name in OWN_VARIABLES or name == "tools":
-            raise Refusal(
+            raise Refusal.invalid(
+                "chat_template_kwargs",
                 f"chat_template_kwargs cannot have {name}: leave it out",
-                param="chat_template_kwargs",
-                code="invalid_value",
             )
     made = {**service.config.chat_template_config, **given}
     if effort is None:
@@ -196,10 +191,9 @@ def variables(
     elif "enable_thinking" in template:
         made["enable_thinking"] = effort != "none"
     elif effort != "none":
-        raise Refusal(
+        raise Refusal.unsupported(
+            where,
             f"{where} is not supported: this model's chat template has no such setting",
-            param=where,
-            code="unsupported_parameter",
         )
     return made
 
@@ -214,11 +208,10 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
         at = f"tools[{i}]"
         shaped(tool, {"type": str}, at)
         if tool["type"] != "function":
-            raise Refusal(
+            raise Refusal.unsupported(
+                f"{at}.type",
                 f"{at} of type {quoted(tool['type'])} is not supported: functions are "
                 "all that can be called",
-                param=f"{at}.type",
-                code="unsupported_parameter",
             )
         shape = {
             "name": str,
@@ -232,11 +225,10 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
     if choice in (None, "auto"):
         for i, tool in enumerate(given):
             if tool["function"].get("strict"):
-                raise Refusal(
+                raise Refusal.unsupported(
+                    f"tools[{i}].function.strict",
                     "strict is not supported while the model may call nothing: use "
                     f"{where} required, or leave strict out",
-                    param=f"tools[{i}].function.strict",
-                    code="unsupported_parameter",
                 )
     if choice is None or choice in ("auto", "none", "required"):
         if choice == "required" and not given:
@@ -245,20 +237,18 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
     name = choice
     if isinstance(choice, dict):
         if choice.get("type") not in (None, "function"):
-            raise Refusal(
+            raise Refusal.unsupported(
+                where,
                 f"{where} of type {quoted(choice['type'])} is not supported: name a "
                 "function",
-                param=where,
-                code="unsupported_parameter",
             )
         shaped(choice, {"type": str, "function": {"name": str}}, where)
         name = choice["function"]["name"]
     if not isinstance(choice, dict) or name not in names:
-        raise Refusal(
+        raise Refusal.invalid(
+            where,
             f"{where} must be auto, none, required or one of the tools, not "
             f"{quoted(name)}",
-            param=where,
-            code="invalid_value",
         )
     return Tools(given, name=name)
 
@@ -266,20 +256,18 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
 def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
     """Refuse a format beside tools: an answer cannot be of it and call one."""
     if params.grammar is not None and tools.functions:
-        raise Refusal(
+        raise Refusal.invalid(
+            where,
             f"{where} does not go with tools that may be called: leave one of them out",
-            param=where,
-            code="invalid_value",
         )
 
 
 def check_name(name: str, where: str) -> None:
     """Refuse names that calls cannot be written with."""
     if not _NAME.fullmatch(name):
-        raise Refusal(
+        raise Refusal.invalid(
+            where,
             f"{where} must be 1 to 128 letters, digits, dashes, dots or underscores",
-            param=where,
-            code="invalid_value",
         )
 
 
@@ -302,11 +290,10 @@ def _message(given: dict[str, Any], where: str, called: dict[str, str]) -> Messa
     shaped(given, _MESSAGE, where)
     role = given["role"]
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise Refusal(
+        raise Refusal.invalid(
+            f"{where}.role",
             f"{where}.role is {quoted(role)}: it must be system, developer, user, "
             "assistant or tool",
-            param=f"{where}.role",
-            code="invalid_value",
         )
     content = text_of(given.get("content"), f"{where}.content")
     made: Message = {"role": "system" if role == "developer" else role}
@@ -413,34 +400,17 @@ def token_text(service: Service, token: int) -> str:
     return str(service.decoder.tokenizer.decode([token]))
 
 
-class ChatRendering(OpenAIRendering):
+class ChatRendering(CompletionRendering):
     """A chat completion, whole or in chunks."""
 
-    def __init__(
-        self, service: Service, job: Job, model: str, *, streamed: bool, usage: bool
-    ):
-        super().__init__(job, model, streamed=streamed)
+    prefix = "chatcmpl"
+    names = ("chat.completion", "chat.completion.chunk")
+
+    def __init__(self, service: Service, job: Job, model: str, **how: bool):
+        super().__init__(job, model, **how)
         self._service = service
-        self._usage = usage
-        self._id = f"chatcmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
 
-    def _object(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": kind,
-            "created": self._created,
-            "model": self.model,
-            "system_fingerprint": "specdec",
-            "choices": choices,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        choices = [self._choice(i, outcome) for i, outcome in enumerate(self.outcomes)]
-        made = self._object("chat.completion", choices)
-        return {**made, "usage": usage_of(self)}
-
-    def _choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         message: dict[str, Any] = {"role": "assistant", "refusal": None}
         empty = outcome.calls and not outcome.text
         message["content"] = None if empty else outcome.text
@@ -450,83 +420,30 @@ class ChatRendering(OpenAIRendering):
             message["tool_calls"] = [_call(call) for call in outcome.calls]
         logprobs = None
         if self.job.params.logprobs:
-            content = logprobs_of(self._service, outcome.tokens)
-            logprobs = {"content": content, "refusal": None}
-        return {
-            "index": index,
-            "message": message,
-            "logprobs": logprobs,
-            **ending(outcome.end),
-        }
+            logprobs = self._logprobs(outcome.tokens)
+        return {"message": message, "logprobs": logprobs}
+
+    def _logprobs(self, tokens: Tokens) -> dict[str, Any]:
+        return {"content": logprobs_of(self._service, tokens), "refusal": None}
 
     def stream(self, event: Event) -> Iterator[bytes]:
         delta: dict[str, Any] = {}
         logprobs: dict[str, Any] | None = None
-        more: dict[str, Any] = {"finish_reason": None}
         if isinstance(event, Begun):
             delta = {"role": "assistant", "content": ""}
         elif isinstance(event, Piece):
             key = "content" if event.kind == "text" else "reasoning_content"
             delta = {key: event.text}
-            if event.tokens:
-                content = logprobs_of(self._service, event.tokens)
-                logprobs = {"content": content, "refusal": None}
+            logprobs = self._logprobs(event.tokens) if event.tokens else None
         elif isinstance(event, Call):
             begun = {"index": event.index, **_call(event)}
             begun["function"] = {"name": event.name, "arguments": ""}
-            yield self._chunk(event.choice, {"tool_calls": [begun]}, None, more)
+            yield self.chunk(event, delta={"tool_calls": [begun]}, logprobs=None)
             arguments = {"arguments": event.arguments}
             delta = {"tool_calls": [{"index": event.index, "function": arguments}]}
-        else:
-            more = ending(event)
-        yield self._chunk(event.choice, delta, logprobs, more)
-
-    def _chunk(
-        self,
-        choice: int,
-        delta: dict[str, Any],
-        logprobs: dict[str, Any] | None,
-        more: Mapping[str, Any],
-    ) -> bytes:
-        made = {"index": choice, "delta": delta, "logprobs": logprobs, **more}
-        chunk = self._object("chat.completion.chunk", [made])
-        return sse({**chunk, "usage": None} if self._usage else chunk)
-
-    def end(self) -> Iterator[bytes]:
-        if self._usage:
-            chunk = self._object("chat.completion.chunk", [])
-            yield sse({**chunk, "usage": usage_of(self)})
-        yield b"data: [DONE]\n\n"
+        yield self.chunk(event, delta=delta, logprobs=logprobs)
 
 
 def _call(call: Call) -> dict[str, Any]:
     function = {"name": call.name, "arguments": call.arguments}
     return {"id": call.id, "type": "function", "function": function}
-
-
-def ending(end: End) -> dict[str, Any]:
-    """How a choice ended, and what its draws came from."""
-    made: dict[str, Any] = {"finish_reason": end.reason}
-    if end.result.seed is not None:
-        made["seed"] = end.result.seed
-    if end.cut is not None:
-        made["cut"] = end.cut
-    if end.stop is not None:
-        made["stop_reason"] = end.stop
-    return made
-
-
-def usage_of(rendering: OpenAIRendering) -> dict[str, Any]:
-    """Tokens, in the form of completions."""
-    usage = rendering.usage
-    return {
-        "prompt_tokens": usage.prompt,
-        "completion_tokens": usage.generated,
-        "total_tokens": usage.prompt + usage.generated,
-        "prompt_tokens_details": {"cached_tokens": usage.cached},
-        "completion_tokens_details": {
-            "drafted_tokens": usage.drafted,
-            "accepted_prediction_tokens": usage.accepted,
-            "rejected_prediction_tokens": usage.drafted - usage.accepted,
-        },
-    }

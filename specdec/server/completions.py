@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import time
-import uuid
 from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from .chat import ending, token_text, usage_of
-from .job import Begun, End, Event, Job, Outcome, Piece, Text, Tokens
+from .chat import token_text
+from .job import Begun, Event, Job, Outcome, Piece, Text, Tokens
 from .parameters import Parameter, Table, read
 from .refusal import Refusal
-from .rendering import OpenAIRendering, sse
+from .rendering import CompletionRendering
 from .sampling import (
     LABELS,
     SAMPLING,
@@ -47,7 +45,7 @@ NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n
          "top_logprobs": "logprobs", "grammar": "response_format"}  # fmt: skip
 
 
-def parse(body: Any, service: Service) -> CompletionRendering:
+def parse(body: Any, service: Service) -> TextRendering:
     """A request.
 
     Raises:
@@ -58,11 +56,10 @@ def parse(body: Any, service: Service) -> CompletionRendering:
     usage = wants_usage(values)
     top, echo = values["logprobs"], values["echo"]
     if top is not None and echo:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "echo",
             "echo with logprobs is not supported: prompts have no logprobs here; leave "
             "one of them out",
-            param="echo",
-            code="unsupported_parameter",
         )
     if echo and values["suffix"] is not None:
         raise Refusal("echo does not go with suffix: leave it out", param="echo")
@@ -80,9 +77,8 @@ def parse(body: Any, service: Service) -> CompletionRendering:
     prompts = _prompts(values["prompt"])
     sources = [Text(prompt, values["suffix"]) for prompt in prompts]
     job = Job(sources, params, values["n"], NAMES)
-    made = CompletionRendering(service, job, model, streamed=values["stream"])
-    made.echo, made.with_usage = echo, usage
-    return made
+    how = {"streamed": values["stream"], "usage": usage}
+    return TextRendering(service, job, model, echo=echo, **how)
 
 
 def _prompts(given: Any) -> list[str | tuple[int, ...]]:
@@ -96,11 +92,10 @@ def _prompts(given: Any) -> list[str | tuple[int, ...]]:
             isinstance(each, list) and all(map(_is_token, each)) for each in prompts
         ):
             return [tuple(each) for each in prompts]
-    raise Refusal(
+    raise Refusal.invalid(
+        "prompt",
         "prompt must be a text, a list of token ids, or a list of up to 2048 of these, "
         "and not empty",
-        param="prompt",
-        code="invalid_value",
     )
 
 
@@ -108,46 +103,27 @@ def _is_token(value: object) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)
 
 
-class CompletionRendering(OpenAIRendering):
+class TextRendering(CompletionRendering):
     """A completion, whole or in chunks."""
 
-    echo = False
-    with_usage = False
+    prefix = "cmpl"
+    names = ("text_completion", "text_completion")
 
-    def __init__(self, service: Service, job: Job, model: str, *, streamed: bool):
-        super().__init__(job, model, streamed=streamed)
-        self._service = service
-        self._id = f"cmpl-{uuid.uuid4().hex}"
-        self._created = int(time.time())
+    def __init__(
+        self, service: Service, job: Job, model: str, *, echo: bool, **how: bool
+    ):
+        super().__init__(job, model, **how)
+        self._service, self.echo = service, echo
         self._lengths: dict[int, int] = {}  # of the tokens of each choice so far
 
-    def _object(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self._id,
-            "object": "text_completion",
-            "created": self._created,
-            "model": self.model,
-            "system_fingerprint": "specdec",
-            "choices": choices,
-        }
-
-    def whole(self) -> dict[str, Any]:
-        choices = [self._choice(i, outcome) for i, outcome in enumerate(self.outcomes)]
-        return {**self._object(choices), "usage": usage_of(self)}
-
-    def _choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
         text = outcome.begun.prompt + outcome.text if self.echo else outcome.text
-        logprobs = self._logprobs(index, outcome.tokens)
-        return {
-            "index": index,
-            "text": text,
-            "logprobs": logprobs,
-            **ending(outcome.end),
-        }
+        logprobs = None
+        if self.job.params.logprobs:
+            logprobs = self._logprobs(index, outcome.tokens)
+        return {"text": text, "logprobs": logprobs}
 
-    def _logprobs(self, choice: int, tokens: Tokens) -> dict[str, Any] | None:
-        if not self.job.params.logprobs:
-            return None
+    def _logprobs(self, choice: int, tokens: Tokens) -> dict[str, Any]:
         texts = [token_text(self._service, token) for token, _ in tokens]
         begin = self._lengths.get(choice, 0)
         *offsets, self._lengths[choice] = accumulate(map(len, texts), initial=begin)
@@ -162,26 +138,13 @@ class CompletionRendering(OpenAIRendering):
         }
 
     def stream(self, event: Event) -> Iterator[bytes]:
-        text, tokens = "", Tokens()
-        more: dict[str, Any] = {"finish_reason": None}
+        text, logprobs = "", None
         if isinstance(event, Begun):
             if not self.echo:
                 return
             text = event.prompt
         elif isinstance(event, Piece):
-            text, tokens = event.text, event.tokens or []
-        elif isinstance(event, End):
-            more = ending(event)
-        made = {
-            "index": event.choice,
-            "text": text,
-            "logprobs": self._logprobs(event.choice, tokens) if tokens else None,
-            **more,
-        }
-        chunk = self._object([made])
-        yield sse({**chunk, "usage": None} if self.with_usage else chunk)
-
-    def end(self) -> Iterator[bytes]:
-        if self.with_usage:
-            yield sse({**self._object([]), "usage": usage_of(self)})
-        yield b"data: [DONE]\n\n"
+            text = event.text
+            if event.tokens:
+                logprobs = self._logprobs(event.choice, event.tokens)
+        yield self.chunk(event, text=text, logprobs=logprobs)

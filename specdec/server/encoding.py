@@ -11,7 +11,7 @@ from ..decoder import SpecDecoder
 from ..errors import PromptError
 from ..grammar import Grammar
 from ..prompts import EncodedPrompt, encode
-from ..templates import template_of
+from ..prompts.templates import template_of
 from .job import Chat, Text, Tools
 from .refusal import Refusal
 
@@ -119,11 +119,10 @@ def check_tools(tokenizer: Any, tools: Tools) -> None:
     template = template_of(tokenizer, tools=tools.functions)
     reads = template is None or "tools" in template
     if not getattr(tokenizer, "has_tool_calling", False) or not reads:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "tools",
             "tools is not supported: the chat template of this model knows no tools; "
             "use another model",
-            param="tools",
-            code="unsupported_parameter",
         )
     if tools.forced:
         beginning(tokenizer, tools.name)
@@ -140,11 +139,10 @@ def beginning(tokenizer: Any, name: str | None) -> str:
         return start
     parser = tokenizer.tool_parser.__module__.rpartition(".")[2]
     if parser not in _CALLS:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "tool_choice",
             f"tool_choice names a function, and calls of this model ({parser}) can "
             "only be required: use required",
-            param="tool_choice",
-            code="unsupported_parameter",
         )
     return start + _CALLS[parser].replace("$", name)
 
@@ -163,10 +161,9 @@ def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
     if not tools.forced or not any(each.get("strict") for each in wanted):
         return None
     if tokenizer.tool_parser.__module__.rpartition(".")[2] != "json_tools":
-        raise Refusal(
+        raise Refusal.unsupported(
+            "tools",
             "strict is not supported: calls of this model are no JSON; leave it out",
-            param="tools",
-            code="unsupported_parameter",
         )
     rules = []
     for i, each in enumerate(wanted):
@@ -190,11 +187,10 @@ def _gap(decoder: SpecDecoder, source: Text) -> Encoded:
         gap for gap in _GAPS if all(token in vocabulary for token in gap[:3] if token)
     )
     if (gap := next(known, None)) is None:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "suffix",
             "suffix is not supported: this model's tokenizer has no tokens to fill the "
             "middle with; use a model that was trained for it",
-            param="suffix",
-            code="unsupported_parameter",
         )
     first, between, last, reverse = gap
     decoder.prompt_limit.check(before, after)

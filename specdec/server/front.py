@@ -32,9 +32,12 @@ from .web import (
     CLIENT_HEADER,
     ENDS_HEADER,
     HANDLERS,
+    Headers,
+    Sent,
     client_of,
     error_response,
     middleware,
+    parsed_soon,
     read_body,
     until_gone,
 )
@@ -43,8 +46,6 @@ from .web import (
 _ATTEMPTS = 2
 #: Seconds that a client may take to read its answer, beside the time that it takes.
 _READ_SECONDS = 120
-#: A body is parsed in the event loop up to this size.
-_SMALL = 1 << 18
 #: Headers of one connection, and those that are another's on the next one.
 _NOT_PASSED_ON = frozenset(
     (b"authorization", b"connection", b"content-length", b"cookie", b"date", b"expect",
@@ -52,7 +53,6 @@ _NOT_PASSED_ON = frozenset(
      b"trailer", b"transfer-encoding", b"upgrade", b"x-api-key", b"x-request-id",
      CLIENT_HEADER, ENDS_HEADER)
 )  # fmt: skip
-Headers = list[tuple[bytes, bytes]]
 
 
 def make_front(replicas: Replicas, config: ServerConfig) -> Starlette:
@@ -109,7 +109,7 @@ class Front:
     @property
     def pending(self) -> int:
         """Answers that have not ended."""
-        return sum(each.place.running for each in self.replicas.all)
+        return sum(each.running for each in self.replicas.all)
 
     @property
     def status(self) -> str:
@@ -126,27 +126,18 @@ class Front:
             Refusal: there is none.
         """
         if self._draining:
-            raise Refusal(
-                "the server is stopping: ask another one",
-                status=503,
-                code="stopping",
-                retry_after=5,
-            )
+            raise Refusal.stopping()
         ready = [each for each in self.replicas.ready if each not in tried]
         if not ready:
             lost = "the replica that answered has ended, and there is no other one yet"
-            raise Refusal(
-                f"{lost if tried else 'no replica is ready'}: try again later",
-                status=503,
-                code="no_replica",
-                retry_after=5,
-            )
+            why = lost if tried else "no replica is ready"
+            raise Refusal.later("no_replica", f"{why}: try again later")
         chosen = choose(ready, blocks)
-        chosen.place.running += 1
+        chosen.running += 1
         try:
             yield chosen
         finally:
-            chosen.place.running -= 1
+            chosen.running -= 1
 
     async def drain(self) -> None:
         """Take no more requests, and let the replicas end those that run."""
@@ -164,7 +155,7 @@ async def _health(request: Request) -> Response:
     replicas = [
         {
             "status": "starting" if each.client is None else "ok",
-            "running": each.place.running,
+            "running": each.running,
             "starts": each.starts,
         }
         for each in front.replicas.all
@@ -183,8 +174,7 @@ async def _forward(request: Request) -> Response:
             body = await read_body(request, front.config.max_body_bytes)
         except ClientDisconnect:
             return Response(status_code=499)
-    small = len(body) <= _SMALL
-    blocks = _blocks(body) if small else await asyncio.to_thread(_blocks, body)
+    blocks = await parsed_soon(body, _blocks)
     return _Forwarded(front, request, body, blocks)
 
 
@@ -213,7 +203,7 @@ class _Forwarded(Response):
         front, path = self._front, self._request.url.path
         tried: list[Replica] = []
         given = 0
-        sent = _Sent(send)
+        sent = _Passed(send)
         while True:
             try:
                 with front.replica(self._blocks, tried) as replica:
@@ -240,7 +230,7 @@ class _Forwarded(Response):
         else:
             await error_response(lost, path)(scope, receive, send)
 
-    async def _ask(self, replica: Replica, sent: _Sent) -> None:
+    async def _ask(self, replica: Replica, sent: _Passed) -> None:
         """Pass a replica's answer on.
 
         Raises:
@@ -282,30 +272,29 @@ def _passed_on(headers: Sequence[tuple[bytes, bytes]]) -> Headers:
     return [(k.lower(), v) for k, v in headers if k.lower() not in _NOT_PASSED_ON]
 
 
-class _Sent:
-    """What the client was sent; of a stream, whole events only."""
+class _Passed(Sent):
+    """A replica's answer on its way; of a stream, whole events only."""
 
     def __init__(self, send: Send):
-        self._send = send
+        super().__init__(send)
         self._part = b""  # of an event
         self._count = 0  # of events
-        self.begun = False
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
         headers = [*headers, (b"content-length", str(len(body)).encode())]
-        await self._begin(status, headers)
-        await self._more(body, last=True)
+        await self.begin(status, headers)
+        await self.more(body, last=True)
 
     async def events(self, status: int, headers: Headers, data: bytes) -> None:
         whole, end, self._part = (self._part + data).rpartition(b"\n\n")
         if end:
             if not self.begun:
-                await self._begin(status, headers)
+                await self.begin(status, headers)
             self._count += whole.count(b"data: ")
-            await self._more(whole + end)
+            await self.more(whole + end)
 
     async def end(self) -> None:
-        await self._more(self._part, last=True)
+        await self.more(self._part, last=True)
 
     async def fail(self, refusal: Refusal, path: str) -> None:
         """End a stream with the error of the protocol that the path belongs to."""
@@ -317,16 +306,7 @@ class _Sent:
             event = sse({"type": "error", **error, **number}, "error")
         else:
             event = sse(refusal.openai())
-        await self._more(event, last=True)
-
-    async def _begin(self, status: int, headers: Headers) -> None:
-        self.begun = True
-        start = {"type": "http.response.start", "status": status, "headers": headers}
-        await self._send(start)
-
-    async def _more(self, body: bytes, *, last: bool = False) -> None:
-        part = {"type": "http.response.body", "body": body, "more_body": not last}
-        await self._send(part)
+        await self.more(event, last=True)
 
 
 # -- metrics ------------------------------------------------------------------------

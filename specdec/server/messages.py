@@ -147,10 +147,9 @@ def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
     config = values["output_config"] or {}
     shaped(config, {"effort?": (str, None), "format?": (dict, None)}, "output_config")
     if unknown := config.keys() - {"effort", "format"}:
-        raise Refusal(
+        raise Refusal.unsupported(
+            "output_config",
             f"output_config.{min(unknown)} is not supported: leave it out",
-            param="output_config",
-            code="unsupported_parameter",
         )
     if effort := config.get("effort"):
         if effort not in ("low", "medium", "high", "xhigh", "max"):
@@ -164,10 +163,9 @@ def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
     edits = shaped(management.get("edits") or [], [dict], "context_management.edits")
     for edit in edits:
         if edit.get("type") != "clear_thinking_20251015" or edit.get("keep") != "all":
-            raise Refusal(
+            raise Refusal.unsupported(
+                "context_management",
                 "context_management edits nothing here: leave it out",
-                param="context_management",
-                code="unsupported_parameter",
             )
     return variables(service, given, None)
 
@@ -177,11 +175,10 @@ def _tools(given: Sequence[dict[str, Any]], choice: dict[str, Any] | None) -> To
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         if tool.get("type") not in (None, "custom"):
-            raise Refusal(
+            raise Refusal.unsupported(
+                f"{at}.type",
                 f"{at} of type {quoted(tool['type'])} is not supported: nothing is "
                 "executed here",
-                param=f"{at}.type",
-                code="unsupported_parameter",
             )
         shape = {"name": str, "description?": (str, None), "input_schema": dict}
         shaped(tool, shape, at)
@@ -321,11 +318,8 @@ class MessageRendering(Rendering):
         self._blocks = 0
         self._open: str | None = None  # the kind of the block that is being written
 
-    def error(self, refusal: Refusal) -> dict[str, Any]:
-        return refusal.anthropic()
-
     def failed(self, refusal: Refusal) -> bytes:
-        return sse(self.error(refusal), "error")
+        return sse(refusal.anthropic(), "error")
 
     def alive(self) -> bytes:
         return sse({"type": "ping"}, "ping")
@@ -433,12 +427,7 @@ def _content(outcome: Outcome, *, omits_thinking: bool) -> list[dict[str, Any]]:
         content.append({"type": "thinking", "thinking": thinking, "signature": ""})
     if outcome.text:
         content.append({"type": "text", "text": outcome.text})
-    content += [
-        {"type": "tool_use", "id": c.id, "name": c.name, "input": _input(c.arguments)}
-        for c in outcome.calls
-    ]
+    for call in outcome.calls:
+        made = {"type": "tool_use", "id": call.id, "name": call.name}
+        content.append({**made, "input": json.loads(call.arguments)})
     return content
-
-
-def _input(arguments: str) -> Any:
-    return json.loads(arguments)

@@ -44,18 +44,12 @@ class Parameter:
             Refusal: it cannot.
         """
         if self.refused and value not in self.only:
-            raise Refusal(
-                f"{name} is not supported: {self.refused}",
-                param=name,
-                code="unsupported_parameter",
-            )
+            raise Refusal.unsupported(name, f"{name} is not supported: {self.refused}")
         shaped(value, self.shape, name)
         if self.only and value not in self.only:
             allowed = ", ".join(map(str, self.only))
-            raise Refusal(
-                f"{name} is {quoted(value)}: it must be one of {allowed}",
-                param=name,
-                code="invalid_value",
+            raise Refusal.invalid(
+                name, f"{name} is {quoted(value)}: it must be one of {allowed}"
             )
         self._check_range(name, value)
         return value
@@ -69,11 +63,7 @@ class Parameter:
         what = f"{name} has length {number}" if sized else f"{name} is {number}"
         rules = [] if low is None else [f"{low:g} or more"]
         rules += [] if high is None else [f"{high:g} at most"]
-        raise Refusal(
-            f"{what}: it must be {' and '.join(rules)}",
-            param=name,
-            code="invalid_value",
-        )
+        raise Refusal.invalid(name, f"{what}: it must be {' and '.join(rules)}")
 
 
 Table: TypeAlias = Mapping[str, Parameter]

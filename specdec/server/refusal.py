@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, Self
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SpecdecError
 from ..utils.printable import one_line
@@ -46,6 +46,26 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
         self.param = param
         self.code = code
         self.retry_after = retry_after
+
+    @classmethod
+    def invalid(cls, param: str | None, message: object) -> Self:
+        """A parameter whose value cannot be."""
+        return cls(message, param=param, code="invalid_value")
+
+    @classmethod
+    def unsupported(cls, param: str | None, message: object) -> Self:
+        """A parameter that is not supported, or not with this model."""
+        return cls(message, param=param, code="unsupported_parameter")
+
+    @classmethod
+    def later(cls, code: str, message: object) -> Self:
+        """What can be had later, or of another server."""
+        return cls(message, status=503, code=code, retry_after=5)
+
+    @classmethod
+    def stopping(cls) -> Self:
+        """No more requests are taken."""
+        return cls.later("stopping", "the server is stopping: ask another one")
 
     @property
     def headers(self) -> dict[str, str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
-from .job import Begun, Event, Job, Outcome, Usage
+from .job import Begun, End, Event, Job, Outcome, Usage
 from .refusal import Refusal
 
 
@@ -57,21 +59,84 @@ class Rendering(ABC):
     def end(self) -> Iterator[bytes]:
         """What ends the stream, after all events."""
 
-    @abstractmethod
-    def error(self, refusal: Refusal) -> dict[str, Any]:
-        """The error object of the protocol."""
-
     def failed(self, refusal: Refusal) -> bytes:
         """What ends a stream that began well."""
-        return sse(self.error(refusal))
+        return sse(refusal.openai())
 
     def alive(self) -> bytes:
         """What keeps a stream open while nothing happens."""
         return b": keep-alive\n\n"
 
 
-class OpenAIRendering(Rendering):
-    """Errors as OpenAI has them."""
+class CompletionRendering(Rendering):
+    """What OpenAI's two kinds of completions share: an object of choices, or chunks.
 
-    def error(self, refusal: Refusal) -> dict[str, Any]:
-        return refusal.openai()
+    Args:
+        usage: a stream ends with the tokens.
+    """
+
+    prefix: ClassVar[str]
+    #: What objects are called, whole and as chunks.
+    names: ClassVar[tuple[str, str]]
+
+    def __init__(self, job: Job, model: str, *, streamed: bool, usage: bool):
+        super().__init__(job, model, streamed=streamed)
+        self._usage = usage
+        self._head = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}",
+            "object": "",
+            "created": int(time.time()),
+            "model": model,
+            "system_fingerprint": "specdec",
+        }
+
+    @abstractmethod
+    def choice(self, index: int, outcome: Outcome) -> dict[str, Any]:
+        """A choice of the whole answer, but for its index and how it ended."""
+
+    def whole(self) -> dict[str, Any]:
+        choices = [
+            {"index": i, **self.choice(i, outcome), **_ending(outcome.end)}
+            for i, outcome in enumerate(self.outcomes)
+        ]
+        made = {**self._head, "object": self.names[0], "choices": choices}
+        return {**made, "usage": self._tokens()}
+
+    def chunk(self, event: Event, **fields: Any) -> bytes:
+        """A part of a choice; the last one says how it ended."""
+        ending = _ending(event) if isinstance(event, End) else {"finish_reason": None}
+        choices = [{"index": event.choice, **fields, **ending}]
+        made = {**self._head, "object": self.names[1], "choices": choices}
+        return sse({**made, "usage": None} if self._usage else made)
+
+    def end(self) -> Iterator[bytes]:
+        if self._usage:
+            made = {**self._head, "object": self.names[1], "choices": []}
+            yield sse({**made, "usage": self._tokens()})
+        yield b"data: [DONE]\n\n"
+
+    def _tokens(self) -> dict[str, Any]:
+        usage = self.usage
+        return {
+            "prompt_tokens": usage.prompt,
+            "completion_tokens": usage.generated,
+            "total_tokens": usage.prompt + usage.generated,
+            "prompt_tokens_details": {"cached_tokens": usage.cached},
+            "completion_tokens_details": {
+                "drafted_tokens": usage.drafted,
+                "accepted_prediction_tokens": usage.accepted,
+                "rejected_prediction_tokens": usage.drafted - usage.accepted,
+            },
+        }
+
+
+def _ending(end: End) -> dict[str, Any]:
+    """How a choice ended, and what its draws came from."""
+    made: dict[str, Any] = {"finish_reason": end.reason}
+    if end.result.seed is not None:
+        made["seed"] = end.result.seed
+    if end.cut is not None:
+        made["cut"] = end.cut
+    if end.stop is not None:
+        made["stop_reason"] = end.stop
+    return made

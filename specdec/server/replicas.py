@@ -23,7 +23,7 @@ from typing import Self
 import httpx
 
 from ..errors import ServerError
-from .routing import HasPlace, Place
+from .routing import Place
 
 log = logging.getLogger("specdec.server")
 
@@ -59,12 +59,11 @@ class Command:
 Start = Callable[[int, str], Command]
 
 
-class Replica(HasPlace):
+class Replica(Place):
     """A process that serves, or the next one in its place.
 
     Attributes:
         index: among its like, from 0.
-        place: what it runs and was given.
         client: reaches it while it answers; ``None``: it does not.
         starts: how often it was started.
         described: what it serves, as it says.
@@ -72,8 +71,8 @@ class Replica(HasPlace):
     """
 
     def __init__(self, index: int):
+        super().__init__()
         self.index = index
-        self.place = Place()
         self.client: httpx.AsyncClient | None = None
         self.starts = 0
         self.described = ""
@@ -220,7 +219,7 @@ class Replicas:
                     took = time.monotonic() - begun
                     self._patience = max(_LEAST_LOADING, _TIMES_AS_LONG * took)
                 replica.described = line.decode().strip()
-                replica.place.forget()
+                replica.forget()
                 if replica.starts > 1:
                     log.warning("replica %d is ready again", replica.index)
                 async with self._client(path) as client:

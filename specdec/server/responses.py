@@ -23,7 +23,7 @@ from .chat import (
 from .job import Begun, Call, Chat, End, Event, Job, Message, Piece, Tokens
 from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
-from .rendering import OpenAIRendering, sse
+from .rendering import Rendering, sse
 from .sampling import LABELS, SAMPLING, STREAM, constraint, sampling, wants_usage
 from .service import Service
 
@@ -94,18 +94,16 @@ def parse(body: Any, service: Service) -> ResponseRendering:
     model = service.check_model(values["model"])
     text = values["text"] or {}
     if text.get("verbosity") not in (None, "medium"):
-        raise Refusal(
+        raise Refusal.unsupported(
+            "text.verbosity",
             "text.verbosity is not supported: ask for it in the prompt",
-            param="text.verbosity",
-            code="unsupported_parameter",
         )
     top = values["top_logprobs"]
     for item in values["include"]:
         if item not in _INCLUDED:
-            raise Refusal(
+            raise Refusal.unsupported(
+                "include",
                 f"include cannot have {quoted(item)}: nothing is called from here",
-                param="include",
-                code="unsupported_parameter",
             )
     asked = _INCLUDED[0] in values["include"]
     if wants_usage(values):
@@ -241,7 +239,7 @@ def _item(
         )
 
 
-class ResponseRendering(OpenAIRendering):
+class ResponseRendering(Rendering):
     """A response, whole or as a sequence of events."""
 
     def __init__(self, service: Service, job: Job, model: str, values: dict[str, Any]):

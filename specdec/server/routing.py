@@ -97,31 +97,25 @@ class Place:
         self._kept.clear()
 
 
-class HasPlace:
-    """What :func:`choose` chooses from."""
-
-    place: Place
+P = TypeVar("P", bound=Place)
 
 
-T = TypeVar("T", bound=HasPlace)
-
-
-def choose(replicas: Sequence[T], blocks: Blocks) -> T:
+def choose(replicas: Sequence[P], blocks: Blocks) -> P:
     """The replica that was given most of a prompt's beginning, or the least busy one.
 
     One that runs more than 1.25 times the mean is left out, so that a prefix that all
     requests share does not keep the other replicas idle.
     """
-    total = sum(each.place.running for each in replicas)
+    total = sum(each.running for each in replicas)
     most = math.ceil(_IMBALANCE * (total + 1) / len(replicas))
     chosen = max(
-        (each for each in replicas if each.place.running < most),
+        (each for each in replicas if each.running < most),
         key=lambda each: (
-            each.place.matching(blocks),
-            -each.place.running,
-            -each.place.last,
+            each.matching(blocks),
+            -each.running,
+            -each.last,
         ),
     )
-    chosen.place.note(blocks)
-    chosen.place.last = 1 + max(each.place.last for each in replicas)
+    chosen.note(blocks)
+    chosen.last = 1 + max(each.last for each in replicas)
     return chosen

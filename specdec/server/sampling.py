@@ -108,14 +108,13 @@ def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[st
                 shaped(response_format, {"grammar": str}, where)["grammar"]
             )
         else:
-            raise Refusal(
+            raise Refusal.invalid(
+                where,
                 f"{where}.type is {quoted(kind)}: it must be text, json_object, "
                 "json_schema, regex or grammar",
-                param=where,
-                code="invalid_value",
             )
     except ConfigError as error:
-        raise Refusal(f"{where}: {error}", param=where, code="invalid_value") from error
+        raise Refusal.invalid(where, f"{where}: {error}") from error
     return {"grammar": made}
 
 
@@ -142,11 +141,7 @@ def sampling(
     wanted = config.max_tokens if given is None else given
     if limit is not None and wanted > limit:
         param = names.get("max_tokens", "max_tokens")
-        raise Refusal(
-            f"{param} is {wanted}: this server allows {limit}",
-            param=param,
-            code="invalid_value",
-        )
+        raise Refusal.invalid(param, f"{param} is {wanted}: this server allows {limit}")
     found = {
         name: value
         for name, value in values.items()
@@ -183,10 +178,9 @@ def _biases(given: Mapping[str, Any]) -> dict[int, float]:
     for token, bias in given.items():
         number = isinstance(bias, int | float) and not isinstance(bias, bool)
         if not number or not (token.isascii() and token.isdigit()) or len(token) > 10:
-            raise Refusal(
+            raise Refusal.invalid(
+                "logit_bias",
                 'logit_bias must map token ids to numbers, as in {"1234": -5}',
-                param="logit_bias",
-                code="invalid_value",
             )
         biases[int(token)] = bias
     return biases
@@ -198,9 +192,7 @@ def stops(given: str | list[Any] | None, where: str) -> tuple[str, ...]:
         return ()
     texts = [given] if isinstance(given, str) else given
     if not all(isinstance(text, str) and text for text in texts):
-        raise Refusal(
-            f"{where} must be one text or several, none of them empty",
-            param=where,
-            code="invalid_value",
+        raise Refusal.invalid(
+            where, f"{where} must be one text or several, none of them empty"
         )
     return tuple(texts)

@@ -14,9 +14,9 @@ from functools import partial
 from ..decoder import SpecDecoder
 from ..engine.async_server import Server as Engine
 from ..model_names import short
-from ..output_text import stop_texts
 from ..outputs import GenerationResult, StreamEvent
 from ..sampling_params import SamplingParams
+from ..utils.output_text import stop_texts
 from .config import ServerConfig
 from .encoding import Encoded, call_grammar, encode_source
 from .job import Begun, Chat, End, Event, Job, Text, Tokens, Tools
@@ -139,17 +139,11 @@ class Service:
         """
         most = self.batch_size + self.config.max_waiting
         if self._draining:
-            raise Refusal(
-                "the server is stopping: ask another one",
-                status=503,
-                code="stopping",
-                retry_after=5,
-            )
+            raise Refusal.stopping()
         if rows > most:
-            raise Refusal(
+            raise Refusal.invalid(
+                "n",
                 f"{rows} choices are asked for and {most} is the most: ask for fewer",
-                param="n",
-                code="invalid_value",
             )
         if self._rows + rows > most:
             raise Refusal(
@@ -351,9 +345,5 @@ def _tokens(event: StreamEvent) -> Tokens | None:
 
 
 def _too_late() -> Refusal:
-    return Refusal(
-        "the time limit of a request ended before its first token: try again later",
-        status=503,
-        code="timeout",
-        retry_after=5,
-    )
+    why = "the time limit of a request ended before its first token: try again later"
+    return Refusal.later("timeout", why)

@@ -7,7 +7,7 @@ import hmac
 import ipaddress
 import re
 import uuid
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from starlette.exceptions import HTTPException
@@ -22,7 +22,10 @@ from .refusal import Refusal
 
 #: Seconds that a body may take to arrive.
 _BODY_SECONDS = 60
+#: A body is parsed in the event loop up to this size.
+_SMALL = 1 << 18
 T = TypeVar("T")
+Headers = list[tuple[bytes, bytes]]
 
 #: By which a replica says that another one should be asked.
 ENDS_HEADER = b"x-specdec-ends"
@@ -208,6 +211,33 @@ async def read_body(request: Request, most: int) -> bytes:
     except TimeoutError as error:
         raise Refusal("the body did not arrive in time", status=408) from error
     return bytes(data)
+
+
+async def parsed_soon(data: bytes, parse: Callable[[bytes], T]) -> T:
+    """What a body says; a large one holds up nothing else.
+
+    Many megabytes take a second, in which the event loop answers others.
+    """
+    return parse(data) if len(data) <= _SMALL else await asyncio.to_thread(parse, data)
+
+
+class Sent:
+    """A response on its way, part by part."""
+
+    def __init__(self, send: Send):
+        self._send = send
+        self.begun = False
+
+    async def begin(self, status: int, headers: Headers) -> None:
+        """Send status and headers."""
+        self.begun = True
+        start = {"type": "http.response.start", "status": status, "headers": headers}
+        await self._send(start)
+
+    async def more(self, body: bytes, *, last: bool = False) -> None:
+        """Send a part of the body."""
+        part = {"type": "http.response.body", "body": body, "more_body": not last}
+        await self._send(part)
 
 
 async def gone(receive: Receive) -> None:

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
-from ..draft_names import DraftSpec, named_draft
 from ..errors import ConfigError
+from ..model_names import DraftSpec, named_draft
 from ..models import (
     LoadedModel,
     VocabularyMap,

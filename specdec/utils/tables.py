@@ -1,7 +1,9 @@
-"""Tables: columns of plain text for a terminal, and Markdown. No mlx here."""
+"""Tables, of plain text and Markdown, and numbers as they stand in them."""
 
 from __future__ import annotations
 
+import math
+import statistics
 from collections.abc import Sequence
 from typing import Literal
 
@@ -34,3 +36,17 @@ def markdown_table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> s
         *("| " + " | ".join(map(str, row)) + " |" for row in rows),
     ]
     return "\n".join(lines) + "\n"
+
+
+def percentile(values: Sequence[float], percent: float) -> float:
+    """The value that so many percent of them are at most: one of them."""
+    ordered = sorted(values)
+    return ordered[max(0, math.ceil(len(ordered) * percent / 100) - 1)]
+
+
+def show_spread(values: Sequence[float], digits: int = 1) -> str:
+    """``median (min to max)``; the median alone for a single value."""
+    text = f"{statistics.median(values):.{digits}f}"
+    if len(values) > 1:
+        text += f" ({min(values):.{digits}f} to {max(values):.{digits}f})"
+    return text

@@ -15,7 +15,7 @@ from specdec.cli.advise import _advice
 from specdec.decoder import SpecDecoder
 from specdec.outputs import GenerationResult
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 
 
 @pytest.fixture

@@ -201,7 +201,7 @@ def test_a_gguf_file_that_needs_the_gguf_package(
 
 def test_the_default_target(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("specdec.model_names.default_target", lambda: config)
-    monkeypatch.setattr("specdec.draft_names.default_draft", lambda: None)
+    monkeypatch.setattr("specdec.model_names.default_draft", lambda: None)
     assert as_json("--context", "99")["num_parameters"] == 8_030_261_248
 
 

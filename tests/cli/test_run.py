@@ -290,7 +290,7 @@ def test_the_default_target_has_a_draft(
     specdec: Specdec, decoder: FakeDecoder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Options of drafts go with it, unless it is unwanted, or the target another."""
-    monkeypatch.setattr("specdec.draft_names.default_draft", lambda: "with/specdec")
+    monkeypatch.setattr("specdec.model_names.default_draft", lambda: "with/specdec")
     for arguments, drafts in (
         ([], True),
         (["--target", "SmolLM2-135M-Instruct"], True),

@@ -42,7 +42,7 @@ def verify(
 ) -> Verify:
     """The command with small random models; ``rounding`` makes ties."""
     rounding = False
-    monkeypatch.setattr("specdec.draft_names.default_draft", lambda: None)
+    monkeypatch.setattr("specdec.model_names.default_draft", lambda: None)
 
     def from_pretrained(
         target: str | None,

@@ -16,7 +16,8 @@ RUN = """
 from dataclasses import replace
 import mlx.core as mx
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
-from specdec.tools.bench.models import random_model, token_level
+from specdec.tools.bench.models import random_model
+from specdec.tools.decoding import token_level
 cpu = backend.defaults()
 made = replace(
     cpu, read_bucket=64, static_shapes=True, costs_by_token=False,

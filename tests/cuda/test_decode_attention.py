@@ -23,7 +23,7 @@ from specdec.cuda.attention_patch import take_few_queries, usual_attention
 from specdec.cuda.fused_linear import separated
 from specdec.cuda.kernels import TYPES
 from specdec.models import precision
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 
 TinyModel = Callable[..., nn.Module]
 on_cuda = backend.defaults().name == "cuda"

@@ -24,7 +24,7 @@ from specdec.cuda.fused_linear import (
 )
 from specdec.models import precision
 from specdec.models.layer_skip import SkippingModel
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 
 from ..cache.small_models import MODELS
 

@@ -23,7 +23,7 @@ from specdec.engine.decode_batch import DecodeBatch
 from specdec.models.runner import ModelRows
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
 from specdec.spec_decode.commit import Committer
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 from tests.scripted import Script
 
 # As on a GPU, as far as a CPU can.

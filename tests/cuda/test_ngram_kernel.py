@@ -13,7 +13,7 @@ import pytest
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.cuda import ngram_kernel
 from specdec.spec_decode import NgramDrafter, NgramOptions, ngram, ngram_search
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 
 on_cuda = backend.defaults().name == "cuda"
 needs_cuda = pytest.mark.skipif(not on_cuda, reason="needs MLX's CUDA backend")

@@ -24,7 +24,7 @@ from specdec.cuda.skinny_matmul import (
     take_few_rows,
 )
 from specdec.models import precision
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 
 TinyModel = Callable[..., nn.Module]
 on_cuda = defaults().name == "cuda"

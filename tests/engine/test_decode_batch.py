@@ -15,10 +15,10 @@ import pytest
 from mlx_lm.sample_utils import make_sampler
 
 from specdec.backend import BackendDefaults
-from specdec.output_text import OutputText
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode.verifier import Verifier
+from specdec.utils.output_text import OutputText
 from tests.plain import (
     BACKENDS,
     BEHIND,
@@ -29,7 +29,7 @@ from tests.plain import (
     plainly,
     run_rows,
 )
-from tests.test_output_text import HALVES, Detokenizer
+from tests.utils.test_output_text import HALVES, Detokenizer
 
 
 def only_even(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -19,7 +19,7 @@ from specdec.engine.scheduler import Scheduler
 from specdec.models.runner import ModelRows
 from specdec.request import Request
 from specdec.spec_decode.draft_length import StepTimer
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 from tests.plain import BEHIND, engine_of, exact, plainly
 from tests.scripted import Script
 

@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from specdec import templates
+from specdec.prompts import templates
 
 # Bytes that a case may take beside what the process has, and that all may leave.
 MOST_BYTES = 400 << 20

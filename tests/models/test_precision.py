@@ -13,12 +13,12 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-from specdec.draft_names import SELF_DRAFTS
 from specdec.errors import UnsupportedModelError
+from specdec.model_names import SELF_DRAFTS
 from specdec.models import load, load_draft
 from specdec.models.draft_folder import take_type
 from specdec.models.precision import cast, quantized_copy
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 
 from .folders import write_folder
 from .gguf_files import random_model

@@ -207,7 +207,7 @@ CASES: dict[str, tuple[Callable[..., Any], Table, dict[str, Any], Cases]] = {
         "logprobs": param("top_logprobs", 2),
         "stop": param("stop", ["a", "b"], ("a", "b")),
         "stream_options": attribute(
-            "with_usage", {"include_usage": True}, True, stream=True
+            "_usage", {"include_usage": True}, True, stream=True
         ),
         "response_format": Used(JSON, lambda r: r.job.params.grammar.text, "{}"),
     }),

@@ -31,18 +31,13 @@ from specdec.server.config import ServerConfig
 from specdec.server.front import Front, make_front
 from specdec.server.refusal import Refusal
 from specdec.server.replicas import Command, Replica, Replicas
-from specdec.server.routing import BILLING, HasPlace, Place, blocks_of, choose
+from specdec.server.routing import BILLING, Place, blocks_of, choose
 from tests.models.folders import write_folder
 from tests.server.harness import Running
 from tests.server.test_command import let_go, line_of, specdec
 from tests.server.test_serving import until
 
 # -- where requests go --------------------------------------------------------------
-
-
-class Fake(HasPlace):
-    def __init__(self) -> None:
-        self.place = Place()
 
 
 def talk(first: str, turns: int) -> dict[str, Any]:
@@ -61,9 +56,9 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
     Keys of a body have no order, and Claude Code's line that always changes is no
     beginning.
     """
-    replicas = [Fake() for _ in range(4)]
+    replicas = [Place() for _ in range(4)]
     rng = random.Random(5)
-    homes: dict[str, Fake] = {}
+    homes: dict[str, Place] = {}
     for turns in range(4):
         names = [f"talk {i}" for i in range(12)]
         rng.shuffle(names)
@@ -73,9 +68,9 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
             body["temperature"] = rng.random()
             chosen = choose(replicas, blocks_of(body))
             assert homes.setdefault(name, chosen) is chosen
-            chosen.place.running += turns == 0  # the first turns are spread
+            chosen.running += turns == 0  # the first turns are spread
     assert len(set(map(id, homes.values()))) >= 3
-    assert max(each.place.running for each in replicas) <= 5
+    assert max(each.running for each in replicas) <= 5
     line = "x-anthropic-billing-header: cc={}\n"
     for i in range(2):
         assert BILLING.match(line)
@@ -90,20 +85,20 @@ def test_a_prompt_goes_where_its_beginning_is() -> None:
 
 def test_a_prefix_of_all_keeps_no_replica_idle() -> None:
     """Affinity without a bound sends everything to one replica."""
-    replicas = [Fake() for _ in range(4)]
+    replicas = [Place() for _ in range(4)]
     blocks = blocks_of(talk("everyone", 3))
     rng = random.Random(7)
     for _ in range(2000):
         chosen = choose(replicas, blocks)
-        chosen.place.running += 1
-        total = sum(each.place.running for each in replicas)
-        assert chosen.place.running <= 1.25 * total / 4 + 1
+        chosen.running += 1
+        total = sum(each.running for each in replicas)
+        assert chosen.running <= 1.25 * total / 4 + 1
         if total > 60:
-            rng.choice([r for r in replicas if r.place.running]).place.running -= 1
+            rng.choice([r for r in replicas if r.running]).running -= 1
     for each in replicas:
-        each.place.forget()
-        each.place.running = 3
-    replicas[2].place.running = 2
+        each.forget()
+        each.running = 3
+    replicas[2].running = 2
     assert choose(replicas, blocks) is replicas[2]
 
 
@@ -174,7 +169,7 @@ def answers(replica: Replica) -> bool:
 def busy(front: Front) -> int:
     """The process of the replica that has been given something."""
     until(lambda: front.pending > 0)
-    (found,) = [r for r in front.replicas.all if r.place.running]
+    (found,) = [r for r in front.replicas.all if r.running]
     with direct(found) as client:
         until(lambda: client.get("/health").json()["given"])
     assert found.process is not None
@@ -235,7 +230,7 @@ def test_events_come_one_by_one(ready: tuple[httpx.Client, Front]) -> None:
     """A front that waits for more of a stream than there is."""
     client, front = ready
     with client.stream("POST", "/v1/completions", json={"prompt": "step"}) as answer_to:
-        (replica,) = [r for r in front.replicas.all if r.place.running]
+        (replica,) = [r for r in front.replicas.all if r.running]
 
         def go(step: int) -> None:
             with direct(replica) as client:
@@ -300,9 +295,9 @@ def test_a_replica_that_is_about_to_end(ready: tuple[httpx.Client, Front]) -> No
     client, front = ready
     for prompt, more in (("stopping", 0), ("engine_failed", 1)):
         again, second = front.again, front.replicas.all[1]
-        second.place.running += 1  # so that the first one is asked first
+        second.running += 1  # so that the first one is asked first
         answer = client.post("/v1/completions", json={"prompt": prompt})
-        second.place.running -= 1
+        second.running -= 1
         assert answer.json()["body"] == {"prompt": prompt}
         assert front.again == again + more
 

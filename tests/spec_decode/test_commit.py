@@ -21,7 +21,7 @@ from specdec.cuda.kernels import cuda_kernel
 from specdec.engine.decode_batch import DecodeBatch
 from specdec.spec_decode import NamedDrafter, commit
 from specdec.spec_decode.commit import CommitResult, Committed, Committer
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 from tests.cuda.emulation import cuda
 
 on_cuda = backend.defaults().name == "cuda"

@@ -18,7 +18,7 @@ from specdec.spec_decode import Drafter, DraftRows, Proposals, Round
 from specdec.spec_decode.draft_length import BatchState
 from specdec.spec_decode.guard import DraftGuard
 from specdec.spec_decode.rejection_sampler import Accepted
-from specdec.tools.bench.models import token_level
+from specdec.tools.decoding import token_level
 from tests.plain import BACKENDS, exact, greedy, run_rows
 from tests.scripted import Script
 from tests.spec_decode.repetitive import make_prompts

@@ -17,11 +17,11 @@ from specdec import SpecDecoder, UnsupportedModelError
 from specdec.backend import BackendDefaults
 from specdec.build import check_before_loading
 from specdec.config import EngineConfig
-from specdec.draft_names import named_draft
 from specdec.engine.admission import row_needs
 from specdec.engine.engine import Engine
 from specdec.engine.profiler import draft_length, measure_forwards
 from specdec.memory.planning import plan_memory
+from specdec.model_names import named_draft
 from specdec.models import LoadedModel
 from specdec.models.draft_heads import load_head
 from specdec.models.runner import ModelRunner

@@ -15,7 +15,7 @@ from mlx_lm import utils as mlx_lm_utils
 
 from specdec import EngineConfig, ModelError, SpecDecoder, UnsupportedModelError
 from specdec.build import check_before_loading
-from specdec.draft_names import named_draft
+from specdec.model_names import named_draft
 from specdec.models import load, load_draft, model_outline
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode.head_drafter import ChainedRows, HeadDrafter

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import product
-from typing import Literal
+from typing import Literal, TypeVar
 
 from ...config import NumDraftTokens
-from ...draft_names import DraftSpec
-from ...model_names import short
-from .recipe import WRONG, Recipe
-from .tables import turns
+from ...model_names import DraftSpec, short
+from .recipe import Recipe
 
 System = Literal["specdec", "mlx-lm step", "mlx-lm batch", "mlx-lm speculative"]
+
+S = TypeVar("S")
+T = TypeVar("T")
 
 #: What reports call a system that has no draft.
 _PLAIN = {
@@ -89,9 +90,7 @@ class Cell(Conditions):
     @property
     def draft_name(self) -> str:
         """The draft as reports name it: of a path, the last part."""
-        name = self.draft or "none"
-        source = name.removeprefix(WRONG)
-        return name[: -len(source)] + short(source)
+        return short(self.draft or "none")
 
     @property
     def length(self) -> str:
@@ -131,6 +130,24 @@ class Unit:
         return f"{self.cell.named(unusual)}: {self.cell.label}, {what}"
 
 
+def turns(systems: Sequence[S], number: int) -> list[S]:
+    """The order of systems in a pass: A B C, then B C A, then C A B, ...
+
+    What drifts in the machine meanwhile then falls on all of them alike.
+    """
+    turn = number % len(systems)
+    return [*systems[turn:], *systems[:turn]]
+
+
+def interleaved(
+    systems: Mapping[str, Callable[[], T]], passes: int
+) -> Iterator[tuple[int, str, T]]:
+    """Run every system once a pass, in the order of :func:`turns`."""
+    for number in range(passes):
+        for name in turns(list(systems), number):
+            yield number, name, systems[name]()
+
+
 def conditions_of(recipe: Recipe) -> list[Conditions]:
     """All combinations of the sweep, but for draft lengths."""
     s = recipe.sweep
@@ -148,7 +165,7 @@ def cells_of(recipe: Recipe, conditions: Conditions) -> list[Cell]:
     for draft, k in product(recipe.draft, recipe.sweep.num_draft_tokens):
         ours = replace(plain, draft=draft, num_draft_tokens=k)
         # mlx-lm speculates with models, one row at a time, at fixed lengths.
-        model = not draft.startswith(WRONG) and not DraftSpec.parse(draft).ngram
+        model = not DraftSpec.parse(draft).ngram
         if recipe.run.mlx_lm and conditions.batch == 1 and model and k != "auto":
             cells.append(replace(ours, system="mlx-lm speculative"))
         cells.append(ours)

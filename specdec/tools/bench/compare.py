@@ -6,9 +6,9 @@ import statistics
 from pathlib import Path
 
 from ...errors import ConfigError
+from ...utils.tables import markdown_table
 from .figures import CellFigures, Figures
 from .raw import Results
-from .tables import markdown_table
 
 
 def compare(a: Path, b: Path) -> str:

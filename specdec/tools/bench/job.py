@@ -16,8 +16,8 @@ from dataclasses import dataclass, field, replace
 
 from ...prompts import Prompt
 from ...request import acceptance_length, acceptance_rate
+from ...utils.tables import percentile
 from .recipe import Recipe
-from .tables import percentile
 
 Clock = Callable[[], float]
 #: k, and what each running row drafted and accepted in the round.

@@ -15,17 +15,6 @@ from mlx_lm.models import llama
 from ...errors import ConfigError
 from ...models import LoadedModel, load, load_draft
 from ...models.loading import fit
-from ..decoding import token_level
-
-__all__ = [
-    "DTYPES",
-    "SHAPES",
-    "load_model",
-    "random_model",
-    "random_prompts",
-    "random_shape",
-    "token_level",
-]
 
 DTYPES = {
     "float32": mx.float32,
@@ -33,54 +22,19 @@ DTYPES = {
     "float16": mx.float16,
 }
 
+_SIZES = (
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads",
+    "num_key_value_heads", "head_dim", "vocab_size", "tie_word_embeddings",
+)  # fmt: skip
 SHAPES: dict[str, dict[str, Any]] = {
-    "32b": {
-        "hidden_size": 5120,
-        "num_hidden_layers": 64,
-        "intermediate_size": 25600,
-        "num_attention_heads": 64,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "vocab_size": 151936,
-        "tie_word_embeddings": False,
-    },
-    "8b": {
-        "hidden_size": 4096,
-        "num_hidden_layers": 32,
-        "intermediate_size": 14336,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "vocab_size": 128256,
-        "tie_word_embeddings": False,
-    },
-    "1b": {
-        "hidden_size": 2048,
-        "num_hidden_layers": 16,
-        "intermediate_size": 8192,
-        "num_attention_heads": 32,
-        "num_key_value_heads": 8,
-        "head_dim": 64,
-        "vocab_size": 128256,
-        "tie_word_embeddings": True,
-    },
-    "10m": {
-        "hidden_size": 256,
-        "num_hidden_layers": 8,
-        "intermediate_size": 768,
-        "num_attention_heads": 8,
-        "num_key_value_heads": 4,
-        "vocab_size": 8192,
-        "tie_word_embeddings": True,
-    },
-    "tiny": {
-        "hidden_size": 64,
-        "num_hidden_layers": 2,
-        "intermediate_size": 128,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "vocab_size": 256,
-        "tie_word_embeddings": False,
-    },
+    name: dict(zip(_SIZES, sizes, strict=True))
+    for name, sizes in {
+        "32b": (5120, 64, 25600, 64, 8, 128, 151936, False),
+        "8b": (4096, 32, 14336, 32, 8, 128, 128256, False),
+        "1b": (2048, 16, 8192, 32, 8, 64, 128256, True),
+        "10m": (256, 8, 768, 8, 4, 32, 8192, True),
+        "tiny": (64, 2, 128, 4, 2, 16, 256, False),
+    }.items()
 }
 
 

@@ -11,17 +11,14 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 from ...config import DEFAULT_PREFILL_STEP_SIZE, NumDraftTokens
-from ...draft_names import NO_DRAFT, DraftSpec, draft_for
 from ...errors import ConfigError
-from ...model_names import nearest
+from ...model_names import NO_DRAFT, DraftSpec, draft_for, nearest
 from ...sampling_params import MAX_TEMPERATURE
 from ...utils.checks import require, require_int, require_one_of, require_range
 from ...utils.data_files import DataError, is_text, parse_toml, read_toml
 from ...utils.printable import quoted, shorten
 
 DTYPES = ("float32", "bfloat16", "float16", "stored")
-#: Before the name of a draft model: it proposes other tokens than it chose.
-WRONG = "wrong:"
 # Most combinations and passes of a recipe: they would take weeks.
 _MOST_PARTS = 10**6
 # Beside a checkout's package, and inside an installed one.
@@ -76,13 +73,7 @@ def _kv_bits(name: str, value: Any) -> None:
 
 def _draft(name: str, value: Any) -> None:
     require(_is_name(value), name, value, "the name of a draft")
-    source = value.removeprefix(WRONG)
-    ngram = DraftSpec.parse(source).ngram if source else False
-    a_model = bool(source) and not ngram and WRONG not in source
-    if value.startswith(WRONG) and (not a_model or source == NO_DRAFT):
-        raise ConfigError(
-            f"draft is {quoted(value)}: {WRONG} stands before the name of a model"
-        )
+    DraftSpec.parse(value)
 
 
 def _checked(check: Check, default: Any, *, several: bool = False) -> Any:
@@ -232,8 +223,7 @@ class Recipe(_Section):
         title: what the report is called.
         target: model folder, hub id, ``.gguf`` file or ``random:SHAPE``; ``None``
             takes the installed default model.
-        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``;
-            ``wrong:`` before the name of a model proposes other tokens than it would.
+        draft: one or several, as for ``specdec run --draft``, or ``random:SHAPE``.
             ``none``, or no name, measures plain decoding alone; a file without the
             key takes the default target's draft, if that is the target.
         dtype: of both models; ``stored`` leaves them as they are.

@@ -15,23 +15,22 @@ import mlx.nn as nn
 from ...config import DEFAULT_PREFIX_CACHE_MEMORY, EngineConfig
 from ...cuda.fused_linear import separated
 from ...decoder import SpecDecoder, wired_memory
-from ...draft_names import DraftSpec, named_draft
-from ...model_names import DEFAULT_TARGET
+from ...model_names import DEFAULT_TARGET, DraftSpec, named_draft
 from ...models import LoadedModel, map_vocabulary
 from ...prompts import Prompt
 from ...sampling_params import SamplingParams
 from ...spec_decode import NamedDrafter
+from ..decoding import token_level
 from .cells import Cell, Unit, units_of
 from .figures import arrivals_per_second
 from .job import Clock, JobRecord, ProfiledRound, requests_of, untraced
 from .machine import origin
-from .models import load_model, token_level
+from .models import load_model
 from .profile import profile
 from .prompts import EncodedSet, encode_set
 from .raw import PromptsRecord, RawFile, Results
-from .recipe import WRONG, Recipe
+from .recipe import Recipe
 from .systems import Options, System, mlx_lm_batch, mlx_lm_step, run_job, specdec
-from .wrong import WrongDrafter
 
 #: Brackets each new unit.
 Bracket = Callable[[Unit], AbstractContextManager[Any]]
@@ -59,7 +58,7 @@ class Bench:
     ):
         self._recipe, self._clock = recipe, clock
         dtype = None if recipe.dtype == "stored" else recipe.dtype
-        for name in (name.removeprefix(WRONG) for name in recipe.draft):
+        for name in recipe.draft:
             if not name.startswith("random:"):
                 named_draft(name)
         target = load_model(
@@ -175,12 +174,10 @@ class Bench:
 def _drafter(
     name: str, target: LoadedModel, dtype: str | None, trust_remote_code: bool
 ) -> NamedDrafter:
-    source = name.removeprefix(WRONG)
-    kind = NamedDrafter if source == name else WrongDrafter
-    if source.startswith("random:"):
-        return kind(name, load_model(source, dtype))
-    found = kind.load(
-        DraftSpec.parse(source),
+    if name.startswith("random:"):
+        return NamedDrafter(name, load_model(name, dtype))
+    found = NamedDrafter.load(
+        DraftSpec.parse(name),
         target,
         dtype=dtype,
         trust_remote_code=trust_remote_code,

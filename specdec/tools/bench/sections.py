@@ -6,10 +6,10 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from ...utils.tables import markdown_table, percentile, show_spread
 from .counts import histogram, positions, unconditional
 from .figures import PARTS, CellFigures, Figures
 from .job import RoundTimes
-from .tables import markdown_table, percentile, show_spread
 
 MIB = 2**20
 NONE = "-"

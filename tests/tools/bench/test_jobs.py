@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 
-from specdec.errors import ConfigError
 from specdec.tools.bench.cells import units_of
 from specdec.tools.bench.figures import Figures, arrivals_per_second
 from specdec.tools.bench.job import Rounds, requests_of
@@ -132,22 +131,6 @@ def test_requests_arrive_at_a_share_of_what_the_engine_does(whole: Path) -> None
         arrived = [r.arrived for r in f.counted[0].requests]
         assert arrived == sorted(arrived)
         assert arrived[-1] > 0
-
-
-def test_a_draft_that_is_never_right(tiny: Tiny, tmp_path: Path) -> None:
-    """The worst case of auto: tokens lost to it, or proposals that are right."""
-    few = ("batch=2", "repeat=1", "profile_rounds=0")
-    results = run(tiny("draft=wrong:random:tiny", *few), tmp_path / "out")
-    digests = set()
-    for cell, passes in results.passes.items():
-        requests = passes[1].requests
-        digests.add(tuple(r.digest for r in requests))
-        assert (sum(r.drafted for r in requests) > 0) >= (cell.num_draft_tokens == 2)
-        assert sum(r.accepted for r in requests) == 0
-    assert len(digests) == 1
-    for draft in ("wrong:ngram", "wrong:ngram+random:tiny", "wrong:", "wrong:none"):
-        with pytest.raises(ConfigError, match="stands before the name of a model"):
-            tiny(f"draft={draft}")
 
 
 def test_a_prefix_cache_is_warm_when_it_counts(tiny: Tiny, tmp_path: Path) -> None:

@@ -14,11 +14,16 @@ import pytest
 
 from specdec.models import load
 from specdec.tools.distill import seed_prompts
-from specdec.tools.distill.chat_template import begin_of_turn, user_turn
 from specdec.tools.distill.corpus import GREEDY, Document
 from specdec.tools.distill.options import Budget, Options
 from specdec.tools.distill.seed_prompts import Opening, draw
-from specdec.tools.distill.wave import Author, text_documents, without_loops
+from specdec.tools.distill.wave import (
+    Author,
+    begin_of_turn,
+    text_documents,
+    user_turn,
+    without_loops,
+)
 from tests.models.folders import tokenizer_of
 from tests.plain import greedy
 

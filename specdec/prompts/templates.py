@@ -13,31 +13,24 @@ from __future__ import annotations
 import atexit
 import json
 import os
-import resource
 import selectors
 import signal
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
-from pathlib import Path
 from types import MappingProxyType
-from typing import IO, Any
+from typing import Any
 
-from .errors import PromptError
-from .utils.child import module_process
+from ..errors import PromptError
+from ..utils.child import module_process
 
 #: Seconds that one rendering may take; real ones take milliseconds.
 SECONDS = 10
 #: Seconds more, in which the process starts: one or two, many on a busy machine.
 _START_SECONDS = 60
-#: Bytes beside what the child has when it begins, where the system can bound it (on
-#: macOS it cannot).
-_MEMORY = 1 << 30
-#: Most characters of a text, beyond any context.
-_CHARACTERS = 1 << 26
+_PROGRAM = f"{__package__}.template_process"
 
 
 def render_chat(
@@ -165,7 +158,7 @@ class _Child:
             if self._process.poll() is None:
                 return self._process
             self._stop()
-        program, environment = module_process(__name__, [str(SECONDS)])
+        program, environment = module_process(_PROGRAM, [str(SECONDS)])
         try:
             self._process = subprocess.Popen(
                 program,
@@ -244,51 +237,3 @@ def _plain(value: object) -> object:
     if isinstance(value, Mapping):
         return dict(value)
     return f"<{type(value).__name__}>"
-
-
-# -- in the child -----------------------------------------------------------
-
-
-def _serve(requests: IO[bytes], answers: IO[bytes], seconds: int) -> None:
-    from transformers.utils.chat_template_utils import render_jinja_template
-
-    _limit_memory()
-    for line in requests:
-        # Nobody handles the signal: it ends the process, whatever that is doing.
-        signal.alarm(seconds)
-        try:
-            rendered, _ = render_jinja_template(**json.loads(line))
-            answer = {"text": rendered[0]}
-            if len(rendered[0]) > _CHARACTERS:
-                answer = {"error": _too_much()}
-        except MemoryError:
-            answer = {"error": _too_much()}
-        except Exception as error:  # a template raises what its author chose
-            answer = {"error": str(error)[:_CHARACTERS]}
-        data = json.dumps(answer).encode()
-        signal.alarm(0)
-        answers.write(data + b"\n")
-        answers.flush()
-
-
-def _too_much() -> str:
-    return "it takes too much memory: use another model, or --ignore-chat-template"
-
-
-def _limit_memory() -> None:
-    with suppress(OSError, ValueError):  # there is no /proc, or no such limit
-        pages = int(Path("/proc/self/statm").read_text("ascii").split()[0])
-        most = pages * resource.getpagesize() + _MEMORY
-        _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (most, hard))
-
-
-def _main() -> None:
-    answers = os.fdopen(os.dup(1), "wb")
-    # What libraries print is no answer.
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    _serve(sys.stdin.buffer, answers, int(sys.argv[1]))
-
-
-if __name__ == "__main__":
-    _main()

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from specdec.output_text import OutputText, StopTexts
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
+from specdec.utils.output_text import OutputText, StopTexts
 
 # Token ids to texts; 7 and 8 are the two halves of one character.
 PIECES = ["a", "b", "ab", "ba", "", "aab", "c"]

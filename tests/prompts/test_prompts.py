@@ -445,7 +445,7 @@ def test_unreadable_file(write: Write, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(path: Path) -> bytes:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr("specdec.prompts.read_plain", refuse)
+    monkeypatch.setattr("specdec.prompts.files.read_plain", refuse)
     with pytest.raises(PromptFileError, match="cannot be read: Permission denied"):
         read_prompts(write("Hi\n"))
 

@@ -15,12 +15,11 @@ import pytest
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from specdec import templates
 from specdec.errors import PromptError
 from specdec.models import LoadedModel
 from specdec.models.detokenizer import ExactTokenizerWrapper
-from specdec.prompts import encode
-from specdec.templates import render_chat
+from specdec.prompts import encode, templates
+from specdec.prompts.templates import render_chat
 
 MESSAGES: list[dict[str, Any]] = [
     {"role": "system", "content": "Be brief."},
@@ -232,12 +231,12 @@ def test_nothing_of_the_current_folder_runs(
 def test_the_child_ends_with_its_parent() -> None:
     """A process that is left behind, or a warning at the exit."""
     program = (
-        "from tests.test_templates import MESSAGES, wrapped\n"
-        "from specdec import templates\n"
+        "from tests.prompts.test_templates import MESSAGES, wrapped\n"
+        "from specdec.prompts import templates\n"
         "templates.render_chat(wrapped('text'), MESSAGES)\n"
         "print(templates._CHILD._process.pid)\n"
     )
-    root = str(Path(__file__).parents[1])
+    root = str(Path(__file__).parents[2])
     done = subprocess.run(
         [sys.executable, "-X", "dev", "-W", "error::ResourceWarning", "-c", program],
         cwd=root,

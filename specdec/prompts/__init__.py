@@ -1,0 +1,33 @@
+"""Prompts: read from files, put into chat templates, turned into token ids.
+
+No mlx here.
+"""
+
+from .encode import (
+    MAX_PROMPT_BYTES,
+    NO_CONTEXT,
+    OWN_VARIABLES,
+    EncodedPrompt,
+    Encoding,
+    Prompt,
+    PromptLimit,
+    encode,
+    encode_all,
+)
+from .files import PromptRecord, read_prompts, read_records, read_text
+
+__all__ = [
+    "MAX_PROMPT_BYTES",
+    "NO_CONTEXT",
+    "OWN_VARIABLES",
+    "EncodedPrompt",
+    "Encoding",
+    "Prompt",
+    "PromptLimit",
+    "PromptRecord",
+    "encode",
+    "encode_all",
+    "read_prompts",
+    "read_records",
+    "read_text",
+]

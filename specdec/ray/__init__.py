@@ -1,0 +1,30 @@
+"""Many machines for one job: a stage for Ray Data, and what ``specdec run --ray`` runs.
+
+::
+
+    import ray
+    from specdec import SamplingParams
+    from specdec.ray import SpecDecodeStage
+
+    prompts = ray.data.read_json("prompts.jsonl")  # columns prompt, index, ...
+    results = prompts.map_batches(
+        SpecDecodeStage,
+        fn_constructor_kwargs={
+            "target": "MODEL",
+            "params": SamplingParams(max_tokens=256, temperature=0.7, seed=1),
+        },
+        batch_size=None,
+        batch_format="pyarrow",
+        compute=ray.data.ActorPoolStrategy(size=8),
+        num_gpus=1,
+    )
+    results.write_json("results")
+
+Ray starts a worker again that ends, and gives its blocks to it or to another one. A row
+is a function of its prompt, its parameters and its seed, so it does not matter which
+worker decodes it, how often it begins, or which rows are beside it.
+"""
+
+from .stage import SpecDecodeStage
+
+__all__ = ["SpecDecodeStage"]

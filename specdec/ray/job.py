@@ -1,0 +1,196 @@
+"""Prompts of ``specdec run --ray``, decoded by the workers of a Ray cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import pickle
+import re
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from .. import errors
+from ..config import EngineConfig
+from ..errors import ConfigError, ServerError
+from ..outputs import GenerationResult, StreamEvent
+from ..prompts import Encoding, Prompt
+from ..sampling_params import SamplingParams
+from ..utils.printable import one_line
+from .stage import Worker
+
+#: A prompt of a job, with its index in it.
+Asked = tuple[int, Prompt, SamplingParams]
+
+
+class _Rows(Worker):
+    """Decodes what a job has packed."""
+
+    async def __call__(self, batch: Mapping[str, Any]) -> dict[str, Any]:
+        asked: list[Asked] = [pickle.loads(each) for each in batch["asked"]]
+        results = await asyncio.gather(*(self.decode(*each) for each in asked))
+        return {"result": list(map(pickle.dumps, results))}
+
+
+class RayJob:
+    """A job on a Ray cluster; to be entered.
+
+    Args:
+        address: as ``ray.init`` has it: ``auto``, ``HOST:PORT`` of a cluster that this
+            machine is part of, or ``local``, which starts one here.
+        workers: processes that decode; ``None``: one for each GPU that Ray has, or for
+            each machine.
+        loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`, which have
+            to name a model on every machine.
+
+    Raises:
+        ConfigError: there is no such cluster.
+    """
+
+    def __init__(self, address: str, workers: int | None, loading: Mapping[str, Any]):
+        self._address = address
+        self._workers = workers
+        self._loading = _everywhere(loading)
+        self._began = time.monotonic()
+        self._prompts = self._tokens = self._drafted = self._accepted = 0
+
+    def __enter__(self) -> RayJob:
+        # A cluster that is started here reports to nobody.
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        # Lines of its core, for its authors; what fails comes as an exception.
+        os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
+        import ray
+
+        try:
+            ray.init(
+                self._address,
+                log_to_driver=False,
+                logging_level="error",
+                **({"include_dashboard": False} if self._address == "local" else {}),
+            )
+        except Exception as error:  # of many kinds
+            raise ConfigError(
+                f"there is no Ray cluster at {self._address} ({one_line(str(error))}): "
+                "start one with ray start --head, or say --ray local"
+            ) from error
+        self._began = time.monotonic()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        import ray
+
+        ray.shutdown()
+
+    def events(
+        self,
+        indices: Sequence[int],
+        prompts: Sequence[Prompt],
+        params: Sequence[SamplingParams],
+        encoding: Encoding,
+    ) -> Iterator[StreamEvent]:
+        """An event for each prompt, with its result, as blocks of prompts end.
+
+        Args:
+            encoding: as for :meth:`~specdec.SpecDecoder.generate`.
+
+        Raises:
+            SpecdecError: a worker cannot load the model, or the job failed.
+        """
+        import ray
+        import ray.data
+
+        logging.getLogger("ray.data").setLevel(logging.CRITICAL + 1)
+        context = ray.data.DataContext.get_current()
+        context.enable_progress_bars = False
+        gpus = int(ray.cluster_resources().get("GPU", 0))
+        workers = self._workers or gpus or sum(n["Alive"] for n in ray.nodes())
+        # Blocks of several batches keep rows busy; several blocks keep workers busy.
+        batch_size = self._loading["config"].batch_size
+        size = max(1, min(4 * batch_size, -(-len(indices) // (2 * workers))))
+        asked = zip(indices, prompts, params, strict=True)
+        rows = [{"asked": pickle.dumps(each)} for each in asked]
+        dataset = ray.data.from_items(
+            rows, override_num_blocks=-(-len(rows) // size)
+        ).map_batches(
+            _Rows,
+            fn_constructor_args=(dict(self._loading), dict(encoding)),
+            batch_size=None,
+            compute=ray.data.ActorPoolStrategy(
+                # Rows of the next block take the places of those that end.
+                size=workers,
+                max_concurrent_calls_per_actor=2,
+            ),
+            num_cpus=0 if gpus else 1,
+            # As many on each: of 3 workers on 2 GPUs, two share one.
+            num_gpus=1 / -(-workers // gpus) if gpus else 0,
+        )
+        left = set(indices)
+        try:
+            for block in dataset.iter_batches(batch_size=None, prefetch_batches=0):
+                for data in block["result"]:
+                    result: GenerationResult = pickle.loads(data)
+                    left.remove(result.index)  # one that comes twice is a defect
+                    yield self._event(result)
+        except (ray.exceptions.RayError, KeyError) as error:
+            raise _error_of(error) from error
+        if left:
+            raise ServerError(f"{len(left)} prompts have no result: run with --resume")
+
+    def _event(self, result: GenerationResult) -> StreamEvent:
+        self._prompts += 1
+        self._tokens += result.generated_tokens
+        self._drafted += result.drafted
+        self._accepted += result.accepted
+        return StreamEvent(
+            index=result.index,
+            text=result.text,
+            token_ids=result.token_ids,
+            result=result,
+        )
+
+    def under_way(self) -> dict[str, str]:
+        """What progress says."""
+        return {"note": f"{self._tokens} tokens, {self._rate:.1f} tokens/s"}
+
+    def summary(self) -> str:
+        """What was done, in lines."""
+        seconds = time.monotonic() - self._began
+        lines = {
+            "target": str(self._loading["target"] or "the default one"),
+            "draft": str(self._loading["draft"] or "the target's own, if it has one"),
+            "decoded": f"{self._prompts} prompts, {self._tokens} tokens in "
+            f"{seconds:.1f} s, workers' start included: {self._rate:.1f} tokens/s",
+        }
+        if self._drafted:
+            lines["acceptance"] = f"rate {self._accepted / self._drafted:.3f}"
+        return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+
+    @property
+    def _rate(self) -> float:
+        return self._tokens / (time.monotonic() - self._began)
+
+
+def _everywhere(loading: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments, with whole paths: workers run in other folders."""
+    found = dict(loading)
+    for name in ("target", "draft", "adapter_path", "draft_adapter_path"):
+        looked_up, plus, path = str(found.get(name) or "").rpartition("ngram+")
+        if not looked_up and os.path.exists(path):
+            found[name] = plus + os.path.abspath(path)
+    config: EngineConfig = found["config"]
+    if config.prefix_cache is not None:
+        folder = os.path.abspath(config.prefix_cache)
+        found["config"] = replace(config, prefix_cache=folder)
+    return found
+
+
+def _error_of(error: Exception) -> Exception:
+    """What a failed job says, by the worker's own error where there is one."""
+    found = re.findall(r"specdec\.errors\.(\w+): (.*)", str(error))
+    if found:
+        kind, text = found[-1]
+        return getattr(errors, kind, ServerError)(text)
+    lines = [line for line in str(error).splitlines() if line.strip()] or [""]
+    return ServerError(f"the Ray job failed: {one_line(lines[-1])}: run with --resume")
