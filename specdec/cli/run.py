@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 import select
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
@@ -47,7 +47,6 @@ from .resume import common_of, keep_finished, settings_of
 from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
-    from ..decoder import SpecDecoder
     from ..outputs import GenerationResult, RunStats, StreamEvent
     from ..parallel import Leader
 
@@ -260,7 +259,6 @@ def run(
         requests = [of_all[index] for index in left]
     prompts = [records[index].prompt for index in left]
     events: Iterator[StreamEvent]
-    summary: Callable[[], str]
     leader: Leader | None = None
     loading = models.arguments(config)
     if ray is not None:
@@ -269,15 +267,17 @@ def run(
 
         context = click.get_current_context()
         job = context.with_resource(RayJob(ray, ray_workers, loading))
-        name = target_name(models.target)
+        name, spec = target_name(models.target), models.spec
+        draft = None if spec is None else spec.name
+        stats, most = job.stats, config.max_draft_tokens
         assert isinstance(requests, list)
         events = job.events(left, prompts, requests, encoding)
-        under_way, summary = job.under_way, job.summary
     else:
         if not raw:
             templates.start()
         decoder, leader = ranks.load(tensor_parallel, **loading)
-        name = decoder.target_name
+        name, draft = decoder.target_name, decoder.draft_name
+        most = decoder.max_draft_tokens
         with places_named([records[index] for index in left]):
             events = decoder.stream(
                 prompts,
@@ -288,13 +288,7 @@ def run(
             )
         if done:
             events = (e.renumbered(left[e.index], e.turn) for e in events)
-
-        def under_way() -> dict[str, str]:
-            return _under_way(decoder.stats)
-
-        def summary() -> str:
-            return _summary(decoder, leader, each, len(sink.errors))
-
+        stats = decoder.stats
     total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
     what = "turn" if turns else "prompt"
@@ -325,7 +319,11 @@ def run(
                 err=True,
             )
         if not quiet:
-            show(summary(), err=True)
+            by = "" if leader is None else f", divided between {leader.size} ranks"
+            if ray is not None:
+                by = f", by {_some(job.workers, 'worker')} of Ray"
+            failed = len(sink.errors)
+            show(_summary(stats, name, by, draft, most, config, each, failed), err=True)
 
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
@@ -333,7 +331,7 @@ def run(
     ranks.last_words(leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
-            progress.add(0, what="prefill")
+            progress.add(0, what="prefill" if ray is None else "workers start")
             for event in events:
                 dropped = sink.dropped
                 sink.take(event)
@@ -347,7 +345,7 @@ def run(
                 progress.show(
                     progress.done + ended,
                     total - sink.dropped,
-                    **under_way(),
+                    **_under_way(stats),
                     share=share,
                 )
         except KeyboardInterrupt:
@@ -446,7 +444,7 @@ def _piped(*, quiet: bool) -> str:
 
 def _under_way(stats: RunStats) -> dict[str, str]:
     """What progress says: a rate once there is one."""
-    if not stats.rounds:
+    if not stats.decode_seconds:
         return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
     tokens = _some(stats.generated_tokens, "token")
     return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
@@ -465,22 +463,25 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
 
 
 def _summary(
-    decoder: SpecDecoder,
-    leader: Leader | None,
+    stats: RunStats,
+    target: str,
+    by: str,
+    draft: str | None,
+    most: int,
+    config: EngineConfig,
     requests: Sequence[SamplingParams],
     num_failed: int,
 ) -> str:
     from ..model_names import short
 
-    stats, draft = decoder.stats, decoder.draft_name
-    k = decoder.config.num_draft_tokens
+    k = config.num_draft_tokens
     length = "as many tokens a round as are worth it"
     if k != "auto":
-        length = f"{_some(k, 'token')} a round"
+        length = f"{_some(most, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     shared = share_text(stats.vocabulary_share)
     lines = {
-        "target": short(decoder.target_name) + _divided(leader),
+        "target": short(target) + by,
         "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
     if warm_up.seconds >= 0.05:
@@ -490,34 +491,37 @@ def _summary(
         lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
     lines |= {
         "prefill": f"{_some(stats.prefilled, 'prompt')}, "
-        f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}, "
-        f"{stats.prefill_tokens_per_second:.1f} tokens/s",
+        f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}"
     }
+    if stats.prefill_seconds:
+        lines["prefill"] += f", {stats.prefill_tokens_per_second:.1f} tokens/s"
     if stats.rounds:
         of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
         lines["decode"] = (
             f"{_some(stats.decode_tokens, 'token')} after {of_each}, "
             f"{_some(stats.rounds, 'round')}, {stats.tokens_per_second:.1f} tokens/s"
         )
+    elif stats.row_rounds:  # of workers, whose rounds overlap
+        lines["decode"] = (
+            f"{_some(stats.decode_tokens, 'token')} in {stats.decode_seconds:.1f} s, "
+            f"workers' start included, {stats.tokens_per_second:.1f} tokens/s"
+        )
     if stats.drafted:
         lines["acceptance"] = (
             f"rate {stats.acceptance_rate:.3f}, "
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
-    elif draft and k == "auto" and stats.rounds and not failed:
+    elif draft and k == "auto" and "decode" in lines and not failed:
         lines["acceptance"] = "nothing was drafted: it is not worth it here"
-    if decoder.config.kv_bits is not None:
-        lines["KV cache"] = f"{decoder.config.kv_bits} bits"
+    if config.kv_bits is not None:
+        lines["KV cache"] = f"{config.kv_bits} bits"
     if seeds := [str(params.seed) for params in requests if params.draws]:
         lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
     if num_failed:
         lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
-    lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
+    if stats.peak_memory_bytes:
+        lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
-
-
-def _divided(leader: Leader | None) -> str:
-    return "" if leader is None else f", divided between {leader.size} ranks"
 
 
 def _reused(n: int) -> str:
