@@ -287,7 +287,8 @@ def conversation(shown: Shown, folder: Path) -> None:
     asyncio.run(talk())
     session = decoder.session()
     first = session.add("Hello", SamplingParams(max_tokens=50))
-    second = session.add("abc", SamplingParams(max_tokens=7, temperature=1.0))
+    drawn = SamplingParams(max_tokens=7, min_tokens=7, temperature=1.0)
+    second = session.add("abc", drawn)
     done: dict[int, GenerationResult] = {}
     steps = 0
     while session.busy:
