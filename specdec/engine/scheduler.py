@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
+from ..memory import largest_fitting
 from ..request import Request
 
 # Tokens that prefill computes, over those that prompts have.
@@ -78,14 +79,11 @@ class Scheduler:
             running: the rows that have one. Where there are none, the first that
                 waits gets one whatever it costs: it will not fit better later.
         """
-        admitted: list[Request] = []
-        while self._waiting and len(running) + len(admitted) < self.batch_size:
-            admitted.append(self._waiting[0])
-            rows = [*running, *admitted]
-            if len(rows) > 1 and not (
-                self._may_run(rows) and _fit_each_other(admitted)
-            ):
-                return admitted[:-1]
+        places = self.batch_size - len(running)
+        first = list(islice(self._waiting, max(0, places)))
+        alike = first[: _number_alike(first)]
+        admitted = alike[: self._number_fitting(running, alike)]
+        for _ in admitted:
             self._waiting.popleft()
         return admitted
 
@@ -98,29 +96,44 @@ class Scheduler:
 
     def together(self) -> int:
         """Rows at the head of the queue that may decode together, if none runs."""
-        rows: list[Request] = []
-        for sequence in islice(self._waiting, self.batch_size):
-            rows.append(sequence)
-            if len(rows) > 1 and not self._may_run(rows):
-                return len(rows) - 1
-        return len(rows)
+        return self._number_fitting([], list(islice(self._waiting, self.batch_size)))
 
-    def _may_run(self, rows: list[Request]) -> bool:
-        """Whether rows can be one batch in memory."""
-        if self.budget is None:
-            return True
-        if list(map(id, rows)) == list(map(id, self._too_many)):
-            return False
-        fits = self._cost(rows) <= self.budget
-        self._too_many = [] if fits else rows
-        return fits
+    def _number_fitting(
+        self, running: Sequence[Request], rows: Sequence[Request]
+    ) -> int:
+        """How many of ``rows``, the first ones, memory has beside those that run."""
+        if self.budget is None or not rows:
+            return len(rows)
+        if _same([*running, *rows[:1]], self._too_many):
+            return 0
+        budget = self.budget
+
+        def fits(number: int) -> bool:
+            batch = [*running, *rows[:number]]
+            return len(batch) == 1 or self._cost(batch) <= budget
+
+        # Most often all of them fit.
+        number = len(rows)
+        if not fits(number):
+            number = largest_fitting(fits, number - 1)
+        self._too_many = [*running, *rows[: number + 1]] if rows[number:] else []
+        return number
 
 
-def _fit_each_other(rows: Sequence[Request]) -> bool:
-    """Whether prompts of such lengths are read together at a fair price.
+def _same(some: Sequence[Request], others: Sequence[Request]) -> bool:
+    return list(map(id, some)) == list(map(id, others))
+
+
+def _number_alike(rows: Sequence[Request]) -> int:
+    """How many prompts, the first ones, are read together at a fair price.
 
     They are padded to the longest of them; that may double the work, not more. Those
     after them get their places when these have begun.
     """
-    lengths = [len(s.prompt_tokens) for s in rows]
-    return max(lengths) * len(lengths) <= MOST_PADDING * sum(lengths)
+    longest = tokens = 0
+    for i, row in enumerate(rows):
+        length = len(row.prompt_tokens)
+        longest, tokens = max(longest, length), tokens + length
+        if longest * (i + 1) > MOST_PADDING * tokens:
+            return i
+    return len(rows)
