@@ -108,7 +108,7 @@ def shipped_draft(name: str) -> str | None:
 
 
 def check_model_name(name: str, *, meant: str | None = None) -> None:
-    """Refuse what is no path that exists and cannot be on the hub.
+    """Refuse a name that is no existing path and no possible hub id.
 
     Args:
         meant: a name that would do, to be suggested.
@@ -221,7 +221,7 @@ class DraftSpec:
         name: as it was given.
         ngram: whether n-grams are looked up, before the model is asked if there
             is one.
-        model: what proposes (where no n-gram matches); ``None``: nothing does.
+        model: proposes where no n-gram matches; ``None``: there is none.
         implied: whether nobody named it: it is the default target's own, and drafts
             for that very model alone.
     """

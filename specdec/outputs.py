@@ -274,7 +274,7 @@ class RunStats:
         )
 
     def check_draft(self) -> None:
-        """Refuse to go on where what was measured is not the draft that was asked for.
+        """Refuse figures of a run whose draft failed before the end.
 
         Raises:
             DrafterError: drafting ended before its time.

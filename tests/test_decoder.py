@@ -248,7 +248,7 @@ def test_drafts_by_name(tiny_model: Callable[..., Any], name: str) -> None:
 
 
 @pytest.mark.parametrize("k", [0, 4])
-def test_a_processor_behind_a_stop_text(target: Any, k: int) -> None:
+def test_a_processor_after_a_stop_text(target: Any, k: int) -> None:
     """It may be called to the end of the round, to no effect (docs/sampling.md)."""
     decoder = SpecDecoder(loaded(target), loaded(target), config=FIXED_4)
     whole = greedy(target, [5, 6, 7], 30)
@@ -302,7 +302,7 @@ MAKING: Callable[..., SpecDecoder] = SpecDecoder
         ),
     ],
 )
-def test_what_is_no_model_is_told(
+def test_what_is_no_model_is_reported(
     target: Any, make: Callable[[LoadedModel], object], message: str
 ) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -316,7 +316,7 @@ def test_models_by_path(tmp_path: Path) -> None:
         SpecDecoder.from_pretrained(tmp_path)
 
 
-def test_a_misspelt_draft_is_told_before_the_target_loads(
+def test_a_misspelt_draft_is_reported_before_the_target_loads(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.delattr("specdec.decoder.check_before_loading")
@@ -325,7 +325,7 @@ def test_a_misspelt_draft_is_told_before_the_target_loads(
         SpecDecoder.from_pretrained("owner/name", "no-such")
 
 
-def test_a_factory_is_told_what_it_makes_a_drafter_for(target: Any) -> None:
+def test_a_factory_gets_what_it_makes_a_drafter_for(target: Any) -> None:
     made: list[DraftContext] = []
 
     def my_drafts(context: DraftContext) -> NgramDrafter:

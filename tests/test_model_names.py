@@ -141,7 +141,7 @@ def test_no_draft_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_what_can_be_no_target(name: str, message: str) -> None:
-    """It is wrong usage, and no model is found: whoever catches either is told."""
+    """It is wrong usage, and no model is found: whoever catches either gets it."""
     for find in (model_names.target_name, load, outline, SpecDecoder.from_pretrained):
         with pytest.raises(ModelNameError, match=message) as caught:
             find(name)
@@ -186,7 +186,7 @@ def test_the_target_quantized(name: str) -> None:
     assert model == ModelDraft(name, bits=int(name[5]))
 
 
-def test_lookups_and_what_comes_behind_them() -> None:
+def test_lookups_and_what_comes_after_them() -> None:
     assert DraftSpec.parse("ngram") == DraftSpec("ngram", True, None)
     chain = DraftSpec.parse("ngram+owner/a+b")
     assert chain.ngram
@@ -236,7 +236,7 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
         ("./no/such", r"no model at ./no/such: .*\(owner/name\)$"),
     ],
 )
-def test_what_is_not_there_is_told_before_loading(name: str, hint: str) -> None:
+def test_what_is_not_there_is_reported_before_loading(name: str, hint: str) -> None:
     with pytest.raises((ConfigError, ModelNotFoundError), match=hint):
         DraftSpec.parse(name).check_model()
 

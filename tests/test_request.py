@@ -28,14 +28,14 @@ def test_commit_stops_before_the_end_of_sequence() -> None:
     assert sequence.finish_reason == "stop"
 
 
-def test_commit_stops_behind_max_tokens() -> None:
+def test_commit_stops_after_max_tokens() -> None:
     sequence = new_sequence(max_tokens=2)
     assert sequence.commit([5, 6, 7]) == 2
     assert sequence.finish_reason == "length"
     assert sequence.remaining == 0
 
 
-def test_the_end_right_behind_max_tokens_is_a_length() -> None:
+def test_the_end_right_after_max_tokens_is_a_length() -> None:
     sequence = new_sequence(max_tokens=2)
     sequence.commit([5, 6, EOS])
     assert sequence.finish_reason == "length"

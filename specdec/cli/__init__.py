@@ -20,7 +20,7 @@ from .distill import distill
 from .estimate import estimate
 from .interrupts import Interrupts
 from .options import with_options
-from .output import flush_output, open_streams, report
+from .output import flush_output, open_streams, report, silence_third_parties
 from .ranks import follow
 from .run import run
 from .serve import serve
@@ -74,6 +74,7 @@ class _Group(click.Group):
             return click_main(*args, standalone_mode=False, **extra)
         try:
             open_streams()
+            silence_third_parties()
             if launched_rank():
                 follow()
             given = args[0] if args else extra.get("args")
@@ -89,7 +90,7 @@ class _Group(click.Group):
 
 
 def _check_arguments(arguments: Iterable[str]) -> None:
-    """Refuse what no shell passes on, and no file can be called."""
+    """Refuse a byte 0: no shell passes it on, and no file name has it."""
     if any("\0" in each for each in arguments):
         raise click.UsageError("an argument has a byte 0 in it: leave it out")
 

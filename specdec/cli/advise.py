@@ -14,9 +14,10 @@ from ..config import MAX_AUTO_DRAFT_TOKENS, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
 from ..utils.data_files import json_text
+from ..utils.printable import counted
 from ..utils.tables import text_table
 from . import options
-from .output import places_named, share_text, show, silence_third_parties
+from .output import places_named, share_text, show
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -73,7 +74,6 @@ def advise(
     if models.spec is None:
         raise click.UsageError("there is no draft to advise on: name one with --draft")
     records = read_records(file)[:num_prompts]
-    silence_third_parties()
     from ..backend import describe
     from ..decoder import SpecDecoder
     from ..model_names import short
@@ -125,7 +125,7 @@ def advise(
         f"{decoder.max_draft_tokens}\n"
     )
     show(_table(found))
-    show(f"\nfrom {_some(len(results), 'prompt')}: {sure.words}")
+    show(f"\nfrom {counted(len(results), 'prompt')}: {sure.words}")
     show(f"verdict: {found.verdict}")
 
 
@@ -163,7 +163,7 @@ class _Sureness:
 def _advice(
     results: Sequence[GenerationResult], costs: ForwardCosts, sizes: Sequence[int]
 ) -> tuple[Advice, _Sureness]:
-    """The advice, and how much of it depends on these very prompts."""
+    """The advice, and how much other prompts would change it."""
     from ..spec_decode.draft_length import advise as advice_of
     from ..spec_decode.draft_length import survival_of
 
@@ -218,7 +218,3 @@ def _table(found: Advice) -> str:
     ]
     shares = f"share of rounds accepting at least k tokens{beyond}; * is the best k"
     return "\n".join([shares, text_table(rows, align="right"), "", *steps])
-
-
-def _some(n: int, what: str) -> str:
-    return f"{n} {what}" + "s" * (n != 1)

@@ -13,7 +13,7 @@ import click
 
 from . import options
 from .interrupts import last_words
-from .output import INTERRUPTED, command_line, show, silence_third_parties
+from .output import INTERRUPTED, command_line, note, show
 from .progress import Progress
 
 if TYPE_CHECKING:
@@ -66,7 +66,6 @@ def bench(
     if compare is not None:
         if recipe is not None or settings or out is not None or trust_remote_code:
             raise click.UsageError("--compare takes two folders and nothing else")
-        silence_third_parties()
         from ..tools.bench.compare import compare as compared
 
         show(compared(*map(Path, compare)), nl=False)
@@ -81,7 +80,6 @@ def bench(
         raise click.UsageError("--out is empty: name a folder")
     folder = Path(out or Path(DEFAULT_OUT) / wanted.name)
 
-    silence_third_parties()
     from ..tools.bench.figures import Figures
     from ..tools.bench.report import block
     from ..tools.bench.run import run_recipe
@@ -122,7 +120,6 @@ def report(folder: str) -> None:
     \b
       specdec report specdec-bench/acceptance-quick
     """  # noqa: D301 - click's mark for lines to keep
-    silence_third_parties()
     _write(Path(folder))
 
 
@@ -134,7 +131,7 @@ def _write(folder: Path) -> None:
     for file in files:
         show(f"wrote {file}", err=True)
     if not has_plots:
-        show(f"specdec: note: {MISSING}; then: specdec report {folder}", err=True)
+        note(f"{MISSING}; then: specdec report {folder}")
 
 
 class _Parts:
@@ -146,7 +143,7 @@ class _Parts:
         self._progress: Progress | None = None
 
     def expect(self, total: int, done: int) -> _Parts:
-        """Begin, with what was done in earlier runs."""
+        """Begin; earlier runs have done some parts."""
         self.total, self.done = total, done
         self._progress = Progress("part", total, done=done, quiet=self._quiet)
         return self

@@ -10,9 +10,9 @@ from pathlib import Path
 import click
 
 from ..prefix_cache.audit import Audit, audit, remove
-from ..utils.printable import one_line, shorten
+from ..utils.printable import counted, one_line, shorten
 from ..utils.sizes import format_size
-from .output import FAILURE, show
+from .output import FAILURE, note, show
 
 
 def _existing(_: click.Context, __: click.Parameter, value: str) -> Path:
@@ -52,10 +52,9 @@ def list_(folder: Path) -> None:
         )
     show(f"{_entries(len(found.sound))}, {format_size(found.nbytes)}")
     if found.damaged:
-        show(
-            f"specdec: note: {_entries(len(found.damaged))} of no use: "
-            f"specdec cache verify {folder} removes them",
-            err=True,
+        note(
+            f"{_entries(len(found.damaged))} of no use: specdec cache verify {folder} "
+            "removes them"
         )
 
 
@@ -109,4 +108,4 @@ def _audit(folder: Path, *, contents: bool = False) -> Audit:
 
 
 def _entries(n: int) -> str:
-    return "1 entry" if n == 1 else f"{n} entries"
+    return counted(n, "entry", "entries")

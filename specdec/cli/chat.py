@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import signal
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -16,7 +18,7 @@ from ..errors import MemoryLimitError, PromptError
 from ..prompts import templates
 from ..utils.data_files import HALVES, json_text
 from . import options
-from .output import show, show_error, show_warnings, silence_third_parties
+from .output import show, show_error, show_warnings
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -78,7 +80,6 @@ def chat(
     params = SamplingParams(
         max_tokens=max_tokens, temperature=temp, top_p=top_p, seed=seed
     )
-    silence_third_parties()
     show_warnings()
     templates.start()
     from ..decoder import SpecDecoder
@@ -89,7 +90,7 @@ def chat(
         with suppress(ImportError):
             import readline  # noqa: F401 - lines can be edited from now on
         show("/help lists commands; Ctrl-D ends.", err=True)
-    with _own_interrupts():
+    with _heard_by(signal.default_int_handler):
         for line in _lines():
             talk.take(line)
             if talk.over:
@@ -168,7 +169,9 @@ class _Talk:
         session = self.decoder.session()
         index = session.add_encoded(encoded.prompt, self.params)
         said = {"text": "", "reasoning": ""}
-        with _stopping() as stop, wired_memory():
+        # An exception would leave a round that is half done.
+        stop: list[int] = []
+        with _heard_by(lambda number, _: stop.append(number)), wired_memory():
             while session.busy:
                 if stop:
                     session.cancel(index)
@@ -253,34 +256,15 @@ def _lines() -> Iterator[str]:
 
 
 @contextmanager
-def _own_interrupts() -> Iterator[None]:
-    """Ctrl-C is the conversation's: it ends neither the first nor the second time."""
-    try:
-        before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    except ValueError:  # in a thread, as in tests, nobody presses it
+def _heard_by(handler: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Ctrl-C is the handler's; in a thread, as in tests, nobody presses it."""
+    if threading.current_thread() is not threading.main_thread():
         yield
         return
-    wakeup = signal.set_wakeup_fd(-1)
+    wakeup = signal.set_wakeup_fd(-1)  # or it ends the process the second time
+    before = signal.signal(signal.SIGINT, handler)
     try:
         yield
     finally:
+        signal.signal(signal.SIGINT, before)
         signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
-        signal.signal(signal.SIGINT, before)
-
-
-@contextmanager
-def _stopping() -> Iterator[list[int]]:
-    """A list that is not empty once Ctrl-C was pressed within the block.
-
-    An exception would leave a round that is half done.
-    """
-    pressed: list[int] = []
-    try:
-        before = signal.signal(signal.SIGINT, lambda number, _: pressed.append(number))
-    except ValueError:
-        yield pressed
-        return
-    try:
-        yield pressed
-    finally:
-        signal.signal(signal.SIGINT, before)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import click
 
 from ..model_names import is_default_target, locate_target
-from .output import show, show_warnings, silence_third_parties
+from .output import note, show, show_warnings
 
 
 @click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
@@ -26,7 +26,6 @@ def convert(file: str, out_dir: str, bits: int | None) -> None:
       specdec convert model.gguf model
       specdec convert SmolLM2-135M-Instruct out
     """  # noqa: D301 - click's mark for lines to keep
-    silence_third_parties()
     show_warnings()
     from ..backend import defaults
     from ..models import convert as convert_model
@@ -35,8 +34,7 @@ def convert(file: str, out_dir: str, bits: int | None) -> None:
     convert_model(source, out_dir, bits=bits)
     show(f"wrote {out_dir}: specdec run --target {out_dir}", err=True)
     if bits != 16 and defaults().name == "cpu":
-        show(
-            "specdec: note: on a CPU, mlx-lm is many times slower with packed weights "
-            "(their scales have 16 bits); --bits 16 is fast there",
-            err=True,
+        note(
+            "on a CPU, mlx-lm is many times slower with packed weights (their scales "
+            "have 16 bits); --bits 16 is fast there"
         )

@@ -17,7 +17,6 @@ from .output import (
     command_line,
     show,
     show_warnings,
-    silence_third_parties,
 )
 
 
@@ -117,13 +116,6 @@ def _minutes(name: str, text: str) -> options.Option:
     "draft. A block head never stores one.",
 )
 @click.option(
-    "--optimizer",
-    type=click.Choice(["adamw", "muon"]),
-    default="adamw",
-    show_default=True,
-    help="Optimizer of matrices; adamw trains everything else.",
-)
-@click.option(
     "--learning-rate",
     type=click.FloatRange(min=0, min_open=True),
     metavar="X",
@@ -200,7 +192,6 @@ def distill(
     folder = None if out is None else Path(out).expanduser()
     if folder is not None and os.path.isfile(folder):
         raise click.UsageError(f"--out {folder} is a file: name a folder")
-    silence_third_parties()
     show_warnings()
     from ..tools.distill.job import Job
     from ..tools.distill.options import Budget, Options

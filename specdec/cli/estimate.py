@@ -11,7 +11,7 @@ from ..config import EngineConfig
 from ..errors import UnsupportedModelError
 from ..utils.data_files import json_text
 from . import options
-from .output import FAILURE, share_text, show, silence_third_parties
+from .output import FAILURE, note, share_text, show
 
 
 @click.command(
@@ -61,7 +61,6 @@ def estimate(
       specdec estimate --target config.json --context 128k --memory-limit 24GB
     """  # noqa: D301 - click's mark for lines to keep
     spec, loading = models.spec, models.loading
-    silence_third_parties()
     from .. import backend
     from ..memory import MemoryPlan
     from ..memory.estimate import Estimate
@@ -127,12 +126,11 @@ def estimate(
     show(json_text(found.as_dict(), indent=2) if as_json else found.table())
     if vocabulary is not None:
         shared = share_text(vocabulary.share)
-        show(f"specdec: note: the draft has another vocabulary{shared}", err=True)
+        note(f"the draft has another vocabulary{shared}")
     if own_context is not None and context > own_context:
-        show(
-            f"specdec: note: the target's context is {own_context} tokens: a run "
-            f"refuses longer prompts and ends rows there, so {context} are never held",
-            err=True,
+        note(
+            f"the target's context is {own_context} tokens: a run refuses longer "
+            f"prompts and ends rows there, so {context} are never held"
         )
     if found.fits is False:
         sys.exit(FAILURE)

@@ -41,7 +41,7 @@ class Interrupts:
     def __init__(self) -> None:
         self.heard = False
         self._last_words = show_interrupted
-        # Whoever has it ends the process.
+        # The thread that holds it ends the process.
         self._ending = threading.Lock()
         self._came = threading.Event()
         self._pipe: tuple[int, int] | None = None
@@ -68,7 +68,7 @@ class Interrupts:
 
     @contextmanager
     def last_words(self, say: Callable[[], None]) -> Iterator[None]:
-        """Within the block, what is said where the main thread cannot.
+        """Within the block, the thread calls ``say`` if the main thread cannot speak.
 
         Args:
             say: called in another thread, while the main thread is inside of a call
@@ -119,11 +119,11 @@ class Interrupts:
 
 
 class RequestsToEnd:
-    """Within the block SIGTERM raises what Ctrl-C does, and neither can be lost.
+    """Within the block SIGTERM acts like Ctrl-C, and neither can be lost.
 
-    Python drops an exception that is raised while an object is being taken away
-    (``__del__``, a weak reference's callback), that of a handler, too. So what was
-    heard is remembered, and long loops look.
+    Python drops exceptions raised while an object is deleted (``__del__``, a weak
+    reference's callback), those of signal handlers too. So a request is remembered, and
+    long loops call :meth:`check`.
 
     A SIGTERM after another request does nothing: saving, which the first has set off,
     goes on (``timeout`` sends it twice). Ctrl-C is impatience: after a SIGTERM it
@@ -143,11 +143,7 @@ class RequestsToEnd:
         signal.signal(signal.SIGTERM, self._before)
 
     def check(self) -> None:
-        """Do nothing until an end was asked for.
-
-        Raises:
-            KeyboardInterrupt: it was, by a SIGTERM within the block or by Ctrl-C.
-        """
+        """Raise KeyboardInterrupt once SIGTERM or Ctrl-C has asked for an end."""
         if self._came:
             raise KeyboardInterrupt
 

@@ -64,7 +64,7 @@ GROUPS: dict[str, tuple[str, ...]] = {
     "Prompts": ("prompts", "text", "holdout", "num_prompts"),
     "Data and training": (
         "tokens", "data_minutes", "data_tokens", "data", "resume",
-        "optimizer", "learning_rate", "writers", "block_tokens",
+        "learning_rate", "writers", "block_tokens",
     ),
     "Sampling": (
         "min_tokens", "stop", "stop_token_ids", "top_p", "min_p", "top_k",
@@ -196,7 +196,7 @@ def positive(
 def number(
     name: str, metavar: str, text: str, *, default: float | None = None
 ) -> Option:
-    """An option that is any number: what it is for checks it."""
+    """An option that is any number; its range is checked later."""
     return click.option(
         name,
         type=float,
@@ -629,7 +629,7 @@ def _read(file: str) -> str:
 def _biases(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float] | None:
-    """Token ids and what is added to their logits, from texts ``ID=BIAS``."""
+    """Biases of logits by token id, from texts ``ID=BIAS``."""
     biases = {}
     for value in values:
         token, _, bias = value.partition("=")

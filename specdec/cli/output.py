@@ -23,7 +23,7 @@ import click
 from ..errors import ConfigError, SpecdecError
 from ..model_names import nearest, short
 from ..prompts import PromptRecord
-from ..utils.data_files import HALVES
+from ..utils.data_files import HALVES, json_text
 from ..utils.printable import one_line, printable, shorten
 
 DEBUG = "SPECDEC_DEBUG"
@@ -65,9 +65,6 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
     Args:
         err: to standard error. What cannot be shown there stops nothing.
         nl: end the last line.
-
-    Raises:
-        click.ClickException: standard output cannot be written.
     """
     lines = "\n".join(map(printable, text.split("\n")))
     if not err:
@@ -85,11 +82,7 @@ def show(text: str, *, err: bool = False, nl: bool = True) -> None:
 
 
 def flush_output() -> None:
-    """Write what standard output still holds.
-
-    Raises:
-        click.ClickException: it cannot be written.
-    """
+    """Write what standard output still holds."""
     try:
         sys.stdout.flush()
     except OSError as error:
@@ -100,13 +93,13 @@ def flush_output() -> None:
 
 
 def output_failed(error: OSError) -> click.ClickException:
-    """What to raise once standard output could not be written; it is given up."""
+    """The error where standard output cannot be written; it is given up."""
     drop(sys.stdout)
     return cannot_write("standard output", error)
 
 
 def cannot_write(what: str, error: OSError) -> click.ClickException:
-    """What to raise where something cannot be written."""
+    """The error where something cannot be written."""
     return click.ClickException(f"{what} cannot be written: {error.strerror}")
 
 
@@ -120,12 +113,41 @@ def drop(stream: TextIO) -> None:
             os.close(null)
 
 
-def open_output(option: str, path: str, prompts_file: str | None) -> TextIO:
-    """Open for appending: what the file holds stays until there is something new.
+class OutputFile:
+    """A file of JSON lines; what it holds stays until there is something new.
+
+    It is closed with the command.
+
+    Args:
+        option: that names it.
+        prompts_file: which it must not be.
 
     Raises:
-        click.UsageError: it is the file of the prompts, or cannot be written.
+        click.UsageError: it is that file, or cannot be written.
     """
+
+    def __init__(self, option: str, path: str, prompts_file: str | None):
+        self._option = option
+        self._file = _opened(option, path, prompts_file)
+        click.get_current_context().call_on_close(self._file.close)
+
+    def clear(self) -> None:
+        """Drop what it holds, if it is a file."""
+        if os.path.isfile(self._file.name):
+            self._file.truncate(0)
+
+    def write(self, value: Any, *, indent: int | None = None) -> None:
+        """Write a value as JSON."""
+        try:
+            self._file.write(json_text(value, indent=indent) + "\n")
+            self._file.flush()
+        except OSError as error:
+            with suppress(OSError):
+                self._file.close()  # what it still holds would fail again later
+            raise cannot_write(f"{self._option} {self._file.name}", error) from error
+
+
+def _opened(option: str, path: str, prompts_file: str | None) -> TextIO:
     both_exist = prompts_file and prompts_file != "-" and os.path.exists(path)
     if both_exist and os.path.samefile(path, str(prompts_file)):
         raise click.UsageError(f"{option} is the file of --prompts: name another")
@@ -162,6 +184,11 @@ def report(error: Exception) -> int:
 def show_error(message: str) -> None:
     """Print one line to standard error."""
     show(f"specdec: error: {one_line(' '.join(message.split()))}", err=True)
+
+
+def note(text: str) -> None:
+    """Print a line to standard error that is no error."""
+    show(f"specdec: note: {text}", err=True)
 
 
 def show_interrupted() -> None:
@@ -341,7 +368,7 @@ def command_line() -> str:
 
 
 def check_extra(what: str, extra: str, *modules: str) -> None:
-    """Refuse to go on where the packages of an extra are not installed."""
+    """Refuse to go on without the packages of an extra."""
     if not all(map(importlib.util.find_spec, modules)):
         raise click.ClickException(
             f"{what} needs more packages: pip install '.[{extra}]' in a checkout"
@@ -349,7 +376,7 @@ def check_extra(what: str, extra: str, *modules: str) -> None:
 
 
 def silence_third_parties() -> None:
-    """Quiet transformers and the hub; call it before they are imported.
+    """Quiet transformers and the hub, before they are imported.
 
     What the user has set in the environment stays. A download keeps its
     progress bar on a terminal: a model can take minutes.

@@ -171,7 +171,7 @@ class Progress:
         return ", ".join(filter(None, [self._note, self._left]))
 
     def seconds_left(self, now: float) -> float | None:
-        """From the mean speed so far; ``None`` while there is nothing to go by."""
+        """From the mean speed so far; ``None`` before there is one."""
         share = None
         if self._share is not None:
             share = self._share()
@@ -192,7 +192,7 @@ def _left(seconds: float | None) -> str:
 
 
 class Share:
-    """How much of a run is done: its tokens, of those that all prompts come to.
+    """The share of a run that is done: its tokens over those of all prompts in the end.
 
     That is estimated from what the first of them came to. The lengths of finished
     prompts alone would say too little: short ones finish first. So those that run

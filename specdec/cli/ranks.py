@@ -26,7 +26,7 @@ import click
 from ..parallel import Follower, Leader, Ranks, launched_rank
 from ..utils.child import module_process
 from . import options
-from .output import FAILURE, show_error, silence_third_parties
+from .output import FAILURE, show_error
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
@@ -78,7 +78,7 @@ def _hear(leader: Leader, number: int, frame: FrameType | None) -> None:
 
 
 def last_words(leader: Leader | None, say: Callable[..., None]) -> None:
-    """What is said where a rank has ended while the main thread waits for it.
+    """Set what is printed if a rank ends while the main thread waits for it.
 
     Args:
         say: called in another thread with ``lost``, the error.
@@ -91,7 +91,6 @@ def follow() -> NoReturn:
     """On another rank than 0, do what rank 0 does; nothing is printed."""
     # A Ctrl-C ends rank 0, and that ends this one.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    silence_third_parties()
     from ..decoder import SpecDecoder
 
     ranks = Ranks.join()
@@ -127,17 +126,13 @@ def _join(wanted: int | None) -> Ranks | None:
 
 def _start(size: int, until_joined: ExitStack) -> None:
     """Start the other ranks on this machine, one a device."""
-    import mlx.core as mx
-
     from ..backend import defaults
 
     environment: dict[str, str] = {}
     devices: list[str] | None = None
     kind = defaults().name
     if kind == "cuda":
-        visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-        count = mx.device_count(mx.DeviceType.gpu)
-        devices = visible.split(",") if visible else [str(i) for i in range(count)]
+        devices = cuda_devices()
         environment = {
             "NCCL_HOST_IP": _LOCAL,
             "NCCL_PORT": str(_free_ports(1)[0]),
@@ -179,6 +174,15 @@ def _start(size: int, until_joined: ExitStack) -> None:
     os.environ.update(environment, MLX_RANK="0")
 
 
+def cuda_devices() -> list[str]:
+    """What CUDA calls the devices that this process may use."""
+    import mlx.core as mx
+
+    count = mx.device_count(mx.DeviceType.gpu)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",")[:count] if visible else list(map(str, range(count)))
+
+
 def _watch(
     rank: int, process: subprocess.Popen[bytes], joined: threading.Event
 ) -> None:
@@ -195,7 +199,7 @@ def _over(
     failed: type[BaseException] | None,
     *_: object,
 ) -> None:
-    """Watch no more for who does not come; end who waits for this rank in vain."""
+    """Stop watching ranks; if joining failed, end those that were started."""
     joined.set()
     for process in started if failed else ():
         with suppress(OSError):

@@ -20,6 +20,7 @@ from ..config import EngineConfig
 from ..prompts import templates
 from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
+from .ranks import cuda_devices
 from .serve import described, engine_failed
 
 if TYPE_CHECKING:
@@ -36,11 +37,7 @@ def environments(count: int) -> list[dict[str, str]]:
 
     if defaults().name != "cuda":
         return [{}] * count
-    import mlx.core as mx
-
-    devices = mx.device_count(mx.DeviceType.gpu)
-    given = os.environ.get("CUDA_VISIBLE_DEVICES", "")
-    names = given.split(",")[:devices] if given else list(map(str, range(devices)))
+    names = cuda_devices()
     return [{"CUDA_VISIBLE_DEVICES": names[i % len(names)]} for i in range(count)]
 
 

@@ -44,12 +44,9 @@ _FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 def requests_of(
     records: Sequence[PromptRecord], params: SamplingParams
 ) -> SamplingParams | list[SamplingParams]:
-    """How each line is decoded: ``params``, but for what the line itself says.
+    """The parameters of each line: ``params``, changed by its own settings.
 
     A line without a seed of its own draws with the seed of ``params`` plus its index.
-
-    Raises:
-        PromptFileError: a line's settings cannot be used; it is named.
     """
     each = [_settings_of(record) for record in records]
     if not any(each):

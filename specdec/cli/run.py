@@ -20,26 +20,26 @@ from ..config import (
     NumDraftTokens,
 )
 from ..errors import PromptFileError, RankError
-from ..model_names import target_name
 from ..parallel import launched_rank
 from ..prompts import Encoding, PromptRecord, read_records, read_text, templates
 from ..sampling_params import SamplingParams, per_prompt
-from ..utils.printable import one_line
+from ..utils.printable import counted, one_line
 from ..utils.warm_up import warm_up
 from . import options, ranks
 from .interrupts import last_words
+from .options import given
 from .output import (
     FAILURE,
     INTERRUPTED,
+    OutputFile,
     check_extra,
     name_of,
-    open_output,
+    note,
     places_named,
     share_text,
     show,
     show_error,
     show_warnings,
-    silence_third_parties,
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
@@ -47,8 +47,10 @@ from .resume import common_of, keep_finished, settings_of
 from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
+    from ..decoder import SpecDecoder
     from ..outputs import GenerationResult, RunStats, StreamEvent
     from ..parallel import Leader
+    from ..ray.job import RayJob
 
 # Seconds after which a pipe that brings nothing is named.
 _PATIENCE = 2.0
@@ -181,10 +183,6 @@ def run(
       cat report.txt | specdec run --prompt "Summarize:"
     """  # noqa: D301 - click's mark for lines to keep
     # What can be wrong is found here, before a model is loaded.
-    if config.num_draft_tokens == 0:
-        raise click.UsageError(
-            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead"
-        )
     raw = encoding["ignore_chat_template"]
     if chat_template is not None:
         if raw:
@@ -195,100 +193,56 @@ def run(
         models.loading["chat_template"] = read_text(chat_template)
     records = _collect(texts, file, quiet=quiet)
     requests = requests_of(records, params)
-    _note_what_does_nothing(models.draft, requests, quiet=quiet)
-    if (ignored := ignored_keys(records)) and not quiet:
-        keys = one_line(", ".join(ignored), 200)
-        where = file or "standard input"
-        show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
-    if output_format != "specdec" and output_file is None:
-        raise click.UsageError("--output-format needs --output: name a file")
+    if not quiet:
+        _note_what_does_nothing(models.draft, requests)
+        if ignored := ignored_keys(records):
+            keys = one_line(", ".join(ignored), 200)
+            where = file or "standard input"
+            show(f"specdec: warning: {where}: keys without effect: {keys}", err=True)
     turns = sum(len(record.turns) for record in records)
-    if turns and raw:
-        raise click.UsageError(
-            "turns need the chat template: leave out --ignore-chat-template"
-        )
-    if turns and output_format == "openai":
-        raise click.UsageError(
-            "OpenAI's batch files have no turns: leave out --output-format"
-        )
+    _check_together(turns, raw=raw)
     if turns and config.prefix_cache_memory is None:
         # What a turn says again of the one before is not computed again.
-        memory = DEFAULT_PREFIX_CACHE_MEMORY
-        config = replace(config, prefix_cache_memory=memory)
-    if turns and (ray is not None or resumed):
-        raise click.UsageError(
-            "turns are decoded in one process and one run: leave out --ray and --resume"
-        )
-    launched = launched_rank() is not None
-    if ray is not None and (launched or tensor_parallel is not None):
-        other = "mlx.launch" if launched else "--tensor-parallel"
-        raise click.UsageError(f"workers of --ray have whole models: leave out {other}")
-    if ray_workers is not None and ray is None:
-        raise click.UsageError("--ray-workers has no effect without --ray")
+        config = replace(config, prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY)
     asked = requests if isinstance(requests, list) else [requests] * len(records)
     common = common_of(models, config, encoding)
     done: set[int] = set()
     if resumed:
-        if output_file is None or output_format != "specdec":
-            raise click.UsageError("--resume needs --output, in specdec's own form")
         settings = [settings_of(params, common) for params in asked]
         for i, params in enumerate(per_prompt(requests, len(records))):
             own = records[i].fields.get("seed") is not None
             if params.draws and (own or options.is_given("seed")):
                 settings[i]["seed"] = params.seed
-        done = keep_finished(output_file, records, settings)
-        if len(done) == len(records):
-            show(f"specdec: all {len(done)} prompts have their results", err=True)
-            return
-    output = None
-    if output_file is not None:
-        output = open_output("--output", output_file, file)
-        click.get_current_context().call_on_close(output.close)
+        done = keep_finished(str(output_file), records, settings)
+    if done and len(done) == len(records):
+        show(f"specdec: all {len(done)} prompts have their results", err=True)
+        return
+    output = OutputFile("--output", output_file, file) if output_file else None
 
-    silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
 
     draft_note = _draft_note(config.num_draft_tokens) if models.spec else None
-    for note in (check_compiler(), draft_note):
-        if note and not quiet:
-            show(f"specdec: note: {note}", err=True)
+    for text in filter(None, (check_compiler(), draft_note) if not quiet else ()):
+        note(text)
     left = [index for index in range(len(records)) if index not in done]
     if done or ray is not None:
         of_all = per_prompt(requests, len(records))
         requests = [of_all[index] for index in left]
-    prompts = [records[index].prompt for index in left]
-    events: Iterator[StreamEvent]
-    leader: Leader | None = None
     loading = models.arguments(config)
+    job: _Here | RayJob
     if ray is not None:
         check_extra("--ray", "ray", "ray")
         from ..ray.job import RayJob
 
-        context = click.get_current_context()
-        job = context.with_resource(RayJob(ray, ray_workers, loading))
-        name, spec = target_name(models.target), models.spec
-        draft = None if spec is None else spec.name
-        stats, most = job.stats, config.max_draft_tokens
-        assert isinstance(requests, list)
-        events = job.events(left, prompts, requests, encoding)
+        job = RayJob(ray, ray_workers, loading)
+        job = click.get_current_context().with_resource(job)
     else:
         if not raw:
             templates.start()
-        decoder, leader = ranks.load(tensor_parallel, **loading)
-        name, draft = decoder.target_name, decoder.draft_name
-        most = decoder.max_draft_tokens
-        with places_named([records[index] for index in left]):
-            events = decoder.stream(
-                prompts,
-                requests,
-                turns=[records[index].turns for index in left],
-                keep_going=len(records) > 1,
-                **encoding,
-            )
-        if done:
-            events = (e.renumbered(left[e.index], e.turn) for e in events)
-        stats = decoder.stats
+        job = _Here(*ranks.load(tensor_parallel, **loading))
+    events = job.events(left, records, requests, encoding)
+
     total = len(left) + turns
     streaming = total == 1 and sys.stdout.isatty()
     what = "turn" if turns else "prompt"
@@ -296,7 +250,7 @@ def run(
 
     def line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
         if output_format == "openai":
-            return openai_line(result, record, model=name)
+            return openai_line(result, record, model=job.target_name)
         line = line_of_result(result, record)
         return {**line, "settings": settings_of(asked[result.index], common)}
 
@@ -319,16 +273,12 @@ def run(
                 err=True,
             )
         if not quiet:
-            by = "" if leader is None else f", divided between {leader.size} ranks"
-            if ray is not None:
-                by = f", by {_some(job.workers, 'worker')} of Ray"
-            failed = len(sink.errors)
-            show(_summary(stats, name, by, draft, most, config, each, failed), err=True)
+            show(_summary(job, config, each, len(sink.errors)), err=True)
 
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
     share = Share(total, max(params.max_tokens for params in each))
-    ranks.last_words(leader, partial(conclude, interrupted=True))
+    ranks.last_words(job.leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
             progress.add(0, what="prefill" if ray is None else "workers start")
@@ -345,7 +295,7 @@ def run(
                 progress.show(
                     progress.done + ended,
                     total - sink.dropped,
-                    **_under_way(stats),
+                    **_under_way(job.stats),
                     share=share,
                 )
         except KeyboardInterrupt:
@@ -362,11 +312,56 @@ def run(
         sys.exit(FAILURE)
 
 
+def _check_together(turns: int, *, raw: bool) -> None:
+    """Refuse options that do not go with each other.
+
+    Args:
+        turns: of the user, after the first of each prompt.
+        raw: the chat template is ignored.
+    """
+    output, resumed, ray = map(given, ("output_file", "resumed", "ray"))
+    openai = given("output_format") == "openai"
+    launched = launched_rank() is not None
+    other = "mlx.launch" if launched else "--tensor-parallel"
+    divided = launched or given("tensor_parallel") is not None
+    for wrong, why in (
+        (
+            given("num_draft_tokens") == 0,
+            "--num-draft-tokens 0 leaves the draft unused: write --draft none instead",
+        ),
+        (openai and output is None, "--output-format needs --output: name a file"),
+        (
+            turns and raw,
+            "turns need the chat template: leave out --ignore-chat-template",
+        ),
+        (
+            turns and openai,
+            "OpenAI's batch files have no turns: leave out --output-format",
+        ),
+        (
+            turns and (ray is not None or resumed),
+            "turns are decoded in one process and one run: leave out --ray and "
+            "--resume",
+        ),
+        (
+            ray is not None and divided,
+            f"workers of --ray have whole models: leave out {other}",
+        ),
+        (
+            given("ray_workers") is not None and ray is None,
+            "--ray-workers has no effect without --ray",
+        ),
+        (
+            resumed and (output is None or openai),
+            "--resume needs --output, in specdec's own form",
+        ),
+    ):
+        if wrong:
+            raise click.UsageError(why)
+
+
 def _note_what_does_nothing(
-    draft: str | None,
-    requests: SamplingParams | list[SamplingParams],
-    *,
-    quiet: bool,
+    draft: str | None, requests: SamplingParams | list[SamplingParams]
 ) -> None:
     """Name an option without effect, or with another than many expect."""
     each = requests if isinstance(requests, list) else [requests]
@@ -380,8 +375,8 @@ def _note_what_does_nothing(
             if n > 1
             else f"layers:{n} is layer {n} alone"
         )
-    for note in notes if not quiet else ():
-        show(f"specdec: note: {note}", err=True)
+    for text in notes:
+        note(text)
 
 
 def _collect(
@@ -436,22 +431,13 @@ def _piped(*, quiet: bool) -> str:
     with suppress(OSError, ValueError):  # a stream without a descriptor
         ready, _, _ = select.select([sys.stdin], [], [], _PATIENCE)
         if not ready and not quiet:
-            note = "reading standard input; </dev/null leaves it out"
-            show(f"specdec: note: {note}", err=True)
+            note("reading standard input; </dev/null leaves it out")
     text = read_text("-")
     return f"\n\n{text}" if text.strip() else ""
 
 
-def _under_way(stats: RunStats) -> dict[str, str]:
-    """What progress says: a rate once there is one."""
-    if not stats.decode_seconds:
-        return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
-    tokens = _some(stats.generated_tokens, "token")
-    return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
-
-
 def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
-    """What a fixed draft length does where verification is not nearly free."""
+    """A warning of fixed draft lengths on a CPU."""
     from ..backend import defaults
 
     if num_draft_tokens == "auto" or defaults().name != "cpu":
@@ -462,26 +448,81 @@ def _draft_note(num_draft_tokens: NumDraftTokens) -> str | None:
     )
 
 
+class _Here:
+    """A job of this process, and of other ranks if there are any.
+
+    Args:
+        leader: this rank, where there are others.
+
+    Attributes:
+        target_name, draft_name: for reports.
+        by: who decodes, where it is not this process alone.
+        max_draft_tokens: most tokens of a round.
+    """
+
+    def __init__(self, decoder: SpecDecoder, leader: Leader | None):
+        self._decoder = decoder
+        self.leader = leader
+        self.target_name, self.draft_name = decoder.target_name, decoder.draft_name
+        self.by = f", divided between {leader.size} ranks" if leader else ""
+        self.max_draft_tokens = decoder.max_draft_tokens
+
+    @property
+    def stats(self) -> RunStats:
+        """Of what has run so far."""
+        return self._decoder.stats
+
+    def events(
+        self,
+        indices: Sequence[int],
+        records: Sequence[PromptRecord],
+        requests: SamplingParams | list[SamplingParams],
+        encoding: Encoding,
+    ) -> Iterator[StreamEvent]:
+        """Decode some of the records; events have their indices."""
+        chosen = [records[index] for index in indices]
+        with places_named(chosen):
+            events = self._decoder.stream(
+                [record.prompt for record in chosen],
+                requests,
+                turns=[record.turns for record in chosen],
+                keep_going=len(records) > 1,
+                **encoding,
+            )
+        if len(chosen) == len(records):
+            return events
+        return (event.renumbered(indices[event.index], event.turn) for event in events)
+
+
+def _under_way(stats: RunStats) -> dict[str, str]:
+    """What progress says: a rate once there is one."""
+    if not stats.decode_seconds:
+        return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
+    tokens = counted(stats.generated_tokens, "token")
+    return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
+
+
 def _summary(
-    stats: RunStats,
-    target: str,
-    by: str,
-    draft: str | None,
-    most: int,
+    job: _Here | RayJob,
     config: EngineConfig,
     requests: Sequence[SamplingParams],
     num_failed: int,
 ) -> str:
+    """What was done, in lines."""
     from ..model_names import short
 
-    k = config.num_draft_tokens
+    stats, draft = job.stats, job.draft_name
+    automatic = config.num_draft_tokens == "auto"
     length = "as many tokens a round as are worth it"
-    if k != "auto":
-        length = f"{_some(most, 'token')} a round"
+    if not automatic:
+        length = f"{counted(job.max_draft_tokens, 'token')} a round"
     failed = ", until it failed" if stats.draft_error else ""
     shared = share_text(stats.vocabulary_share)
+    reused = ""
+    if stats.prefix_tokens:
+        reused = f" ({stats.prefix_tokens} from the prefix cache)"
     lines = {
-        "target": short(target) + by,
+        "target": short(job.target_name) + job.by,
         "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
     }
     if warm_up.seconds >= 0.05:
@@ -489,44 +530,33 @@ def _summary(
     if stats.calibration_seconds >= 0.05:
         seconds = stats.calibration_seconds
         lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
-    lines |= {
-        "prefill": f"{_some(stats.prefilled, 'prompt')}, "
-        f"{_some(stats.prompt_tokens, 'token')}{_reused(stats.prefix_tokens)}"
-    }
+    lines["prefill"] = (
+        f"{counted(stats.prefilled, 'prompt')}, "
+        f"{counted(stats.prompt_tokens, 'token')}{reused}"
+    )
     if stats.prefill_seconds:
         lines["prefill"] += f", {stats.prefill_tokens_per_second:.1f} tokens/s"
+    tokens, rate = counted(stats.decode_tokens, "token"), stats.tokens_per_second
     if stats.rounds:
         of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
-        lines["decode"] = (
-            f"{_some(stats.decode_tokens, 'token')} after {of_each}, "
-            f"{_some(stats.rounds, 'round')}, {stats.tokens_per_second:.1f} tokens/s"
-        )
+        rounds = counted(stats.rounds, "round")
+        lines["decode"] = f"{tokens} after {of_each}, {rounds}, {rate:.1f} tokens/s"
     elif stats.row_rounds:  # of workers, whose rounds overlap
-        lines["decode"] = (
-            f"{_some(stats.decode_tokens, 'token')} in {stats.decode_seconds:.1f} s, "
-            f"workers' start included, {stats.tokens_per_second:.1f} tokens/s"
-        )
+        took = f"{stats.decode_seconds:.1f} s, workers' start included"
+        lines["decode"] = f"{tokens} in {took}, {rate:.1f} tokens/s"
     if stats.drafted:
         lines["acceptance"] = (
             f"rate {stats.acceptance_rate:.3f}, "
             f"length {stats.acceptance_length:.2f} tokens a round"
         )
-    elif draft and k == "auto" and "decode" in lines and not failed:
+    elif draft and automatic and "decode" in lines and not failed:
         lines["acceptance"] = "nothing was drafted: it is not worth it here"
     if config.kv_bits is not None:
         lines["KV cache"] = f"{config.kv_bits} bits"
     if seeds := [str(params.seed) for params in requests if params.draws]:
         lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
     if num_failed:
-        lines["failed"] = f"{_some(num_failed, 'prompt')}, see above"
+        lines["failed"] = f"{counted(num_failed, 'prompt')}, see above"
     if stats.peak_memory_bytes:
         lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
     return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
-
-
-def _reused(n: int) -> str:
-    return f" ({n} from the prefix cache)" if n else ""
-
-
-def _some(n: int, what: str) -> str:
-    return f"{n} {what}" + "s" * (n != 1)

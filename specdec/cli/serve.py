@@ -19,26 +19,20 @@ from ..config import (
 from ..errors import RankError, ServerError, reason_of
 from ..parallel import launched_rank
 from ..prompts import templates
-from ..server.config import (
-    DEFAULT_MAX_TOKENS,
-    DEFAULT_MAX_WAITING,
-    DEFAULT_PORT,
-    PREFIX_SHARING,
-)
+from ..server.config import PREFIX_SHARING, ServerConfig
 from . import options, ranks
 from .output import (
     check_extra,
+    note,
     share_text,
     show,
     show_error,
     show_warnings,
-    silence_third_parties,
 )
 
 if TYPE_CHECKING:
     from starlette.applications import Starlette
 
-    from ..server.config import ServerConfig
 
 #: Seconds that answers have where a rank of the target has ended.
 _ANSWERING = 1.0
@@ -88,7 +82,7 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
 @click.option(
     "--port",
     type=click.IntRange(0, 65535),
-    default=DEFAULT_PORT,
+    default=8080,
     show_default=True,
     help="Port to listen on; 0 takes a free one.",
 )
@@ -119,13 +113,13 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
 )
 @options.positive(
     "--max-waiting",
-    default=DEFAULT_MAX_WAITING,
+    default=ServerConfig.max_waiting,
     low=0,
     help="Requests that may wait for a place; more are refused with 429.",
 )
 @options.positive(
     "--max-tokens",
-    default=DEFAULT_MAX_TOKENS,
+    default=ServerConfig.max_tokens,
     help="Tokens to generate where a request does not say.",
 )
 @options.positive(
@@ -145,20 +139,20 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     "--temp",
     type=click.FloatRange(min=0),
     metavar="T",
-    default=1.0,
+    default=ServerConfig.temperature,
     show_default=True,
     help="Sampling temperature where a request does not say; 0 is greedy.",
 )
 @_seconds(
     "--request-timeout",
     "After this an answer is cut where it is, waiting included.",
-    default=600,
+    default=ServerConfig.request_timeout,
     low=0.001,
 )
 @_seconds(
     "--stop-timeout",
     "Time that running requests have to end when the server stops.",
-    default=30,
+    default=ServerConfig.stop_timeout,
 )
 @options.positive(
     "--replicas",
@@ -210,8 +204,6 @@ def serve(
         )
     modules = ("starlette", "uvicorn", "prometheus_client", "httpx")
     check_extra("specdec serve", "server", *modules)
-    from ..server.config import ServerConfig
-
     server = ServerConfig(
         temperature=temp,
         max_body_bytes=max_body,
@@ -219,7 +211,6 @@ def serve(
         **limits,
     )
     loading = models.arguments(config)
-    silence_third_parties()
     show_warnings()
     from ..server.running import bind
 
@@ -229,9 +220,8 @@ def serve(
         notes = [check_compiler()]
         if not server.api_keys and not _is_loopback(host):
             notes.append("everyone who reaches this port is served: set --api-key")
-        for note in notes:
-            if note and not quiet:
-                show(f"specdec: note: {note}", err=True)
+        for text in filter(None, notes if not quiet else ()):
+            note(text)
         if replicas is None:
             _serve_here(loading, server, listener, tensor_parallel, quiet=quiet)
         else:
@@ -266,7 +256,7 @@ def _serve_here(
 
 
 def _answer(app: Starlette, *, lost: RankError) -> None:
-    """Answer what is open where the engine waits for a rank that has ended."""
+    """Answer open requests: the engine waits for a rank that has ended."""
     if (service := getattr(app.state, "service", None)) is not None:
         service.engine.fail(lost)
         time.sleep(_ANSWERING)
@@ -289,10 +279,7 @@ def _serve_by(
 
     places = environments(count)
     if len(set(map(str, places))) < count and not quiet:
-        show(
-            "specdec: note: replicas share a device: a larger --batch uses it better",
-            err=True,
-        )
+        note("replicas share a device: a larger --batch uses it better")
     replicas = Replicas(
         count, partial(command, loading, config, places), config.request_timeout
     )
@@ -322,7 +309,7 @@ def _show_stopping(config: ServerConfig, running: int, *, quiet: bool) -> None:
 
 
 def engine_failed(failure: BaseException) -> ServerError:
-    """What a server ends with whose engine failed."""
+    """The error that ends a server whose engine failed."""
     return ServerError(
         f"the engine failed ({reason_of(failure)}): start the server again"
     )

@@ -1,19 +1,20 @@
-"""Results of ``specdec run``: text to standard output, JSON lines to a file."""
+"""Results of ``specdec run``: text to standard output, JSON lines to a file.
+
+With ``--resume``, those that the file has are not decoded again.
+"""
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Collection, Sequence
-from contextlib import AbstractContextManager, nullcontext, suppress
-from typing import Any, TextIO
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 from unicodedata import category
 
 from ..outputs import GenerationResult, StreamEvent
 from ..prompts import Prompt, PromptRecord
-from ..utils.data_files import json_text
 from ..utils.printable import one_line
-from .output import cannot_write, output_failed
+from .output import OutputFile, output_failed
 
 
 class Sink:
@@ -36,7 +37,7 @@ class Sink:
     def __init__(
         self,
         prompts: Sequence[PromptRecord],
-        output: TextIO | None,
+        output: OutputFile | None,
         aside: Callable[[], AbstractContextManager[Any]] = nullcontext,
         line_of: Callable[[GenerationResult, PromptRecord], dict[str, object]]
         | None = None,
@@ -57,8 +58,8 @@ class Sink:
         self.errors: dict[int, str] = {}
         self.dropped = 0
         self._done = frozenset(done)
-        if output is not None and os.path.isfile(output.name) and not done:
-            output.truncate(0)
+        if output is not None and not done:
+            output.clear()
 
     def take(self, event: StreamEvent) -> None:
         """Write the results that an event completes.
@@ -79,7 +80,8 @@ class Sink:
             self.dropped += left
         self._waiting.setdefault(event.index, []).append(event.result)
         if self._output is not None:
-            self._write_line(self._output, event.result)
+            record = self._prompts[event.index]
+            self._output.write(self._line_of(event.result, record))
         if not self._several:
             self._write("\n")
             return
@@ -97,16 +99,6 @@ class Sink:
                 self._write_blocks(index)
         if self._line_open or (not self._several and not self.finished):
             self._write("\n")
-
-    def _write_line(self, output: TextIO, result: GenerationResult) -> None:
-        line = json_text(self._line_of(result, self._prompts[result.index]))
-        try:
-            output.write(line + "\n")
-            output.flush()
-        except OSError as error:
-            with suppress(OSError):
-                output.close()  # what it still holds would fail again later
-            raise cannot_write(f"--output {output.name}", error) from error
 
     def _write_blocks(self, index: int) -> None:
         """Write the answers to a prompt that wait, each under its header."""

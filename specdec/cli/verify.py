@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import sys
-from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -12,19 +10,16 @@ import click
 from ..config import DEFAULT_BATCH_SIZE, EngineConfig
 from ..prompts import read_records
 from ..sampling_params import SamplingParams
-from ..utils.data_files import json_text
 from . import options
 from .options import is_given
 from .output import (
     FAILURE,
-    cannot_write,
+    OutputFile,
     command_line,
-    open_output,
     places_named,
     share_text,
     show,
     show_warnings,
-    silence_third_parties,
 )
 from .progress import Progress
 
@@ -125,12 +120,8 @@ def verify(
         max_tokens=max_tokens, temperature=temp, seed=seed, verification=verification
     )
     records = read_records(file)[:num_prompts]
-    output = None
-    if json_file is not None:
-        output = open_output("--json", json_file, file)
-        click.get_current_context().call_on_close(output.close)
+    output = OutputFile("--json", json_file, file) if json_file else None
 
-    silence_third_parties()
     show_warnings(notes=not quiet)
     from ..backend import check_compiler
     from ..decoder import SpecDecoder
@@ -164,16 +155,8 @@ def verify(
             "ignore_chat_template": ignore_chat_template,
             "max_restarts": max_restarts,
         }
-        record = json_text(_record(decoder, found, settings), indent=1)
-        try:
-            if os.path.isfile(output.name):
-                output.truncate(0)
-            output.write(record + "\n")
-            output.flush()
-        except OSError as error:
-            with suppress(OSError):
-                output.close()
-            raise cannot_write(f"--json {output.name}", error) from error
+        output.clear()
+        output.write(_record(decoder, found, settings), indent=1)
     show(_header(decoder, found, params))
     show(summary(found))
     if not found.passed:
@@ -181,7 +164,7 @@ def verify(
 
 
 def _check_together(temp: float, *, sampled: bool) -> None:
-    """Refuse what is without effect, before a model is loaded."""
+    """Refuse options without effect, before a model is loaded."""
     if is_given("seed") and temp == 0:
         raise click.UsageError("--seed needs --temp: at 0 nothing is drawn")
     if is_given("draws") and not sampled:

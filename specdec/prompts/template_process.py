@@ -11,8 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
-#: Bytes beside what the process has when it begins, where the system can bound it (on
-#: macOS it cannot).
+#: Bytes that the process may take beside those that it begins with. macOS has no such
+#: bound.
 _MEMORY = 1 << 30
 #: Most characters of a text, beyond any context.
 _CHARACTERS = 1 << 26

@@ -1,11 +1,10 @@
 """Chat templates of models, rendered in a process of their own.
 
-A template comes with a model and is a program: ``{{ 'a' * 10**10 }}`` takes all memory
-there is, two nested loops all the time. transformers keeps it from files and from
-Python's insides, and does not bound what it takes. So it renders in a child process
-that ends where a template takes too long. The child serves all renderings of its
-parent, and ends with it. One that ends for another reason is replaced once. No mlx
-here.
+A template comes with a model and is a program: ``{{ 'a' * 10**10 }}`` takes all memory,
+and two nested loops never end. transformers keeps a template from files and from
+Python's internals, but bounds neither memory nor time. So templates render in a child
+process, which is ended when one takes too long. The child renders for its parent as
+long as that lives. If it ends for another reason, it is replaced once.
 """
 
 from __future__ import annotations

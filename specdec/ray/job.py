@@ -9,7 +9,7 @@ import pickle
 import re
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
@@ -17,10 +17,11 @@ from typing import Any
 from .. import errors
 from ..config import EngineConfig
 from ..errors import ConfigError, ServerError
+from ..model_names import draft_for, target_name
 from ..outputs import GenerationResult, RunStats, StreamEvent
-from ..prompts import Encoding, Prompt
-from ..sampling_params import SamplingParams
-from ..utils.printable import one_line
+from ..prompts import Encoding, Prompt, PromptRecord
+from ..sampling_params import SamplingParams, per_prompt
+from ..utils.printable import counted, one_line
 from .stage import Worker
 
 # Seconds that a cluster has to answer.
@@ -50,9 +51,11 @@ class RayJob:
             to name a model on every machine.
 
     Attributes:
+        target_name, draft_name: for reports.
+        by: who decodes, once they do.
+        max_draft_tokens: most tokens of a round.
         stats: of the prompts that have ended; the time counts from the start of the
             workers.
-        workers: how many there are, once there are any.
 
     Raises:
         ConfigError: there is no such cluster.
@@ -62,9 +65,14 @@ class RayJob:
         self._address = address
         self._workers = workers
         self._loading = _everywhere(loading)
+        self.leader = None
+        self.target_name = target_name(self._loading["target"])
         self._began = time.monotonic()
+        spec = draft_for(self._loading["target"], self._loading["draft"])
+        self.draft_name = None if spec is None else spec.name
+        self.max_draft_tokens = self._loading["config"].max_draft_tokens
         self.stats = RunStats()
-        self.workers = workers or 0
+        self.by = ""
 
     def __enter__(self) -> RayJob:
         # A cluster that is started here reports to nobody.
@@ -98,13 +106,15 @@ class RayJob:
     def events(
         self,
         indices: Sequence[int],
-        prompts: Sequence[Prompt],
-        params: Sequence[SamplingParams],
+        records: Sequence[PromptRecord],
+        requests: SamplingParams | list[SamplingParams],
         encoding: Encoding,
     ) -> Iterator[StreamEvent]:
         """An event for each prompt, with its result, as blocks of prompts end.
 
         Args:
+            indices: of the records that are decoded.
+            requests: how to decode them.
             encoding: as for :meth:`~specdec.SpecDecoder.generate`.
 
         Raises:
@@ -117,13 +127,15 @@ class RayJob:
         context = ray.data.DataContext.get_current()
         context.enable_progress_bars = False
         gpus = int(ray.cluster_resources().get("GPU", 0))
-        self.workers = self._workers or gpus or sum(n["Alive"] for n in ray.nodes())
-        workers = self.workers
+        workers = self._workers or gpus or sum(n["Alive"] for n in ray.nodes())
+        self.by = f", by {counted(workers, 'worker')} of Ray"
         # Blocks of several batches keep rows busy; several blocks keep workers busy.
         batch_size = self._loading["config"].batch_size
         size = max(1, min(4 * batch_size, -(-len(indices) // (2 * workers))))
-        asked = zip(indices, prompts, params, strict=True)
-        rows = [{"asked": pickle.dumps(each)} for each in asked]
+        prompts = [records[index].prompt for index in indices]
+        each = per_prompt(requests, len(indices))
+        asked: Iterable[Asked] = zip(indices, prompts, each, strict=True)
+        rows = [{"asked": pickle.dumps(one)} for one in asked]
         dataset = ray.data.from_items(
             rows, override_num_blocks=-(-len(rows) // size)
         ).map_batches(

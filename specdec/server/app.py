@@ -167,11 +167,7 @@ async def _count_tokens(request: Request) -> Response:
 
 
 async def _read(request: Request, parse: Callable[[Any, Service], T]) -> T:
-    """What a request asks for, by its JSON.
-
-    Raises:
-        Refusal: the body is too large, too slow, or no JSON; or what ``parse`` raises.
-    """
+    """What a request asks for, by its JSON."""
     data = await read_body(request, _service(request).config.max_body_bytes)
 
     def parsed(data: bytes) -> T:

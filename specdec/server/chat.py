@@ -27,7 +27,7 @@ from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import CompletionRendering
 from .sampling import (
-    LABELS,
+    DOCUMENTED,
     SAMPLING,
     STREAM,
     constraint,
@@ -67,17 +67,10 @@ TABLE: Table = {
     "prediction": Parameter(
         dict, refused="drafts are made by the server: leave it out"
     ),
-    "prompt_cache_retention": Parameter(
-        str, only=("in_memory", "in-memory"), refused="the server's options say it"
-    ),
-    "prompt_cache_options": Parameter(
-        dict, refused="common beginnings are kept by themselves"
-    ),
-    "moderation": Parameter(dict, refused="nothing is moderated here"),
     "verbosity": Parameter(str, only=("medium",), refused="ask for it in the prompt"),
     **SAMPLING,
     **STREAM,
-    **LABELS,
+    **DOCUMENTED,
 }
 #: Documented parts of tools and of their calls, of all protocols, of no use here.
 TOOL_PARTS: Table = {
@@ -115,11 +108,7 @@ _NAME = re.compile(r"[\w.-]{1,128}", re.ASCII)
 
 
 def parse(body: Any, service: Service) -> ChatRendering:
-    """A request.
-
-    Raises:
-        Refusal: a parameter cannot be used.
-    """
+    """A request."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     if values["top_logprobs"] and not values["logprobs"]:
@@ -171,11 +160,7 @@ def variables(
     *,
     where: str = "reasoning_effort",
 ) -> dict[str, Any]:
-    """What the chat template reads beside messages and tools.
-
-    Raises:
-        Refusal: the template does not read it, or it is none of the client's.
-    """
+    """Variables for the chat template, beside messages and tools."""
     for name in given:
         if name in OWN_VARIABLES or name == "tools":
             raise Refusal.invalid(
@@ -199,11 +184,7 @@ def variables(
 
 
 def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
-    """Tools in OpenAI's form, and what is to be called.
-
-    Raises:
-        Refusal: they cannot be used.
-    """
+    """Tools in OpenAI's form, and whether one has to be called."""
     for i, tool in enumerate(given):
         at = f"tools[{i}]"
         shaped(tool, {"type": str}, at)
@@ -254,7 +235,7 @@ def tools_of(given: Sequence[dict[str, Any]], choice: Any, where: str) -> Tools:
 
 
 def check_format(params: SamplingParams, tools: Tools, where: str) -> None:
-    """Refuse a format beside tools: an answer cannot be of it and call one."""
+    """Refuse a format beside tools: a call would not follow it."""
     if params.grammar is not None and tools.functions:
         raise Refusal.invalid(
             where,
@@ -350,11 +331,7 @@ def arguments_of(text: str, where: str) -> dict[str, Any]:
 def text_of(
     content: Any, where: str, kinds: Sequence[str] = ("text", "refusal")
 ) -> str:
-    """The text of a message's content, be it one text or parts.
-
-    Raises:
-        Refusal: a part is something else.
-    """
+    """The text of a message's content, be it one text or parts."""
     if content is None or isinstance(content, str):
         return content or ""
     texts = []

@@ -46,11 +46,7 @@ NAMES = {"prompt": "prompt", "max_tokens": "max_tokens", "stop": "stop", "n": "n
 
 
 def parse(body: Any, service: Service) -> TextRendering:
-    """A request.
-
-    Raises:
-        Refusal: a parameter cannot be used.
-    """
+    """A request."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     usage = wants_usage(values)

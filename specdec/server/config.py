@@ -10,9 +10,6 @@ from ..errors import ConfigError
 from ..sampling_params import MAX_TEMPERATURE
 from ..utils.checks import require, require_bytes, require_int, require_range
 
-DEFAULT_PORT = 8080
-DEFAULT_MAX_WAITING = 256
-DEFAULT_MAX_TOKENS = 2048
 _MOST_SECONDS = 10**7
 
 PrefixSharing = Literal["all", "client"]
@@ -24,9 +21,9 @@ class ServerConfig:
     """How a server treats its clients.
 
     Args:
-        names: what the model is called; ``*`` accepts every name. The first one is
-            that of responses; without any it is the target's own.
-        api_keys: one of which clients have to send; without any: nothing.
+        names: of the model; ``*`` accepts every name. Responses have the first one, or
+            the target's own where there is none.
+        api_keys: clients have to send one of them; empty: none is asked for.
         cors: origins whose pages may call the server from a browser.
         max_waiting: requests that may wait for a row; more are refused (429).
         max_body_bytes: of a request.
@@ -37,27 +34,24 @@ class ServerConfig:
         request_timeout: seconds after which an answer is cut, waiting included.
         stop_timeout: seconds that running requests have to end when the server stops.
         keep_alive: seconds without an event after which a stream gets a comment.
-        chat_template_config: what the chat template reads beside messages and tools.
-        prefix_sharing: who finds what was kept of a prompt: ``all``, or the same
-            ``client``, by its key, its address where there are no keys, and the user
-            that its requests name.
-
-    Raises:
-        ConfigError: a value is out of range.
+        chat_template_config: variables of the chat template.
+        prefix_sharing: ``all`` clients share kept prefixes, or each ``client`` has its
+            own. A client is known by its key (its address, where there are no keys)
+            and by the user that its requests name.
     """
 
     names: tuple[str, ...] = ()
     api_keys: tuple[str, ...] = ()
     cors: tuple[str, ...] = ()
-    max_waiting: int = DEFAULT_MAX_WAITING
+    max_waiting: int = 256
     max_body_bytes: int = 16 * 2**20
     max_prompt_tokens: int | None = None
-    max_tokens: int = DEFAULT_MAX_TOKENS
+    max_tokens: int = 2048
     max_output_tokens: int | None = None
     temperature: float = 1.0
-    request_timeout: float = 600.0
-    stop_timeout: float = 30.0
-    keep_alive: float = 10.0
+    request_timeout: float = 600
+    stop_timeout: float = 30
+    keep_alive: float = 10
     chat_template_config: Mapping[str, Any] = field(default_factory=dict)
     prefix_sharing: PrefixSharing = "all"
 

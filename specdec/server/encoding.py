@@ -47,7 +47,7 @@ _CALLS = {
 
 @dataclass(frozen=True)
 class Encoded:
-    """A prompt for the model, and what is known of its answer.
+    """A prompt for the model, and how its answer begins and ends.
 
     Args:
         thinks: the answer begins with reasoning.
@@ -111,11 +111,7 @@ def _thinks(tokenizer: Any, tokens: tuple[int, ...]) -> bool:
 
 
 def check_tools(tokenizer: Any, tools: Tools) -> None:
-    """Refuse tools that the model's chat template or its parser cannot have.
-
-    Raises:
-        Refusal: with the parameter.
-    """
+    """Refuse tools that the model's chat template or its parser cannot have."""
     template = template_of(tokenizer, tools=tools.functions)
     reads = template is None or "tools" in template
     if not getattr(tokenizer, "has_tool_calling", False) or not reads:
@@ -129,11 +125,7 @@ def check_tools(tokenizer: Any, tools: Tools) -> None:
 
 
 def beginning(tokenizer: Any, name: str | None) -> str:
-    """How an answer begins that calls the function ``name``, or any for ``None``.
-
-    Raises:
-        Refusal: nobody knows.
-    """
+    """How an answer begins that calls the function ``name``, or any for ``None``."""
     start: str = tokenizer.tool_call_start
     if name is None:
         return start
@@ -148,11 +140,7 @@ def beginning(tokenizer: Any, name: str | None) -> str:
 
 
 def call_grammar(tokenizer: Any, tools: Tools) -> Grammar | None:
-    """What an answer has to be that begins with a call of a strict function.
-
-    Raises:
-        Refusal: calls of this model are not written as JSON.
-    """
+    """What an answer has to be that begins with a call of a strict function."""
     wanted = [
         tool["function"]
         for tool in tools.functions

@@ -1,4 +1,4 @@
-"""The web application in front of replicas, which gives each request to one of them.
+"""The web application in front of replicas: it gives each request to one of them.
 
 No mlx here.
 """
@@ -103,7 +103,7 @@ class Front:
 
     @property
     def failure(self) -> ServerError | None:
-        """Why there is no replica and none will be, if that is so."""
+        """Why there will be no replica any more, if that is so."""
         return self.replicas.failure
 
     @property
@@ -120,11 +120,7 @@ class Front:
 
     @contextmanager
     def replica(self, blocks: Blocks, tried: Sequence[Replica]) -> Iterator[Replica]:
-        """A replica for a request, which counts as its load.
-
-        Raises:
-            Refusal: there is none.
-        """
+        """A replica for a request, which counts as its load."""
         if self._draining:
             raise Refusal.stopping()
         ready = [each for each in self.replicas.ready if each not in tried]
@@ -313,7 +309,7 @@ class _Passed(Sent):
 
 
 async def _metrics(request: Request) -> Response:
-    """What the replicas count, each with its number, and what is counted here."""
+    """The replicas' metrics, labelled with their numbers, and those of the front."""
     front = _front(request)
     texts = await asyncio.gather(*map(_metrics_of, front.replicas.all))
     registry = CollectorRegistry()

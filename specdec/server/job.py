@@ -1,4 +1,4 @@
-"""What all protocols have in common: a job, and the events that answer it.
+"""A job, and the events that answer it: the same for all protocols.
 
 A protocol makes a :class:`Job` of a body. The service answers it with events, in the
 order Begun, Piece and Call, End for each choice; choices mix.
@@ -52,7 +52,7 @@ class Chat:
 
     Args:
         continue_final: the last message is the beginning of the answer.
-        variables: more of what the template reads.
+        variables: of the template, beside messages and tools.
         formatted: the answer has a format from its first token on.
     """
 
@@ -79,7 +79,7 @@ class Job:
         sources: a prompt each.
         params: how to decode them. Choice ``i`` draws with seed ``params.seed + i``.
         n: choices of each prompt.
-        names: parameters of the protocol, by what they fill.
+        names: parameters of the protocol, by the fields that they fill.
     """
 
     sources: Sequence[Chat | Text]
@@ -93,7 +93,7 @@ class Job:
         return len(self.sources) * self.n
 
     def of_client(self, client: str) -> Job:
-        """The same, whose prefixes are kept apart from those of other clients."""
+        """The same, with prefixes apart from those of other clients."""
         salt = json.dumps([client, self.params.cache_salt])
         return replace(self, params=replace(self.params, cache_salt=salt))
 

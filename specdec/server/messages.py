@@ -34,9 +34,26 @@ PROMPT: Table = {
     "system": Parameter((str, [dict])),
     "tools": Parameter([dict], default=[], high=1024),
     "tool_choice": Parameter({"type": str}),
-    "thinking": Parameter({"type": str}),
+    "thinking": Parameter(
+        dict,
+        parts={
+            "type": Parameter(
+                str,
+                only=("enabled", "adaptive", "between_tools", "disabled"),
+                required=True,
+            ),
+            "budget_tokens": Parameter(int),
+            "display": Parameter(str, only=("summarized", "omitted")),
+        },
+    ),
     "cache_control": Parameter(dict),
-    "output_config": Parameter(dict),
+    "output_config": Parameter(
+        dict,
+        parts={
+            "effort": Parameter(str, only=("low", "medium", "high", "xhigh", "max")),
+            "format": Parameter({"type": str}),
+        },
+    ),
     "context_management": Parameter(dict),
     "user_profile_id": Parameter(str),
     "workspace_id": Parameter(str),
@@ -101,12 +118,9 @@ def parse(body: Any, service: Service) -> MessageRendering:
 
 def _format(values: dict[str, Any]) -> dict[str, Any]:
     """What the wanted format adds to the parameters."""
-    config = values["output_config"] or {}
-    wanted = shaped(config.get("format") or {"type": "text"}, {"type": str},
-                    NAMES["grammar"])  # fmt: skip
     if values["output_format"] is not None:
         return constraint(values["output_format"], "output_format")
-    return constraint(wanted, NAMES["grammar"])
+    return constraint((values["output_config"] or {}).get("format"), NAMES["grammar"])
 
 
 def parse_count(body: Any, service: Service) -> Chat:
@@ -134,29 +148,9 @@ def chat_of(values: dict[str, Any], service: Service) -> Chat:
 
 def _variables(values: dict[str, Any], service: Service) -> dict[str, Any]:
     given: dict[str, Any] = {}
-    thinking = values["thinking"]
-    if thinking is not None:
-        if thinking["type"] not in _THINKING:
-            raise Refusal(
-                f"thinking.type must be one of {', '.join(_THINKING)}",
-                param="thinking.type",
-            )
-        shaped(thinking, {"budget_tokens?": int}, "thinking")
-        check_parts(thinking, _DISPLAY, "thinking")
+    if (thinking := values["thinking"]) is not None:
         given["enable_thinking"] = thinking["type"] != "disabled"
-    config = values["output_config"] or {}
-    shaped(config, {"effort?": (str, None), "format?": (dict, None)}, "output_config")
-    if unknown := config.keys() - {"effort", "format"}:
-        raise Refusal.unsupported(
-            "output_config",
-            f"output_config.{min(unknown)} is not supported: leave it out",
-        )
-    if effort := config.get("effort"):
-        if effort not in ("low", "medium", "high", "xhigh", "max"):
-            raise Refusal(
-                "output_config.effort must be low, medium, high, xhigh or max",
-                param="output_config.effort",
-            )
+    if effort := (values["output_config"] or {}).get("effort"):
         # Every model may be asked for it; it is a hint.
         given["reasoning_effort"] = effort
     management = values["context_management"] or {}
@@ -296,8 +290,6 @@ def _assistant(
     yield made
 
 
-_DISPLAY: Table = {"display": Parameter(str, only=("summarized", "omitted"))}
-_THINKING = ("enabled", "adaptive", "between_tools", "disabled")
 _ENDS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 
 

@@ -1,4 +1,4 @@
-"""What Prometheus reads: requests as they end, and what the engine counts."""
+"""Metrics for Prometheus: of requests as they end, and of the engine."""
 
 from __future__ import annotations
 

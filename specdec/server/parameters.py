@@ -27,6 +27,7 @@ class Parameter:
         only: values that are possible; ``()``: all.
         refused: why values that are not in ``only`` are refused, and the way out.
         required: it has to be there.
+        parts: of an object, in the same form; it has no others.
     """
 
     shape: Shape
@@ -36,13 +37,10 @@ class Parameter:
     only: tuple[Any, ...] = ()
     refused: str = ""
     required: bool = False
+    parts: Mapping[str, Parameter] | None = None
 
     def check(self, name: str, value: Any) -> Any:
-        """The value, if it can be one.
-
-        Raises:
-            Refusal: it cannot.
-        """
+        """The value, if it can be one."""
         if self.refused and value not in self.only:
             raise Refusal.unsupported(name, f"{name} is not supported: {self.refused}")
         shaped(value, self.shape, name)
@@ -52,6 +50,13 @@ class Parameter:
                 name, f"{name} is {quoted(value)}: it must be one of {allowed}"
             )
         self._check_range(name, value)
+        if self.parts is not None:
+            for key in value:
+                if key not in self.parts:
+                    raise Refusal.unsupported(
+                        name, f"{name} has no {quoted(key)}: leave it out"
+                    )
+            check_parts(value, self.parts, name)
         return value
 
     def _check_range(self, name: str, value: Any) -> None:
@@ -81,11 +86,7 @@ _ELSEWHERE = {
 
 
 def shaped(value: Any, shape: Shape, where: str) -> Any:
-    """``value``, if it is of the shape; ``where`` names it.
-
-    Raises:
-        Refusal: it is not.
-    """
+    """``value``, if it is of the shape; ``where`` names it."""
     try:
         return check_shape(value, shape, where)
     except DataError as error:
@@ -94,22 +95,16 @@ def shaped(value: Any, shape: Shape, where: str) -> Any:
 
 
 def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
-    """Check parts of an object, those that are there; ``where`` names it.
-
-    Raises:
-        Refusal: one cannot be used.
-    """
+    """Check the parts that an object has; ``where`` names it."""
     for name, parameter in table.items():
         if given.get(name) is not None:
             parameter.check(f"{where}.{name}", given[name])
+        elif parameter.required:
+            raise Refusal(f"{where}.{name} is missing: add it", param=f"{where}.{name}")
 
 
 def read(body: Any, table: Table) -> dict[str, Any]:
-    """The values of all parameters of the table.
-
-    Raises:
-        Refusal: one cannot be used, is not known, or is missing.
-    """
+    """The values of all parameters of the table."""
     if not isinstance(body, dict):
         raise Refusal("the body is no JSON object: send one", code="invalid_type")
     values = {}

@@ -18,7 +18,7 @@ log = logging.getLogger("specdec.server")
 
 
 class Parts:
-    """Takes the text of one choice as it grows, and yields what it consists of.
+    """Splits the growing text of one choice into text, reasoning and calls.
 
     Markers of mlx-lm's tokenizers separate reasoning and tool calls. Text that could
     be the beginning of one is held back until the next decides. A call that cannot be
@@ -54,7 +54,7 @@ class Parts:
                 list(self.feed(encoded.begun))
 
     def feed(self, text: str, tokens: Tokens | None = None) -> Iterator[Piece | Call]:
-        """What is new with ``text``, which ``tokens`` came with."""
+        """The parts that ``text`` adds; ``tokens`` came with it."""
         if self._state is None:
             if text or tokens:
                 yield Piece(self._choice, "text", text, tokens)
@@ -114,7 +114,7 @@ class Parts:
             self.calls += 1
 
     def _parsed(self, text: str) -> Sequence[Mapping[str, Any]]:
-        """The calls that a text has; none where tools are not asked for."""
+        """The calls in a text; none if the request has no tools."""
         if not self._tools.functions:
             return []
         try:

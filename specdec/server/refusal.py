@@ -1,4 +1,4 @@
-"""What a client gets where its request cannot be answered."""
+"""The answer to a request that cannot be served."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
 
     @classmethod
     def invalid(cls, param: str | None, message: object) -> Self:
-        """A parameter whose value cannot be."""
+        """A parameter with an impossible value."""
         return cls(message, param=param, code="invalid_value")
 
     @classmethod
@@ -59,7 +59,7 @@ class Refusal(SpecdecError):  # noqa: N818 - it is an answer, too
 
     @classmethod
     def later(cls, code: str, message: object) -> Self:
-        """What can be had later, or of another server."""
+        """A request to be repeated later, or at another server."""
         return cls(message, status=503, code=code, retry_after=5)
 
     @classmethod

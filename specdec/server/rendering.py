@@ -1,4 +1,4 @@
-"""From events to bytes: what every protocol's rendering has in common."""
+"""From events to bytes: the common part of all protocols' renderings."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class Rendering(ABC):
 
     @abstractmethod
     def stream(self, event: Event) -> Iterator[bytes]:
-        """What an event, which was taken, adds to the stream."""
+        """The bytes that an event adds to the stream, after :meth:`take`."""
 
     @abstractmethod
     def end(self) -> Iterator[bytes]:
-        """What ends the stream, after all events."""
+        """The end of the stream, after all events."""
 
     def failed(self, refusal: Refusal) -> bytes:
         """What ends a stream that began well."""
@@ -131,7 +131,7 @@ class CompletionRendering(Rendering):
 
 
 def _ending(end: End) -> dict[str, Any]:
-    """How a choice ended, and what its draws came from."""
+    """How a choice ended, and the seed of its draws."""
     made: dict[str, Any] = {"finish_reason": end.reason}
     if end.result.seed is not None:
         made["seed"] = end.result.seed

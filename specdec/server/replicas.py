@@ -240,7 +240,7 @@ class Replicas:
         return was_ready, code
 
     def _client(self, path: str) -> httpx.AsyncClient:
-        # The replica closes what is idle for 5 seconds; it is closed before that here.
+        # The replica closes connections that are idle for 5 seconds.
         limits = httpx.Limits(max_connections=None, keepalive_expiry=2)
         return httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=path, limits=limits),
@@ -253,18 +253,15 @@ class Replicas:
         self, process: asyncio.subprocess.Process, client: httpx.AsyncClient
     ) -> None:
         """Wait until a replica ends; one that does not answer any more is killed."""
-        ended = asyncio.create_task(process.wait())
-        try:
-            while not ended.done():
-                await asyncio.wait({ended}, timeout=_LOOK_SECONDS)
-                if ended.done():
-                    return
-                try:
-                    await client.get("/health", timeout=_ANSWER_SECONDS)
-                except httpx.TimeoutException:
-                    log.warning("a replica does not answer, and is killed")
-                    process.kill()
-                except httpx.TransportError:
-                    pass  # it is about to end
-        finally:
-            ended.cancel()
+        while process.returncode is None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(_LOOK_SECONDS):
+                    await process.wait()
+                return
+            try:
+                await client.get("/health", timeout=_ANSWER_SECONDS)
+            except httpx.TimeoutException:
+                log.warning("a replica does not answer, and is killed")
+                process.kill()
+            except httpx.TransportError:
+                pass  # it is about to end

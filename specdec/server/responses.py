@@ -24,10 +24,11 @@ from .job import Begun, Call, Chat, End, Event, Job, Message, Piece, Tokens
 from .parameters import Parameter, Table, check_parts, read, shaped
 from .refusal import Refusal
 from .rendering import Rendering, sse
-from .sampling import LABELS, SAMPLING, STREAM, constraint, sampling, wants_usage
+from .sampling import DOCUMENTED, SAMPLING, STREAM, constraint, sampling, wants_usage
 from .service import Service
 
 _STORED = "nothing is stored here: send the whole conversation as input"
+_AS_IT_IS = "reasoning comes as it is"
 TABLE: Table = {
     "model": Parameter(str),
     "input": Parameter((str, [dict]), required=True),
@@ -36,8 +37,29 @@ TABLE: Table = {
     "tools": Parameter([dict], default=[], high=1024),
     "tool_choice": Parameter((str, dict)),
     "parallel_tool_calls": Parameter(bool, default=True),
-    "text": Parameter({"format?": (dict, None), "verbosity?": (str, None)}),
-    "reasoning": Parameter(dict),
+    "text": Parameter(
+        dict,
+        parts={
+            "format": Parameter(dict),
+            "verbosity": Parameter(
+                str, only=("medium",), refused="ask for it in the prompt"
+            ),
+        },
+    ),
+    "reasoning": Parameter(
+        dict,
+        parts={
+            "effort": Parameter(str),
+            "summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
+            "generate_summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
+            "context": Parameter(
+                str,
+                only=("auto", "all_turns"),
+                refused="the template chooses what it shows",
+            ),
+            "mode": Parameter(str, only=("standard",), refused="there is one mode"),
+        },
+    ),
     "top_logprobs": Parameter(int, default=0, low=0, high=20),
     "include": Parameter([str], default=[]),
     "truncation": Parameter(
@@ -52,52 +74,26 @@ TABLE: Table = {
     "context_management": Parameter(
         list, only=([],), refused="contexts are not shortened here"
     ),
-    "prompt_cache_options": Parameter(
-        dict, refused="common beginnings are kept by themselves"
-    ),
-    "moderation": Parameter(dict, refused="nothing is moderated here"),
     "background_options": Parameter(dict, refused=_STORED),
     "image": Parameter(dict, refused="text is all that goes in and comes out"),
     "access_programs": Parameter(dict, refused="there are none: leave it out"),
     "max_tool_calls": Parameter(int, refused="nothing is called from here"),
-    "prompt_cache_retention": Parameter(
-        str, only=("in_memory", "in-memory"), refused="the server's options say it"
-    ),
     **SAMPLING,
     **STREAM,
-    **LABELS,
+    **DOCUMENTED,
 }
 NAMES = {"grammar": "text.format", "prompt": "input", "max_tokens": "max_output_tokens",
          "top_logprobs": "top_logprobs"}  # fmt: skip
 #: What more there may be; thoughts come as they are, not encrypted.
 _INCLUDED = ("message.output_text.logprobs", "reasoning.encrypted_content")
-_AS_IT_IS = "reasoning comes as it is"
-_REASONING: Table = {
-    "effort": Parameter(str),
-    "summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
-    "generate_summary": Parameter(str, only=("auto",), refused=_AS_IT_IS),
-    "context": Parameter(
-        str, only=("auto", "all_turns"), refused="the template chooses what it shows"
-    ),
-    "mode": Parameter(str, only=("standard",), refused="there is one mode"),
-}
 _TEXTS = ("input_text", "output_text", "text", "refusal")
 
 
 def parse(body: Any, service: Service) -> ResponseRendering:
-    """A request.
-
-    Raises:
-        Refusal: a parameter cannot be used.
-    """
+    """A request."""
     values = read(body, TABLE)
     model = service.check_model(values["model"])
     text = values["text"] or {}
-    if text.get("verbosity") not in (None, "medium"):
-        raise Refusal.unsupported(
-            "text.verbosity",
-            "text.verbosity is not supported: ask for it in the prompt",
-        )
     top = values["top_logprobs"]
     for item in values["include"]:
         if item not in _INCLUDED:
@@ -127,23 +123,13 @@ def parse(body: Any, service: Service) -> ResponseRendering:
         variables=variables(
             service,
             values["chat_template_kwargs"],
-            _effort(values["reasoning"] or {}),
+            (values["reasoning"] or {}).get("effort"),
             where="reasoning.effort",
         ),
     )
     check_format(params, tools, "text.format")
     job = Job([chat], params, 1, NAMES)
     return ResponseRendering(service, job, model, values)
-
-
-def _effort(reasoning: dict[str, Any]) -> str | None:
-    if unknown := [key for key in reasoning if key not in _REASONING]:
-        raise Refusal(
-            f"reasoning has no {quoted(unknown[0])}: leave it out", param="reasoning"
-        )
-    check_parts(reasoning, _REASONING, "reasoning")
-    effort: str | None = reasoning.get("effort")
-    return effort
 
 
 def _tools(given: Sequence[dict[str, Any]], choice: Any) -> Any:
@@ -255,7 +241,7 @@ class ResponseRendering(Rendering):
     # -- items, in both forms of the answer --------------------------------
 
     def _take(self, event: Event) -> Iterator[tuple[str, dict[str, Any]]]:
-        """Add an event to the items; what a stream says of it."""
+        """Add an event to the items; yield the events of a stream for it."""
         if isinstance(event, Piece):
             if event.text or event.tokens:
                 yield from self._text(event)
@@ -298,9 +284,7 @@ class ResponseRendering(Rendering):
             item["status"] = "in_progress"
             item |= {"summary": []}  # type: ignore[dict-item]
         self._items.append({**item, "content": []})
-        yield "response.output_item.added", {
-            "output_index": len(self._items) - 1, "item": _copy(self._items[-1]),
-        }  # fmt: skip
+        yield self._item("added")
         self._items[-1]["content"].append(part)
         yield "response.content_part.added", {
             **self._place(), "content_index": 0, "part": dict(part),
@@ -320,25 +304,23 @@ class ResponseRendering(Rendering):
         else:
             yield "response.reasoning_text.done", {**place, "text": part["text"]}
         yield "response.content_part.done", {**place, "part": dict(part)}
-        yield self._done()
+        yield self._item("done")
 
-    def _done(self) -> tuple[str, dict[str, Any]]:
+    def _item(self, what: str) -> tuple[str, dict[str, Any]]:
         at = {"output_index": len(self._items) - 1, "item": _copy(self._items[-1])}
-        return "response.output_item.done", at
+        return f"response.output_item.{what}", at
 
     def _call(self, call: Call) -> Iterator[tuple[str, dict[str, Any]]]:
         item = {"id": f"fc_{uuid.uuid4().hex}", "type": "function_call",
                 "call_id": call.id, "name": call.name}  # fmt: skip
         self._items.append({**item, "arguments": "", "status": "in_progress"})
-        yield "response.output_item.added", {
-            "output_index": len(self._items) - 1, "item": _copy(self._items[-1]),
-        }  # fmt: skip
+        yield self._item("added")
         said = {"delta": call.arguments}
         yield "response.function_call_arguments.delta", {**self._place(), **said}
         written = {"arguments": call.arguments, "name": call.name}
         yield "response.function_call_arguments.done", {**self._place(), **written}
         self._items[-1] |= {"arguments": call.arguments, "status": "completed"}
-        yield self._done()
+        yield self._item("done")
 
     def _place(self) -> dict[str, Any]:
         return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1}

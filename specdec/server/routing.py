@@ -11,8 +11,8 @@ from collections import OrderedDict
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, TypeVar
 
-#: A line of Claude Code's system prompt that is another one in every request: it is for
-#: the service, and would make all prompts differ from their beginning on.
+#: A line of Claude Code's system prompt that differs in every request. It is for the
+#: service; with it, no two prompts would begin alike.
 BILLING = re.compile(r"x-anthropic-billing-header:[^\n]*\n*")
 
 #: Characters that are looked up together, and how many of them of a prompt.
@@ -22,14 +22,14 @@ _MOST_BLOCKS = 256
 _KEPT = 1 << 15
 #: A replica may run so many times the mean number of requests.
 _IMBALANCE = 1.25
-#: Where a body has what its prompt begins with, in the order of chat templates.
+#: Keys of a body that hold its prompt, in the order of chat templates.
 _PARTS = ("instructions", "system", "tools", "messages", "input", "prompt")
 
 Blocks = Sequence[int]
 
 
 def blocks_of(body: Any) -> Blocks:
-    """What a prompt begins with: a number for each block, with all blocks before it."""
+    """The beginning of a prompt: a number for each block and all blocks before it."""
     if not isinstance(body, Mapping):
         return ()
     text, size = [], 0
@@ -62,7 +62,7 @@ def _pieces(value: Any) -> Iterator[str]:
 
 
 class Place:
-    """What is known of a replica: what it runs, and which prompts it was given.
+    """A replica's load, and the prompts that it was given.
 
     Attributes:
         running: requests that it answers.

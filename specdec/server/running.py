@@ -25,11 +25,7 @@ _ONE_REQUEST = 0.5
 
 
 def bind(host: str, port: int) -> socket.socket:
-    """A socket that listens soon; port 0 is any free one.
-
-    Raises:
-        ConfigError: the address is in use, or none of this machine's.
-    """
+    """A socket that listens soon; port 0 is any free one."""
     try:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family, kind, protocol, _, address = found[0]
@@ -118,7 +114,7 @@ def run(
 
 
 class _Web(uvicorn.Server):
-    """A web server whose end is the service's."""
+    """A web server that ends when its service does."""
 
     def __init__(
         self,
@@ -129,7 +125,7 @@ class _Web(uvicorn.Server):
     ):
         super().__init__(config)
         self._app = app
-        self._tell_started: Callable[[], None] | None = started
+        self._report_started: Callable[[], None] | None = started
         self._stopping = stopping
         self.failure: BaseException | None = None
         self._asked = 0.0  # when the first signal came
@@ -140,9 +136,9 @@ class _Web(uvicorn.Server):
         return service
 
     async def on_tick(self, counter: int) -> bool:
-        if self._tell_started is not None and self._service.healthy:
-            self._tell_started()
-            self._tell_started = None
+        if self._report_started is not None and self._service.healthy:
+            self._report_started()
+            self._report_started = None
         self.failure = self._service.failure
         return await super().on_tick(counter) or self.failure is not None
 

@@ -12,7 +12,7 @@ from ..grammar import Grammar
 from ..sampling_params import VERIFICATIONS, SamplingParams
 from ..utils.printable import quoted
 from .config import ServerConfig
-from .parameters import Parameter, Table, check_parts, shaped
+from .parameters import Parameter, Table, shaped
 from .refusal import Refusal, refusal_of
 
 #: mlx-lm's, by its names: every endpoint takes them, beside those of its protocol.
@@ -51,15 +51,31 @@ LABELS: Table = {
         str, only=("auto", "default"), refused="there is one tier: leave it out"
     ),
 }
+#: What conversations of OpenAI's are documented to have, and mostly cannot have here.
+DOCUMENTED: Table = {
+    **LABELS,
+    "prompt_cache_retention": Parameter(
+        str, only=("in_memory", "in-memory"), refused="the server's options say it"
+    ),
+    "prompt_cache_options": Parameter(
+        dict, refused="common beginnings are kept by themselves"
+    ),
+    "moderation": Parameter(dict, refused="nothing is moderated here"),
+}
 #: Of every stream, beside the answer; of Anthropic's there are no options.
 STREAM: Table = {
     "stream": Parameter(bool, default=False),
-    "stream_options": Parameter({"include_usage?": bool, "include_obfuscation?": bool}),
-}
-_PADDING: Table = {
-    "include_obfuscation": Parameter(
-        bool, only=(False,), refused="nothing is added to hide how long events are"
-    )
+    "stream_options": Parameter(
+        dict,
+        parts={
+            "include_usage": Parameter(bool),
+            "include_obfuscation": Parameter(
+                bool,
+                only=(False,),
+                refused="nothing is added to hide how long events are",
+            ),
+        },
+    ),
 }
 _FIELDS = {field.name for field in fields(SamplingParams)}
 #: Of no effect where the likeliest token is taken: it passes all of them.
@@ -67,26 +83,17 @@ _FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def wants_usage(values: Mapping[str, Any]) -> bool:
-    """Whether a stream is to end with the usage.
-
-    Raises:
-        Refusal: its options cannot be used.
-    """
+    """Whether a stream is to end with the usage."""
     options = values["stream_options"]
     if options is None:
         return False
     if not values["stream"]:
         raise Refusal("stream_options needs stream: add it", param="stream_options")
-    check_parts(options, _PADDING, "stream_options")
     return bool(options.get("include_usage"))
 
 
 def constraint(response_format: Mapping[str, Any] | None, where: str) -> dict[str, Any]:
-    """What a wanted format of the answer adds to ``SamplingParams``.
-
-    Raises:
-        Refusal: it cannot be had.
-    """
+    """What a wanted format of the answer adds to ``SamplingParams``."""
     if response_format is None or response_format.get("type") == "text":
         return {}
     kind = response_format.get("type")
@@ -133,9 +140,6 @@ def sampling(
         names: parameters by the fields that they fill.
         max_tokens: that the request asks for.
         more: fields that the protocol has filled itself.
-
-    Raises:
-        Refusal: they cannot be.
     """
     limit, given = config.max_output_tokens, max_tokens
     wanted = config.max_tokens if given is None else given
@@ -167,7 +171,7 @@ def sampling(
 
 
 def _salt(values: Mapping[str, Any]) -> str:
-    """What a request says of whose it is."""
+    """The names that a request gives of its user."""
     user = (values.get("metadata") or {}).get("user_id")
     names = ("cache_salt", "user", "safety_identifier")
     return json.dumps([user, *(values.get(name) for name in names)])

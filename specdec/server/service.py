@@ -1,4 +1,4 @@
-"""Jobs of all protocols on one engine: places, tokens, time limits, the end."""
+"""Jobs of all protocols on one engine: places, tokens, time limits, shutdown."""
 
 from __future__ import annotations
 
@@ -29,25 +29,8 @@ _NEWEST = 0.1
 _MOST_RETRY_AFTER = 60
 
 
-class _Inbox:
-    """Events of all choices of a job, as they come; ``None`` after a silence."""
-
-    def __init__(self) -> None:
-        self._queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
-        self._puts = 0
-        self.get = self._queue.get
-
-    def put(self, event: Event | Exception | None) -> None:
-        self._puts += 1
-        self._queue.put_nowait(event)
-
-    async def note_silence(self, seconds: float) -> None:
-        """Put ``None`` whenever nothing was put for so long."""
-        while True:
-            before = self._puts
-            await asyncio.sleep(seconds)
-            if self._puts == before:
-                self.put(None)
+# Events of all choices of a job, as they come.
+_Inbox = asyncio.Queue[Event | Exception]
 
 
 @dataclass(frozen=True)
@@ -116,11 +99,7 @@ class Service:
         return self.engine.pending
 
     def check_model(self, name: str | None) -> str:
-        """The model's name for a response to a request that calls it ``name``.
-
-        Raises:
-            Refusal: no model of that name is served.
-        """
+        """The model's name for a response to a request that calls it ``name``."""
         if name is None or "*" in self.config.names or name in self.names:
             return name or self.names[0]
         raise Refusal(
@@ -132,11 +111,7 @@ class Service:
 
     @contextmanager
     def places(self, rows: int) -> Iterator[None]:
-        """Room for so many rows, running or waiting.
-
-        Raises:
-            Refusal: there is none now (429), or never (400).
-        """
+        """Room for so many rows, running or waiting."""
         most = self.batch_size + self.config.max_waiting
         if self._draining:
             raise Refusal.stopping()
@@ -244,8 +219,7 @@ class Service:
         for i, (encoded, _, _) in enumerate(prepared.choices):
             text, tokens = encoded.prompt.text, len(encoded.prompt.token_ids)
             yield Begun(i, text, tokens, counts=i % prepared.job.n == 0)
-        inbox = _Inbox()
-        silence = asyncio.create_task(inbox.note_silence(self.config.keep_alive))
+        inbox: _Inbox = asyncio.Queue()
         tasks = [
             asyncio.create_task(self._decode(prepared, i, inbox))
             for i in range(len(prepared.choices))
@@ -253,15 +227,20 @@ class Service:
         left = len(tasks)
         try:
             while left:
-                event = await inbox.get()
+                try:
+                    async with asyncio.timeout(self.config.keep_alive):
+                        event = await inbox.get()
+                except TimeoutError:
+                    yield None
+                    continue
                 if isinstance(event, Exception):
                     raise refusal_of(event, prepared.job.names) from event
                 left -= isinstance(event, End)
                 yield event
         finally:
-            for task in (silence, *tasks):
+            for task in tasks:
                 task.cancel()
-            await asyncio.gather(silence, *tasks, return_exceptions=True)
+            await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _decode(self, prepared: Prepared, choice: int, inbox: _Inbox) -> None:
         """Put the events of one choice into the inbox."""
@@ -279,11 +258,11 @@ class Service:
                         spent = time.monotonic() - prepared.began
                         self.metrics.first_token(spent)
                     for part in parts.feed(event.text, _tokens(event)):
-                        inbox.put(part)
+                        inbox.put_nowait(part)
                     if event.result is not None:
                         self._end(prepared, choice, parts, event.result, inbox)
         except Exception as error:
-            inbox.put(error)
+            inbox.put_nowait(error)
 
     def _end(
         self,
@@ -306,11 +285,11 @@ class Service:
             if not result.token_ids and cut == "time limit":
                 raise _too_late()
         for part in parts.finish(whole=result.finish_reason == "stop"):
-            inbox.put(part)
+            inbox.put_nowait(part)
         stop = result.stop_reason
         asked = isinstance(stop, str) and stop in prepared.job.params.stop
         ended = result.finish_reason == "stop"
-        inbox.put(
+        inbox.put_nowait(
             End(
                 choice,
                 "tool_calls" if parts.calls else "stop" if ended else "length",

@@ -1,4 +1,4 @@
-"""What every web application here shares: keys, hosts, bodies, errors. No mlx here."""
+"""Shared by the applications: keys, hosts, bodies, errors. No mlx here."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ _SMALL = 1 << 18
 T = TypeVar("T")
 Headers = list[tuple[bytes, bytes]]
 
-#: By which a replica says that another one should be asked.
+#: A replica asks with it that the request goes to another one.
 ENDS_HEADER = b"x-specdec-ends"
-#: By which the server before replicas says who asks.
+#: The front names the client with it.
 CLIENT_HEADER = b"x-specdec-client"
 _OPEN = frozenset(("/", "/health"))  # no key is asked for
-#: What clients add to their base URL, or find in it.
+#: Paths that clients add to their base URL.
 _PATHS = (
     "/v1/models", "/v1/chat/completions", "/v1/completions", "/v1/responses",
     "/v1/messages", "/v1/messages/count_tokens",
@@ -115,9 +115,9 @@ def _key_of(scope: Scope, keys: Sequence[str]) -> str | None:
 
 
 def client_of(scope: Scope, keys: Sequence[str]) -> str:
-    """Who asks: by the key, where there are keys, else by the address.
+    """The client: its key, or its address where there are no keys.
 
-    A replica is reached by the server before it alone, which says who asks.
+    Only the front reaches a replica; it names the client.
     """
     if not scope.get("client"):  # a Unix socket
         sent: dict[bytes, bytes] = dict(scope["headers"])
@@ -184,11 +184,7 @@ def error_response(refusal: Refusal, path: str) -> Response:
 
 
 async def read_body(request: Request, most: int) -> bytes:
-    """The bytes of a request, ``most`` at most.
-
-    Raises:
-        Refusal: they are too many, too slow, or said to be no JSON.
-    """
+    """The bytes of a request, ``most`` at most."""
     # Of another type, a page of any site could send it from a browser, unasked.
     kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind != "application/json":

@@ -38,7 +38,7 @@ def token_text(tokenizer: Any, token: int) -> str:
 class StopTexts:
     """Finds texts in one that grows, looking at each character once (Aho-Corasick).
 
-    A state is the longest end of what was read with which one of the texts begins;
+    A state is the longest end of the text so far that is the beginning of a stop text;
     state 0 is the empty one.
 
     Args:
@@ -161,8 +161,8 @@ class OutputText:
 
     def _begun_before(self, end: int) -> int:
         """Tokens whose text begins before character ``end``."""
-        behind = bisect_left(self._lengths, end)
-        return min(behind + 1, len(self._lengths)) if end > 0 else 0
+        before = bisect_left(self._lengths, end)
+        return min(before + 1, len(self._lengths)) if end > 0 else 0
 
     def take(self, num_tokens: int, *, ended: bool) -> tuple[str, int]:
         """New text, and how many tokens may be shown by now.

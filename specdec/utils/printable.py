@@ -52,3 +52,8 @@ def _printable(character: str) -> str:
     if character.isprintable():
         return character
     return " " if character.isspace() else "?"
+
+
+def counted(n: int, what: str, several: str | None = None) -> str:
+    """``1 token``, ``2 tokens``; ``several``: a plural of another form."""
+    return f"{n} {what if n == 1 else several or f'{what}s'}"

@@ -191,7 +191,7 @@ def test_options_that_cannot_be(
     assert result.stderr.count("\n") == 1
 
 
-def test_the_summary_tells_what_was_reused(
+def test_the_summary_says_what_was_reused(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
     decoder.stats.prefix_tokens = 8

@@ -1,4 +1,4 @@
-"""``specdec distill``: what is refused, what is told, and a whole run."""
+"""``specdec distill``: what is refused, what is reported, and a whole run."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def small(target: Path, out: Path) -> list[str]:
     ]
 
 
-def test_a_run_and_what_it_tells(target: Path, tmp_path: Path) -> None:
+def test_a_run_and_what_it_says(target: Path, tmp_path: Path) -> None:
     holdout = tmp_path / "held-out.txt"
     holdout.write_text("Name a river.\n", "utf-8")
     arguments = [*small(target, tmp_path / "out"), "--holdout", str(holdout)]

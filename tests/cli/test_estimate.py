@@ -112,7 +112,7 @@ def test_no_more_than_the_models_own_context(tmp_path: Path) -> None:
         note = "specdec: note: the target's context is 8192 tokens: a run refuses"
         assert result.stderr.startswith(note) == noted
         assert result.stderr.count("\n") == noted
-    # Where less fits, that is told.
+    # Where less fits, that is reported.
     tight = as_json("--target", str(path), "--context", "99", "--memory-limit", "17GB")
     assert 0 < tight["largest_context"] < 8192
 
@@ -126,7 +126,7 @@ def test_tokens_in_thousands(config: str) -> None:
 
 
 def test_a_draft_of_another_vocabulary(tmp_path: Path) -> None:
-    """Told as a pair that fits, which no run takes; or without what they share."""
+    """Reported as a pair that fits, which no run takes; or without what they share."""
     target = tmp_path / "target"
     write_folder(target)
     (tmp_path / "same").symlink_to(target)
@@ -182,7 +182,7 @@ def test_a_draft_without_a_tokenizer(tmp_path: Path) -> None:
 def test_a_gguf_file_that_needs_the_gguf_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Told as one that fits, which no run can read here."""
+    """Reported as one that fits, which no run can read here."""
     kind = gguf.GGMLQuantizationType.IQ4_NL
     path = write_model(
         tmp_path / "m.gguf", "llama", random_model("llama"), kinds=lambda name: kind

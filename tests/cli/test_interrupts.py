@@ -210,7 +210,7 @@ main(["estimate", "--context", "9"])
 
 
 @pytest.mark.usefixtures("heeded")
-def test_nothing_is_left_behind_in_a_process_that_goes_on() -> None:
+def test_nothing_is_left_over_in_a_process_that_goes_on() -> None:
     """Tests and notebooks call the command line within theirs."""
     before = signal.getsignal(signal.SIGINT)
     threads = set(threading.enumerate())
@@ -225,7 +225,7 @@ def test_nothing_is_left_behind_in_a_process_that_goes_on() -> None:
 
 @pytest.fixture
 def requests(heeded: None) -> Iterator[RequestsToEnd]:
-    """Of a command line that listens; its handlers are gone behind it."""
+    """Of a command line that listens; its handlers are gone after it."""
     before = signal.getsignal(signal.SIGTERM)
     with Interrupts() as interrupts, click.Context(main, obj=interrupts):
         with RequestsToEnd() as found:

@@ -44,16 +44,16 @@ def test_a_line_comes_though_nothing_is_done(
 ) -> None:
     """A prefill of many rows is one thing that is done, minutes later."""
     monkeypatch.setattr("specdec.cli.progress.LOOK_SECONDS", 0.005)
-    clock, told = Clock(), ""
+    clock, said = Clock(), ""
     with Progress("prompt", 3, clock=clock) as progress:
         progress.add(0, what="prefill", note="no token yet")
         clock.now += LINE_SECONDS
         until = time.monotonic() + 60
-        while not told and time.monotonic() < until:
+        while not said and time.monotonic() < until:
             time.sleep(0.005)
-            told = capsys.readouterr().err
+            said = capsys.readouterr().err
         before = threading.active_count()
-    assert told == "specdec: prefill, 0 of 3 prompts, no token yet\n"
+    assert said == "specdec: prefill, 0 of 3 prompts, no token yet\n"
     assert threading.active_count() == before - 1
 
 

@@ -23,7 +23,7 @@ from specdec import backend
 from specdec.backend import BackendDefaults
 from specdec.cli import main
 from specdec.cli.options import GROUPS, grouped
-from specdec.cli.output import open_streams
+from specdec.cli.output import OutputFile, open_streams
 from specdec.cli.run import _piped
 from specdec.cli.sink import Sink
 from specdec.config import EngineConfig
@@ -520,10 +520,10 @@ def test_ctrl_c_keeps_the_finished_rows(
 
 
 @pytest.mark.parametrize("quiet", [False, True])
-def test_a_prompt_that_ends_with_an_error_is_told(
+def test_a_prompt_that_ends_with_an_error_is_reported(
     specdec: Specdec, tmp_path: Path, quiet: bool
 ) -> None:
-    """The others are as ever; the exit code tells scripts."""
+    """The others are as ever; the exit code is for scripts."""
     path = tmp_path / "out.jsonl"
     words = ["run", *(["--quiet"] if quiet else []), "--output", str(path)]
     result = specdec(*words, "-p", "a", "-p", "failing", "-p", "b", "-p", "failing")
@@ -581,7 +581,7 @@ def test_a_target_by_path_is_named_shortly(
     assert "target:      model.gguf" in result.stderr.splitlines()
 
 
-def test_an_error_of_an_interrupted_run_is_told(
+def test_an_error_of_an_interrupted_run_is_reported(
     specdec: Specdec, decoder: FakeDecoder
 ) -> None:
     decoder.raises = (3, KeyboardInterrupt())
@@ -635,7 +635,7 @@ def test_a_refused_prompt_leaves_earlier_output_alone(
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_disk_is_told_on_a_line_of_its_own(specdec: Specdec) -> None:
+def test_a_full_disk_is_reported_on_a_line_of_its_own(specdec: Specdec) -> None:
     """The text is on standard output all the same."""
     line = (
         "specdec: error: --output /dev/full cannot be written: "
@@ -667,7 +667,7 @@ sink.close()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has /dev/full")
-def test_a_full_standard_output_is_told_once() -> None:
+def test_a_full_standard_output_is_reported_once() -> None:
     """Neither closing nor the interpreter's last flush fails again."""
     with open("/dev/full", "w") as full:
         done = subprocess.run(
@@ -812,11 +812,11 @@ def test_what_is_no_number_is_written_as_null(tmp_path: Path) -> None:
             TokenLogprobs(-1.5, [(3, -math.inf), (4, math.nan)], "x", ["y", "z"])
         ],
     )
-    with (tmp_path / "o").open("w+", encoding="utf-8") as output:
+    with click.Context(main):
+        output = OutputFile("--output", str(tmp_path / "o"), None)
         sink = Sink([PromptRecord("p"), PromptRecord("q")], output)
         sink.take(StreamEvent(index=0, text="", token_ids=[], result=result))
-        output.seek(0)
-        found = strictly(output.read())
+    found = strictly((tmp_path / "o").read_text("utf-8"))
     assert found["logprobs"] == [
         {
             "token_id": 0,

@@ -56,7 +56,7 @@ def test_standard_input_that_is_closed() -> None:
 
 
 def test_an_error_on_a_closed_standard_error() -> None:
-    """The exit code still tells."""
+    """The exit code still says so."""
     assert _shell("rnu 2>&-").returncode == 2
     assert _shell("rnu 2>/dev/full").returncode == 2
 

@@ -302,7 +302,7 @@ def test_text_lines(write: Write, content: str, prompts: list[str]) -> None:
 
 
 @pytest.mark.parametrize("key", ["prompt", "question", "messages", "turns"])
-def test_a_json_line_behind_plain_text_is_refused(write: Write, key: str) -> None:
+def test_a_json_line_after_plain_text_is_refused(write: Write, key: str) -> None:
     """It would be decoded as text, braces and all."""
     path = write(f"# my prompts\n\n  {json.dumps({'id': 1, key: 'a'})}\nthree\n")
     with pytest.raises(PromptError) as caught:

@@ -229,7 +229,7 @@ def test_nothing_of_the_current_folder_runs(
 
 
 def test_the_child_ends_with_its_parent() -> None:
-    """A process that is left behind, or a warning at the exit."""
+    """A process that is left over, or a warning at the exit."""
     program = (
         "from tests.prompts.test_templates import MESSAGES, wrapped\n"
         "from specdec.prompts import templates\n"

@@ -491,7 +491,7 @@ def test_only_rows_count_for_the_time_to_wait(server: Running) -> None:
 
 
 def test_who_finds_whose_prefixes(decoder: SpecDecoder) -> None:
-    """A client that is told, by ``cached_tokens``, what another one has asked before.
+    """A client that learns, by ``cached_tokens``, what another one has asked before.
 
     With ``prefix_sharing="client"`` keys keep clients apart, where there are none
     addresses, and the users that requests name; a salt does in any case.

@@ -23,7 +23,7 @@ def names(folder: Path) -> list[str]:
     return sorted(entry.name for entry in folder.iterdir())
 
 
-def test_the_folder_is_flushed_behind_the_new_name(
+def test_the_folder_is_flushed_after_the_new_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Data, name, folder: in this order, or a power cut can lose the file."""

@@ -151,7 +151,7 @@ def interleaved(
 def conditions_of(recipe: Recipe) -> list[Conditions]:
     """All combinations of the sweep, but for draft lengths."""
     s = recipe.sweep
-    # A load is a share of what the job of load 0 came to.
+    # A load is a share of the rate of the job of load 0: that one comes first.
     names = ("load", "context", "kv_bits", "prefix_cache", "temperature", "batch")
     values = [getattr(s, name) for name in names]
     combined = product(sorted(values[0]), *values[1:])

@@ -12,11 +12,7 @@ from .raw import Results
 
 
 def compare(a: Path, b: Path) -> str:
-    """What two folders of results have in common, as Markdown.
-
-    Raises:
-        ConfigError: a folder holds no results, or they have no cell in common.
-    """
+    """What two folders of results have in common, as Markdown."""
     first, second = Figures(Results.read(a)), Figures(Results.read(b))
     rows = [
         [first.name(cell), *_row(f, second.cells[cell])]

@@ -105,7 +105,7 @@ class RoundCost:
 
 @dataclass(frozen=True)
 class Policy:
-    """What one way to use the accepted counts comes to.
+    """Tokens and costs, if the accepted counts were used in one way.
 
     Args:
         tokens: kept by all rows in all rounds, extra tokens included.

@@ -1,4 +1,4 @@
-"""What the raw results of a recipe come to. No mlx here."""
+"""Figures from the raw results of a recipe. No mlx here."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def arrivals_per_second(results: Results, cell: Cell) -> float:
 
 @dataclass(frozen=True)
 class Acceptance:
-    """How much of what was drafted was accepted.
+    """Acceptance of the drafted tokens of some requests.
 
     Args:
         requests: those that drafted anything.
@@ -143,7 +143,7 @@ class CellFigures:
 
     @property
     def first(self) -> JobRecord:
-        """The first pass that is there: of it alone every round is kept."""
+        """The first pass: every round is kept of this one alone."""
         return self._passes[min(self._passes)]
 
     # -- speed -----------------------------------------------------------------
@@ -200,15 +200,9 @@ class CellFigures:
             found[each.k, each.near_join].append(each)
 
         def merged(all_: list[RoundTimes]) -> RoundTimes:
-            return RoundTimes(
-                k=all_[0].k,
-                near_join=all_[0].near_join,
-                number=sum(r.number for r in all_),
-                p10=statistics.median(r.p10 for r in all_),
-                p50=statistics.median(r.p50 for r in all_),
-                p90=statistics.median(r.p90 for r in all_),
-                mean=statistics.median(r.mean for r in all_),
-            )
+            names = ("p10", "p50", "p90", "mean")
+            times = {n: statistics.median(getattr(r, n) for r in all_) for n in names}
+            return replace(all_[0], number=sum(r.number for r in all_), **times)
 
         return [merged(each) for _, each in sorted(found.items())]
 
@@ -314,8 +308,8 @@ class CellFigures:
     def predicted(self) -> float | None:
         """Speed-up by formula: expected tokens over k c + v (Leviathan et al. 2023).
 
-        The acceptance is that of this cell; c and v are a draft step and the verify
-        forward, in plain steps.
+        The acceptance is this cell's; c and v are the costs of a draft step and of the
+        verify forward, in plain steps.
         """
         if self.cost is None or not self.rows:
             return None
@@ -400,7 +394,7 @@ class Figures:
         return list(dict.fromkeys(c for c in named if c is not None))
 
     def saturation(self) -> list[tuple[str, str]]:
-        """Of each system under loads: its name, and from which load on it queues up."""
+        """Names of the systems under loads, and the load from which requests queue up."""
         groups: dict[Cell, list[CellFigures]] = defaultdict(list)
         for f in self.under_load:
             groups[replace(f.cell, load=0.0)].append(f)

@@ -1,4 +1,4 @@
-"""A job as it runs: what was asked, when what arrived, and the record of it.
+"""A job as it runs: its requests, when tokens came, and the record of it.
 
 From the call to the last token: prompts are encoded, rows join as others end, text is
 made. Every system that is compared writes into the same :class:`Job`, so that a rate
@@ -7,12 +7,13 @@ counts the same for all.
 
 from __future__ import annotations
 
-import hashlib
 import random
 import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from hashlib import sha256
+from typing import Any
 
 from ...prompts import Prompt
 from ...request import acceptance_length, acceptance_rate
@@ -30,7 +31,7 @@ _Part = tuple[float, float]
 
 @dataclass(frozen=True, kw_only=True)
 class RequestRecord:
-    """What became of a request.
+    """A request that has ended.
 
     Args:
         tokens: generated.
@@ -157,7 +158,7 @@ def requests_of(
 
 @dataclass
 class Received:
-    """What has come of a request so far."""
+    """The tokens and counts of a request so far."""
 
     prompt_tokens: int = 0
     prefix_tokens: int = 0
@@ -170,7 +171,7 @@ class Received:
 
 
 class Job:
-    """A job on its own clock: what has arrived, what has come of it.
+    """A job on its own clock: its requests, and the tokens that have come.
 
     Args:
         requests: in the order in which they arrive.
@@ -232,16 +233,14 @@ class Job:
             seconds=seconds,
             requests=[
                 RequestRecord(
-                    prompt_tokens=p.prompt_tokens,
-                    prefix_tokens=p.prefix_tokens,
-                    tokens=len(p.tokens),
-                    rounds=p.rounds,
-                    drafted=p.drafted,
-                    accepted=p.accepted,
-                    arrived=round(request.arrives, 6),
-                    first=round(p.first, 6),
-                    ended=round(p.ended, 6),
-                    digest=hashlib.sha256(repr(p.tokens).encode()).hexdigest()[:12],
+                    **{
+                        **vars(p),
+                        "tokens": len(p.tokens),
+                        "arrived": round(request.arrives, 6),
+                        "first": round(p.first, 6),
+                        "ended": round(p.ended, 6),
+                        "digest": sha256(repr(p.tokens).encode()).hexdigest()[:12],
+                    }
                 )
                 for request, p in zip(self.requests, self.received, strict=True)
             ],
@@ -278,7 +277,7 @@ class Rounds:
         self._joins = False
 
     def begin(self) -> None:
-        """Rows begin where none ran: time counts from now."""
+        """The first rows begin: time counts from now."""
         self._runs.append([])
         self._last, self._joins = self._now(), False
 
@@ -303,19 +302,12 @@ class Rounds:
                 found[each.k, near].append(each.milliseconds)
         made = []
         for (k, near), ms in sorted(found.items()):
-            p10, p50, p90 = (round(percentile(ms, p), 3) for p in (10, 50, 90))
-            mean = round(sum(ms) / len(ms), 3)
-            made.append(
-                RoundTimes(
-                    k=k,
-                    near_join=int(near),
-                    number=len(ms),
-                    p10=p10,
-                    p50=p50,
-                    p90=p90,
-                    mean=mean,
-                )
-            )
+            shown: dict[str, Any] = {
+                f"p{p}": round(percentile(ms, p), 3) for p in (10, 50, 90)
+            }
+            shown["mean"] = round(sum(ms) / len(ms), 3)
+            what = {"k": k, "near_join": int(near), "number": len(ms)}
+            made.append(RoundTimes(**what, **shown))
         return made
 
 

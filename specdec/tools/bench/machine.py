@@ -63,7 +63,7 @@ def load_average() -> float | None:
 
 
 def origin(command: str) -> dict[str, Any]:
-    """What a raw result begins with: what was run, of which commit, when and where."""
+    """The head of a raw result: command, commit, time and machine."""
     return {
         "command": command,
         "commit": commit(),
@@ -84,8 +84,8 @@ def _version(name: str) -> str:
 
 def commit() -> str:
     """The commit measured; ``SPECDEC_COMMIT`` for a copy without its repository."""
-    if told := os.environ.get("SPECDEC_COMMIT"):
-        return told
+    if given := os.environ.get("SPECDEC_COMMIT"):
+        return given
     try:
         # Fails where the package lies in somebody else's repository.
         _git("ls-files", "--error-unmatch", "specdec/__init__.py")

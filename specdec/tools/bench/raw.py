@@ -49,7 +49,7 @@ class Machine:
 
 @dataclass(frozen=True, kw_only=True)
 class Start:
-    """A process that added results: what was run, of which commit, when and where."""
+    """A process that added results: its command, commit, time and machine."""
 
     command: str
     commit: str
@@ -108,11 +108,7 @@ class Results:
         return unit.number in self.passes.get(unit.cell, {})
 
     def take(self, line: Line) -> None:
-        """Take in a line that :class:`RawFile` wrote.
-
-        Raises:
-            DataError: figures cannot be computed from it.
-        """
+        """Take in a line that :class:`RawFile` wrote."""
         kind = line["kind"]
         if kind == "start":
             self.starts.append(read_record(Start, line))
@@ -136,11 +132,7 @@ class Results:
 
     @classmethod
     def read(cls, folder: str | Path) -> Self:
-        """Read a folder; a last line that was cut off is left out.
-
-        Raises:
-            ConfigError: there are no results in it, or a line is not one of theirs.
-        """
+        """Read a folder; a last line that was cut off is left out."""
         file = Path(folder) / FILE
         try:
             text = read_text(file, most=_MOST_BYTES)
@@ -197,7 +189,7 @@ def _fits(record: JobRecord) -> bool:
 
 
 class RawFile:
-    """The results of a folder, and where new ones are added.
+    """The results of a folder; new ones are added to it.
 
     Every line is on disk before the next unit begins; a line that was cut off when a
     process was killed is dropped.
@@ -205,9 +197,6 @@ class RawFile:
     Args:
         folder: made if it is not there.
         recipe: what the results must belong to.
-
-    Raises:
-        ConfigError: the folder holds results of another recipe, or cannot be used.
     """
 
     def __init__(self, folder: Path, recipe: dict[str, Any]):
@@ -229,11 +218,7 @@ class RawFile:
         return self.results is not None and self.results.has(unit)
 
     def begin(self, prompts: PromptsRecord, start: dict[str, Any]) -> None:
-        """Note the prompts, and that a process begins to add results.
-
-        Raises:
-            ConfigError: the results there are of other prompts.
-        """
+        """Note the prompts, and that a process begins to add results."""
         if self.results is None:
             self.results = Results(self._recipe, prompts)
             first = {"kind": "recipe", "format": FORMAT, "recipe": self._recipe}
@@ -262,11 +247,7 @@ class RawFile:
 
 
 def write_line(path: Path, line: Line, *, mode: Literal["a", "w"] = "a") -> None:
-    """Write a raw result, or a part of one, as a line that is on the disk after it.
-
-    Raises:
-        SpecdecError: it cannot be written.
-    """
+    """Write a raw result, or a part of one, as a line that is on the disk after it."""
     try:
         with open(path, mode, encoding="utf-8", errors=HALVES) as file:
             file.write(json_text(line) + "\n")

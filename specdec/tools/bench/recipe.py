@@ -228,10 +228,6 @@ class Recipe(_Section):
             key takes the default target's draft, if that is the target.
         dtype: of both models; ``stored`` leaves them as they are.
         folder: where a relative ``file:`` source begins.
-
-    Raises:
-        ConfigError: a value is out of range, or does not go with another; the
-            message names its key.
     """
 
     name: str
@@ -278,9 +274,6 @@ class Recipe(_Section):
 
         Args:
             settings: ``key=value`` replaces a value; see :func:`apply_settings`.
-
-        Raises:
-            ConfigError: there is no such recipe, or it cannot be used as it is.
         """
         file = find_recipe(path)
         try:
@@ -322,7 +315,7 @@ def _check_keys(table: Mapping[str, Any], known: set[str], prefix: str) -> None:
 
 
 def _meant(key: str) -> str:
-    """A suggestion: the key, of any section, whose name is spelt most like that."""
+    """A suggestion: the key of any section that is spelt most alike."""
     full = {
         f.name: f"{section}.{f.name}"
         for section, kind in _SECTIONS.items()
@@ -334,11 +327,7 @@ def _meant(key: str) -> str:
 
 
 def find_recipe(name: str | Path) -> Path:
-    """The file of a recipe, given its path or a shipped name.
-
-    Raises:
-        ConfigError: there is none.
-    """
+    """The file of a recipe, given its path or a shipped name."""
     path, is_file = Path(name), os.path.isfile(name)
     if path.suffix == ".toml" or is_file:
         if not is_file:
@@ -367,9 +356,6 @@ def apply_settings(table: dict[str, Any], settings: Iterable[str]) -> set[str]:
 
     Returns:
         The full keys that were set.
-
-    Raises:
-        ConfigError: a text has no ``=``, or an unknown key.
     """
     homes = {f.name: key for key, kind in _SECTIONS.items() for f in fields(kind)}
     changed = set()

@@ -55,7 +55,7 @@ def write_report(folder: Path) -> tuple[list[Path], bool]:
 
 
 def _earlier_plots(file: Path) -> list[tuple[str, str]]:
-    """Plots beside the report: what each shows, as far as it said so, and its file."""
+    """Plots beside an earlier report: their titles, if it had them, and files."""
     text = file.read_text("utf-8", errors="replace") if file.is_file() else ""
     titles = {png: title for title, png in re.findall(r"(?m)^!\[(.*)\]\((.*)\)$", text)}
     plots = [f"{name}.png" for name in NAMES]
@@ -117,7 +117,7 @@ def report(figures: Figures, plots: Sequence[tuple[str, str]] = ()) -> str:
 
 
 def block(figures: Figures) -> str:
-    """What a user can paste into an issue: tables, and what they belong to."""
+    """A block to paste into an issue: tables, machine and command."""
     shown = [s for s in sections(figures) if s.in_issues]
     parts = [
         f"**{_plain(figures.recipe.title)}**\n",
@@ -238,7 +238,7 @@ def _setting(figures: Figures) -> str:
 
 
 def findings(figures: Figures) -> list[str]:
-    """A line for each batch and condition: what the fastest draft and auto come to."""
+    """A line for each batch and condition: speed-ups of the fastest draft and auto."""
     best: dict[str, dict[bool, CellFigures]] = {}
     held_up = []
     for f in figures.drafted:

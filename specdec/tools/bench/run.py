@@ -105,7 +105,7 @@ class Bench:
         )
 
     def _prompts(self, cell: Cell) -> list[Prompt]:
-        """Texts where they are encoded in the job, else token ids."""
+        """Texts, to be encoded in the job, or token ids."""
         if self._texts and not cell.context:
             return self.prompts.prompts
         return list(self.prompts.after(cell.context))
@@ -197,7 +197,7 @@ def run_recipe(
     progress: Callable[[int, int], Bracket] | None = None,
     trust_remote_code: bool = False,
 ) -> Results:
-    """Run what of a recipe has not been run yet; results stay in ``folder``.
+    """Run the missing units of a recipe; results stay in ``folder``.
 
     Args:
         command: for the report.

@@ -76,7 +76,7 @@ class Options:
 def run_job(
     system: System, requests: Sequence[JobRequest], clock: Clock = time.perf_counter
 ) -> JobRecord:
-    """One job on one system, with what it held in memory."""
+    """Run one job on one system, and measure its memory."""
     gc.collect()
     mx.synchronize()
     mx.clear_cache()
@@ -89,7 +89,7 @@ def run_job(
 
 
 class _Watch(RoundObserver):
-    """Takes the times of this engine's rounds, and what rows drafted in them."""
+    """Notes times of this engine's rounds, and the drafted tokens of their rows."""
 
     def __init__(self, rounds: Rounds):
         self._rounds = rounds

@@ -111,7 +111,7 @@ class BlockStudent(Student):
     def _predicting(
         self, tokens: mx.array, features: mx.array, anchors: mx.array, at: mx.array
     ) -> mx.array:
-        """States that predict tokens, (N, D), beside them what the Markov head knows.
+        """States that predict tokens, (N, D), with the Markov head's input beside them.
 
         Args:
             at: where the token before each is, in the flattened rows, (N,).
@@ -185,7 +185,7 @@ def seen_by_blocks(anchors: mx.array, width: int, length: int) -> mx.array:
 def draw_anchors(
     block: Block, count: int, slots: int, rng: np.random.Generator
 ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]:
-    """Tokens of each row after which a block begins, and what its slots predict.
+    """Draw the tokens after which blocks begin, and find what their slots predict.
 
     A position is drawn as often as its weight says. Where a row has too few, others are
     taken, whose slots weigh nothing; so do slots that are beyond the end of a row.
@@ -236,7 +236,7 @@ def make_block_student(
         widen: see :func:`.student.make_student`.
         form: one of :data:`.options.FORMS`.
         block_size: tokens of a block, the anchor included.
-        seed: of what begins at random.
+        seed: of the arrays that begin at random.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -328,7 +328,7 @@ def _config(
 
 
 def _begin(head: BlockHead, seed: int) -> None:
-    """Draw all matrices, but have features begin as their mean, and biases as none."""
+    """Draw all matrices; features begin as their mean, biases as zero."""
     leaves = sorted(_leaves(head.parameters()))  # type: ignore[no-untyped-call]
     keys = mx.random.split(mx.random.key(seed), len(leaves))
     begun = []

@@ -113,7 +113,7 @@ def _block(
 
 
 def _common_prefix(documents: Sequence[Document]) -> int:
-    """Tokens, at least one, with which all documents but given texts begin."""
+    """The number of tokens, 1 or more, with which all documents but texts begin."""
     chats = [d.tokens[: d.prompt_length] for d in documents if d.kind != TEXT]
     if not chats:
         return 1

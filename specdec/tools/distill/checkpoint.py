@@ -84,9 +84,6 @@ def load(
     Args:
         like: trees of the same names and shapes.
         say: called where the last checkpoint is damaged, and the one before is taken.
-
-    Raises:
-        ModelError: none can be read, or it is of other options or data.
     """
     if not exists(folder):
         return None

@@ -48,9 +48,6 @@ class Corpus:
     Attributes:
         waves: names, in the order in which they were written.
         num_tokens, seconds: of all waves; how long it took to write them.
-
-    Raises:
-        ModelError: a wave cannot be read, or another target wrote it.
     """
 
     def __init__(self, folder: Path, target: str):

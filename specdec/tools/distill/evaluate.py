@@ -102,7 +102,7 @@ def measure_rounds(
     batch_size: int,
     check: Check = go_on,
 ) -> dict[str, Any]:
-    """Decode prompts with a draft of fixed length: what the rounds brought.
+    """Decode prompts with a fixed draft length, and count.
 
     Returns:
         What was asked, the counts, and ``acceptance_rate``, ``acceptance_length`` and

@@ -1,4 +1,4 @@
-"""A draft as a folder: one that mlx-lm loads, or what is its own alone."""
+"""A draft as a folder: whole, for mlx-lm too, or its own layers alone."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def export(
 
 
 def write_card(folder: Path, card: dict[str, Any]) -> None:
-    """Write what is known of a draft, for programs and for people.
+    """Write the card of a draft, for programs and for people.
 
     Raises:
         ModelError: it cannot be written.

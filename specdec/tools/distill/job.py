@@ -24,7 +24,7 @@ from .loss import ChunkedLoss
 from .material import HOLDOUT_TOKENS, Gatherer, Given, Material, clock
 from .options import Check, Options, Say, go_on
 from .plan import Plan, count, load_target
-from .train import Trainer
+from .train import OPTIMIZER, Trainer
 from .wave import TEMPERATURE
 
 _CHECKPOINT_SECONDS = 60
@@ -41,8 +41,8 @@ class Job:
     Args:
         options: what the user asked for.
         say: shows a line of progress.
-        check: called in every long loop; what it raises ends the run, and what was
-            done is kept.
+        check: called in every long loop. An exception of it ends the run; finished
+            work is kept.
 
     Raises:
         UnsupportedModelError: the target's architecture is not supported.
@@ -145,7 +145,7 @@ class Job:
                 trainer.restore(*found)
                 self._say(f"going on after step {trainer.progress.step}")
         saved = shown = time.perf_counter()
-        tokens, told = trainer.progress.tokens, False
+        tokens, shows = trainer.progress.tokens, True
         measured = int(trainer.share * _MEASUREMENTS)
         try:
             while not trainer.done:
@@ -156,8 +156,8 @@ class Job:
                     measured = due
                     self._measure(trainer, held_out, loss)
                 now = time.perf_counter()
-                if not told or now - shown > _LINE_SECONDS or trainer.done:
-                    told = True
+                if shows or now - shown > _LINE_SECONDS or trainer.done:
+                    shows = False
                     rate = (trainer.progress.tokens - tokens) / (now - shown)
                     self._show(trainer, rate)
                     shown, tokens = time.perf_counter(), trainer.progress.tokens
@@ -181,7 +181,7 @@ class Job:
             "chunk": self.plan.chunk,
             "bits": options.bits,
             "seed": options.seed,
-            "optimizer": options.optimizer,
+            "optimizer": OPTIMIZER,
             "learning_rate": options.learning_rate,
             **self._block(),
         }
@@ -226,7 +226,7 @@ class Job:
     def _agreement(
         self, held_out: Sequence[HeldOut], loss: ChunkedLoss
     ) -> dict[str, dict[str, float]]:
-        """With each set that is held out, of what is installed."""
+        """With each held-out set, of the installed weights."""
         return {h.name: h.measure(loss, self._check) for h in held_out}
 
     def _show(self, trainer: Trainer, rate: float) -> None:
@@ -255,7 +255,7 @@ class Job:
             "steps": progress.step,
             "tokens": progress.tokens,
             "seconds": progress.seconds,
-            "optimizer": options.optimizer,
+            "optimizer": OPTIMIZER,
             "learning_rate": options.learning_rate,
             "hard": options.hard,
             "block_tokens": self.plan.block_tokens,
@@ -301,7 +301,7 @@ class Job:
         return list(card.get("rounds", [])) if same else []
 
     def _measure_rounds(self, card: dict[str, Any]) -> dict[str, Any]:
-        """Decode held-out prompts with what was written; the card with the results."""
+        """Decode held-out prompts with the new draft; the card with the results."""
         options = self.options
         if not self._given.holdout:
             return card

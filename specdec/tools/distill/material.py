@@ -1,4 +1,4 @@
-"""What is learnt and what is held out: written by the target, given by the user."""
+"""Texts to learn from and to measure with: the target's and the user's."""
 
 from __future__ import annotations
 
@@ -96,9 +96,6 @@ class Gatherer:
         plan: rows that write together, shapes of blocks.
         say: shows a line of progress.
         check: called while the target writes.
-
-    Raises:
-        ModelError: what is there already cannot be read, or is of another target.
     """
 
     def __init__(
@@ -124,13 +121,10 @@ class Gatherer:
         )
 
     def gather(self, *, write: bool = True) -> Material:
-        """Everything, written where it is not there yet.
+        """All texts; the target writes those that are missing.
 
         Args:
             write: whether more waves may be written.
-
-        Raises:
-            ModelError: a file cannot be written, or there is nothing to learn from.
         """
         corpus = self._corpus
         names = [

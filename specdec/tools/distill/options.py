@@ -20,7 +20,6 @@ Say = Callable[[str], None]
 #: Raises where an end was asked for, KeyboardInterrupt on the command line.
 Check = Callable[[], None]
 
-OPTIMIZERS = ("adamw", "muon")
 KINDS = ("layers", "block")
 FORMS = ("dspark", "dflash")
 # Four layers of SmolLM2-135M agreed no more on held-out texts after nine or ten times
@@ -36,11 +35,7 @@ def go_on() -> None:
 
 @dataclass(frozen=True)
 class Budget:
-    """What training may take: minutes, or tokens of text.
-
-    Raises:
-        ConfigError: neither or both are given, or one is not above 0.
-    """
+    """What training may take: minutes, or tokens of text."""
 
     minutes: float | None = None
     tokens: int | None = None
@@ -63,38 +58,14 @@ class Budget:
 
 @dataclass(frozen=True, kw_only=True)
 class Options:
-    """What the user asked for.
+    """What the user asked for, as the options of ``specdec distill`` say.
 
     Args:
-        target: folder, hub id or file; ``None``: the default one.
-        out: the draft's folder; what it is made of is in ``work`` there. A dry run
-            needs none.
-        kind: a draft of layers, or a block head, which drafts a block in one forward.
-        form: of a block head, as DSpark or DFlash are published.
-        block_size: tokens of its block, the newest committed one included.
-        layers: a number of layers, or which.
-        widen: MLPs of the target that each of them joins.
-        budget: of training.
-        data_minutes, data_tokens: what the target writes for at most; both, or
-            neither, may be given: whichever comes first. By default twice the
-            training's minutes, or an eighth of its tokens.
-        prompts: files of prompts to answer and learn from.
-        texts: files of text to learn from.
-        holdout: files of prompts to measure with, never learnt from.
-        data: folder of what the target writes; ``None``: in ``out``.
-        resume: go on from the checkpoint there.
-        bits: of the layers that are stored.
-        layers_only: store no embedding; a block head never does.
-        dtype: that models compute in; ``None``: bfloat16, on a CPU float32.
-        trust_remote_code: run Python code that lies in the target's folder.
-        writers, block_tokens: sizes, where the default ones are not wanted.
-        optimizer: ``adamw``, or ``muon`` for matrices (Jordan et al. 2024).
-        learning_rate: at its peak, AdamW's.
+        out: a dry run needs none.
+        texts: files of ``--text``.
+        bits: of the layers that are stored; ``None``: they are not packed.
         hard: share of the loss that is the target's arg-max alone.
-        seed: of all draws, and of the order of the data.
         turn_tokens, answer_tokens: most tokens of a user turn, and of an answer.
-        rounds: prompts of each holdout file to decode at the end.
-        num_draft_tokens: of these rounds, greedily; with the first sampled, too.
         command: for the card.
 
     Raises:
@@ -122,7 +93,6 @@ class Options:
     trust_remote_code: bool = False
     writers: int | None = None
     block_tokens: int | None = None
-    optimizer: str = "adamw"
     learning_rate: float = 1e-3
     hard: float = 0.3
     seed: int = 0
@@ -135,8 +105,6 @@ class Options:
     def __post_init__(self) -> None:
         known = self.dtype is None or self.dtype in DTYPES
         require(known, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
-        known = self.optimizer in OPTIMIZERS
-        require(known, "optimizer", self.optimizer, " or ".join(OPTIMIZERS))
         known = self.kind in KINDS
         require(known, "kind", self.kind, " or ".join(KINDS))
         known = self.form in FORMS
@@ -167,11 +135,7 @@ class Options:
 
     @property
     def folder(self) -> Path:
-        """The draft's folder.
-
-        Raises:
-            ConfigError: there is none.
-        """
+        """The draft's folder."""
         if self.out is None:
             raise ConfigError("out is missing: name a folder for the draft")
         return self.out

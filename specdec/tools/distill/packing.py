@@ -19,11 +19,7 @@ def group_size(columns: int) -> int | None:
 
 @dataclass(frozen=True)
 class Packing:
-    """A number of bits.
-
-    Raises:
-        ConfigError: MLX does not pack to so many.
-    """
+    """A number of bits."""
 
     bits: int
 

@@ -29,11 +29,11 @@ from .student import Student, choose_layers, head_of, make_student, text_model
 # Bytes of one chunk's logits, one copy in float32.
 _CHUNK_BYTES = 500_000_000
 _LARGEST_CHUNK, _SMALLEST_CHUNK = 2048, 64
-# Rows that write together, and tokens of a block, by backend: where launches cost
-# more than work, many.
+# Rows that write together, and tokens of a block, by backend: many where launches
+# cost more than work.
 _WRITERS = {"cuda": 2048, "metal": 64, "cpu": 16}
 _BLOCK_TOKENS = {"cuda": 32768, "metal": 8192, "cpu": 2048}
-# Shares of the memory, for keys and values of what writes, and for target states.
+# Shares of the memory: keys and values of the rows that write; target states.
 _WRITING_SHARE, _STATES_SHARE = 0.4, 0.4
 
 # Arrays of a chunk's logits that are held at once, about.
@@ -52,7 +52,7 @@ MOST_TOKENS, ALL_TOKENS = 20_000_000, 66_000_000
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """A target, the draft to be made of it, and what is worked with at a time.
+    """A target, the draft to be made of it, and the sizes to work with.
 
     Args:
         student: the draft.

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ...models.draft_folder import CARD
+from ...utils.printable import counted
 from ..plots import COLOURS, MISSING, Chart, Line, save
 
 Card = Mapping[str, Any]
@@ -26,8 +27,8 @@ def draw_all(cards: Mapping[str, Card], folder: Path) -> list[Path] | None:
         cards: what is in ``distill.json``, by the draft's name.
 
     Returns:
-        The PNG files, beside each an SVG, of what there is something to draw of;
-        ``None`` where matplotlib is not installed.
+        The PNG files of plots that have data, each with an SVG beside it; ``None``
+        where matplotlib is not installed.
     """
     charts = {name: chart for name, chart in _charts(cards).items() if chart.panels}
     try:
@@ -109,7 +110,7 @@ def _named(cards: Mapping[str, Card]) -> dict[str, Card]:
         return dict(cards)
     made = sorted(cards.values(), key=lambda card: len(card["layers"]))
     numbers = (len(card["layers"]) for card in made)
-    names = (f"{n} layer{'s' * (n != 1)}" for n in numbers)
+    names = (counted(n, "layer") for n in numbers)
     return dict(zip(names, made, strict=True))
 
 
@@ -144,7 +145,7 @@ def _by_length(cards: Mapping[str, Card]) -> Iterator[Point]:
 
 
 def main(arguments: list[str]) -> str:
-    """Draw the drafts of some folders; what became of it, in lines."""
+    """Draw the drafts of some folders; the names of the plots, in lines."""
     if len(arguments) < 2:
         raise SystemExit("usage: python -m specdec.tools.distill.plots OUT DRAFT...")
     out, *drafts = map(Path, arguments)

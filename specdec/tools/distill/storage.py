@@ -26,7 +26,7 @@ def write_file(path: Path, data: bytes, *, before: Path | None = None) -> None:
     Raises:
         ModelError: it cannot be written (a full disk, say); the old one is whole.
     """
-    with _told(path):
+    with _reported(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         with Staged(path.parent, {path.name: data}) as staged:
             if before is not None and path.exists():
@@ -47,7 +47,7 @@ def write_model(folder: Path, files: Mapping[str, bytes]) -> None:
         ModelError: they cannot be written; if for want of room, the old model is
             whole.
     """
-    with _told(folder):
+    with _reported(folder):
         for name in files:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
         with Staged(folder, files) as staged:
@@ -58,7 +58,7 @@ def write_model(folder: Path, files: Mapping[str, bytes]) -> None:
 
 
 @contextmanager
-def _told(path: Path) -> Iterator[None]:
+def _reported(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
@@ -87,11 +87,7 @@ def write_arrays(
 
 
 def read_arrays(path: Path) -> tuple[dict[str, mx.array], dict[str, str]]:
-    """What :func:`write_arrays` wrote.
-
-    Raises:
-        ModelError: it cannot be read.
-    """
+    """What :func:`write_arrays` wrote."""
     try:
         with open_plain(path) as file:
             data = io.BytesIO(file.read())

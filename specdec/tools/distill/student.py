@@ -145,11 +145,7 @@ def at_positions(states: mx.array, block: Block) -> mx.array:
 
 
 def text_model(target: Described) -> nn.Module:
-    """The part of a target that reads and writes text, an mlx-lm model too.
-
-    Raises:
-        UnsupportedModelError: its architecture is not supported.
-    """
+    """The part of a target that reads and writes text, an mlx-lm model too."""
     what = "distilling a draft"
     model = models_layers.text_model(target.model, target.name, what)
     if any("gate_proj" not in layer["mlp"] for layer in model["model"]["layers"]):
@@ -160,11 +156,7 @@ def text_model(target: Described) -> nn.Module:
 
 
 def head_of(model: nn.Module) -> mx.array:
-    """The matrix of a text model's head, shape (V, D).
-
-    Raises:
-        UnsupportedModelError: it is packed.
-    """
+    """The matrix of a text model's head, shape (V, D)."""
     layer = model["lm_head"] if "lm_head" in model else model["model"]["embed_tokens"]
     if "scales" in layer:
         raise UnsupportedModelError(
@@ -182,9 +174,6 @@ def choose_layers(text: str, layers: Sequence[nn.Module]) -> tuple[int, ...]:
 
     Args:
         layers: the target's.
-
-    Raises:
-        ConfigError: there are no such layers.
     """
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and len(part) < 7 for part in parts):
@@ -287,7 +276,7 @@ def widened(
 
 
 def _beside(layers: Sequence[int], place: int, widen: int, count: int) -> list[int]:
-    """The layers whose MLPs join that of a place, spread up to the next one."""
+    """Layers whose MLPs join the one of a place, spread up to the next place."""
     first = layers[place]
     last = layers[place + 1] if place + 1 < len(layers) else count
     if last <= first + 1:  # nothing in between: those before

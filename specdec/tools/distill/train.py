@@ -21,9 +21,8 @@ from .options import Options
 from .packing import Packing
 from .student import Lesson, Parameters, Student
 
-# Muon's step has a spectral norm of 1 times its learning rate, AdamW's elements about
-# their learning rate: for matrices of these widths so much more is alike.
-_MUON_SCALE = 10.0
+#: As cards and checkpoints name it.
+OPTIMIZER = "adamw"
 # Share of the budget after which weights are rounded as they will be stored.
 PACKED_FROM = 0.7
 # Share of the budget in which the learning rate rises; decay of matrices; largest norm
@@ -75,7 +74,6 @@ class Trainer:
         self._options = options
         self._dtype = dtype
         self._optimizer = _optimizer(options)
-        self._matrix_scale = _MUON_SCALE if options.optimizer == "muon" else 1.0
         self._optimizer.init(self.parameters)
         mx.eval(self.parameters, self._optimizer.state)
         self._update = self._compiled()
@@ -90,7 +88,7 @@ class Trainer:
         """Go on from a checkpoint."""
         self.parameters = parameters
         self._optimizer.state = state
-        self._optimizer.init(parameters)  # of which nothing is new
+        self._optimizer.init(parameters)  # it knows them all
         self.progress = progress
         mx.eval(self.parameters, self._optimizer.state)
         self._update = self._compiled()
@@ -118,10 +116,8 @@ class Trainer:
         rng = np.random.default_rng((options.seed, progress.step, 1))
         lesson = self.student.lesson(block, self._states.of(index), rng)
         share = self.share
-        rate = learning_rate(options.learning_rate, share)
-        matrices, vectors = self._optimizer.optimizers
-        matrices.learning_rate = rate * self._matrix_scale
-        vectors.learning_rate = rate
+        for each in self._optimizer.optimizers:
+            each.learning_rate = learning_rate(options.learning_rate, share)
         packing = options.packing if share >= PACKED_FROM else None
         found, gradients = self._divergence(lesson, packing)
         self.whole = False
@@ -160,7 +156,7 @@ class Trainer:
         weights = mx.array(lesson.weights) / total
 
         def surrogate(parameters: Parameters) -> tuple[mx.array, ...]:
-            """Has the loss's gradient, of which the head's part is known already."""
+            """Has the loss's gradient; the head's part of it is known already."""
             self.student.load(_computed(parameters, self._dtype, packing))
             inputs = [lesson.states()]
             if self.student.bias_head is not None:
@@ -219,8 +215,8 @@ def _computed(
 def clipped(gradients: Parameters, most: float) -> Parameters:
     """Gradients whose norm, over all of them, is ``most`` or less.
 
-    Summed in the order of their names: that of a tree's keys is not the same in every
-    process, and rounding would not be.
+    They are summed in the order of their names. The order of a tree's keys differs from
+    process to process, and so would rounding.
     """
     leaves: Any = tree_flatten(gradients)
     squares = [g.square().sum() for _, g in sorted(leaves, key=lambda leaf: leaf[0])]
@@ -230,20 +226,15 @@ def clipped(gradients: Parameters, most: float) -> Parameters:
 
 def _optimizer(options: Options) -> Any:
     """For matrices, and for vectors (norms, biases), which do not decay."""
-
-    def adamw(weight_decay: float) -> optim.AdamW:
-        return optim.AdamW(
+    matrices, vectors = (
+        optim.AdamW(
             learning_rate=options.learning_rate,
             betas=[0.9, 0.95],
             weight_decay=weight_decay,
             bias_correction=True,
         )
-
-    matrices: Any = adamw(_WEIGHT_DECAY)
-    if options.optimizer == "muon":
-        # MLX adds its decay to the gradient, of which only directions are used.
-        matrices = optim.Muon(learning_rate=options.learning_rate, weight_decay=0.0)
+        for weight_decay in (_WEIGHT_DECAY, 0.0)
+    )
     return optim.MultiOptimizer(
-        [matrices, adamw(0.0)],
-        [lambda name, array: array.ndim >= 2],
+        [matrices, vectors], [lambda name, array: array.ndim >= 2]
     )

@@ -63,7 +63,7 @@ def user_turn(tokenizer: Any) -> UserTurn | None:
 
 
 def begin_of_turn(tokenizer: Any, turn: UserTurn | None, text: str) -> list[int]:
-    """Tokens that a user turn which begins with ``text`` is to be continued from."""
+    """Tokens of the beginning of a user turn, up to the end of ``text``."""
     if turn is not None:
         tokens = tokenizer.encode(turn.before + text, add_special_tokens=False)
         return [int(token) for token in tokens]
@@ -198,7 +198,7 @@ def _turn_text(
     ends: Collection[int],
     must_end: bool,
 ) -> str | None:
-    """The user's text; ``None`` where it is of no use."""
+    """The user's text; ``None`` if it is of no use."""
     ended = bool(tokens) and tokens[-1] in ends
     kept = list(tokens[:-1] if ended else tokens)
     text = opening.text + str(tokenizer.decode(kept))
@@ -215,7 +215,7 @@ def _turn_text(
 
 
 def without_loops(texts: Sequence[Sequence[int]]) -> list[list[int]]:
-    """Each text up to where it has repeated itself several times over.
+    """Each text, cut after it has repeated itself several times.
 
     A loop is easy to foretell: more of it teaches nothing.
     """

@@ -27,8 +27,8 @@ class Scores:
     Args:
         batch_size, width: rows and tokens per row of the forwards.
         top2_gap: the best score less the second best.
-        gap: the score of the plain token less that of the engine's; negative where
-            this shape prefers the engine's.
+        gap: score of the plain token minus score of the engine's; negative where this
+            shape prefers the engine's.
     """
 
     batch_size: int
@@ -48,9 +48,9 @@ class Evidence:
         step: the prefix scored as plain decoding does, a token at a time.
         verify: the same prefix as a verification does, several rows and tokens.
         noise: the largest difference of any logit between the two.
-        logprob_difference: of the engine's token: its log-probability in the
-            engine's own forward, less that of plain decoding; ``None`` where the
-            engine reports none, which is for a token that ends a row.
+        logprob_difference: log-probability of the engine's token in the engine's own
+            forward, minus the one in plain decoding; ``None`` for a token that ends a
+            row, for which the engine reports none.
     """
 
     step: Scores

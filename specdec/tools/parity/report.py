@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ...utils.printable import counted
 from ...utils.tables import text_table
 from .certify import Certificate
 from .compare import Divergence, Token
@@ -55,11 +56,12 @@ def _token(token: Token | None) -> str:
 
 
 def _token_verdict(found: TokenCertificate) -> str:
-    share = f"{found.compared} of {found.tokens} tokens of {_some(found.prompts)}"
+    prompts = counted(found.prompts, "prompt")
+    share = f"{found.compared} of {found.tokens} tokens of {prompts}"
     difference = f"log-probabilities within {found.logprob_difference:.2g}"
     if found.verdict == "exact":
         return f"exact: {share} equal plain decoding; {difference}"
-    ties = f"{found.ties} tie{'s' * (found.ties != 1)}"
+    ties = counted(found.ties, "tie")
     if found.verdict == "ties":
         return f"exact up to {ties}: {share} compared; {difference}"
     if found.verdict == "incomplete":
@@ -67,7 +69,7 @@ def _token_verdict(found: TokenCertificate) -> str:
             f"INCOMPLETE: {ties} used up the restarts, {share} compared: "
             "allow more restarts"
         )
-    failures = f"{found.failures} failure{'s' * (found.failures != 1)}"
+    failures = counted(found.failures, "failure")
     return f"FAILURE: {failures}, {ties}; {share} compared"
 
 
@@ -92,7 +94,7 @@ def _distribution(found: DistributionCertificate) -> str:
     lines += [f"error of prompt {i}: {error}" for i, error in found.errors]
     p_values = ", ".join(f"{name} {p:.2g}" for name, p in found.p_values.items())
     tested = (
-        f"{found.draws} draws of {_some(found.prompts)}, "
+        f"{found.draws} draws of {counted(found.prompts, 'prompt')}, "
         f"{len(found.prefixes)} prefixes, chi-square {found.statistic:.1f} "
         f"on {found.df}; p: {p_values}"
     )
@@ -107,7 +109,3 @@ def _distribution(found: DistributionCertificate) -> str:
         f"verdict: {verdicts[found.verdict]} (false alarm {FALSE_ALARM:.0e}): {tested}"
     )
     return "\n".join(lines)
-
-
-def _some(prompts: int) -> str:
-    return f"{prompts} prompt{'s' * (prompts != 1)}"

@@ -63,7 +63,7 @@ def fit(counts: Mapping[int, int], probabilities: np.ndarray) -> Fit:
 
 
 def rare_tail(count: int, expected: float) -> float:
-    """Bound on the chance of ``count`` or more events of which few were expected.
+    """Bound on the chance of ``count`` or more events where few were expected.
 
     Chernoff's, for any sum of independent trials: ``exp(c - e) (e / c)**c``.
     """

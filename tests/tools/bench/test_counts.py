@@ -69,7 +69,7 @@ def test_short_rounds_do_not_raise_later_positions() -> None:
 
 
 def test_chance_counts_tried_tokens_only() -> None:
-    """Tokens behind a rejection were never tried: 4 of 6 were, not 4 of 9."""
+    """Tokens after a rejection were never tried: 4 of 6 were, not 4 of 9."""
     assert counts.chance([(3, 1), (3, 0), (3, 3)]) == pytest.approx(4 / 6)
     assert counts.chance([]) == 0
 

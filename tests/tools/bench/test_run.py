@@ -381,7 +381,7 @@ def test_an_interrupt_says_what_is_kept(
     )
 
 
-def test_a_misspelt_draft_is_told_before_the_target_loads(
+def test_a_misspelt_draft_is_reported_before_the_target_loads(
     tiny: Tiny, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr("specdec.tools.bench.run.load_model")

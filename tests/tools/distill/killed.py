@@ -1,6 +1,6 @@
-"""Train with a checkpoint behind every step, and be killed within one of them.
+"""Train with a checkpoint after every step, and be killed within one of them.
 
-Arguments: TARGET OUT CHECKPOINTS. Behind so many, at the next, it kills itself: what
+Arguments: TARGET OUT CHECKPOINTS. After so many, at the next, it kills itself: what
 was learnt since is lost. Where a kill falls within the writing of a file is drawn in
 ``test_a_kill_at_any_call_leaves_a_checkpoint``.
 """

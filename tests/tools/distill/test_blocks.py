@@ -55,7 +55,7 @@ def test_every_position_is_in_one_block() -> None:
         assert row[first : len(inputs)] == [1.0] * (len(inputs) - first)
         assert not any(row[len(inputs) :])
         prompt = row[:first]
-        # All chats begin with 1, 2, 3: what is behind 3 is the first to differ.
+        # All chats begin with 1, 2, 3: what comes after 3 is the first to differ.
         learnt = 0.25 if document.kind == GREEDY else 0.0
         assert prompt[2:] == [learnt] * len(prompt[2:])
         assert not any(prompt[:2])

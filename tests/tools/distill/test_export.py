@@ -128,7 +128,7 @@ def test_layers_alone(tmp_path: Path, tied: bool, bits: int | None) -> None:
     assert result.exit_code == 0, result.output
 
 
-def test_another_target_is_told(
+def test_another_target_is_reported(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     target = write_target(tmp_path / "target")

@@ -41,9 +41,9 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Interrupt training behind so many steps: ``stopped(4)``."""
+    """Interrupt training after so many steps: ``stopped(4)``."""
 
-    def behind(steps: int) -> None:
+    def after(steps: int) -> None:
         step = Trainer.step
 
         def counted(self: Trainer) -> None:
@@ -53,7 +53,7 @@ def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
 
         monkeypatch.setattr(Trainer, "step", counted)
 
-    return behind
+    return after
 
 
 @contextmanager
@@ -93,11 +93,10 @@ def weights(folder: Path) -> dict[str, mx.array]:
     return dict(loaded)
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_learning_lowers_the_divergence_and_raises_agreement(
-    target: Path, tmp_path: Path, optimizer: str
+    target: Path, tmp_path: Path
 ) -> None:
-    wanted = options(target, tmp_path / "out", optimizer=optimizer, hard=0.0)
+    wanted = options(target, tmp_path / "out", hard=0.0)
     wanted = longer(wanted, 4000)
     history = run(wanted)["training"]["history"]
     first, last = history[0], history[-1]
@@ -202,7 +201,7 @@ def test_what_was_made_otherwise_is_not_gone_on_with(
 def test_a_full_disk_while_learning(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A checkpoint that cannot be written is told; the draft is made all the same."""
+    """A checkpoint that cannot be written is reported; the draft is still made."""
     save = checkpoint.save
 
     def limited(*arguments: Any, **named: Any) -> None:
@@ -241,7 +240,7 @@ def test_a_full_disk_when_it_is_written(
     assert not same(weights(out), before)
 
 
-def test_the_card_tells_what_was_done(target: Path, tmp_path: Path) -> None:
+def test_the_card_says_what_was_done(target: Path, tmp_path: Path) -> None:
     holdout = tmp_path / "questions-held-out.txt"
     holdout.write_text("Name a river.\nWhat is 0 times 3?\n", "utf-8")
     wanted = options(target, tmp_path / "out", holdout=(str(holdout),), rounds=2)

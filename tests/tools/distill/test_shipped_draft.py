@@ -1,4 +1,4 @@
-"""The draft in the package is the one that its card tells of."""
+"""The draft in the package is the one that its card describes."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def test_its_files_fit_each_other() -> None:
     assert isinstance(weights, dict)
     layers = {name.split(".")[2] for name in weights if name.startswith("model.layers")}
     assert len(layers) == len(card["layers"]) == config["num_hidden_layers"]
-    # A width of the MLPs that the card tells, packed in the bits that it tells.
+    # A width of the MLPs that the card names, packed in the bits that it names.
     packed = weights["model.layers.0.mlp.down_proj.weight"]
     assert packed.shape[1] * 32 // card["bits"] == config["intermediate_size"]
     assert config["quantization"]["bits"] == card["bits"]

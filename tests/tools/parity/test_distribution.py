@@ -52,7 +52,7 @@ def test_right_rules_are_consistent(decoder: SpecDecoder, rule: str) -> None:
     assert found.df > 30
     assert 0 < found.accepted < found.drafted
     assert min(found.p_values.values()) > 1e-3
-    # The prompts themselves, and what is behind some of their tokens.
+    # The prompts themselves, and what comes after some of their tokens.
     assert [t.fit.draws for t in found.prefixes if not t.tokens] == [500, 500]
     assert max(len(t.tokens) for t in found.prefixes) >= 3
     assert all(t.fit.draws >= 20 for t in found.prefixes)
@@ -104,7 +104,7 @@ def draws_changed(change: Callable[[mx.array], mx.array]) -> Callable[[Patch], N
 
 
 def extra_from_the_target(patch: Patch) -> None:
-    """Behind a rejection, draws from P in place of what P has over Q."""
+    """After a rejection, draws from P in place of what P has over Q."""
     right = rejection_sampler.with_extra_token
 
     def wrong(

@@ -37,7 +37,7 @@ def test_it_draws_with_the_noise_of_seed_and_position(tiny_model: TinyModel) -> 
         assert list(found.tokens) == plainly(model, prompt, params).tokens
 
 
-def test_it_stops_behind_a_token_that_ends_a_row(tiny_model: TinyModel) -> None:
+def test_it_stops_after_a_token_that_ends_a_row(tiny_model: TinyModel) -> None:
     model = tiny_model("llama")
     plain = PlainTarget(model)
     whole = plain.decode([5], max_tokens=12, ends=frozenset()).tokens

@@ -1,4 +1,4 @@
-"""Token for token: right engines pass, ties are told apart, faults never pass."""
+"""Token for token: right engines pass, ties are distinguished, faults never pass."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_without_fault_nothing_diverges(
 
 
 def test_rows_that_end(tiny_model: TinyModel) -> None:
-    """A token that ends a row is compared, and nothing is expected behind it."""
+    """A token that ends a row is compared, and nothing is expected after it."""
     decoder = make_decoder(tiny_model, ends=frozenset(range(8)))
     found = verified(decoder, max_tokens=40, temperature=1.0)
     assert found.verdict == "exact"
@@ -106,7 +106,7 @@ def test_the_reference_unpacks_where_the_engine_does(
 def test_ties_of_a_machine_that_rounds(
     tiny_model: TinyModel, dtype: mx.Dtype, temperature: float
 ) -> None:
-    """All are ties, and everything behind them is compared."""
+    """All are ties, and everything after them is compared."""
     decoder = make_decoder(tiny_model, dtype=dtype, rounding=True)
     found = verified(decoder, temperature=temperature, max_tokens=48)
     assert found.verdict == "ties", [d.reason for d in found.divergences]
@@ -150,7 +150,7 @@ def trim_off(by: int) -> Callable[[Patch], None]:
             right(self, off, at_most + 1)
 
         patch.setattr(ModelRows, "trim_per_sequence", wrong)
-        # Rows that grow too long must not write behind their slots.
+        # Rows that grow too long must not write past their slots.
         room = DecodeBatch._max_length
         patch.setattr(DecodeBatch, "_max_length", lambda self: room(self) + 200)
 
@@ -158,7 +158,7 @@ def trim_off(by: int) -> Callable[[Patch], None]:
 
 
 def stale_key(patch: Patch) -> None:
-    """A query sees the slot behind its own too: a rejected token's, or padding."""
+    """A query sees the slot after its own too: a rejected token's, or padding."""
     right = positions.visible_slots
 
     def wrong(
@@ -177,9 +177,9 @@ def stale_key_of_the_last_round(patch: Patch) -> None:
         layout: Any, rules: Any, offset: Any, n: int, slots: int, **how: Any
     ) -> mx.array:
         seen = right(layout, rules, offset, n, slots, **how)
-        behind = mx.arange(slots) == (offset + n)[:, None]
+        beyond = mx.arange(slots) == (offset + n)[:, None]
         last = mx.arange(n)[:, None] == n - 1
-        shown: mx.array = seen | (behind[:, None, None, :] & last)
+        shown: mx.array = seen | (beyond[:, None, None, :] & last)
         return shown
 
     patch.setattr("specdec.cache.core.visible_slots", wrong)
@@ -198,7 +198,7 @@ def mask_edge(patch: Patch) -> None:
 
 
 class Shifted:
-    """A cache that tells a model a position too far."""
+    """A cache that gives a model a position too far."""
 
     def __init__(self, cache: Any):
         self._cache = cache
@@ -288,10 +288,10 @@ def test_planted_faults_are_failures(
             assert d.kind == "failure"
 
 
-def test_a_fault_behind_a_tie_is_found(
+def test_a_fault_after_a_tie_is_found(
     tiny_model: TinyModel, monkeypatch: Patch
 ) -> None:
-    """A row that differs by a tie first, and is wrong from two tokens behind it on."""
+    """A row that differs by a tie first, and is wrong from two tokens after it on."""
     decoder = make_decoder(tiny_model, rounding=True)
     without = verified(decoder, max_tokens=48)
     first = {d.prompt: d.position for d in reversed(without.divergences)}
