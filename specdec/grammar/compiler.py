@@ -25,9 +25,9 @@ T = TypeVar("T")
 _KEPT = 64
 # Seconds that compiling one may take; most take milliseconds.
 COMPILE_SECONDS = 10.0
-# Grammars that are compiled at a time: those that take longer go on, since a thread
-# cannot be ended, and others do not wait for them.
-_AT_ONCE = 4
+#: Grammars that are compiled at a time: those that take longer go on, since a thread
+#: cannot be ended, and others do not wait for them.
+AT_ONCE = 4
 # llguidance goes through what is nested by recursion, and its overflow would end the
 # process: by what was measured, the longest text takes less than a third of this.
 _STACK_BYTES = 1 << 29
@@ -216,7 +216,7 @@ def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
 # for the stack size too, which is the process's.
 _begun_so_far: dict[object, Future[Any]] = {}
 _beginning = threading.Lock()
-_slots = threading.BoundedSemaphore(_AT_ONCE)
+_slots = threading.BoundedSemaphore(AT_ONCE)
 
 
 def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[T]:
