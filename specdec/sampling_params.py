@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from types import MappingProxyType
 from typing import Any, Literal, get_args
@@ -321,6 +321,16 @@ class SamplingParams:
                 "grammar goes with no min_tokens: it says itself where an output may "
                 "end (minLength, minItems)"
             )
+
+
+#: Settings that JSON can write.
+JSON_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
+    "grammar",
+    "logits_processors",
+    "sampler",
+}
+#: Settings that do nothing at temperature 0: the likeliest token passes all of them.
+FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def _tuple(name: str, value: object) -> tuple[Any, ...]:

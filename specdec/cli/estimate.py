@@ -21,7 +21,7 @@ from .output import FAILURE, note, share_text, show
     options.target(
         "MLX model folder, .gguf file, config.json, or a hub id that is downloaded."
     ),
-    of_dtype="As the run would load the weights. [default: as they are stored]",
+    dtype_help="As the run would load the weights. [default: as they are stored]",
 )
 @options.engine(
     options.batch(default=1, help="Rows that decode together."),

@@ -448,25 +448,25 @@ def _alike(missing: str) -> str:
 def models(
     target_option: Option | None = None,
     *,
-    draft: str = "Draft, named as for `specdec run`.",
-    of_dtype: str = "Load the weights in this type. [default: as they are stored]",
+    draft_help: str = "Draft, named as for `specdec run`.",
+    dtype_help: str = "Load the weights in this type. [default: as they are stored]",
 ) -> Option:
     """The command gets ``models``, see :class:`Models`.
 
     Args:
-        draft: the help of ``--draft``, also ``--draft-model`` as mlx-lm calls it.
-        of_dtype: the help of ``--dtype``.
+        draft_help: of ``--draft``, also ``--draft-model`` as mlx-lm calls it.
+        dtype_help: of ``--dtype``.
     """
     text = (
-        f"{draft} [default: none; for the default target {DEFAULT_DRAFT}, which comes "
-        "with specdec]"
+        f"{draft_help} [default: none; for the default target {DEFAULT_DRAFT}, which "
+        "comes with specdec]"
     )
     return packed(
         "models",
         Models.read,
         target_option or target(),
         click.option("--draft", "--draft-model", metavar="MODEL", help=text),
-        dtype(help=of_dtype),
+        dtype(help=dtype_help),
         click.option(
             "--adapter-path",
             metavar="DIR",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 from uuid import uuid4
@@ -14,15 +14,9 @@ from ..grammar import Grammar, check_grammar
 from ..model_names import nearest
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
-from ..sampling_params import SamplingParams
+from ..sampling_params import FILTERS, JSON_SETTINGS, SamplingParams
 from ..utils.printable import shorten
 
-#: Settings that a line can have: those of a request that JSON can write.
-_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
-    "grammar",
-    "logits_processors",
-    "sampler",
-}
 # What the output has to follow; one of them.
 _GRAMMARS = frozenset({"grammar", "json_schema", "regex", "response_format"})
 # What others call them.
@@ -37,8 +31,6 @@ _NO_SETTINGS = frozenset(
 )
 # How alike a key and the one that was meant are.
 _NEAR = 0.8
-# At temperature 0 these do nothing, and are refused.
-_FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def requests_of(
@@ -54,7 +46,8 @@ def requests_of(
     found = []
     for record, settings in zip(records, each, strict=True):
         at_zero = settings.get("temperature") == 0
-        reset = {name: _default(name) for name in _FILTERS if at_zero}
+        # They would be refused.
+        reset = {name: _default(name) for name in FILTERS if at_zero}
         try:
             found.append(params.updated(reset | settings))
         except ConfigError as error:
@@ -75,7 +68,7 @@ def _needs_seed(params: SamplingParams, settings: Mapping[str, Any]) -> bool:
 def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
     """Keys of the lines that have no effect, with what one may have been meant for."""
     keys = {key for record in records for key in record.fields}
-    known = _SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
+    known = JSON_SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
     found = []
     for key in sorted(keys - known):
         meant = nearest(key, known, cutoff=_NEAR)
@@ -117,7 +110,7 @@ def _settings_of(record: PromptRecord) -> dict[str, Any]:
                 f"{record.where}: n is {shorten(value)}: one output is generated for a "
                 "line; repeat the line for more"
             )
-        if name not in _SETTINGS:
+        if name not in JSON_SETTINGS:
             continue
         if name == "logit_bias" and isinstance(value, dict):
             value = {_token(token): bias for token, bias in value.items()}

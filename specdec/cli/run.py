@@ -60,11 +60,11 @@ _PATIENCE = 2.0
     cls=options.Command, short_help="Decode prompts with a target model and a draft."
 )
 @options.models(
-    draft="Draft model, named like the target. self:4bit (2, 3, 8): the target itself, "
-    "quantized. layers:0-7,22-29: those layers of it, counted from 0. mtp: its own MTP "
-    "head. A DFlash, DSpark or EAGLE-3 head is named like a model. ngram: no model; "
-    "what followed the newest tokens before. ngram+MODEL: MODEL where no n-gram "
-    "matches. none: no draft.",
+    draft_help="Draft model, named like the target. self:4bit (2, 3, 8): the target "
+    "itself, quantized. layers:0-7,22-29: those layers of it, counted from "
+    "0. mtp: its own MTP head. A DFlash, DSpark or EAGLE-3 head is named "
+    "like a model. ngram: no model; what followed the newest tokens before."
+    " ngram+MODEL: MODEL where no n-gram matches. none: no draft.",
 )
 @options.engine(
     options.batch(default=DEFAULT_BATCH_SIZE, help="Prompts that decode together."),

@@ -38,7 +38,9 @@ TOKENS_BEYOND_DRAFT = 3
 @click.command(
     cls=options.Command, short_help="Compare the output with plain decoding."
 )
-@options.models(draft="Draft, named as for `specdec run`; none: batches are compared.")
+@options.models(
+    draft_help="Draft, named as for `specdec run`; none: batches are compared."
+)
 @options.engine(
     options.batch(
         default=DEFAULT_BATCH_SIZE, help="Prompts that the engine decodes together."

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import fields, replace
+from dataclasses import replace
 from typing import Any
 
 from ..config import EngineConfig
@@ -14,15 +14,9 @@ from ..engine.async_server import Server
 from ..errors import ConfigError, MemoryLimitError, PromptError
 from ..outputs import GenerationResult
 from ..prompts import Encoding, Prompt, templates
-from ..sampling_params import SamplingParams, require_params
+from ..sampling_params import JSON_SETTINGS, SamplingParams, require_params
 from ..utils.printable import quoted
 
-#: Columns that set a row's own parameters.
-_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
-    "grammar",
-    "logits_processors",
-    "sampler",
-}
 _WHOLE = frozenset(("seed", "max_tokens", "min_tokens", "top_k", "num_draft_tokens"))
 #: Types of columns that may be empty in a whole block, by their names in pyarrow.
 _TYPES = {
@@ -131,7 +125,7 @@ class SpecDecodeStage(Worker):
         return await self.decode(number, prompt, params)
 
     def _params_of(self, row: Mapping[str, Any], index: Any) -> SamplingParams:
-        found = {name: row[name] for name in _SETTINGS & row.keys()}
+        found = {name: row[name] for name in JSON_SETTINGS & row.keys()}
         settings = {
             name: _whole(value) if name in _WHOLE else value
             for name, value in found.items()

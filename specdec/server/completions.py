@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from itertools import accumulate
 from typing import Any
 
-from .chat import token_text
+from .conversation import token_text
 from .job import Begun, Event, Job, Outcome, Piece, Text, Tokens
 from .parameters import Parameter, Table, read
 from .refusal import Refusal

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import (
+from .conversation import (
     CALL_PARTS,
     TOOL_PARTS,
     check_format,

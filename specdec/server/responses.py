@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from ..utils.printable import quoted
-from .chat import (
+from .conversation import (
     CALL_PARTS,
     TOOL_PARTS,
     arguments_of,

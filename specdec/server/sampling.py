@@ -9,7 +9,7 @@ from typing import Any
 
 from ..errors import ConfigError
 from ..grammar import Grammar
-from ..sampling_params import VERIFICATIONS, SamplingParams
+from ..sampling_params import FILTERS, VERIFICATIONS, SamplingParams
 from ..utils.printable import quoted
 from .config import ServerConfig
 from .parameters import Parameter, Table, shaped
@@ -78,8 +78,6 @@ STREAM: Table = {
     ),
 }
 _FIELDS = {field.name for field in fields(SamplingParams)}
-#: Of no effect where the likeliest token is taken: it passes all of them.
-_FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
 def wants_usage(values: Mapping[str, Any]) -> bool:
@@ -164,7 +162,7 @@ def sampling(
         if found["temperature"] == 0:
             # Each is checked as it would be at another temperature.
             SamplingParams(**{**found, "temperature": 1.0})
-            found = {k: v for k, v in found.items() if k not in _FILTERS}
+            found = {k: v for k, v in found.items() if k not in FILTERS}
         return SamplingParams(**found)
     except Exception as error:
         raise refusal_of(error, {**{n: n for n in values}, **names}) from error

@@ -394,7 +394,7 @@ class Figures:
         return list(dict.fromkeys(c for c in named if c is not None))
 
     def saturation(self) -> list[tuple[str, str]]:
-        """Names of the systems under loads, and the load from which requests queue up."""
+        """Systems under loads: their names, and the load from which requests queue."""
         groups: dict[Cell, list[CellFigures]] = defaultdict(list)
         for f in self.under_load:
             groups[replace(f.cell, load=0.0)].append(f)
