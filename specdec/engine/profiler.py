@@ -24,7 +24,7 @@ from ..models.runner import ModelRunner
 from ..parallel import Ranks
 from ..request import Request
 from ..sampling_params import SamplingParams
-from ..spec_decode import Drafter, Round, max_proposals
+from ..spec_decode import Drafter, Round
 from ..spec_decode.draft_length import (
     DraftLength,
     FixedLength,
@@ -300,7 +300,9 @@ def draft_length(
     """
     if drafter is None:
         return FixedLength(0)
-    asked, most = config.max_draft_tokens, max_proposals(drafter)
+    # Where it says how many tokens a round has at most.
+    most: int | None = getattr(drafter, "max_proposals", None)
+    asked = config.max_draft_tokens
     k = asked if most is None else min(asked, most)
     if config.num_draft_tokens != "auto":
         if k < asked:

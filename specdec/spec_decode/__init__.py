@@ -8,7 +8,6 @@ from .drafter import (
     Proposals,
     Round,
     check_proposals,
-    max_proposals,
     vocabulary_share,
 )
 from .factory import (
@@ -43,6 +42,5 @@ __all__ = [
     "describe",
     "factory_of",
     "make_drafter",
-    "max_proposals",
     "vocabulary_share",
 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import Any
 
 import mlx.core as mx
 
@@ -15,7 +16,6 @@ from .drafter import (
     Round,
     backlog,
     context,
-    max_proposals,
     method,
     nbytes,
     new_shapes,
@@ -48,12 +48,14 @@ class ChainDrafter:
     def __init__(self, first: Drafter, second: Drafter):
         self.first = first
         self.second = second
+        most: list[Any] = [
+            getattr(each, "max_proposals", None) for each in (first, second)
+        ]
+        self.max_proposals = None if None in most else max(most)
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)
         self.vocabulary_share = vocabulary_share(second)
-        most = (max_proposals(first), max_proposals(second))
-        self.max_proposals = None if None in most else max(n for n in most if n)
         reading = [d for d in (first, second) if d.hidden_layers]
         self.context: ModelRunner | None = None
         if len(reading) == 1:

@@ -248,15 +248,6 @@ def vocabulary_share(drafter: Drafter | None) -> float | None:
     return found
 
 
-def max_proposals(drafter: Drafter) -> int | None:
-    """Most tokens that a drafter proposes in a round; ``None``: any number.
-
-    Its attribute ``max_proposals`` says it, where it has one.
-    """
-    found: int | None = getattr(drafter, "max_proposals", None)
-    return found
-
-
 def backlog(rows: DraftRows) -> int:
     """Tokens of a row, on average, that the next :meth:`DraftRows.propose` takes in.
 
