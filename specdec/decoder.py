@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, TypeAlias, Unpack, overload
 
 import mlx.core as mx
@@ -24,7 +25,7 @@ from .engine.build import (
 )
 from .engine.conversation import Conversation, converse, user
 from .engine.engine import Engine
-from .engine.led import LeadingSession, follow
+from .engine.led import LeadingSession, announce, follow
 from .engine.observer import RoundObserver
 from .engine.profiler import draft_length, measure_forwards
 from .engine.rehearsal import Rehearsal
@@ -168,6 +169,8 @@ class SpecDecoder:
         self.stats = RunStats(vocabulary_share=share)
         if target.ranks is not None:
             check_alike(target.ranks, target, model, self.config, self.draft_name)
+        ranks = target.ranks
+        tell = partial(announce, ranks) if isinstance(ranks, Leader) else None
         self.bounds = Bounds(
             self._target.vocab_size,
             context_length(target.config),
@@ -175,7 +178,8 @@ class SpecDecoder:
             GrammarCompiler(
                 self.tokenizer,
                 self._target.vocab_size,
-                bounded=not isinstance(target.ranks, Follower),
+                bounded=not isinstance(ranks, Follower),
+                announce=tell,
             ),
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
@@ -189,6 +193,11 @@ class SpecDecoder:
             ranks=target.ranks,
         )
 
+    @property
+    def max_draft_tokens(self) -> int:
+        """The most tokens that any round proposes: as the config and the draft say."""
+        return self._length.max_draft_tokens
+
     def measure_forwards(self, num_rows: int) -> Forwards:
         """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.
 
@@ -198,7 +207,7 @@ class SpecDecoder:
         if self._drafter is None:
             raise ConfigError("there is no draft to measure: give one")
         self._check_whole("measuring forwards")
-        k = self.config.max_draft_tokens
+        k = self.max_draft_tokens
         with wired_memory():
             return measure_forwards(
                 self._target, self._drafter, num_rows, max_draft_tokens=k
@@ -469,7 +478,7 @@ class SpecDecoder:
         if not isinstance(ranks, Follower):
             return False
         with wired_memory():
-            follow(ranks, lambda: Session(*self._parts()))
+            follow(ranks, lambda: Session(*self._parts()), self.bounds)
         return True
 
     def _check_whole(self, what: str) -> None:

@@ -334,6 +334,9 @@ def _meant(name: str) -> str | None:
     kind, colon, layers = name.partition(":")
     if colon and difflib.get_close_matches(kind, ["layers"]):
         return None if kind == "layers" else f"layers:{layers}"
+    if (asked := re.match(r"self:(\d{1,3})", name)) is not None:
+        bits = int(asked[1])
+        return min(SELF_DRAFTS, key=lambda each: abs(int(each[5:-3]) - bits))
     known = nearest(name, KNOWN_DRAFTS)
     return None if known == name else known
 

@@ -260,7 +260,7 @@ class RunStats:
             self.prompt_tokens += len(s.prompt_tokens)
             self.prefix_tokens += s.prefix_tokens
 
-    def take_ended(self, sequence: Request) -> None:
+    def take_ended(self, sequence: Request | GenerationResult) -> None:
         """Count a row that has ended."""
         self.prompts += 1
         self.row_rounds += sequence.rounds

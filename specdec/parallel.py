@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import atexit
 import hmac
+import ipaddress
 import json
 import os
 import pickle
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 from abc import ABC, abstractmethod
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -44,6 +45,8 @@ Explain = Callable[[Facts, Facts], str]
 
 # What mlx.launch sets; with --backend mpi it is Open MPI that does.
 _RANK = ("MLX_RANK", "OMPI_COMM_WORLD_RANK")
+# What Open MPI says of the number of ranks: of all, and of those on this host.
+_MPI_SIZES = ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
 # Seconds that ranks have to meet, once they have found each other.
 _MEETING = 60.0
 # Seconds that who connects has to say who it is.
@@ -70,8 +73,8 @@ class Ranks(ABC):
         group: of ``mlx.core.distributed``.
         rank: of this process; rank 0 leads.
         size: number of ranks.
-        memory_size: bytes that MLX can use on the rank that has least; ``None``: not
-            known.
+        memory_size: bytes that MLX can use on the rank that has least: its share of
+            what ranks of one host have together; ``None``: not known.
     """
 
     def __init__(self, group: mx.distributed.Group):
@@ -197,7 +200,7 @@ class Leader(Ranks):
             _shared(self.group, where)
             own = _facts()
             peers: list[_Peer] = []
-            sizes = [own.pop("memory_size")]
+            sizes, hosts = [own.pop("memory_size")], [""]
             while len(peers) < self.size - 1:
                 connection, _ = server.accept()
                 reader = connection.makefile("rb")
@@ -212,9 +215,15 @@ class Leader(Ranks):
                         f"({_named(own)}): install the same"
                     )
                 sizes.append(size)
+                hosts.append(_host(connection))
                 peers.append(_Peer(rank, connection, reader))
-        known = [size for size in sizes if size is not None]
-        self.memory_size = min(known) if len(known) == len(sizes) else None
+        self.memory_size = None
+        if None not in sizes:
+            sharing = Counter(hosts)
+            if backend.defaults().name == "cuda":  # NCCL wants a GPU for each rank
+                sharing = Counter(set(hosts))
+            shares = (n // sharing[h] for n, h in zip(sizes, hosts, strict=True))
+            self.memory_size = min(shares)
         for peer in peers:
             _tune(peer.connection)
         peers.sort(key=lambda peer: peer.rank)
@@ -442,6 +451,13 @@ def _greeting(
     return found if known else None
 
 
+def _host(connection: socket.socket) -> str:
+    """Where a rank is; empty: where rank 0 is."""
+    theirs: str = connection.getpeername()[0]
+    here = theirs == connection.getsockname()[0]
+    return "" if here or ipaddress.ip_address(theirs).is_loopback else theirs
+
+
 def _tune(connection: socket.socket) -> None:
     """Send small messages at once; find out soon that a machine is gone."""
     connection.settimeout(None)
@@ -464,10 +480,28 @@ def _address() -> str:
         if found := os.environ.get(name):
             return found.rpartition(":")[0] if found.count(":") == 1 else found
     hosts = os.environ.get("MLX_HOSTFILE")
-    if hosts is None:
-        return socket.gethostname()
+    if hosts is None:  # Open MPI's launcher does not say it
+        of_all, here = map(os.environ.get, _MPI_SIZES)
+        return "127.0.0.1" if here is not None and here == of_all else _outward()
     first: str = json.loads(Path(hosts).read_text("utf-8"))[0][0]
     return first.rpartition(":")[0].strip("[]")
+
+
+def _outward() -> str:
+    """An address of this machine that others can reach.
+
+    Where its name is one of the loopback's, as on Debian, the one from which this
+    machine would send to others.
+    """
+    with suppress(OSError):
+        named = socket.gethostbyname(socket.gethostname())
+        if not ipaddress.ip_address(named).is_loopback:
+            return named
+    with suppress(OSError), socket.socket(type=socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # for documentation; nothing is sent
+        found: str = probe.getsockname()[0]
+        return found
+    return socket.gethostname()
 
 
 def _facts() -> dict[str, Any]:

@@ -223,6 +223,8 @@ def test_what_cannot_be_taken_apart(name: str, way_out: str) -> None:
         ("layers:0-3+ngram", "did you mean ngram.layers:0-3"),
         ("slef:4bit", "did you mean self:4bit"),
         ("4bit", "did you mean self:4bit"),
+        ("self:5bit", r"did you mean self:4bit\?$"),
+        ("ngram+self:16bit", r"did you mean self:8bit\?$"),
         ("ngrm", "did you mean ngram"),
         ("ngrm+slef:8bit", "did you mean ngram.self:8bit"),
         ("owner/name+ngram", "did you mean ngram.owner/name"),

@@ -10,14 +10,17 @@ import asyncio
 import json
 import os
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder
+from specdec.cli import main
 from tests.models.folders import write_folder
 
 pytest.importorskip("ray", reason="the extra ray is not installed: scripts/soak --ray")
@@ -158,6 +161,28 @@ def test_workers_that_are_killed(tmp_path: Path) -> None:
     """A prompt that is lost or doubled; the long form is ``scripts/soak --ray``."""
     job = Job(tmp_path, prompts=60, tokens=150)
     kill_workers(job, tmp_path / "out.jsonl", 3, random.Random(1))
+
+
+def test_a_cluster_that_is_not_there(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ray's own lines for minutes; an option that is taken for the address."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        nobody = f"127.0.0.1:{server.getsockname()[1]}"
+    asked = []
+
+    def found(address: str, **_: object) -> None:
+        asked.append(address)
+        raise ConnectionError("no cluster")
+
+    monkeypatch.setattr("ray.init", found)
+    command = ["run", "--target", str(model), "--prompt", "a"]
+    for address in ([nobody], []):
+        done = CliRunner().invoke(main, [*command, "--ray", *address, "--quiet"])
+        assert done.exit_code == 2
+        (line,) = (each for each in done.output.splitlines() if "error" in each)
+        assert "there is no Ray cluster at" in line
+    assert asked == ["auto"]
 
 
 def test_a_model_that_no_worker_finds(tmp_path: Path) -> None:

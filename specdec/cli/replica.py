@@ -16,6 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
+from ..config import EngineConfig
 from ..prompts import templates
 from ..utils.child import module_process
 from .output import report, show_warnings, silence_third_parties
@@ -49,6 +50,8 @@ def command(
 ) -> Command:
     """How replica ``index`` is started, to listen at ``path``.
 
+    Those that share a device share its memory, unless a limit was named.
+
     Args:
         loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`.
         config: of the server; keys and origins are checked before its replicas.
@@ -57,7 +60,8 @@ def command(
 
     config = replace(config, api_keys=(), cors=())
     program, environment = module_process("specdec.cli.replica")
-    greeting = pickle.dumps((path, dict(loading), config))
+    sharing = environments.count(environments[index])
+    greeting = pickle.dumps((path, dict(loading), config, sharing))
     return Command(program, {**environment, **environments[index]}, greeting)
 
 
@@ -66,15 +70,26 @@ def main() -> int:
     # What a library prints is no line for the parent.
     parent = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)
-    path, loading, config = pickle.load(sys.stdin.buffer)
+    path, loading, config, sharing = pickle.load(sys.stdin.buffer)
     threading.Thread(target=_end_with_parent, daemon=True).start()
     silence_third_parties()
     show_warnings()
     try:
+        loading["config"] = within_share(loading.get("config"), sharing)
         _serve(path, loading, config, parent)
     except Exception as error:
         return report(error)
     return 0
+
+
+def within_share(config: EngineConfig | None, sharing: int) -> EngineConfig:
+    """The config of one of so many replicas on a device."""
+    from .. import backend
+
+    config, size = config or EngineConfig(), backend.memory_size()
+    if sharing == 1 or config.memory_limit is not None or size is None:
+        return config
+    return replace(config, memory_limit=size // sharing)
 
 
 def _serve(

@@ -11,6 +11,7 @@ from uuid import uuid4
 
 from ..errors import ConfigError, PromptFileError
 from ..grammar import Grammar, check_grammar
+from ..model_names import nearest
 from ..outputs import GenerationResult
 from ..prompts import PromptRecord
 from ..sampling_params import FILTERS, JSON_SETTINGS, SamplingParams
@@ -28,6 +29,8 @@ _ALIASES = {
 _NO_SETTINGS = frozenset(
     {"metadata", "model", "service_tier", "store", "stream", "stream_options", "user"}
 )
+# How alike a key and the one that was meant are.
+_NEAR = 0.8
 
 
 def requests_of(
@@ -63,10 +66,14 @@ def _needs_seed(params: SamplingParams, settings: Mapping[str, Any]) -> bool:
 
 
 def ignored_keys(records: Iterable[PromptRecord]) -> list[str]:
-    """Keys of the lines that have no effect."""
+    """Keys of the lines that have no effect, with what one may have been meant for."""
     keys = {key for record in records for key in record.fields}
     known = JSON_SETTINGS | _ALIASES.keys() | _GRAMMARS | _NO_SETTINGS | {"n"}
-    return sorted(keys - known)
+    found = []
+    for key in sorted(keys - known):
+        meant = nearest(key, known, cutoff=_NEAR)
+        found.append(key if meant is None else f"{key} (did you mean {meant}?)")
+    return found
 
 
 def _default(name: str) -> Any:

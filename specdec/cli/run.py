@@ -43,11 +43,12 @@ from .output import (
 )
 from .progress import Progress, Share
 from .request_lines import ignored_keys, openai_line, requests_of
-from .sink import Sink, keep_finished
+from .resume import common_of, keep_finished, settings_of
+from .sink import Sink, line_of_result
 
 if TYPE_CHECKING:
     from ..decoder import SpecDecoder
-    from ..outputs import StreamEvent
+    from ..outputs import GenerationResult, RunStats, StreamEvent
     from ..parallel import Leader
     from ..ray.job import RayJob
 
@@ -137,14 +138,16 @@ _PATIENCE = 2.0
     "--resume",
     "resumed",
     is_flag=True,
-    help="Go on where an earlier run with the same prompts ended: those with a result "
-    "in --output are skipped, those that failed run again.",
+    help="Go on where an earlier run with the same prompts and settings ended: those "
+    "with a result in --output are skipped, those that failed run again.",
 )
 @click.option(
     "--ray",
-    metavar="ADDRESS",
-    help="Decode on a Ray cluster: auto, HOST:PORT, or local, which starts one here. "
-    "[default: in this process]",
+    is_flag=False,
+    flag_value="auto",
+    metavar="[ADDRESS]",
+    help="Decode on a Ray cluster: auto, which it is without ADDRESS, HOST:PORT, or "
+    "local, which starts one here. [default: in this process]",
 )
 @options.positive(
     "--ray-workers",
@@ -201,7 +204,16 @@ def run(
     if turns and config.prefix_cache_memory is None:
         # What a turn says again of the one before is not computed again.
         config = replace(config, prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY)
-    done = keep_finished(str(output_file), records) if resumed else set()
+    asked = requests if isinstance(requests, list) else [requests] * len(records)
+    common = common_of(models, config, encoding)
+    done: set[int] = set()
+    if resumed:
+        settings = [settings_of(params, common) for params in asked]
+        for i, params in enumerate(per_prompt(requests, len(records))):
+            own = records[i].fields.get("seed") is not None
+            if params.draws and (own or options.is_given("seed")):
+                settings[i]["seed"] = params.seed
+        done = keep_finished(str(output_file), records, settings)
     if done and len(done) == len(records):
         show(f"specdec: all {len(done)} prompts have their results", err=True)
         return
@@ -235,9 +247,13 @@ def run(
     streaming = total == 1 and sys.stdout.isatty()
     what = "turn" if turns else "prompt"
     progress = Progress(what, total, quiet=quiet or streaming)
-    line_of = None
-    if output_format == "openai":
-        line_of = partial(openai_line, model=job.target_name)
+
+    def line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+        if output_format == "openai":
+            return openai_line(result, record, model=job.target_name)
+        line = line_of_result(result, record)
+        return {**line, "settings": settings_of(asked[result.index], common)}
+
     sink = Sink(records, output, progress.aside, line_of, done)
 
     def conclude(*, interrupted: bool, lost: RankError | None = None) -> None:
@@ -257,7 +273,7 @@ def run(
                 err=True,
             )
         if not quiet:
-            show(job.summary(each, len(sink.errors)), err=True)
+            show(_summary(job, config, each, len(sink.errors)), err=True)
 
     interrupted, lost = False, None
     each = requests if isinstance(requests, list) else [requests]
@@ -265,7 +281,7 @@ def run(
     ranks.last_words(job.leader, partial(conclude, interrupted=True))
     with progress, last_words(lambda: conclude(interrupted=True)):
         try:
-            progress.add(0, what="prefill")
+            progress.add(0, what="prefill" if ray is None else "workers start")
             for event in events:
                 dropped = sink.dropped
                 sink.take(event)
@@ -279,7 +295,7 @@ def run(
                 progress.show(
                     progress.done + ended,
                     total - sink.dropped,
-                    **job.under_way(),
+                    **_under_way(job.stats),
                     share=share,
                 )
         except KeyboardInterrupt:
@@ -437,12 +453,24 @@ class _Here:
 
     Args:
         leader: this rank, where there are others.
+
+    Attributes:
+        target_name, draft_name: for reports.
+        by: who decodes, where it is not this process alone.
+        max_draft_tokens: most tokens of a round.
     """
 
     def __init__(self, decoder: SpecDecoder, leader: Leader | None):
         self._decoder = decoder
         self.leader = leader
-        self.target_name = decoder.target_name
+        self.target_name, self.draft_name = decoder.target_name, decoder.draft_name
+        self.by = f", divided between {leader.size} ranks" if leader else ""
+        self.max_draft_tokens = decoder.max_draft_tokens
+
+    @property
+    def stats(self) -> RunStats:
+        """Of what has run so far."""
+        return self._decoder.stats
 
     def events(
         self,
@@ -465,65 +493,70 @@ class _Here:
             return events
         return (event.renumbered(indices[event.index], event.turn) for event in events)
 
-    def under_way(self) -> dict[str, str]:
-        """What progress says: a rate once there is one."""
-        stats = self._decoder.stats
-        if not stats.rounds:
-            return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
-        tokens = counted(stats.generated_tokens, "token")
-        return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
 
-    def summary(self, requests: Sequence[SamplingParams], num_failed: int) -> str:
-        """What was done, in lines."""
-        from ..model_names import short
+def _under_way(stats: RunStats) -> dict[str, str]:
+    """What progress says: a rate once there is one."""
+    if not stats.decode_seconds:
+        return {"what": "prefill", "note": f"{stats.prefilled} prefilled"}
+    tokens = counted(stats.generated_tokens, "token")
+    return {"note": f"{tokens}, {stats.tokens_per_second:.1f} tokens/s"}
 
-        decoder, leader = self._decoder, self.leader
-        stats, draft = decoder.stats, decoder.draft_name
-        k = decoder.config.num_draft_tokens
-        length = "as many tokens a round as are worth it"
-        if k != "auto":
-            length = f"{counted(k, 'token')} a round"
-        failed = ", until it failed" if stats.draft_error else ""
-        shared = share_text(stats.vocabulary_share)
-        divided = f", divided between {leader.size} ranks" if leader else ""
-        reused = ""
-        if stats.prefix_tokens:
-            reused = f" ({stats.prefix_tokens} from the prefix cache)"
-        lines = {
-            "target": short(decoder.target_name) + divided,
-            "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
-        }
-        if warm_up.seconds >= 0.05:
-            lines["warm-up"] = f"{warm_up.seconds:.1f} s to have kernels compiled"
-        if stats.calibration_seconds >= 0.05:
-            seconds = stats.calibration_seconds
-            lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
-        lines |= {
-            "prefill": f"{counted(stats.prefilled, 'prompt')}, "
-            f"{counted(stats.prompt_tokens, 'token')}{reused}, "
-            f"{stats.prefill_tokens_per_second:.1f} tokens/s",
-        }
-        if stats.rounds:
-            of_each = (
-                "the first" if stats.prefilled == 1 else "the first of each prompt"
-            )
-            lines["decode"] = (
-                f"{counted(stats.decode_tokens, 'token')} after {of_each}, "
-                f"{counted(stats.rounds, 'round')}, "
-                f"{stats.tokens_per_second:.1f} tokens/s"
-            )
-        if stats.drafted:
-            lines["acceptance"] = (
-                f"rate {stats.acceptance_rate:.3f}, "
-                f"length {stats.acceptance_length:.2f} tokens a round"
-            )
-        elif draft and k == "auto" and stats.rounds and not failed:
-            lines["acceptance"] = "nothing was drafted: it is not worth it here"
-        if decoder.config.kv_bits is not None:
-            lines["KV cache"] = f"{decoder.config.kv_bits} bits"
-        if seeds := [str(params.seed) for params in requests if params.draws]:
-            lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
-        if num_failed:
-            lines["failed"] = f"{counted(num_failed, 'prompt')}, see above"
+
+def _summary(
+    job: _Here | RayJob,
+    config: EngineConfig,
+    requests: Sequence[SamplingParams],
+    num_failed: int,
+) -> str:
+    """What was done, in lines."""
+    from ..model_names import short
+
+    stats, draft = job.stats, job.draft_name
+    automatic = config.num_draft_tokens == "auto"
+    length = "as many tokens a round as are worth it"
+    if not automatic:
+        length = f"{counted(job.max_draft_tokens, 'token')} a round"
+    failed = ", until it failed" if stats.draft_error else ""
+    shared = share_text(stats.vocabulary_share)
+    reused = ""
+    if stats.prefix_tokens:
+        reused = f" ({stats.prefix_tokens} from the prefix cache)"
+    lines = {
+        "target": short(job.target_name) + job.by,
+        "draft": f"{short(draft)}{shared}, {length}{failed}" if draft else "none",
+    }
+    if warm_up.seconds >= 0.05:
+        lines["warm-up"] = f"{warm_up.seconds:.1f} s to have kernels compiled"
+    if stats.calibration_seconds >= 0.05:
+        seconds = stats.calibration_seconds
+        lines["calibration"] = f"{seconds:.1f} s to measure what rounds cost, once"
+    lines["prefill"] = (
+        f"{counted(stats.prefilled, 'prompt')}, "
+        f"{counted(stats.prompt_tokens, 'token')}{reused}"
+    )
+    if stats.prefill_seconds:
+        lines["prefill"] += f", {stats.prefill_tokens_per_second:.1f} tokens/s"
+    tokens, rate = counted(stats.decode_tokens, "token"), stats.tokens_per_second
+    if stats.rounds:
+        of_each = "the first" if stats.prefilled == 1 else "the first of each prompt"
+        rounds = counted(stats.rounds, "round")
+        lines["decode"] = f"{tokens} after {of_each}, {rounds}, {rate:.1f} tokens/s"
+    elif stats.row_rounds:  # of workers, whose rounds overlap
+        took = f"{stats.decode_seconds:.1f} s, workers' start included"
+        lines["decode"] = f"{tokens} in {took}, {rate:.1f} tokens/s"
+    if stats.drafted:
+        lines["acceptance"] = (
+            f"rate {stats.acceptance_rate:.3f}, "
+            f"length {stats.acceptance_length:.2f} tokens a round"
+        )
+    elif draft and automatic and "decode" in lines and not failed:
+        lines["acceptance"] = "nothing was drafted: it is not worth it here"
+    if config.kv_bits is not None:
+        lines["KV cache"] = f"{config.kv_bits} bits"
+    if seeds := [str(params.seed) for params in requests if params.draws]:
+        lines["seed"] = ", ".join(seeds[:3]) + ", ..." * (len(seeds) > 3)
+    if num_failed:
+        lines["failed"] = f"{counted(num_failed, 'prompt')}, see above"
+    if stats.peak_memory_bytes:
         lines["peak memory"] = f"{stats.peak_memory_bytes / 1e9:.2f} GB"
-        return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+    return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())

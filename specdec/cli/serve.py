@@ -299,6 +299,8 @@ def _serve_by(
 
 
 def _show_stopping(config: ServerConfig, running: int, *, quiet: bool) -> None:
+    if not running and not quiet:
+        show("specdec: stopping", err=True)
     if running and not quiet:
         answers = "1 answer has" if running == 1 else f"{running} answers have"
         most = f"{config.stop_timeout:g} seconds"

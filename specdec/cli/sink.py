@@ -5,22 +5,16 @@ With ``--resume``, those that the file has are not decoded again.
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from pathlib import Path
 from typing import Any
 from unicodedata import category
 
-import click
-
 from ..outputs import GenerationResult, StreamEvent
 from ..prompts import Prompt, PromptRecord
-from ..utils.data_files import DataError, json_text, parse_json
-from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
-from .output import OutputFile, cannot_write, output_failed
+from .output import OutputFile, output_failed
 
 
 class Sink:
@@ -52,7 +46,7 @@ class Sink:
         self._prompts = prompts
         self._output = output
         self._aside = aside
-        self._line_of = line_of or _line_of
+        self._line_of = line_of or line_of_result
         # Several answers, each under a header.
         self._several = len(prompts) > 1 or any(record.turns for record in prompts)
         self._waiting: dict[int, list[GenerationResult]] = {}
@@ -133,7 +127,8 @@ class Sink:
             self._line_open = not text.endswith("\n")
 
 
-def _line_of(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+def line_of_result(result: GenerationResult, record: PromptRecord) -> dict[str, object]:
+    """A line of ``--output``."""
     fields = result.to_dict()
     if record.turns:
         fields = {"index": result.index, "turn": result.turn, **fields}
@@ -160,54 +155,3 @@ def _title(prompt: Prompt) -> str:
         last = prompt[-1]
         text = str(last["content"]) if isinstance(last, dict) else f"{len(prompt)} ids"
     return one_line(" ".join(text.split()), 70, end=False)
-
-
-# -- results that are there already ---------------------------------------------------
-
-
-def keep_finished(path: str, records: Sequence[PromptRecord]) -> set[int]:
-    """Indices of the prompts that a file of ``--output`` has an answer to.
-
-    Lines of prompts that failed, or whose end is not there, are taken out of the file.
-    """
-    try:
-        with open_plain(path) as file:
-            private = not os.fstat(file.fileno()).st_mode & 0o077
-            data = file.read()
-    except FileNotFoundError:
-        return set()
-    except OSError as error:
-        raise click.UsageError(f"--output {path}: {error.strerror}") from error
-    kept: dict[int, str] = {}
-    lines = data.decode(errors="surrogateescape").split("\n")
-    for number, line in enumerate(lines, 1):
-        try:
-            row = parse_json(line, surrogates=True) if line.strip() else None
-        except DataError:
-            if number < len(lines):
-                raise _foreign(path, number, "is no result") from None
-            continue  # the write of the last one was cut
-        if row is None:
-            continue
-        index = row.get("index") if isinstance(row, dict) else None
-        if type(index) is not int or not 0 <= index < len(records):
-            raise _foreign(path, number, "is of no prompt")
-        record = records[index]
-        said = isinstance(record.prompt, str) and row.get("prompt") != record.prompt
-        if said or row.get("id") != record.id:
-            raise _foreign(path, number, f"is of another prompt {index}")
-        if row.get("finish_reason") in ("stop", "length"):
-            kept.setdefault(index, json_text(row))
-    text = "".join(f"{line}\n" for line in kept.values())
-    data = text.encode(errors="surrogatepass")
-    try:
-        replace_file(Path(path).resolve(), data, private=private)
-    except OSError as error:
-        raise cannot_write(f"--output {path}", error) from error
-    return set(kept)
-
-
-def _foreign(path: str, number: int, what: str) -> click.UsageError:
-    return click.UsageError(
-        f"--output {path}:{number} {what}: name another file, or leave out --resume"
-    )

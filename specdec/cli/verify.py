@@ -178,7 +178,7 @@ def _check_together(temp: float, *, sampled: bool) -> None:
 def _header(decoder: SpecDecoder, found: Certificate, params: SamplingParams) -> str:
     from ..model_names import short
 
-    draft, k = decoder.draft_name, decoder.config.max_draft_tokens
+    draft, k = decoder.draft_name, decoder.max_draft_tokens
     how = "greedy"
     if params.temperature:
         how = f"temperature {params.temperature:g}, {params.verification}"

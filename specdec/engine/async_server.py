@@ -3,8 +3,9 @@
 The thread owns the session: MLX's streams belong to the thread that made them, and
 a round would hold the event loop up. Requests and cancels reach it through a queue,
 events go back to the loop, once a step. Prompts are tokenized in another thread, in
-the order in which they came: a long one holds up neither the rows nor the loop. In a
-third grammars are compiled, so that prompts do not wait for one that takes long.
+the order in which they came: a long one holds up neither the rows nor the loop. In
+several others grammars are compiled, so that neither prompts nor other grammars wait
+for one that takes long.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any, Self, TypeVar, Unpack
 import mlx.core as mx
 
 from ..errors import PromptError, RankError, ServerError, reason_of
-from ..grammar import Grammar, GrammarCompiler, GrammarState
+from ..grammar import AT_ONCE, Grammar, GrammarCompiler, GrammarState
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import EncodedPrompt, Encoding, Prompt
 from ..sampling_params import SamplingParams, require_params
@@ -69,24 +70,25 @@ _Messages = list[tuple[_Request, StreamEvent | Exception]]
 
 
 class _Lane:
-    """Does what it is given in a thread of its own, in order.
+    """Does what it is given in threads of its own, and begins it in order.
 
     Args:
-        name: of the thread, which begins with the first work.
+        name: of the threads, which begin with the first works.
         ended: called after the last one.
+        width: most threads.
     """
 
-    def __init__(self, name: str, ended: Callable[[], None]):
-        self._name, self._ended = name, ended
+    def __init__(self, name: str, ended: Callable[[], None], width: int = 1):
+        self._name, self._ended, self._width = name, ended, width
         self._works: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
         self._lock = threading.Lock()
-        self._begun = self._over = False
+        self._begun, self._over = 0, False
 
     def put(self, work: Callable[[], None]) -> None:
         """Have it done in its turn; never, after the end."""
         with self._lock:
-            if not (self._begun or self._over):
-                self._begun = True
+            if self._begun < self._width and not self._over:
+                self._begun += 1
                 # A daemon, as Python waits for other threads without a bound.
                 threading.Thread(target=self._run, name=self._name, daemon=True).start()
         self._works.put(work)
@@ -104,7 +106,12 @@ class _Lane:
         for work in iter(self._works.get, None):
             with suppress(RuntimeError):  # the loop has gone, and all who could hear
                 work()
-        self._ended()
+        self._works.put(None)  # for the next thread
+        with self._lock:
+            self._begun -= 1
+            last = not self._begun
+        if last:
+            self._ended()
 
 
 class _Worker(threading.Thread):
@@ -140,7 +147,7 @@ class _Worker(threading.Thread):
         self._grammars = grammars
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
         self._requests: dict[int, _Request] = {}
-        self._compilations = _Lane("specdec compiler", self._all_compiled)
+        self._compilations = _Lane("specdec compiler", self._all_compiled, AT_ONCE)
         self._prompts = _Lane("specdec tokenizer", self._compilations.end)
         self._closing = False  # as any thread may say
         self._all_came = False

@@ -17,13 +17,13 @@ from typing import Any, ClassVar
 from weakref import WeakSet
 
 from ..errors import ConfigError, SessionError, SpecdecError
-from ..grammar import GrammarState
+from ..grammar import Grammar, GrammarState
 from ..outputs import StreamEvent
 from ..parallel import Follower, Leader, Ranks
 from ..prompts import EncodedPrompt
 from ..sampling_params import SamplingParams
 from ..spec_decode.draft_length import BatchState, DraftLength, RoundTiming
-from .session import Session
+from .session import Bounds, Session
 
 #: Of each row that emitted something: its index, the tokens before, those it emitted,
 #: and how it ended, if it did.
@@ -177,8 +177,18 @@ class LeadingSession(Session):
             return events
 
 
-def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
+def announce(leader: Leader, grammar: Grammar) -> None:
+    """Have other ranks compile a grammar while rank 0 does."""
+    leader.send(("grammar", grammar))
+
+
+def follow(
+    follower: Follower, open_session: Callable[[], Session], bounds: Bounds
+) -> None:
     """Do what rank 0's sessions do, until it ends.
+
+    Args:
+        bounds: of the sessions.
 
     Raises:
         RankError: it ended in another way than by its own will.
@@ -190,6 +200,8 @@ def follow(follower: Follower, open_session: Callable[[], Session]) -> None:
                 case ("session", number, alive):
                     sessions = {n: s for n, s in sessions.items() if n in alive}
                     sessions[number] = open_session(), _Commits()
+                case ("grammar", grammar):
+                    bounds.prepare(grammar)
                 case ("add", number, prompt, params):
                     _same(partial(sessions[number][0].add_encoded, prompt, params))
                 case ("cancel", number, index):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import logging
 import math
 import statistics
 import time
@@ -37,6 +38,8 @@ from ..spec_decode.rejection_sampler import Accepted
 from ..spec_decode.verifier import Verifier
 from ..spec_decode.vetting import vetted
 from .led import LedLength
+
+log = logging.getLogger("specdec.engine")
 
 # Tokens of the verify forwards that are timed, and those proposed by the round that
 # says what a draft step takes.
@@ -297,8 +300,16 @@ def draft_length(
         ranks: of the target: costs are rank 0's, and so are the clock that they are
             measured with, and the choice.
     """
-    if config.num_draft_tokens != "auto" or drafter is None:
-        return FixedLength(config.max_draft_tokens if drafter is not None else 0)
+    if drafter is None:
+        return FixedLength(0)
+    # Where it says how many tokens a round has at most.
+    most: int | None = getattr(drafter, "max_proposals", None)
+    asked = config.max_draft_tokens
+    k = asked if most is None else min(asked, most)
+    if config.num_draft_tokens != "auto":
+        if k < asked:
+            log.info("the draft proposes up to %d tokens in a round, not %d", k, asked)
+        return FixedLength(k)
     kept = store or CostStore(default_path())
     key = cost_key(config, target, drafter, defaults)
     load = partial(kept.load, key, new_shape=defaults.new_shape_seconds)
@@ -310,12 +321,12 @@ def draft_length(
         save = save if ranks.leads else None
     policy = GoodputPolicy(
         load(),
-        max_draft_tokens=config.max_draft_tokens,
+        max_draft_tokens=k,
         measure=partial(
             measure_forwards,
             target,
             drafter,
-            max_draft_tokens=config.max_draft_tokens,
+            max_draft_tokens=k,
             clock=clock,
         ),
         # Where tokens cost time, those of one row show what any number costs.

@@ -8,7 +8,7 @@ from functools import partial
 from typing import Any, Unpack
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SessionError
-from ..grammar import GrammarCompiler, GrammarState
+from ..grammar import Grammar, GrammarCompiler, GrammarState
 from ..outputs import EngineLoad, GenerationResult, RunStats, StreamEvent
 from ..prompts import NO_CONTEXT, EncodedPrompt, Encoding, Prompt, PromptLimit, encode
 from ..request import Request
@@ -70,6 +70,11 @@ class Bounds:
         if self.grammars is None:
             raise ConfigError("there is nothing to compile a grammar with here")
         return self.grammars.compile(params.grammar)
+
+    def prepare(self, grammar: Grammar) -> None:
+        """Begin to compile a grammar that a request comes with soon."""
+        if self.grammars is not None:
+            self.grammars.begin(grammar)
 
     def _cut(self, prompt: EncodedPrompt, params: SamplingParams) -> SamplingParams:
         if self.context_length is None:

@@ -1,10 +1,11 @@
 """Grammars that output has to follow: what users write, and where a row is in one."""
 
-from .compiler import GrammarCompiler, check_grammar
+from .compiler import AT_ONCE, GrammarCompiler, check_grammar
 from .spec import Grammar, GrammarKind
 from .state import GrammarState
 
 __all__ = [
+    "AT_ONCE",
     "Grammar",
     "GrammarCompiler",
     "GrammarKind",

@@ -6,6 +6,7 @@ import importlib
 import threading
 from collections import OrderedDict
 from collections.abc import Callable
+from concurrent.futures import CancelledError, Future
 from copy import copy
 from functools import partial
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -24,6 +25,9 @@ T = TypeVar("T")
 _KEPT = 64
 # Seconds that compiling one may take; most take milliseconds.
 COMPILE_SECONDS = 10.0
+#: Grammars that are compiled at a time: those that take longer go on, since a thread
+#: cannot be ended, and others do not wait for them.
+AT_ONCE = 4
 # llguidance goes through what is nested by recursion, and its overflow would end the
 # process: by what was measured, the longest text takes less than a third of this.
 _STACK_BYTES = 1 << 29
@@ -46,7 +50,8 @@ def check_grammar(grammar: Grammar) -> None:
         said: str = library.LLMatcher.validate_grammar(text, None, limits=limits)
         return said
 
-    said = _apart(checked, grammar)
+    seconds = COMPILE_SECONDS
+    said = _awaited(_begun((None, grammar), checked, seconds), grammar, seconds)
     if said and not said.startswith("WARNING"):
         raise _refusal(grammar, said)
 
@@ -62,12 +67,21 @@ class GrammarCompiler:
         vocab_size: the target's number of logits.
         bounded: refuse what takes too long. A rank that follows does not: rank 0 has
             compiled what it is given.
+        announce: called with a grammar before it is compiled.
     """
 
-    def __init__(self, tokenizer: Any, vocab_size: int, *, bounded: bool = True):
+    def __init__(
+        self,
+        tokenizer: Any,
+        vocab_size: int,
+        *,
+        bounded: bool = True,
+        announce: Callable[[Grammar], None] | None = None,
+    ):
         self._source = tokenizer
         self._vocab_size = vocab_size
         self._bounded = bounded
+        self._announce = announce
         self._tokenizer: LLTokenizer | None = None
         self._kept: OrderedDict[Grammar, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
@@ -83,17 +97,17 @@ class GrammarCompiler:
         """
         if (kept := self.kept(grammar)) is not None:
             return kept
-        self._make_tokenizer()
-        # Without the lock: who asks for one that is kept does not wait.
-        work = partial(self._compiled, grammar)
-        fresh = _apart(work, grammar, bounded=self._bounded)
+        if self._announce is not None:
+            self._announce(grammar)
+        fresh = _awaited(self._under_way(grammar), grammar, self._seconds)
         if fresh.is_error():
             raise _refusal(grammar, fresh.get_error())
-        with self._lock:
-            self._kept[grammar] = fresh
-            if len(self._kept) > _KEPT:
-                self._kept.popitem(last=False)
         return self._begun(fresh)
+
+    def begin(self, grammar: Grammar) -> None:
+        """Compile it meanwhile, for whoever asks for it later."""
+        if self.kept(grammar) is None:
+            self._under_way(grammar)
 
     def kept(self, grammar: Grammar) -> GrammarState | None:
         """As :meth:`compile`, of one that was compiled before; at once."""
@@ -107,13 +121,18 @@ class GrammarCompiler:
         assert self._tokenizer is not None
         return GrammarState(fresh, (self._tokenizer.vocab_size + 31) // 32)
 
-    def _make_tokenizer(self) -> None:
+    def _under_way(self, grammar: Grammar) -> Future[LLMatcher]:
+        work = partial(self._compiled, grammar)
+        return _begun((self, grammar), work, self._seconds)
+
+    @property
+    def _seconds(self) -> float | None:
+        return COMPILE_SECONDS if self._bounded else None
+
+    def _compiled(self, grammar: Grammar) -> LLMatcher:
         with self._making:
             if self._tokenizer is None:
                 self._tokenizer = _tokenizer_of(self._source, self._vocab_size)
-
-    def _compiled(self, grammar: Grammar) -> LLMatcher:
-        assert self._tokenizer is not None
         fresh: LLMatcher = _library().LLMatcher(
             self._tokenizer, _text(grammar), log_level=0, limits=_limits()
         )
@@ -121,6 +140,10 @@ class GrammarCompiler:
             trial = fresh.deep_copy()
             if not any(trial.compute_bitmask()) or trial.is_error():
                 return trial
+            with self._lock:
+                self._kept[grammar] = fresh
+                if len(self._kept) > _KEPT:
+                    self._kept.popitem(last=False)
         return fresh
 
 
@@ -189,53 +212,69 @@ def _tokenizer_of(tokenizer: Any, vocab_size: int) -> LLTokenizer:
     return made
 
 
-_compiling = threading.Lock()
+# What is compiled at the moment: who asks for it again waits for the same. The lock is
+# for the stack size too, which is the process's.
+_begun_so_far: dict[object, Future[Any]] = {}
+_beginning = threading.Lock()
+_slots = threading.BoundedSemaphore(AT_ONCE)
 
 
-def _apart(work: Callable[[], T], grammar: Grammar, *, bounded: bool = True) -> T:
-    """Do it in a thread with a deep stack, one at a time.
+def _begun(key: object, work: Callable[[], T], seconds: float | None) -> Future[T]:
+    """Do it in a thread with a deep stack, unless the same is being done.
 
-    Raises:
-        ConfigError: it takes too long. It goes on, and others wait for it.
+    Args:
+        seconds: it waits so long for others to end; else it is cancelled.
     """
-    seconds = COMPILE_SECONDS if bounded else threading.TIMEOUT_MAX
-    done: list[T | BaseException] = []
 
     def run() -> None:
+        if not _slots.acquire(timeout=seconds):
+            future.cancel()
+        else:
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(work())
+                except BaseException as error:  # a library's panic is no Exception
+                    future.set_exception(error)
+            _slots.release()
+        with _beginning:
+            del _begun_so_far[key]
+
+    with _beginning:
+        if (found := _begun_so_far.get(key)) is not None:
+            return found
+        future: Future[T] = Future()
+        before = threading.stack_size(_STACK_BYTES)
         try:
-            done.append(work())
-        except BaseException as error:  # a library's panic is no Exception
-            done.append(error)
+            threading.Thread(target=run, name="specdec grammar", daemon=True).start()
         finally:
-            _compiling.release()
+            threading.stack_size(before)
+        _begun_so_far[key] = future
+    return future
 
-    if not _compiling.acquire(timeout=seconds):
-        raise _too_long(grammar)
-    before = threading.stack_size(_STACK_BYTES)
+
+def _awaited(future: Future[T], grammar: Grammar, seconds: float | None) -> T:
+    """What was begun.
+
+    Raises:
+        ConfigError: it fails, or takes too long; then it goes on.
+    """
     try:
-        thread = threading.Thread(target=run, name="specdec grammar", daemon=True)
-        thread.start()
-    except BaseException:
-        _compiling.release()
-        raise
-    finally:
-        threading.stack_size(before)
-    thread.join(seconds)
-    if not done:
-        raise _too_long(grammar)
-    found = done[0]
-    if isinstance(found, SpecdecError):
-        raise found
-    if isinstance(found, BaseException):
-        raise _refusal(grammar, str(found)) from found
-    return found
-
-
-def _too_long(grammar: Grammar) -> ConfigError:
-    return ConfigError(
-        f"the {grammar.name} takes longer than {COMPILE_SECONDS:.0f} s to compile: "
-        "give a simpler one"
-    )
+        error = future.exception(seconds)
+    except (TimeoutError, CancelledError):
+        if future.cancel():
+            raise ConfigError(
+                f"the {grammar.name} was not compiled: others have taken longer than "
+                f"{COMPILE_SECONDS:.0f} s, and still do: try again later"
+            ) from None
+        raise ConfigError(
+            f"the {grammar.name} takes longer than {COMPILE_SECONDS:.0f} s to compile: "
+            "give a simpler one"
+        ) from None
+    if isinstance(error, SpecdecError):
+        raise error
+    if error is not None:
+        raise _refusal(grammar, str(error)) from error
+    return future.result()
 
 
 def _refusal(grammar: Grammar, said: str) -> ConfigError:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Protocol
 
 import mlx.nn as nn
@@ -24,6 +25,7 @@ class LoadedModel:
         config: the model's configuration, as in ``config.json``.
         name: what the user gave.
         ranks: hold a shard of it each; ``None``: it is whole.
+        folder: where its files are, if they were loaded from one.
     """
 
     model: nn.Module
@@ -31,6 +33,7 @@ class LoadedModel:
     config: dict[str, Any]
     name: str
     ranks: Ranks | None = None
+    folder: Path | None = None
 
     @property
     def loading_bytes(self) -> int:

@@ -261,7 +261,8 @@ def load_draft(
         tokenizer, ranks = target.tokenizer, target.ranks
         return LoadedModel(skipping, tokenizer, target.config, draft.name, ranks)
     if draft.mtp:
-        head = open_mtp(folder_of(locate_target(target.name)), target)
+        folder = target.folder or folder_of(locate_target(target.name))
+        head = open_mtp(folder, target)
         loaded = ready(head, target.config, draft.name, target, parse_dtype(dtype))
         fit(loaded.model, joins=False)
         return loaded
@@ -356,7 +357,8 @@ def _load_folder_or_hub(
         raise
     except Exception as error:  # a folder's files can be wrong in any way
         raise explain(source, error) from error
-    return LoadedModel(model, ExactTokenizerWrapper.like(tokenizer), config, source)
+    tokenizer = ExactTokenizerWrapper.like(tokenizer)
+    return LoadedModel(model, tokenizer, config, source, folder=folder)
 
 
 def folder_of(source: str, revision: str | None = None) -> Path:
@@ -368,7 +370,9 @@ def folder_of(source: str, revision: str | None = None) -> Path:
     path = os.path.expanduser(source)
     if os.path.exists(path):
         return Path(path)
-    patterns = mlx_lm_utils.DEFAULT_ALLOW_PATTERNS
+    # The file beside some draft heads without which they are not what they were: they
+    # are refused then.
+    patterns = [*mlx_lm_utils.DEFAULT_ALLOW_PATTERNS, "mask_embedding.pt"]
     try:
         return Path(
             mlx_lm_utils.snapshot_download(

@@ -181,7 +181,7 @@ def _outline_head(
     """Of a draft head; ``None`` where the draft is none."""
     if draft.bits is not None:
         return None
-    source = locate_target(target.name if draft.mtp else draft.source)
+    source = str(target.tokens) if draft.mtp else locate_target(draft.source)
     path = Path(os.path.expanduser(source))
     if is_gguf(source):
         return None

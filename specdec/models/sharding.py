@@ -70,17 +70,18 @@ def shard(model: nn.Module, group: mx.distributed.Group, name: str) -> None:
             "one device, or take a model of another architecture"
         )
     before, heads = _numbers(model), _heads(model)
+    counts = _attention_heads(model)
     try:
         sharded(group)
     except Exception as error:  # sizes that do not divide, as each layer says it
-        raise _indivisible(name, size, first_line(error)) from error
+        raise _indivisible(name, size, counts or first_line(error)) from error
     after = _numbers(model)
     for key, number in before.items():
         rest = after.get(key, number)
         # Fewer heads than ranks are repeated where mlx-lm does that.
         repeated = rest == 1 and number < size and size % number == 0
         if rest not in (number, number / size) and not repeated:
-            raise _indivisible(name, size, f"{key[1]} is {number}")
+            raise _indivisible(name, size, counts or f"{key[1]} is {number}")
     for module, head in heads:
         # Drafts are lent the output head, and are whole on each rank.
         if module["lm_head"] is not head:
@@ -96,6 +97,18 @@ def _indivisible(name: str, size: int, why: str) -> UnsupportedModelError:
         f"{name} cannot be divided between {size} ranks ({why}): take a number of "
         "ranks that divides its heads"
     )
+
+
+def _attention_heads(model: nn.Module) -> str:
+    """How many a model has, in words, as its configuration says; empty: it does not."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    # Of a model with images the text's.
+    for args in (vars(each).get("args") for _, each in modules):
+        heads = getattr(args, "num_attention_heads", None)
+        if heads is not None:
+            pairs = getattr(args, "num_key_value_heads", None) or heads
+            return f"it has {heads} attention heads and {pairs} key-value heads"
+    return ""
 
 
 def _heads(model: nn.Module) -> list[tuple[Any, nn.Module]]:

@@ -7,21 +7,25 @@ import logging
 import os
 import pickle
 import re
+import socket
 import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
 from .. import errors
 from ..config import EngineConfig
 from ..errors import ConfigError, ServerError
-from ..model_names import target_name
-from ..outputs import GenerationResult, StreamEvent
+from ..model_names import draft_for, target_name
+from ..outputs import GenerationResult, RunStats, StreamEvent
 from ..prompts import Encoding, Prompt, PromptRecord
 from ..sampling_params import SamplingParams, per_prompt
-from ..utils.printable import one_line
+from ..utils.printable import counted, one_line
 from .stage import Worker
 
+# Seconds that a cluster has to answer.
+_REACHING = 2.0
 #: A prompt of a job, with its index in it.
 Asked = tuple[int, Prompt, SamplingParams]
 
@@ -46,6 +50,13 @@ class RayJob:
         loading: arguments of :meth:`~specdec.SpecDecoder.from_pretrained`, which have
             to name a model on every machine.
 
+    Attributes:
+        target_name, draft_name: for reports.
+        by: who decodes, once they do.
+        max_draft_tokens: most tokens of a round.
+        stats: of the prompts that have ended; the time counts from the start of the
+            workers.
+
     Raises:
         ConfigError: there is no such cluster.
     """
@@ -57,25 +68,31 @@ class RayJob:
         self.leader = None
         self.target_name = target_name(self._loading["target"])
         self._began = time.monotonic()
-        self._prompts = self._tokens = self._drafted = self._accepted = 0
+        spec = draft_for(self._loading["target"], self._loading["draft"])
+        self.draft_name = None if spec is None else spec.name
+        self.max_draft_tokens = self._loading["config"].max_draft_tokens
+        self.stats = RunStats()
+        self.by = ""
 
     def __enter__(self) -> RayJob:
         # A cluster that is started here reports to nobody.
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-        # Lines of its core, for its authors; what fails comes as an exception.
         os.environ.setdefault("RAY_BACKEND_LOG_LEVEL", "fatal")
-        import ray
-
+        address = self._address
         try:
-            ray.init(
-                self._address,
-                log_to_driver=False,
-                logging_level="error",
-                **({"include_dashboard": False} if self._address == "local" else {}),
-            )
+            _check_reachable(address)
+            import ray
+
+            with _nothing_shown():
+                ray.init(
+                    address,
+                    log_to_driver=False,
+                    logging_level="error",
+                    **({"include_dashboard": False} if address == "local" else {}),
+                )
         except Exception as error:  # of many kinds
             raise ConfigError(
-                f"there is no Ray cluster at {self._address} ({one_line(str(error))}): "
+                f"there is no Ray cluster at {address} ({one_line(str(error))}): "
                 "start one with ray start --head, or say --ray local"
             ) from error
         self._began = time.monotonic()
@@ -111,6 +128,7 @@ class RayJob:
         context.enable_progress_bars = False
         gpus = int(ray.cluster_resources().get("GPU", 0))
         workers = self._workers or gpus or sum(n["Alive"] for n in ray.nodes())
+        self.by = f", by {counted(workers, 'worker')} of Ray"
         # Blocks of several batches keep rows busy; several blocks keep workers busy.
         batch_size = self._loading["config"].batch_size
         size = max(1, min(4 * batch_size, -(-len(indices) // (2 * workers))))
@@ -146,10 +164,14 @@ class RayJob:
             raise ServerError(f"{len(left)} prompts have no result: run with --resume")
 
     def _event(self, result: GenerationResult) -> StreamEvent:
-        self._prompts += 1
-        self._tokens += result.generated_tokens
-        self._drafted += result.drafted
-        self._accepted += result.accepted
+        stats = self.stats
+        stats.take_ended(result)
+        stats.prefilled += result.prompt_tokens > 0
+        stats.prompt_tokens += result.prompt_tokens
+        stats.prefix_tokens += result.prefix_tokens
+        stats.generated_tokens += result.generated_tokens
+        stats.decode_tokens = stats.generated_tokens
+        stats.decode_seconds = time.monotonic() - self._began
         return StreamEvent(
             index=result.index,
             text=result.text,
@@ -157,26 +179,38 @@ class RayJob:
             result=result,
         )
 
-    def under_way(self) -> dict[str, str]:
-        """What progress says."""
-        return {"note": f"{self._tokens} tokens, {self._rate:.1f} tokens/s"}
 
-    def summary(self, requests: Sequence[SamplingParams], num_failed: int) -> str:
-        """What was done, in lines."""
-        seconds = time.monotonic() - self._began
-        lines = {
-            "target": str(self._loading["target"] or "the default one"),
-            "draft": str(self._loading["draft"] or "the target's own, if it has one"),
-            "decoded": f"{self._prompts} prompts, {self._tokens} tokens in "
-            f"{seconds:.1f} s, workers' start included: {self._rate:.1f} tokens/s",
-        }
-        if self._drafted:
-            lines["acceptance"] = f"rate {self._accepted / self._drafted:.3f}"
-        return "\n".join(f"{key + ':':<13}{value}" for key, value in lines.items())
+def _check_reachable(address: str) -> None:
+    """Connect to a cluster, where its address is known: Ray tries for minutes.
 
-    @property
-    def _rate(self) -> float:
-        return self._tokens / (time.monotonic() - self._began)
+    Raises:
+        OSError: nobody answers there.
+    """
+    if address == "auto":
+        address = os.environ.get("RAY_ADDRESS", address)
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if host and port.isdecimal():
+        socket.create_connection((host.strip("[]"), int(port)), _REACHING).close()
+
+
+@contextmanager
+def _nothing_shown() -> Iterator[None]:
+    """Within the block nothing comes to standard error, from this process or another.
+
+    Ray's core writes lines there for its authors; what fails comes as an exception.
+    """
+    try:
+        kept = os.dup(2)
+    except OSError:  # it is closed
+        yield
+        return
+    try:
+        with open(os.devnull, "wb") as nowhere:
+            os.dup2(nowhere.fileno(), 2)
+        yield
+    finally:
+        os.dup2(kept, 2)
+        os.close(kept)
 
 
 def _everywhere(loading: Mapping[str, Any]) -> dict[str, Any]:

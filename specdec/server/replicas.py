@@ -13,6 +13,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -31,6 +32,9 @@ _LOOK_SECONDS = 5.0
 _ANSWER_SECONDS = 60.0
 #: Seconds before one that did not become ready starts again: doubled each time.
 _LEAST_PAUSE, _MOST_PAUSE = 1.0, 60.0
+#: A replica may take so many times as long to become ready as the first one took, and
+#: at least so many seconds. The first may have a model to download.
+_TIMES_AS_LONG, _LEAST_LOADING = 4, 300.0
 #: Seconds that a replica gets to end, beside those for its answers.
 _LAST_SECONDS = 15.0
 
@@ -117,6 +121,8 @@ class Replicas:
         self._first = asyncio.Event()
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
+        # Seconds that one may take to become ready; None: no other has yet.
+        self._patience: float | None = None
 
     async def __aenter__(self) -> Self:
         self._folder = tempfile.mkdtemp(prefix="specdec-")  # for this user alone
@@ -200,9 +206,18 @@ class Replicas:
             process.stdin.write(command.greeting)
             if self._stopping:
                 process.terminate()
-            line = await process.stdout.readline()
+            begun, line = time.monotonic(), b""
+            try:
+                async with asyncio.timeout(self._patience):
+                    line = await process.stdout.readline()
+            except TimeoutError:
+                log.warning("replica %d does not become ready", replica.index)
+                process.kill()
             if line:
                 was_ready = True
+                if self._patience is None:
+                    took = time.monotonic() - begun
+                    self._patience = max(_LEAST_LOADING, _TIMES_AS_LONG * took)
                 replica.described = line.decode().strip()
                 replica.forget()
                 if replica.starts > 1:

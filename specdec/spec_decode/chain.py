@@ -29,12 +29,17 @@ class ChainDrafter(Drafter):
         context_length: the smaller of the two.
         hidden_layers: those of the first, then those of the second; each is shown
             its own.
+        max_proposals: the larger of the two.
         vocabulary_share: that of the second, which proposes where the first does not.
     """
 
     def __init__(self, first: Drafter, second: Drafter):
         self.first = first
         self.second = second
+        most: list[Any] = [
+            getattr(each, "max_proposals", None) for each in (first, second)
+        ]
+        self.max_proposals = None if None in most else max(most)
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)

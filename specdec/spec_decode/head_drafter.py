@@ -31,6 +31,7 @@ class HeadDrafter(Drafter):
     Attributes:
         hidden_layers: layers of the target that the head reads.
         context: the head.
+        max_proposals: tokens of a block; ``None`` for a head that proposes in steps.
     """
 
     def __init__(
@@ -49,6 +50,8 @@ class HeadDrafter(Drafter):
         self.hidden_layers = self.head.args.target_layers
         self.context = runner
         self.max_round = max_draft_tokens + 1
+        block = isinstance(self.head, BlockHead)
+        self.max_proposals = head.args.max_draft_tokens if block else None
 
     def rows(self, prompts: Sequence[Sequence[int]], *, max_length: int) -> HeadRows:
         known = [p[:-1] for p in prompts]

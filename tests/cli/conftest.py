@@ -73,6 +73,10 @@ class FakeDecoder:
     target: Any = field(default_factory=lambda: SimpleNamespace(ranks=None))
     draft_name: str | None = None
 
+    @property
+    def max_draft_tokens(self) -> int:
+        return self.config.max_draft_tokens
+
     def from_pretrained(
         self,
         target: str | None = None,

@@ -137,15 +137,16 @@ def test_a_file_with_settings(
     rows = [
         {"custom_id": "x", "body": {"messages": [{"role": "user", "content": "a"}]}},
         {"prompt": "failing", "max_tokens": 7, "category": 1, "answer": 2},
-        {"prompt": "b", "category": 1},
+        {"prompt": "b", "category": 1, "max_token": 3},
     ]
     path.write_text("\n".join(map(json.dumps, rows)))
     asked = ("--prompts", str(path), "--output", str(output), "--max-tokens", "4")
     result = specdec("run", *asked, "--output-format", "openai")
     assert result.exit_code == 1  # one line failed
-    assert result.stderr.count("keys without effect: answer, category\n") == 1
-    found: Any = decoder.calls["params"]
-    assert [p.max_tokens for p in found] == [4, 7, 4]
+    found = "answer, category, max_token (did you mean max_tokens?)"
+    assert result.stderr.count(f"keys without effect: {found}\n") == 1
+    asked_for: Any = decoder.calls["params"]
+    assert [p.max_tokens for p in asked_for] == [4, 7, 4]
     lines = {line["custom_id"]: line for line in map(json.loads, output.open("rb"))}
     assert lines.keys() == {"x", "request-1", "request-2"}
     body = lines["x"]["response"]["body"]

@@ -6,6 +6,7 @@ import io
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 import threading
@@ -37,6 +38,7 @@ from .conftest import FakeDecoder, result_of
 Specdec = Callable[..., Result]
 
 FIELDS = {
+    "settings",
     "kv_bits",
     "index",
     "prompt",
@@ -123,6 +125,21 @@ def test_an_interrupted_run_is_resumed(
     result = specdec(*resume)
     assert (result.exit_code, result.stdout, decoder.calls) == (0, "", {})
     assert "all 4 prompts have their results" in result.stderr
+    assert read_lines(path) == rows
+    # Results of two models, or of two temperatures, in one file.
+    rows = [{**row, "seed": 5 + row["index"]} for row in rows]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    changed: tuple[tuple[tuple[str, ...], str], ...] = (
+        (("--temp", "0.5"), "temperature 1.0, not 0.5"),
+        (("--temp", "1", "--target", "a/T"), "target SmolLM2-135M-Instruct, not a/T"),
+        (("--temp", "1", "--seed", "7"), r"seed \d, not \d"),
+        (("--temp", "1", "-m", "9"), "max_tokens the default, not 9"),
+        (("--temp", "1", "--system-prompt", "s" * 99), "the default, not sha256:"),
+    )
+    for more, differs in changed:
+        result = specdec(*resume, *more)
+        assert result.exit_code == 2
+        assert re.search(rf"out\.jsonl:\d was made with .*{differs}", result.stderr)
     assert read_lines(path) == rows
     for line, message in (
         ({**good, "index": 3}, "is of another prompt 3"),

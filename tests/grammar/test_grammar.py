@@ -145,27 +145,41 @@ def test_the_deepest_grammars_do_not_end_the_process() -> None:
 
 
 def test_one_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And what was compiled before does not wait for it."""
+    """It goes on, once however often it is asked for, and others do not wait for it.
+
+    Four that go on are enough: that a fifth is not compiled is not its own fault.
+    """
     made = GrammarCompiler(byte_tokenizer(), 300)
     made.compile(YES)
     go, compiled = threading.Event(), GrammarCompiler._compiled
+    begun = []
 
     def slow(self: GrammarCompiler, grammar: Grammar) -> Any:
-        go.wait(60)
+        begun.append(grammar.text)
+        if grammar.text != "quick":
+            go.wait(60)
         return compiled(self, grammar)
 
     with monkeypatch.context() as patch:
         patch.setattr(GrammarCompiler, "_compiled", slow)
         patch.setattr(compiler, "COMPILE_SECONDS", 0.2)
-        for _ in range(2):
+        for text in ("a", "a", "b", "c"):
             with pytest.raises(ConfigError, match="takes longer than"):
-                made.compile(Grammar.regex("a"))
+                made.compile(Grammar.regex(text))
+        made.compile(Grammar.regex("quick"))
         made.compile(YES)
+        with pytest.raises(ConfigError, match="takes longer than"):
+            made.compile(Grammar.regex("d"))
+        with pytest.raises(ConfigError, match="others have taken longer"):
+            made.compile(Grammar.regex("e"))
+        assert begun == ["a", "b", "c", "quick", "d"]
         # A rank that follows has to have what rank 0 has.
         threading.Timer(0.5, go.set).start()
         GrammarCompiler(byte_tokenizer(), 300, bounded=False).compile(YES)
         patch.setattr(compiler, "COMPILE_SECONDS", 60.0)
-        made.compile(Grammar.regex("b"))
+        made.compile(Grammar.regex("f"))
+        assert begun.count("a") == 1
+        assert made.kept(Grammar.regex("a")) is not None
 
 
 def test_without_the_library_the_way_out_is_named(
@@ -280,7 +294,8 @@ def test_a_server_compiles_beside_the_rows(
 ) -> None:
     """In a thread of its own; one that cannot be used is its own request's loss.
 
-    Requests with no grammar, and with one that is kept, overtake a slow one.
+    Requests with no grammar, with one that is kept and with another new one overtake a
+    slow one.
     """
     asked: list[str] = []
     compiled = GrammarCompiler.compile
@@ -311,8 +326,9 @@ def test_a_server_compiles_beside_the_rows(
     begun, go, make = threading.Event(), threading.Event(), GrammarCompiler._compiled
 
     def slow(self: GrammarCompiler, grammar: Grammar) -> Any:
-        begun.set()
-        assert go.wait(60)
+        if grammar.text == "ddd":
+            begun.set()
+            assert go.wait(60)
         return make(self, grammar)
 
     monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
@@ -326,7 +342,8 @@ def test_a_server_compiles_beside_the_rows(
             await asyncio.to_thread(begun.wait)
             left.cancel()
             await server.generate("y", ask())
-            await server.generate(encoded, ask(grammar=Grammar.regex("ccc")))
+            for text in ("ccc", "eee"):
+                await server.generate(encoded, ask(grammar=Grammar.regex(text)))
             assert not waits.done()
             go.set()
             return (await waits).text

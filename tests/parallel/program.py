@@ -29,6 +29,7 @@ from specdec import (
     SamplingParams,
     SpecDecoder,
     UnsupportedModelError,
+    backend,
 )
 from specdec.engine.led import follow
 from specdec.engine.session import Session
@@ -68,6 +69,7 @@ RECURRENT = {
     "num_experts": 0,
     "tie_word_embeddings": False,  # mlx-lm shards its head
 }
+HEADS = "6 attention heads and 3 key-value heads"
 
 
 def model_of(arch: str, **changes: Any) -> nn.Module:
@@ -233,7 +235,12 @@ def refusals(shown: Shown, folder: Path) -> None:
 
     cases: list[tuple[str, type[Exception], str, dict[str, Any]]] = [
         ("no-shard", UnsupportedModelError, "cannot shard gemma3_text models", {}),
-        ("odd-heads", UnsupportedModelError, "n_kv_heads is 3", {}),
+        (
+            "odd-heads",
+            UnsupportedModelError,
+            "6 attention heads and 3 key-value heads",
+            {},
+        ),
         ("llama", ConfigError, "adapter_path does not", {"adapter_path": "x"}),
         (
             "llama",
@@ -280,7 +287,8 @@ def conversation(shown: Shown, folder: Path) -> None:
     asyncio.run(talk())
     session = decoder.session()
     first = session.add("Hello", SamplingParams(max_tokens=50))
-    second = session.add("abc", SamplingParams(max_tokens=7, temperature=1.0))
+    drawn = SamplingParams(max_tokens=7, min_tokens=7, temperature=1.0)
+    second = session.add("abc", drawn)
     done: dict[int, GenerationResult] = {}
     steps = 0
     while session.busy:
@@ -358,7 +366,7 @@ def faults(shown: Shown) -> None:
     model = model_of("llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
-        follow(ranks, Faulty(decoder, FAULTS))
+        follow(ranks, Faulty(decoder, FAULTS), decoder.bounds)
     else:
         assert isinstance(ranks, Leader)
         find(decoder, ranks)
@@ -371,7 +379,7 @@ def faults(shown: Shown) -> None:
     take_shard(model, {}, ranks, "llama")
     decoder = SpecDecoder(loaded(model, "llama", ranks), config=config)
     if isinstance(ranks, Follower):
-        follow(ranks, Faulty(decoder, [_draws_otherwise]))
+        follow(ranks, Faulty(decoder, [_draws_otherwise]), decoder.bounds)
         return
     try:
         decoder.generate([PROMPTS[2]], SamplingParams(temperature=1.0, seed=0))
@@ -430,6 +438,8 @@ def main(folder: Path) -> None:
     compare(
         shown, "llama", "packed", packed, draft="self:4bit", twice=True, head_dim=32
     )
+    mine = backend.memory_size() or 0
+    shown("memory of one host is shared", holds=ranks.memory_size == mine // 2)
     loading(shown, folder)
     refusals(shown, folder)
     conversation(shown, folder)

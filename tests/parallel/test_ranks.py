@@ -9,8 +9,9 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +20,12 @@ from click.testing import CliRunner
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.cli import main, ranks
-from specdec.engine.led import parted
+from specdec.engine.led import follow, parted
+from specdec.engine.session import Bounds
 from specdec.errors import RankError
-from specdec.parallel import Ranks, _greeting
+from specdec.grammar import Grammar, GrammarCompiler
+from specdec.parallel import Ranks, _address, _greeting
+from tests.byte_tokenizer import byte_tokenizer
 from tests.models.folders import write_folder
 
 ROOT = Path(__file__).parents[2]
@@ -56,9 +60,10 @@ CHECKS = {
     "qwen3_5 accepted",
     "llama packed",
     "llama prefixes",
+    "memory of one host is shared",
     "loading a shard",
     "refusal: cannot shard gemma3_text models",
-    "refusal: n_kv_heads is 3",
+    "refusal: 6 attention heads and 3 key-value heads",
     "refusal: adapter_path does not",
     "refusal: prefix_cache does not",
     "a cut",
@@ -247,6 +252,51 @@ def test_where_ranks_part() -> None:
     assert parted([row], []) == "rows [4] are rows [] there"
 
 
+def test_grammars_are_compiled_beside_steps() -> None:
+    """A follower that compiles in its turn holds all ranks up for seconds."""
+    go, said = threading.Event(), list[str]()
+
+    class Slow(GrammarCompiler):
+        def _compiled(self, grammar: Grammar) -> Any:
+            assert go.wait(60)
+            return super()._compiled(grammar)
+
+    class Rows:
+        def step(self) -> list[Any]:
+            said.append("step")
+            go.set()  # while it compiles
+            return []
+
+        def add_encoded(self, prompt: str, params: SamplingParams) -> None:
+            said.append("compiled" if bounds.grammar(params) else "")
+
+    class Hears:
+        def __init__(self) -> None:
+            grammar = Grammar.regex("(yes|no)")
+            params = SamplingParams(grammar=grammar)
+            self.messages: list[Any] = [
+                ("session", 0, []), ("grammar", grammar), ("step", 0),
+                ("add", 0, "", params), ("end",),
+            ]  # fmt: skip
+
+        def hear(self) -> Any:
+            return self.messages.pop(0)
+
+        def reporting(self) -> Any:
+            return nullcontext()
+
+        def check(self, *_: object, **__: object) -> None: ...
+
+    bounds = Bounds(300, grammars=Slow(byte_tokenizer(), 300, bounded=False))
+    told = list[object]()
+    announced = GrammarCompiler(byte_tokenizer(), 300, announce=told.append)
+    announced.compile(Grammar.regex("a"))
+    announced.compile(Grammar.regex("a"))
+    assert len(told) == 1
+    follow(Hears(), Rows, bounds)  # type: ignore[arg-type]
+    assert said == ["step", "compiled"]
+
+
 def test_only_ranks_are_listened_to() -> None:
     """Bytes of others are never unpickled, whatever they say."""
     right = {"key": "k", "rank": 1, "mlx": "1"}
@@ -282,6 +332,36 @@ def test_what_a_launcher_cannot_start(
     result = CliRunner().invoke(main, command)
     assert result.exit_code != 0
     assert said in result.output + str(result.exception)
+
+
+def test_where_ranks_of_open_mpi_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian's name for a machine is an address of its loopback: nobody else's."""
+    for name in ("NCCL_HOST_IP", "MLX_JACCL_COORDINATOR", "MLX_HOSTFILE"):
+        monkeypatch.delenv(name, raising=False)
+
+    class Probe:
+        def __init__(self, **_: object) -> None: ...
+
+        def __enter__(self) -> Probe:
+            return self
+
+        def __exit__(self, *_: object) -> None: ...
+
+        def connect(self, address: object) -> None: ...
+
+        def getsockname(self) -> tuple[str, int]:
+            return "10.0.0.7", 1
+
+    named = "127.0.1.1"
+    monkeypatch.setattr(socket, "gethostbyname", lambda _: named)
+    monkeypatch.setattr(socket, "socket", Probe)
+    monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "4")
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "2")
+    assert _address() == "10.0.0.7"
+    named = "10.0.0.9"
+    assert _address() == "10.0.0.9"
+    monkeypatch.setenv("OMPI_COMM_WORLD_LOCAL_SIZE", "4")
+    assert _address() == "127.0.0.1"
 
 
 def test_nobody_waits_for_a_rank_that_gives_up(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,6 +18,8 @@ import httpx
 import pytest
 
 from specdec import SamplingParams, SpecDecoder
+from specdec.cli.serve import _show_stopping
+from specdec.server.config import ServerConfig
 from tests.models.folders import write_folder
 
 
@@ -167,6 +169,13 @@ def test_what_cannot_be_is_said_before_a_model_is_loaded(
     assert done.exit_code == 2
     assert message in done.output
     assert done.output.count("\n") == 1
+
+
+def test_an_idle_server_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
+    """Ctrl-C that seems to do nothing, for the second that the end takes."""
+    for running, said in ((0, "stopping\n"), (1, "stopping: 1 answer has up to ")):
+        _show_stopping(ServerConfig(), running, quiet=False)
+        assert capsys.readouterr().err.startswith(f"specdec: {said}")
 
 
 def test_chat(model: Path, tmp_path: Path) -> None:

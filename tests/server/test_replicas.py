@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import pickle
 import random
 import signal
 import socket
@@ -21,9 +22,10 @@ import httpx
 import pytest
 from click.testing import CliRunner
 
-from specdec import SpecDecoder
+from specdec import SpecDecoder, backend
 from specdec.cli import main
-from specdec.cli.replica import command
+from specdec.cli.replica import command, within_share
+from specdec.config import EngineConfig
 from specdec.server import replicas as supervision
 from specdec.server.config import ServerConfig
 from specdec.server.front import Front, make_front
@@ -109,9 +111,11 @@ def fake(index: int, path: str) -> Command:
 
 
 @contextmanager
-def fronted(count: int = 2, **options: Any) -> Iterator[tuple[httpx.Client, Front]]:
+def fronted(
+    count: int = 2, start: supervision.Start = fake, **options: Any
+) -> Iterator[tuple[httpx.Client, Front]]:
     config = replace(ServerConfig(request_timeout=30), **options)
-    server = Running(make_front(Replicas(count, fake, 30), config))
+    server = Running(make_front(Replicas(count, start, 30), config))
     server.start()
     front: Front = server.app.state.service
     try:
@@ -365,6 +369,23 @@ def test_a_replica_that_does_not_answer_is_replaced(
     until(lambda: [r.starts for r in front.replicas.all] == [n + 2 for n in before])
 
 
+def test_a_replica_that_never_becomes_ready(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that hangs while it is loaded: a replica less, for good."""
+    monkeypatch.setattr(supervision, "_LEAST_LOADING", 0.0)
+    monkeypatch.setattr(supervision, "_LEAST_PAUSE", 0.01)
+    begun = []
+
+    def start(index: int, path: str) -> Command:
+        begun.append(index)
+        hangs = begun == [0, 1]
+        program = [sys.executable, "-c", "import time; time.sleep(100)"]
+        return Command(program, {}, b"") if hangs else fake(index, path)
+
+    with fronted(start=start) as (_, front):
+        until(lambda: len(front.replicas.ready) == 2)
+    assert begun[:3] == [0, 1, 1]
+
+
 def test_the_end_and_the_beginning() -> None:
     """An answer that is cut for nothing, a process that stays, a key that is not asked.
 
@@ -476,6 +497,22 @@ def test_serve_replicas(model: Path) -> None:
         assert process.wait(30) == 0
     finally:
         let_go(process)
+
+
+def test_replicas_of_one_device_share_its_memory(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each that plans with all of it: together they hold more than there is."""
+    monkeypatch.setattr(backend, "memory_size", lambda: 9000)
+    places: list[dict[str, str]] = [{"D": "0"}, {"D": "1"}, {"D": "0"}]
+    limits = []
+    for i in range(3):
+        greeting = command({}, ServerConfig(), places, i, "/nowhere/s").greeting
+        *_, sharing = pickle.loads(greeting)
+        limits.append(within_share(None, sharing).memory_limit)
+    assert limits == [4500, None, 4500]
+    named = EngineConfig(memory_limit=8000)
+    assert within_share(named, 2) is named
 
 
 def test_no_replica_outlives_its_parent(model: Path) -> None:

@@ -19,7 +19,7 @@ from specdec.config import EngineConfig
 from specdec.engine.admission import row_needs
 from specdec.engine.build import check_before_loading
 from specdec.engine.engine import Engine
-from specdec.engine.profiler import measure_forwards
+from specdec.engine.profiler import draft_length, measure_forwards
 from specdec.memory.planning import plan_memory
 from specdec.model_names import named_draft
 from specdec.models import LoadedModel
@@ -28,7 +28,13 @@ from specdec.models.runner import ModelRunner
 from specdec.prefix_cache.store import PrefixStore
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import Proposals, Round
+from specdec.spec_decode import (
+    ChainDrafter,
+    NgramDrafter,
+    NgramOptions,
+    Proposals,
+    Round,
+)
 from specdec.spec_decode.head_drafter import BlockRows, ChainedRows, HeadDrafter
 from tests.models.draft_heads import published
 from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
@@ -248,8 +254,13 @@ def test_sampled_rows_are_those_without_a_draft(
     assert drafts_of(rows)[0] > 30
 
 
-def test_a_block_has_an_end(lender: LoadedModel, tmp_path: Path) -> None:
-    """Rounds of more tokens than it has propose what it has, and count no more."""
+def test_a_block_has_an_end(
+    lender: LoadedModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Rounds are no wider than a block; beside n-grams the rest counts for nothing.
+
+    Else what nobody proposed would be verified round after round.
+    """
     config = CONFIGS["dspark"] | {"block_size": 2}
     drafter, _ = drafter_of(tmp_path, config, lender, k=4)
     (row,) = exact(
@@ -258,6 +269,17 @@ def test_a_block_has_an_end(lender: LoadedModel, tmp_path: Path) -> None:
         num_draft_tokens=4, drafter=drafter,
     )  # fmt: skip
     assert len(row.num_draft_tokens_per_pos) == 2
+    runner = ModelRunner(lender.model, "target", EngineConfig(), AT_ONCE)
+    caplog.set_level("INFO", "specdec")
+    for chosen in (4, 2, "auto"):
+        asked = EngineConfig(num_draft_tokens=chosen)
+        length = draft_length(asked, runner, drafter, AT_ONCE)
+        assert length.max_draft_tokens == 2
+    assert caplog.messages == ["the draft proposes up to 2 tokens in a round, not 4"]
+    both = draft_length(
+        asked, runner, ChainDrafter(NgramDrafter(NgramOptions()), drafter), AT_ONCE
+    )
+    assert both.max_draft_tokens == 8
 
 
 def test_by_name(tmp_path: Path) -> None:

@@ -11,11 +11,12 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from mlx_lm import utils as mlx_lm_utils
 
 from specdec import EngineConfig, ModelError, SpecDecoder, UnsupportedModelError
 from specdec.engine.build import check_before_loading
 from specdec.model_names import named_draft
-from specdec.models import load, load_draft
+from specdec.models import load, load_draft, model_outline
 from specdec.models.runner import ModelRunner
 from specdec.spec_decode.head_drafter import ChainedRows, HeadDrafter
 from tests.models.architectures import COMMON, OWN
@@ -195,7 +196,7 @@ def test_proposals_are_those_of_a_plain_forward(
     assert sum(a.size for a in own) < 20_000
 
 
-def test_by_name(tmp_path: Path) -> None:
+def test_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """``mtp`` is checked before any work, and drafts in a chain as well."""
     write_checkpoint(tmp_path / "target", "glm4_moe")
     source = str(tmp_path / "target")
@@ -222,3 +223,18 @@ def test_by_name(tmp_path: Path) -> None:
     )
     with pytest.raises(ModelError, match=r"has no MTP head \(mlx-lm's conversions"):
         load_draft("mtp", load(source))
+    # Of the revision that was asked for, not of the hub's newest.
+    write_checkpoint(tmp_path / "older", "glm4_moe")
+    patterns = list[str]()
+
+    def fetched(name: str, revision: str | None = None, **options: Any) -> str:
+        patterns.extend(options.get("allow_patterns", ()))
+        return str(tmp_path / ("older" if revision == "v1" else "target"))
+
+    monkeypatch.setattr(mlx_lm_utils, "snapshot_download", fetched)
+    monkeypatch.setattr(model_outline, "snapshot_download", fetched)
+    load_draft("mtp", load("owner/model", revision="v1"))
+    planned = model_outline.outline("owner/model", revision="v1")
+    model_outline.outline_draft("mtp", planned)
+    # A head that has one is refused, not run with another embedding.
+    assert "mask_embedding.pt" in patterns

@@ -426,14 +426,15 @@ def _eagle(config: Mapping[str, Any], common: dict[str, Any]) -> EagleConfig:
         {key: _OWN[key] for key in ("eagle_aux_hidden_state_layer_ids?",)},
         "eagle_config",
     )
-    # At the top as vLLM counts them, by what a layer is given; within as SpecForge and
-    # SGLang do, by what it puts out. Of none, the target's depth decides.
-    given, put_out = (
-        part.get("eagle_aux_hidden_state_layer_ids") or () for part in (config, more)
-    )
+    # By what a layer puts out, as SpecForge counts, or by what it is given, as vLLM
+    # does: the fields are the same, and conversions keep the numbers. Heads read the
+    # output of layer 1 first, so that a list which begins with 1 is of the former
+    # kind; SGLang tells them apart by that. Of none, the target's depth decides.
+    key = "eagle_aux_hidden_state_layer_ids"
+    ids = config.get(key) or more.get(key) or ()
     return EagleConfig(
         kind="EAGLE-3",
-        target_layers=tuple(i - 1 for i in given) or tuple(put_out),
+        target_layers=tuple(ids if ids[:1] == [1] else (i - 1 for i in ids)),
         norm_before_residual=bool(
             config.get("norm_before_residual") or more.get("norm_before_residual")
         ),

@@ -220,8 +220,7 @@ def describe(options: Options) -> list[str]:
         f"training: {plan.block_tokens} tokens a step, {length}",
         "memory:   " + ", ".join(f"{k} {v}" for k, v in memory.items()),
         f"time:     {_time(budget, rate)}",
-        # They were measured with drafts of layers.
-        *([] if block else _notes(budget, rate)),
+        *_notes(budget, rate, plan.block_tokens, block=block),
     ]
 
 
@@ -233,10 +232,15 @@ def _time(budget: Budget, rate: float) -> str:
     return f"{about}: {learnt} tokens in {budget.minutes:g} minutes, and writing"
 
 
-def _notes(budget: Budget, rate: float) -> list[str]:
+def _notes(budget: Budget, rate: float, step: int, *, block: bool) -> list[str]:
     """What to know of a budget that is too small to be of use."""
     tokens = _tokens(budget, rate)
-    if tokens >= FEW_TOKENS:
+    if tokens < step:
+        return [
+            f"note:     {_amount(tokens)} tokens of training are less than one step, "
+            f"of {step}: raise --minutes or --tokens, or lower --block-tokens"
+        ]
+    if block or tokens >= FEW_TOKENS:  # what follows is of drafts of layers
         return []
     use = "too little to be of use" if tokens < USELESS_TOKENS else "little"
     return [

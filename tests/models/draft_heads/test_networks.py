@@ -363,16 +363,18 @@ def test_layers_that_nobody_names() -> None:
 def test_layers_are_counted_in_two_ways() -> None:
     """A layer more or less is not noticed but by the acceptance rate.
 
-    SpecForge's configurations, and those that SGLang reads, name layers by what they
-    put out, in a part of their own; vLLM's by what they are given.
+    SpecForge's configurations name layers by what they put out, vLLM's by what they are
+    given; both have them at the top or in a part of their own.
     """
-    key = "eagle_aux_hidden_state_layer_ids"
-    for given in (
-        {"eagle_config": {key: list(READS), "use_aux_hidden_state": True}},
-        {key: [i + 1 for i in READS]},
+    for ids, read in (
+        (list(READS), READS),
+        ([i + 1 for i in READS], READS),
+        ([24, 30, 36], (23, 29, 35)),
     ):
-        config = head_config(published.eagle_config(**given), (), "the draft")
-        assert config.target_layers == READS
+        key = {"eagle_aux_hidden_state_layer_ids": ids}
+        for given in (key, {"eagle_config": {**key, "use_aux_hidden_state": True}}):
+            config = head_config(published.eagle_config(**given), (), "the draft")
+            assert config.target_layers == read
 
 
 @pytest.mark.parametrize("name", ["sample_from_anchor", "query_zero_predicts_next"])

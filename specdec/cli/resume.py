@@ -1,0 +1,146 @@
+"""``specdec run --resume``: the results that an output file has already."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import fields
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import click
+
+from ..config import EngineConfig
+from ..model_names import target_name
+from ..prompts import Encoding, PromptRecord
+from ..sampling_params import SamplingParams
+from ..utils.data_files import DataError, json_text, parse_json
+from ..utils.files import open_plain, replace_file
+from ..utils.printable import one_line
+from .options import Models
+from .output import cannot_write
+
+# Of a request, what its text does not depend on. Its seed is a field of a result.
+_BESIDE = frozenset({"seed", "num_draft_tokens", "cache_salt"})
+# Characters of a value that is written as it is.
+_MOST = 80
+
+
+def common_of(
+    models: Models, config: EngineConfig, encoding: Encoding
+) -> dict[str, Any]:
+    """Of all results: their model, and how it is run and asked."""
+    name = target_name(models.target)
+    path = os.path.expanduser(name)
+    loaded = ("dtype", "adapter_path", "revision", "chat_template")
+    return {
+        "target": os.path.abspath(path) if os.path.exists(path) else name,
+        **{key: models.loading.get(key) for key in loaded},
+        "max_kv_size": config.max_kv_size,
+        "kv_bits": config.kv_bits,
+        "kv_group_size": config.kv_bits and config.kv_group_size,
+        "quantized_kv_start": config.quantized_kv_start,
+        **encoding,
+    }
+
+
+def settings_of(params: SamplingParams, common: Mapping[str, Any]) -> dict[str, Any]:
+    """What a text comes from beside prompt and seed: all that is not as by default.
+
+    Args:
+        common: of :func:`common_of`; what is ``None``, false or 0 is as by default.
+
+    Returns:
+        Values as JSON has them; of long ones a digest.
+    """
+    own = {each.name: getattr(params, each.name) for each in fields(params)}
+    default = {each.name: each.default for each in fields(params)}
+    own = {k: v for k, v in own.items() if v != default[k] and k not in _BESIDE}
+    chosen = {key: value for key, value in common.items() if value} | own
+    return {key: _short(value) for key, value in chosen.items()}
+
+
+def _short(value: object) -> object:
+    if isinstance(value, bool | int | float):
+        return value
+    text = value if isinstance(value, str) else repr(value)
+    if len(text) <= _MOST:
+        return text
+    return f"sha256:{sha256(text.encode(errors='replace')).hexdigest()[:16]}"
+
+
+def keep_finished(
+    path: str, records: Sequence[PromptRecord], settings: Sequence[Mapping[str, Any]]
+) -> set[int]:
+    """Indices of the prompts that a file of ``--output`` has an answer to.
+
+    Lines of prompts that failed, or whose end is not there, are taken out of the file.
+
+    Args:
+        settings: for each prompt what :func:`settings_of` says; a seed, where one was
+            asked for.
+
+    Raises:
+        click.UsageError: it is of other prompts or settings, or cannot be read.
+        click.ClickException: it cannot be written.
+    """
+    try:
+        with open_plain(path) as file:
+            private = not os.fstat(file.fileno()).st_mode & 0o077
+            data = file.read()
+    except FileNotFoundError:
+        return set()
+    except OSError as error:
+        raise click.UsageError(f"--output {path}: {error.strerror}") from error
+    kept: dict[int, str] = {}
+    lines = data.decode(errors="surrogateescape").split("\n")
+    for number, line in enumerate(lines, 1):
+        try:
+            row = parse_json(line, surrogates=True) if line.strip() else None
+        except DataError:
+            if number < len(lines):
+                raise _foreign(path, number, "is no result") from None
+            continue  # the write of the last one was cut
+        if row is None:
+            continue
+        index = row.get("index") if isinstance(row, dict) else None
+        if type(index) is not int or not 0 <= index < len(records):
+            raise _foreign(path, number, "is of no prompt")
+        record = records[index]
+        said = isinstance(record.prompt, str) and row.get("prompt") != record.prompt
+        if said or row.get("id") != record.id:
+            raise _foreign(path, number, f"is of another prompt {index}")
+        if row.get("finish_reason") in ("stop", "length"):
+            if other := _other_settings(row, settings[index]):
+                raise _foreign(path, number, other)
+            kept.setdefault(index, json_text(row))
+    text = "".join(f"{line}\n" for line in kept.values())
+    data = text.encode(errors="surrogatepass")
+    try:
+        replace_file(Path(path).resolve(), data, private=private)
+    except OSError as error:
+        raise cannot_write(f"--output {path}", error) from error
+    return set(kept)
+
+
+def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | None:
+    """What a result was made with that is not asked for now, in words."""
+    made = row.get("settings")
+    if not isinstance(made, dict):
+        return None  # of a version that did not write them
+    if (seed := row.get("seed")) is not None and "seed" in asked:
+        made = {**made, "seed": seed}
+    else:
+        asked = {key: value for key, value in asked.items() if key != "seed"}
+    for name in sorted(made.keys() | asked.keys()):
+        was, now = (d.get(name, "the default") for d in (made, asked))
+        if was != now:
+            return f"was made with {name} {one_line(str(was))}, not {now}"
+    return None
+
+
+def _foreign(path: str, number: int, what: str) -> click.UsageError:
+    return click.UsageError(
+        f"--output {path}:{number} {what}: name another file, or leave out --resume"
+    )
