@@ -55,6 +55,10 @@ class Write(Protocol):
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         """The states after ``kept[i]`` of the tokens of row ``i``."""
 
+    @property
+    def logged(self) -> bool:
+        """Whether what it holds was made by running it, not for the sake of undoing."""
+
     def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
         """Whether :meth:`run_after` can do ``before`` again on its way."""
 
@@ -205,8 +209,9 @@ class BatchRecurrentCache(BatchCache):
         if undone is None:
             output, self._now = write.run(self._now, self._offset_now, self._valid)
         else:
-            found = write.run_after(*undone, self._valid)
-            output, self._before, self._now = found
+            output, before, self._now = write.run_after(*undone, self._valid)
+            if self._num_written:
+                self._before = before
         if self._of_prompts:
             # A window is a view of all inputs of the chunk, and would keep them.
             self._now = [None if a is None else mx.contiguous(a) for a in self._now]
@@ -231,8 +236,8 @@ class BatchRecurrentCache(BatchCache):
             valid = [min(width, n) for n in self._lengths]
         spans = self._spans and self._kept is None
         if not spans or not self._num_written:
-            kept, num_writes = self._kept, len(self._written)
-            if kept is not None and self._num_written > 1 and num_writes == 1:
+            kept = self._kept
+            if kept is not None and len(self._written) == 1:
                 last = self._written[0][1]
                 if write.takes_in(last, valid):
                     undone = last, self._before, _array(kept)
@@ -330,8 +335,9 @@ class BatchRecurrentCache(BatchCache):
 
     def left(self) -> tuple[Any, Arrays]:
         """As in the base class: with what undoing the write needs."""
-        # One token is undone without.
-        written = self._written if self._num_written > 1 else []
+        # One token is undone without, but sooner with what is there.
+        logged = all(write.logged for _, write in self._written)
+        written = self._written if self._num_written > 1 or logged else []
         parts = [write.arrays for _, write in written]
         form = self._num_written, _without_arrays(written)
         return form, sum(parts, (*super().arrays, *_arrays(self._before)))

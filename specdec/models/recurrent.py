@@ -275,6 +275,10 @@ class _Call:
             slots, start = select(kept, stop, after, slots), stop
         return slots
 
+    @property
+    def logged(self) -> bool:
+        return False
+
     def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
         return False
 
@@ -384,10 +388,14 @@ class _Scan(_Call):
         output, _, after = self._scanned(window, state, None, lengths[0])
         return output, after
 
+    @property
+    def logged(self) -> bool:
+        return self._log is not None
+
     def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
         return (
             isinstance(before, _Scan)
-            and before._log is not None
+            and before.logged
             and before.layer is self.layer
             and self._taken(lengths)
         )

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 from mlx_lm.models.gated_delta import gated_delta_update
 
-from specdec.cuda import gated_delta, kernels
+from specdec.cuda import gated_delta, gated_delta_source, kernels
 from specdec.cuda.gated_delta import Form, Found, Inputs, Log
 from tests.cuda.emulation.cuda import KernelFault, emulated, needs_compiler, plant
 
@@ -99,18 +99,18 @@ def test_a_token_has_the_same_bits_whatever_is_computed_with_it() -> None:
 
 SYNC = "__syncthreads();\n"
 FAULTS = {
-    "another row's count": ("_KEPT", "kept_of[row *", "kept_of[0 *"),
-    "gates of another head": ("_NOTED", "HV + head", "HV + group"),
-    "the state too late": ("_MIDDLE", "begin + t == kept", "begin + t + 1 == total"),
-    "an input too late": ("_SOURCE", "at - kept - WINDOW;", "at - kept - K;"),
-    "no window": ("_SOURCE", "token > 0 ? j == WINDOW : token == 0", "j == WINDOW"),
-    "values of another head": ("_SOURCE", "V_STEP + of * Dv + d\n", "V_STEP + d\n"),
-    "a rate of another head": ("_SOURCE", "a_log[head *", "a_log[group *"),
-    "half a row": ("_SOURCE", "known = summed((sum.x + ", "known = summed(("),
-    "tiles too soon": ("_SOURCE", f"- begin);\n    {SYNC}", "- begin);\n"),
-    "norms too soon": ("_SOURCE", f"{SYNC}\n    for (int i", "for (int i"),
-    "the rule too soon": ("_SOURCE", f"{SYNC}\n    // The delta rule", "// The rule"),
-    "results too soon": ("_SOURCE", f"{SYNC}\n    // The gated norm", "// The norm"),
+    "another row's count": ("KEPT", "kept_of[row *", "kept_of[0 *"),
+    "gates of another head": ("NOTED", "HV + head", "HV + group"),
+    "the state too late": ("MIDDLE", "begin + t == kept", "begin + t + 1 == total"),
+    "an input too late": ("SOURCE", "at - kept - WINDOW;", "at - kept - K;"),
+    "no window": ("SOURCE", "token > 0 ? j == WINDOW : token == 0", "j == WINDOW"),
+    "values of another head": ("SOURCE", "V_STEP + of * Dv + d\n", "V_STEP + d\n"),
+    "a rate of another head": ("SOURCE", "a_log[head *", "a_log[group *"),
+    "half a row": ("SOURCE", "known = summed((sum.x + ", "known = summed(("),
+    "tiles too soon": ("SOURCE", f"- begin);\n    {SYNC}", "- begin);\n"),
+    "norms too soon": ("SOURCE", f"{SYNC}\n    for (int i", "for (int i"),
+    "the rule too soon": ("SOURCE", f"{SYNC}\n    // The delta rule", "// The rule"),
+    "results too soon": ("SOURCE", f"{SYNC}\n    // The gated norm", "// The norm"),
 }  # fmt: skip
 
 
@@ -125,7 +125,7 @@ def test_faults_of_the_kernel_are_found(
     second, kept = gated_delta.drawn(PLAIN, 2, 20, seed=1)[1], mx.array([9, 3])
     began = gated_delta.reference(PLAIN, weights, first, window, state)
     given = PLAIN, weights, second, began.log, state, kept
-    plant(monkeypatch, gated_delta, *FAULTS[name])
+    plant(monkeypatch, gated_delta_source, *FAULTS[name])
     try:
         found = gated_delta.scan(*given)
     except KernelFault:
