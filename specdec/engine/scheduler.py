@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from itertools import islice
 
+from ..memory import largest_fitting
 from ..request import Request
 
 # Tokens that prefill computes, over those that prompts have.
@@ -78,15 +79,11 @@ class Scheduler:
             running: the rows that have one. Where there are none, the first that
                 waits gets one whatever it costs: it will not fit better later.
         """
+        head = self._head(self.batch_size - len(running))
+        most = self._fitting(running, head)
         admitted: list[Request] = []
-        while self._waiting and len(running) + len(admitted) < self.batch_size:
-            admitted.append(self._waiting[0])
-            rows = [*running, *admitted]
-            if len(rows) > 1 and not (
-                self._may_run(rows) and _fit_each_other(admitted)
-            ):
-                return admitted[:-1]
-            self._waiting.popleft()
+        while len(admitted) < most and _fit_each_other(head[: len(admitted) + 1]):
+            admitted.append(self._waiting.popleft())
         return admitted
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
@@ -98,22 +95,26 @@ class Scheduler:
 
     def together(self) -> int:
         """Rows at the head of the queue that may decode together, if none runs."""
-        rows: list[Request] = []
-        for sequence in islice(self._waiting, self.batch_size):
-            rows.append(sequence)
-            if len(rows) > 1 and not self._may_run(rows):
-                return len(rows) - 1
-        return len(rows)
+        return self._fitting([], self._head(self.batch_size))
 
-    def _may_run(self, rows: list[Request]) -> bool:
-        """Whether rows can be one batch in memory."""
-        if self.budget is None:
-            return True
-        if list(map(id, rows)) == list(map(id, self._too_many)):
-            return False
-        fits = self._cost(rows) <= self.budget
-        self._too_many = [] if fits else rows
-        return fits
+    def _head(self, most: int) -> list[Request]:
+        return list(islice(self._waiting, max(0, most)))
+
+    def _fitting(self, running: Sequence[Request], head: list[Request]) -> int:
+        """How many of the rows that wait have memory beside those that run."""
+        if self.budget is None or not head:
+            return len(head)
+        budget = self.budget
+        if list(map(id, [*running, head[0]])) == list(map(id, self._too_many)):
+            return 0
+
+        def fits(n: int) -> bool:
+            rows = [*running, *head[:n]]
+            return len(rows) == 1 or self._cost(rows) <= budget
+
+        most = largest_fitting(fits, len(head))
+        self._too_many = [*running, *head[: most + 1]] if most < len(head) else []
+        return most
 
 
 def _fit_each_other(rows: Sequence[Request]) -> bool:
