@@ -106,7 +106,8 @@ use_venv() {
   fi
   precompile_preamble
   export PATH="$venv/bin:$PATH"
-  unset PYTHONHOME PYTHONPATH
+  # Bytecode is kept: each of the processes that checks start would make it again.
+  unset PYTHONHOME PYTHONPATH PYTHONDONTWRITEBYTECODE
 }
 
 # What .venv was made from. The folder too: a copied .venv would go on importing the
