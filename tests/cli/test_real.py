@@ -17,9 +17,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
     """Standard output, standard error, and texts in the order of the prompts."""
     output = tmp_path / "out.jsonl"
     code = "from specdec.cli import main; main()"
-    options = ("--dtype", "float32", "--max-tokens", "8", "--output", str(output))
+    options = ("--dtype", "float32", "--max-tokens", "6", "--ignore-chat-template")
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", *options, *arguments],
+        [sys.executable, "-c", code, "run", *options, "--output", str(output), *arguments],
         input=PROMPTS,
         capture_output=True,
         text=True,
