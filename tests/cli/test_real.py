@@ -18,8 +18,9 @@ def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
     output = tmp_path / "out.jsonl"
     code = "from specdec.cli import main; main()"
     options = ("--dtype", "float32", "--max-tokens", "6", "--ignore-chat-template")
+    options += ("--output", str(output))
     done = subprocess.run(
-        [sys.executable, "-c", code, "run", *options, "--output", str(output), *arguments],
+        [sys.executable, "-c", code, "run", *options, *arguments],
         input=PROMPTS,
         capture_output=True,
         text=True,
