@@ -65,15 +65,20 @@ precompile_preamble() {
     'from importlib.util import find_spec; print(find_spec("mlx.core").origin)')"
   include="${include%/*}/include"
   [ -f "$include/$header" ] || return 0
-  [ ! "$venv/preamble/$header.gch" -nt "$include/$header" ] || return 0
-  mkdir -p "$venv/preamble/${header%/*}"
-  "$gxx" -std=c++17 -O3 -Wall -fPIC -w -I "$include" -x c++-header \
-    "$include/$header" -o "$venv/preamble/$header.gch" || return 0
+  if [ ! "$venv/preamble/$header.gch" -nt "$include/$header" ]; then
+    mkdir -p "$venv/preamble/${header%/*}"
+    "$gxx" -std=c++17 -O3 -Wall -fPIC -w -I "$include" -x c++-header \
+      "$include/$header" -o "$venv/preamble/$header.gch" || return 0
+  fi
   cat >"$venv/bin/g++" <<END
 #!/bin/sh
-# Made by scripts/lib.sh. MLX's command ends with the file that it makes.
+# Made by scripts/lib.sh. Other commands than MLX's, which ends with the file that it
+# makes, are g++'s own affair.
 for made; do :; done
-[ "\$1" != --version ] || exec "$gxx" --version
+case "\$*" in
+"-std=c++17 -O3 -Wall -fPIC -shared "*" -o \$made") ;;
+*) exec "$gxx" "\$@" ;;
+esac
 "$gxx" -I "$venv/preamble" "\$@" -o "\$made.\$\$" && mv -f "\$made.\$\$" "\$made"
 END
   chmod +x "$venv/bin/g++"

@@ -46,7 +46,7 @@ def prompt_of(runs: list[tuple[int, int]]) -> Prompt:
     return [token for token, n in runs for _ in range(n)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     layers=SUBSETS,
     calls=CALLS,
