@@ -60,7 +60,7 @@ check_compiler() {
 precompile_preamble() {
   local header="mlx/backend/cpu/compiled_preamble.h" include gxx
   gxx="$(PATH="${PATH//"$venv/bin:"/}" command -v g++)" || return 0
-  [ "$backend" = cpu ] || return 0
+  [ "$backend" = cpu ] && [ "$gxx" != "$venv/bin/g++" ] || return 0
   include="$("$venv/bin/python" -c \
     'from importlib.util import find_spec; print(find_spec("mlx.core").origin)')"
   include="${include%/*}/include"
