@@ -153,7 +153,7 @@ RUNS: list[Run] = [
     # backend, name, batch, requests, prompt, generated, options
     (CPU, "full", 4, 6, 200, 80, {}),
     (CPU, "full", 1, 1, 600, 20, {"prefill_step_size": 256}),
-    (CPU, "full", 8, 12, 225, 50, {}),  # grows, and rows join, past 256 slots
+    (CPU, "full", 8, 12, 10, 280, {}),  # grows, and rows join, past 256 slots
     (CPU, "full", 3, 5, 230, 40, {"num_draft_tokens": 3}),
     (CPU, "full", 4, 6, 25, 12, {"temperature": 0.8, "num_draft_tokens": 3,
                                  "vocab_size": 8000}),
