@@ -87,6 +87,8 @@ class Request:
     error: str | None = None
     #: Bits in which its keys and values are kept; None: as they are.
     kv_bits: int | None = None
+    #: What memory its row needs, once that was asked: of :mod:`specdec.memory`.
+    needs: object = field(default=None, compare=False)
     #: Whether it is drafted for, where there is a draft.
     drafts: bool = True
     #: Tokens of the prompt that were found in the prefix store.

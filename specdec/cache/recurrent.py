@@ -55,6 +55,22 @@ class Write(Protocol):
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
         """The states after ``kept[i]`` of the tokens of row ``i``."""
 
+    def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
+        """Whether :meth:`run_after` can do ``before`` again on its way."""
+
+    def run_after(
+        self, before: Write, slots: Slots, kept: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots, Slots]:
+        """As ``before.again`` and then :meth:`run`.
+
+        Args:
+            slots: states that ``before`` began with.
+            kept: of its tokens, those of each row, shape (B,).
+
+        Returns:
+            What the layer puts out; the states before its tokens, and after them.
+        """
+
     @property
     def form(self) -> Hashable:
         """All that doing it again depends on, beside :attr:`arrays`."""
@@ -175,11 +191,15 @@ class BatchRecurrentCache(BatchCache):
         Raises:
             CacheError: the rows are others than the cache has.
         """
+        undone = None
         if not self._layers or any(write.layer is layer for layer in self._layers):
-            self._next_forward(write.width)
+            undone = self._next_forward(write)
         self._layers.append(write.layer)
-        slots = self._now
-        output, self._now = write.run(slots, self._offset_now, self._valid)
+        if undone is None:
+            output, self._now = write.run(self._now, self._offset_now, self._valid)
+        else:
+            found = write.run_after(*undone, self._valid)
+            output, self._before, self._now = found
         if self._of_prompts:
             # A window is a view of all inputs of the chunk, and would keep them.
             self._now = [None if a is None else mx.contiguous(a) for a in self._now]
@@ -189,20 +209,34 @@ class BatchRecurrentCache(BatchCache):
         self._store(self._now)
         return output
 
-    def _next_forward(self, width: int) -> None:
+    def _next_forward(self, write: Write) -> tuple[Write, Slots, mx.array] | None:
+        """Begin a forward whose first write this is.
+
+        Returns:
+            What that has to do again: the last write, states before it, and tokens
+            that are left of it; ``None``: nothing.
+        """
+        width, undone = write.width, None
+        valid = [width] * self.batch_size
+        if self._lengths is not None:
+            valid = [min(width, n) for n in self._lengths]
         spans = self._spans and self._kept is None
         if not spans or not self._num_written:
-            self._settle()
+            kept, num_writes = self._kept, len(self._written)
+            if kept is not None and self._num_written > 1 and num_writes == 1:
+                last = self._written[0][1]
+                if write.takes_in(last, valid):
+                    undone = last, self._before, _array(kept)
+            if undone is None:
+                self._settle()
             self._begin(spans=spans)
         self._layers, self._now = [], self._slots
-        self._offset_now = self.offset
-        self._valid = [width] * self.batch_size
-        if self._lengths is not None:
-            self._valid = [min(width, n) for n in self._lengths]
+        self._offset_now, self._valid = self.offset, valid
         self._num_written += max(self._valid, default=width)
         self._advance(width, self._longest + width)
         if self._of_prompts:  # nothing is taken back, and its inputs would be held
             self._num_written, self._before = 0, []
+        return undone
 
     @property
     def _of_prompts(self) -> bool:
@@ -357,7 +391,15 @@ class BatchRecurrentCache(BatchCache):
         if at_most > 0:
             self._kept = left
             if isinstance(n, mx.array):
-                self._kept = mx.maximum(_array(kept) - mx.maximum(_array(n), 0), 0)
+                trimmed = n
+                self._kept = self._memo.get(
+                    "kept",
+                    (trimmed,),
+                    tuple(kept),
+                    lambda: mx.maximum(
+                        _array(kept) - mx.maximum(_array(trimmed), 0), 0
+                    ),
+                )
 
     # -- rows ----------------------------------------------------------------
 

@@ -31,7 +31,12 @@ from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
 logger = logging.getLogger(__name__)
 
 # By the names that mlx-lm's models give them.
-SIBLINGS = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
+SIBLINGS = (
+    ("q_proj", "k_proj", "v_proj"),
+    ("gate_proj", "up_proj"),
+    ("in_proj_qkv", "in_proj_z", "in_proj_b", "in_proj_a"),
+    ("in_proj_qkvz", "in_proj_ba"),
+)
 
 # A product is given up once so many in a row were not used whole: Ctrl-C, or another
 # thread, can cut one off.

@@ -77,8 +77,14 @@ class Preflight:
 
     def cost(self, requests: Sequence[Request]) -> int:
         """Most bytes that these requests hold when they have rows together."""
-        rows = [row_needs(len(r.prompt_tokens), r.params) for r in requests]
-        return self.plan.peak(rows)
+        return self.plan.peak([_needs_of(r) for r in requests])
+
+
+def _needs_of(request: Request) -> RowNeeds:
+    """What a request needs: worked out once, and asked for whenever rows join."""
+    if not isinstance(request.needs, RowNeeds):
+        request.needs = row_needs(len(request.prompt_tokens), request.params)
+    return request.needs
 
 
 def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:

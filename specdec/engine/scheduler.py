@@ -79,11 +79,12 @@ class Scheduler:
             running: the rows that have one. Where there are none, the first that
                 waits gets one whatever it costs: it will not fit better later.
         """
-        head = self._head(self.batch_size - len(running))
-        most = self._fitting(running, head)
-        admitted: list[Request] = []
-        while len(admitted) < most and _fit_each_other(head[: len(admitted) + 1]):
-            admitted.append(self._waiting.popleft())
+        places = self.batch_size - len(running)
+        first = list(islice(self._waiting, max(0, places)))
+        alike = first[: _number_alike(first)]
+        admitted = alike[: self._number_fitting(running, alike)]
+        for _ in admitted:
+            self._waiting.popleft()
         return admitted
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
@@ -95,33 +96,44 @@ class Scheduler:
 
     def together(self) -> int:
         """Rows at the head of the queue that may decode together, if none runs."""
-        return self._fitting([], self._head(self.batch_size))
+        return self._number_fitting([], list(islice(self._waiting, self.batch_size)))
 
-    def _head(self, most: int) -> list[Request]:
-        return list(islice(self._waiting, max(0, most)))
-
-    def _fitting(self, running: Sequence[Request], head: list[Request]) -> int:
-        """How many of the rows that wait have memory beside those that run."""
-        if self.budget is None or not head:
-            return len(head)
-        budget = self.budget
-        if list(map(id, [*running, head[0]])) == list(map(id, self._too_many)):
+    def _number_fitting(
+        self, running: Sequence[Request], rows: Sequence[Request]
+    ) -> int:
+        """How many of ``rows``, the first ones, memory has beside those that run."""
+        if self.budget is None or not rows:
+            return len(rows)
+        if _same([*running, *rows[:1]], self._too_many):
             return 0
+        budget = self.budget
 
-        def fits(n: int) -> bool:
-            rows = [*running, *head[:n]]
-            return len(rows) == 1 or self._cost(rows) <= budget
+        def fits(number: int) -> bool:
+            batch = [*running, *rows[:number]]
+            return len(batch) == 1 or self._cost(batch) <= budget
 
-        most = largest_fitting(fits, len(head))
-        self._too_many = [*running, *head[: most + 1]] if most < len(head) else []
-        return most
+        # Most often all of them fit.
+        number = len(rows)
+        if not fits(number):
+            number = largest_fitting(fits, number - 1)
+        self._too_many = [*running, *rows[: number + 1]] if rows[number:] else []
+        return number
 
 
-def _fit_each_other(rows: Sequence[Request]) -> bool:
-    """Whether prompts of such lengths are read together at a fair price.
+def _same(some: Sequence[Request], others: Sequence[Request]) -> bool:
+    return list(map(id, some)) == list(map(id, others))
+
+
+def _number_alike(rows: Sequence[Request]) -> int:
+    """How many prompts, the first ones, are read together at a fair price.
 
     They are padded to the longest of them; that may double the work, not more. Those
     after them get their places when these have begun.
     """
-    lengths = [len(s.prompt_tokens) for s in rows]
-    return max(lengths) * len(lengths) <= MOST_PADDING * sum(lengths)
+    longest = tokens = 0
+    for i, row in enumerate(rows):
+        length = len(row.prompt_tokens)
+        longest, tokens = max(longest, length), tokens + length
+        if longest * (i + 1) > MOST_PADDING * tokens:
+            return i
+    return len(rows)

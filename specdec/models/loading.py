@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from ..backend import defaults
-from ..cuda import attention_patch, flattened_matmul, skinny_matmul
+from ..cuda import attention_patch, flattened_matmul, gated_delta, skinny_matmul
 from ..cuda.fused_linear import choices_of, join_products
 from ..draft_names import ModelDraft
 from ..errors import (
@@ -234,7 +234,7 @@ def fit(model: Any, *, joins: bool = True) -> None:
     if backend.name == "cpu":
         widen_packed(model)
     if backend.kernels:
-        parts = flattened_matmul, skinny_matmul, attention_patch
+        parts = flattened_matmul, skinny_matmul, attention_patch, gated_delta
         with kept_proofs():
             warm_up.run([proof for part in parts for proof in part.proofs_of(model)])
             flattened_matmul.flatten_products(model)

@@ -28,7 +28,8 @@ import mlx.nn as nn
 from mlx_lm.models import cache as mlx_lm_cache
 
 from ..cache import BatchCacheList, BatchRecurrentCache
-from ..cache.recurrent import Kept, Slots, select
+from ..cache.recurrent import Kept, Slots, Write, select
+from ..cuda import gated_delta
 from ..cuda.flattened_matmul import as_kind
 
 # More tokens than a window of any convolution has.
@@ -274,6 +275,14 @@ class _Call:
             slots, start = select(kept, stop, after, slots), stop
         return slots
 
+    def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
+        return False
+
+    def run_after(
+        self, before: Write, slots: Slots, kept: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots, Slots]:
+        raise NotImplementedError
+
     def _masked(self, kept: mx.array) -> dict[str, Any]:
         """The arguments, with a mask for ``kept[i]`` tokens of row ``i``."""
         mask = mx.arange(self.width) < kept[:, None]
@@ -344,6 +353,105 @@ class _Call:
         return output, list(held.cache)
 
 
+class _Scan(_Call):
+    """A call of a gated delta layer: by a kernel of ours, where that takes it.
+
+    Then all that is held of it is the kernel's log. The window is the first state of
+    such a layer, and the delta rule's the second.
+    """
+
+    def __init__(self, layer: Any, arguments: dict[str, Any], states: _States):
+        super().__init__(layer, arguments, states)
+        self._kernel = gated_delta.form_of(layer)
+        self._log: gated_delta.Log | None = None
+
+    def _taken(self, lengths: Sequence[int]) -> bool:
+        """Whether the kernel takes so many tokens of each row."""
+        return (
+            len(set(lengths)) == 1
+            and gated_delta.takes(
+                self._kernel, self._arguments["inputs"], max(lengths, default=0)
+            )
+            and self._states.blank[1][1] == mx.float32
+        )
+
+    def _run(
+        self, slots: Slots, offset: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots]:
+        if not self._taken(lengths):
+            return super()._run(slots, offset, lengths)
+        window, state = self._begun(slots)
+        output, _, after = self._scanned(window, state, None, lengths[0])
+        return output, after
+
+    def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
+        return (
+            isinstance(before, _Scan)
+            and before._log is not None
+            and before.layer is self.layer
+            and self._taken(lengths)
+        )
+
+    def run_after(
+        self, before: Any, slots: Slots, kept: mx.array, lengths: Sequence[int]
+    ) -> tuple[Any, Slots, Slots]:
+        state = self._begun(slots)[1]
+        return self._scanned(before._log, state, kept, lengths[0])
+
+    def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
+        if self._log is None or self._kernel is None:
+            return super().again(slots, offset, kept)
+        counts = kept if isinstance(kept, mx.array) else mx.array(list(kept), mx.int32)
+        weights, state = gated_delta.weights_of(self.layer), self._begun(slots)[1]
+        return list(gated_delta.again(self._kernel, weights, self._log, state, counts))
+
+    def _begun(self, slots: Slots) -> list[Any]:
+        return self._states.begun(slots, self._rows)
+
+    def _scanned(
+        self,
+        past: mx.array | gated_delta.Log,
+        state: mx.array,
+        kept: mx.array | None,
+        tokens: int,
+    ) -> tuple[Any, Slots, Slots]:
+        """What is put out for the first ``tokens``; states before and after them."""
+        layer, width, form = self.layer, self.width, self._kernel
+        assert form is not None
+        hidden = self._arguments["inputs"][:, :tokens]
+        inputs = gated_delta.projected(layer, hidden)
+        weights = gated_delta.weights_of(layer)
+        found = gated_delta.scan(form, weights, inputs, past, state, kept)
+        output = layer.out_proj(found.y)
+        group = getattr(layer, "sharding_group", None)
+        if group is not None:
+            output = mx.distributed.all_sum(output, group=group)
+        if tokens < width:
+            output = _widened(output, tokens, width)
+        self._log, self._arguments, self.width = found.log, {}, tokens
+        self._cache = None
+        joined = found.log.joined
+        before: Slots = [joined[:, : form.kernel_size - 1], found.before]
+        return output, before, [joined[:, tokens:], found.after]
+
+    @property
+    def form(self) -> Hashable:
+        if self._log is None:
+            return super().form
+        return id(self.layer), self.width, self._kernel
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        return super().arrays if self._log is None else tuple(self._log)
+
+    def holding(self, arrays: tuple[mx.array, ...]) -> _Call:
+        if self._log is None:
+            return super().holding(arrays)
+        made = copy.copy(self)
+        made._log = gated_delta.Log(*arrays)
+        return made
+
+
 def _shape(value: Any) -> tuple[int, ...]:
     return value.shape if isinstance(value, mx.array) else ()
 
@@ -365,6 +473,7 @@ def _code(kind: type) -> str:
 def _recurrent(kind: type) -> type:
     """The class of the layer that hands its calls to the cache."""
     signature = inspect.signature(kind.__call__)
+    call = _Scan if kind in gated_delta.LAYERS else _Call
 
     def __call__(self: Any, *args: Any, **kwargs: Any) -> Any:  # noqa: N807
         arguments = dict(signature.bind(self, *args, **kwargs).arguments)
@@ -372,7 +481,7 @@ def _recurrent(kind: type) -> type:
         states = _cache_of(arguments.get("cache"))
         if states is None:
             return kind.__call__(self, *args, **kwargs)
-        return states.write(_Call(self, arguments, vars(self)["_recurrent_states"]))
+        return states.write(call(self, arguments, vars(self)["_recurrent_states"]))
 
     also = {
         "__call__": __call__,

@@ -18,12 +18,13 @@ import pytest
 
 from specdec import EngineConfig, SamplingParams, SpecDecoder, backend
 from specdec.backend import BackendDefaults
-from specdec.cuda import commit_kernel, ngram_kernel
+from specdec.cuda import commit_kernel, gated_delta, ngram_kernel
 from specdec.engine.decode_batch import DecodeBatch
-from specdec.models.runner import ModelRows
+from specdec.models.runner import ModelRows, ModelRunner
 from specdec.spec_decode import NamedDrafter, commit, ngram_search
 from specdec.spec_decode.commit import Committer
 from specdec.tools.bench.models import token_level
+from tests.models.architectures import build
 from tests.scripted import Script
 
 # As on a GPU, as far as a CPU can.
@@ -36,7 +37,7 @@ LIKE_CUDA = BackendDefaults(
     kernels=True,
 )
 # They give an array another shape, and compute nothing.
-VIEWS = {"Slice", "Broadcast", "ExpandDims", "Squeeze", "Reshape", "View"}
+VIEWS = {"Slice", "Broadcast", "ExpandDims", "Squeeze", "Reshape", "View", "Flatten"}
 
 
 class Launches:
@@ -180,3 +181,52 @@ def test_a_round_launches_no_more(
     params = SamplingParams(max_tokens=20, num_draft_tokens=asked)
     decoder.generate([[1, 2, 1, 2, 1], [5, 6], [3, 3, 3]][:batch_size], params)
     assert launches.of(k) == allowed
+
+
+def scanned_at_once(
+    form: Any, weights: Any, inputs: Any, past: Any, state: mx.array, kept: Any = None
+) -> gated_delta.Found:
+    """In the place of a kernel, one operation that takes all its inputs."""
+    rows, tokens = inputs.x.shape[:2]
+    taped = [past] if kept is None else [*past, kept.view(mx.float32)]
+    given = [a.flatten() for a in (*inputs, *taped, state)]
+    all_of_them = mx.concatenate(given)
+
+    def some(*shape: int) -> mx.array:
+        return mx.broadcast_to(all_of_them[:1], shape)
+
+    log = gated_delta.Log(
+        some(rows, tokens + form.kernel_size - 1, form.channels),
+        some(rows, tokens, form.value_heads, 2),
+    )
+    y = some(rows, tokens, form.value_heads * form.value_size)
+    return gated_delta.Found(y, some(*state.shape), some(*state.shape), log)
+
+
+def test_a_verification_of_gated_delta_layers_launches_what_a_step_does(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Rollback is in the scan; beside it counts are computed, once for all layers."""
+    model = build("qwen3_5")
+    layers = [gated_delta.form_of(layer) for _, layer in model.named_modules()]
+    monkeypatch.setattr(gated_delta, "scan", scanned_at_once)
+    monkeypatch.setattr(gated_delta, "_proven", dict.fromkeys(layers, True))
+    config, backend = EngineConfig(), replace(LIKE_CUDA, pad_single_token=False)
+    found = []
+    for tokens in (1, 5):
+        runner = ModelRunner(model, "target", config, backend)
+        rows = runner.rows([[3] * 9] * 2, max_round=5, max_length=64)
+        for _ in rows.prefill():
+            pass
+        for _ in range(3):
+            mx.eval(rows.offset, [cache.given() for cache in rows._caches])
+            logits = rows.forward(mx.ones((2, tokens), mx.int32))
+            if tokens > 1:
+                rows.trim_per_sequence(mx.array([0, tokens - 1]), tokens)
+        kept = [array for cache in rows._caches for array in cache.given()[1]]
+        file = tmp_path / "graph.dot"
+        mx.export_to_dot(str(file), logits, rows.offset, *kept)
+        names = Counter(re.findall(r'label ="(\w+)"', file.read_text("utf-8")))
+        found.append(Counter({n: c for n, c in names.items() if n not in VIEWS}))
+    # What is taken back of offsets, and what is left of the round.
+    assert found[1] - found[0] == {**TRIM, "Subtract": 2, "Maximum": 3}

@@ -22,6 +22,7 @@ from specdec.cache import (
 )
 from specdec.cache import recurrent as recurrent_cache
 from specdec.config import EngineConfig
+from specdec.cuda import gated_delta
 from specdec.engine.engine import Engine
 from specdec.errors import CacheError
 from specdec.models.compiled import CompiledForwards
@@ -32,7 +33,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import Drafter
 from specdec.spec_decode.ngram import NgramDrafter
 
-from ..plain import AT_ONCE, BEHIND, greedy, run_rows
+from ..plain import AT_ONCE, BACKENDS, BEHIND, greedy, run_rows
 from .architectures import VOCABULARY, Guesses, build
 
 FAMILIES = (
@@ -63,6 +64,9 @@ FAMILIES = (
 # Masked windows and states; token by token; states beside keys in one list; a mixer of
 # keys and states.
 KINDS = ("qwen3_5", "mamba", "falcon_h1", "baichuan_m1")
+KINDS_AND_KERNEL = pytest.mark.parametrize(
+    ("arch", "kernel"), [*((arch, False) for arch in KINDS), ("qwen3_5", True)]
+)
 
 # Padded steps, read late; building graphs of every family takes minutes on a CPU.
 PADDED = replace(BEHIND, compile_after=None)
@@ -101,6 +105,34 @@ def slightly_off(arch: str) -> Any:
 @cache
 def wanted_of(arch: str) -> list[list[int]]:
     return [greedy(model_of(arch), prompt, NEW_TOKENS) for prompt in PROMPTS]
+
+
+def left_to_the_kernel(
+    patch: pytest.MonkeyPatch, arch: str, **changes: Callable[[Any], Any]
+) -> list[bool]:
+    """Few tokens of gated delta layers go the kernel's way, by its reference.
+
+    Args:
+        changes: to arguments of the kernel: faults.
+
+    Returns:
+        Of each call so far, whether it did the one before again.
+    """
+    calls: list[bool] = []
+
+    def scan(
+        form: Any, weights: Any, inputs: Any, past: Any, state: Any, kept: Any = None
+    ) -> gated_delta.Found:
+        calls.append(kept is not None)
+        given = {"past": past, "state": state, "kept": kept}
+        if kept is not None:
+            given |= {name: change(given[name]) for name, change in changes.items()}
+        return gated_delta.reference(form, weights, inputs, **given)
+
+    forms = [gated_delta.form_of(layer) for _, layer in model_of(arch).named_modules()]
+    patch.setattr(gated_delta, "scan", scan)
+    patch.setattr(gated_delta, "_proven", dict.fromkeys(forms, True))
+    return calls
 
 
 def drafter_of(arch: str, name: str) -> dict[str, Any]:
@@ -165,9 +197,13 @@ def test_any_draft_batch_and_chunk(
     assert [row.tokens for row in got] == wanted_of(arch)
 
 
-@pytest.mark.parametrize("arch", KINDS)
-def test_rows_that_are_cancelled_leave_no_states(arch: str) -> None:
+@KINDS_AND_KERNEL
+def test_rows_that_are_cancelled_leave_no_states(
+    arch: str, kernel: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The next row in a slot would begin with what another has left there."""
+    if kernel:
+        left_to_the_kernel(monkeypatch, arch)
     config = EngineConfig(batch_size=2, num_draft_tokens=3, prefill_step_size=6)
     runner = ModelRunner(model_of(arch), "target", config, PADDED)
     drafter: Drafter = drafter_of(arch, "wrong")["drafter"]
@@ -242,10 +278,14 @@ def extracted(caches: Sequence[Any], row: int) -> list[mx.array]:
     return found
 
 
-@pytest.mark.parametrize("arch", KINDS)
+@KINDS_AND_KERNEL
 @pytest.mark.parametrize("seed", [0, 1])
-def test_any_history_ends_in_the_states_of_its_tokens(arch: str, seed: int) -> None:
+def test_any_history_ends_in_the_states_of_its_tokens(
+    arch: str, kernel: bool, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Writes, trims, rows that come, go and move: each as if it had been alone."""
+    if kernel:
+        left_to_the_kernel(monkeypatch, arch)
     rng = random.Random(seed)
     model = model_of(arch)
     twin: Any = with_recurrent_rows(model)
@@ -472,3 +512,48 @@ def test_faults_change_tokens(
         **drafter_of(arch, "wrong"),
     )
     assert [row.tokens for row in got] != wanted
+
+
+# -- gated delta layers by one kernel --------------------------------------------
+
+
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_next"])
+@BACKENDS
+def test_a_kernel_takes_the_rollback_in(
+    arch: str, backend: BackendDefaults, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows keep other tokens than are done again, or begin with another's state."""
+    calls = left_to_the_kernel(monkeypatch, arch)
+    for drafts in ("wrong", "model"):
+        got = drafted(arch, drafts, backend)
+        assert [row.tokens for row in got] == wanted_of(arch)
+    assert calls.count(True) > calls.count(False) / 2
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        {"kept": lambda kept: mx.minimum(kept + 1, 4)},
+        {"kept": lambda kept: kept[::-1]},
+        {"past": lambda log: log._replace(gates=log.gates[::-1])},
+    ],
+)
+def test_faults_of_taking_it_in_change_tokens(
+    fault: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    left_to_the_kernel(monkeypatch, "qwen3_5", **fault)
+    got = drafted("qwen3_5", "wrong", BEHIND)
+    assert [row.tokens for row in got] != wanted_of("qwen3_5")
+
+
+def drafted(arch: str, drafts: str, backend: BackendDefaults) -> Any:
+    return run_rows(
+        model_of(arch),
+        prompts=PROMPTS,
+        params=PARAMS,
+        batch_size=3,
+        num_draft_tokens=3,
+        backend=backend,
+        prefill_step_size=20,
+        **drafter_of(arch, drafts),
+    )

@@ -1,0 +1,666 @@
+"""Gated delta networks of few tokens by one CUDA kernel.
+
+Between its projections, such a layer (Qwen3-Next, Qwen3.5) is a short convolution, the
+norms of queries and keys, two gates, the delta rule token by token, and a gated norm:
+some thirty operations, six more for every token. MLX's CUDA backend launches each of
+them. The kernel is one launch. It begins by doing the round before again, for the
+tokens that each row has kept of it: so a verification takes its rollback in.
+
+Every token's arithmetic is the same whatever comes before it in a launch, and beside
+it: a row has the bits that one token at a time gives.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache, partial
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models import gated_delta, qwen3_5, qwen3_next
+
+from .kernels import cuda_kernel
+from .proofs import holds
+
+# What the kernel is given: up to MOST_TOKENS tokens of a row, heads up to these sizes.
+# A head of values is a block. LANES threads share ROWS rows of its state, in registers:
+# a key that is read from shared memory serves all of these rows. Blocks of so few
+# threads have the registers for it, two blocks at a time. A block looks at up to TILE
+# tokens at a time, and its convolution asks for the inputs of FEW.
+MOST_TOKENS, LANES, ROWS, TILE, FEW = 16, 8, 4, 16, 4
+MOST_KEY_SIZE, MOST_VALUE_SIZE = 192, 128
+_TYPES = (mx.bfloat16, mx.float16, mx.float32)
+
+# The inputs of all tokens are taken as one sequence: a window, what was kept, what is
+# new. Products that are added are written as fmaf: left to the compiler, which
+# products are rounded could differ from kernel to kernel.
+_SOURCE = """
+  constexpr int FOURS = Dk / 4 / LANES, WINDOW = K - 1;
+  constexpr int THREADS = Dv / ROWS * LANES, WARPS = THREADS / 32;
+  constexpr int WIDTH = 2 * Dk + Dv;  // channels of a head
+  constexpr int STEP = GROUPED ? 2 * Dk + 2 * R * Dv : Dk;
+  constexpr int V_STEP = GROUPED ? STEP : R * Dv;
+  constexpr int K_AT = GROUPED ? Dk : HK * Dk, V_AT = 2 * K_AT;
+  constexpr int Z_AT = GROUPED ? 2 * Dk + R * Dv : 0;
+  constexpr int A_AT = GROUPED ? R : 0, B_STEP = GROUPED ? 2 * R : R;
+  constexpr int HV = HK * R, CHANNELS = 2 * HK * Dk + HV * Dv;
+  const int S = x_shape[1];
+  const int head = blockIdx.x % HV, group = head / R, of = head % R;
+  const size_t row = blockIdx.x / HV;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int dv = threadIdx.x / LANES * ROWS, part = threadIdx.x % LANES;
+
+  auto rounded = [](float value) { return static_cast<float>(static_cast<T>(value)); };
+  auto sigmoid = [](float value) { return 1.0f / (1.0f + expf(-value)); };
+  auto summed = [](float sum, int lanes) {
+    #pragma unroll
+    for (int i = 1; i < lanes; i *= 2) sum += __shfl_xor_sync(0xffffffffu, sum, i);
+    return sum;
+  };
+
+  @KEPT@
+  const int total = kept + S;
+
+  // This thread's numbers of its rows of the state: each LANES-th four.
+  float4 held[ROWS][FOURS];
+  const size_t own = ((row * HV + head) * Dv + dv) * Dk / 4 + part;
+  #pragma unroll
+  for (int r = 0; r < ROWS; ++r)
+    #pragma unroll
+    for (int j = 0; j < FOURS; ++j)
+      held[r][j] = reinterpret_cast<const float4*>(state)[own + r * Dk / 4 + j * LANES];
+  auto write = [&](float* into) {
+    #pragma unroll
+    for (int r = 0; r < ROWS; ++r)
+      #pragma unroll
+      for (int j = 0; j < FOURS; ++j)
+        reinterpret_cast<float4*>(into)[own + r * Dk / 4 + j * LANES] = held[r][j];
+  };
+
+  __shared__ float4 queries[TILE][Dk / 4], keys[TILE][Dk / 4];
+  __shared__ float values[TILE][Dv];  // then what was found for them
+  __shared__ float decays[TILE], betas[TILE];
+
+  for (int begin = 0; begin < total; begin += TILE) {
+    const int count = min(TILE, total - begin);
+    __syncthreads();
+
+    // The convolution, of this head's channels. A few inputs are asked for at once.
+    for (int c = threadIdx.x; c < WIDTH; c += THREADS) {
+      const int which = c < Dk ? 0 : c < 2 * Dk ? 1 : 2, d = c - which * Dk;
+      const int channel =
+          which == 2 ? 2 * HK * Dk + head * Dv + d : (which * HK + group) * Dk + d;
+      const int in_x = which == 2 ? V_AT + group * V_STEP + of * Dv + d
+                                  : which * K_AT + group * STEP + d;
+      const T* old = taped + row * taped_strides[0] + channel * taped_strides[2];
+      const T* added = x + row * x_strides[0] + in_x * x_strides[2];
+      auto input = [&](int at) {  // of the row's sequence
+        const int from = at - kept - WINDOW;
+        return from < 0 ? old[at * taped_strides[1]] : added[from * x_strides[1]];
+      };
+      const bool writes = which == 2 || of == 0;
+      T* down = joined + row * (WINDOW + S) * CHANNELS + channel;
+      float* into = reinterpret_cast<float*>(which ? keys[0] : queries[0]) + d;
+      if (which == 2) into = values[0] + d;
+      float weight[K];
+      #pragma unroll
+      for (int j = 0; j < K; ++j)
+        weight[j] = static_cast<float>(
+            conv[channel * conv_strides[0] + j * conv_strides[1]]);
+      T seen[WINDOW + FEW];
+      #pragma unroll
+      for (int j = 0; j < WINDOW; ++j) seen[j] = input(begin + j);
+      #pragma unroll 1
+      for (int first = 0; first < count; first += FEW) {
+        #pragma unroll
+        for (int t = 0; t < FEW; ++t)
+          if (first + t < count) seen[WINDOW + t] = input(begin + first + t + WINDOW);
+        #pragma unroll
+        for (int t = 0; t < FEW; ++t) {
+          if (first + t >= count) break;
+          const int token = begin + first + t - kept;
+          float sum = 0.0f;
+          #pragma unroll
+          for (int j = 0; j < K; ++j) {
+            sum = fmaf(static_cast<float>(seen[t + j]), weight[j], sum);
+            // Each input is written down once.
+            if (writes && (token > 0 ? j == WINDOW : token == 0))
+              down[(token + j) * CHANNELS] = seen[t + j];
+          }
+          sum = rounded(sum);
+          into[(first + t) * (which == 2 ? Dv : Dk)] =
+              rounded(sum * rounded(sigmoid(sum)));
+        }
+        #pragma unroll
+        for (int j = 0; j < WINDOW; ++j) seen[j] = seen[FEW + j];
+      }
+    }
+
+    if (threadIdx.x < count) {
+      const int at = begin + threadIdx.x;
+      float decay = 0.0f, beta = 0.0f;
+      if (at < kept) {
+        @GATES@
+      } else {
+        const size_t token = at - kept;
+        const int in_a = A_AT + group * B_STEP + of, in_b = group * B_STEP + of;
+        const float by = static_cast<float>(
+            a[row * a_strides[0] + token * a_strides[1] + in_a * a_strides[2]]);
+        const float for_beta = static_cast<float>(
+            b[row * b_strides[0] + token * b_strides[1] + in_b * b_strides[2]]);
+        auto in_type = [](float value) {
+          return static_cast<float>(static_cast<G>(value));
+        };
+        const float step =
+            in_type(by + static_cast<float>(dt_bias[head * dt_bias_strides[0]]));
+        const float soft =
+            in_type(fmaxf(step, 0.0f) + log1pf(expf(-fabsf(step))));
+        const float rate =
+            expf(static_cast<float>(a_log[head * a_log_strides[0]]));
+        decay = expf(-(rate * soft));
+        beta = rounded(sigmoid(for_beta));
+        float* note = gates + ((row * S + token) * HV + head) * 2;
+        note[0] = decay;
+        note[1] = beta;
+      }
+      decays[threadIdx.x] = decay;
+      betas[threadIdx.x] = beta;
+    }
+    __syncthreads();
+
+    for (int i = warp; i < 2 * count; i += WARPS) {
+      float* some = reinterpret_cast<float*>(i < count ? queries[i] : keys[i - count]);
+      float sum = 0.0f;
+      for (int d = lane; d < Dk; d += 32) sum = fmaf(some[d], some[d], sum);
+      const float size = sqrtf(fmaf(summed(sum, 32), 1.0f / Dk, 1e-6f / Dk));
+      const float scale =
+          rounded(i < count ? 1.0f / Dk : 1.0f / sqrtf(static_cast<float>(Dk)));
+      for (int d = lane; d < Dk; d += 32)
+        some[d] = rounded(rounded(some[d] / size) * scale);
+    }
+    __syncthreads();
+
+    // The delta rule: every row of the state for itself.
+    for (int t = 0; t < count; ++t) {
+      @MIDDLE@
+      float4 key[FOURS];
+      #pragma unroll
+      for (int j = 0; j < FOURS; ++j) key[j] = keys[t][j * LANES + part];
+      #pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        float4 sum = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        #pragma unroll
+        for (int j = 0; j < FOURS; ++j) {
+          float4& some = held[r][j];
+          some.x *= decays[t];
+          some.y *= decays[t];
+          some.z *= decays[t];
+          some.w *= decays[t];
+          sum.x = fmaf(some.x, key[j].x, sum.x);
+          sum.y = fmaf(some.y, key[j].y, sum.y);
+          sum.z = fmaf(some.z, key[j].z, sum.z);
+          sum.w = fmaf(some.w, key[j].w, sum.w);
+        }
+        const float known = summed((sum.x + sum.y) + (sum.z + sum.w), LANES);
+        const float delta = (values[t][dv + r] - known) * betas[t];
+        #pragma unroll
+        for (int j = 0; j < FOURS; ++j) {
+          float4& some = held[r][j];
+          some.x = fmaf(key[j].x, delta, some.x);
+          some.y = fmaf(key[j].y, delta, some.y);
+          some.z = fmaf(key[j].z, delta, some.z);
+          some.w = fmaf(key[j].w, delta, some.w);
+        }
+      }
+      if (begin + t < kept) continue;
+      float4 sums[ROWS];
+      #pragma unroll
+      for (int r = 0; r < ROWS; ++r) sums[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      #pragma unroll
+      for (int j = 0; j < FOURS; ++j) {
+        const float4 query = queries[t][j * LANES + part];
+        #pragma unroll
+        for (int r = 0; r < ROWS; ++r) {
+          sums[r].x = fmaf(held[r][j].x, query.x, sums[r].x);
+          sums[r].y = fmaf(held[r][j].y, query.y, sums[r].y);
+          sums[r].z = fmaf(held[r][j].z, query.z, sums[r].z);
+          sums[r].w = fmaf(held[r][j].w, query.w, sums[r].w);
+        }
+      }
+      #pragma unroll
+      for (int r = 0; r < ROWS; ++r) {
+        const float found =
+            summed((sums[r].x + sums[r].y) + (sums[r].z + sums[r].w), LANES);
+        if (part == 0) values[t][dv + r] = rounded(found);
+      }
+    }
+    __syncthreads();
+
+    // The gated norm, of what is new.
+    for (int i = warp; i < count; i += WARPS) {
+      const int token = begin + i - kept;
+      if (token < 0) continue;
+      float sum = 0.0f;
+      for (int d = lane; d < Dv; d += 32) sum = fmaf(values[i][d], values[i][d], sum);
+      const float size =
+          sqrtf(fmaf(summed(sum, 32), 1.0f / Dv, static_cast<float>(@EPS@)));
+      for (int d = lane; d < Dv; d += 32) {
+        const float normed = rounded(values[i][d] / size *
+                                     static_cast<float>(norm[d * norm_strides[0]]));
+        const int in_z = Z_AT + group * V_STEP + of * Dv + d;
+        const float gate = static_cast<float>(
+            z[row * z_strides[0] + token * z_strides[1] + in_z * z_strides[2]]);
+        y[((row * S + token) * HV + head) * Dv + d] =
+            static_cast<T>(gate * sigmoid(gate) * normed);
+      }
+    }
+  }
+  write(after);
+"""
+# Where there is a round before: how many of its tokens the row has kept, the gates of
+# one of those, and what is written after the last of them.
+_KEPT = """
+  const int last = taped_shape[1] - WINDOW;
+  const int kept = max(0, min(kept_of[row * kept_of_strides[0]], last));
+"""
+_NOTED = """
+        const float* note = noted + ((row * last + at) * HV + head) * 2;
+        decay = note[0];
+        beta = note[1];
+"""
+_MIDDLE = "if (begin + t == kept) write(middle);"
+
+
+@dataclass(frozen=True)
+class Form:
+    """All that a kernel is compiled for.
+
+    Args:
+        dtype: of the inputs and the convolution.
+        key_heads: of queries and keys.
+        repeats: heads of values for each of those.
+        key_size, value_size: of a head.
+        kernel_size: of the convolution.
+        eps: of the gated norm.
+        grouped: whether projections put the heads one after the other, each with its
+            queries, keys, values and gates (Qwen3-Next); else one after the other lie
+            all queries, all keys, all values (Qwen3.5).
+        types: of ``A_log``, ``dt_bias`` and the norm.
+    """
+
+    dtype: mx.Dtype
+    key_heads: int
+    repeats: int
+    key_size: int
+    value_size: int
+    kernel_size: int
+    eps: float
+    grouped: bool
+    types: tuple[mx.Dtype, mx.Dtype, mx.Dtype]
+
+    @property
+    def value_heads(self) -> int:
+        return self.key_heads * self.repeats
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        keys = 2 * self.key_heads * self.key_size
+        return keys + self.value_heads * self.value_size
+
+    @property
+    def widths(self) -> tuple[int, int, int, int]:
+        """Of the inputs, for each token."""
+        wide = self.value_heads * self.value_size
+        if self.grouped:
+            return (self.channels + wide,) * 2 + (2 * self.value_heads,) * 2
+        return self.channels, wide, self.value_heads, self.value_heads
+
+    @property
+    def known(self) -> bool:
+        """Whether there is a kernel for it."""
+        return (
+            self.dtype in _TYPES
+            and self.key_size % (4 * LANES) == 0
+            and self.value_size % (32 // LANES * ROWS) == 0
+            and self.key_size <= MOST_KEY_SIZE
+            and self.value_size <= MOST_VALUE_SIZE
+            and self.kernel_size > 1
+            and all(dtype in _TYPES for dtype in self.types)
+        )
+
+
+class Weights(NamedTuple):
+    """Those of a layer, projections left out."""
+
+    conv: mx.array
+    a_log: mx.array
+    dt_bias: mx.array
+    norm: mx.array
+
+
+class Inputs(NamedTuple):
+    """What projections put out, shape (B, S, ...) each.
+
+    Grouped ones are two arrays: z is in x, and a in b.
+    """
+
+    x: mx.array
+    z: mx.array
+    b: mx.array
+    a: mx.array
+
+
+class Log(NamedTuple):
+    """What it takes to do a call again.
+
+    Args:
+        joined: the window before it and its inputs, shape (B, K - 1 + S, C).
+        gates: of its tokens, shape (B, S, HV, 2), float32: decay, and beta.
+    """
+
+    joined: mx.array
+    gates: mx.array
+
+
+class Found(NamedTuple):
+    """What a call finds.
+
+    Args:
+        y: what the output projection is given, shape (B, S, HV * DV).
+        before: the state before its tokens, after those kept of the call before.
+        after: the state after them.
+        log: to do it again.
+    """
+
+    y: mx.array
+    before: mx.array
+    after: mx.array
+    log: Log
+
+
+@cache
+def _kernel(name: str, eps: float, again: bool) -> Any:
+    source = _SOURCE.replace("@EPS@", f"{eps!r}")
+    source = source.replace("@KEPT@", _KEPT if again else "const int kept = 0;")
+    source = source.replace("@GATES@", _NOTED if again else "")
+    source = source.replace("@MIDDLE@", _MIDDLE if again else "")
+    inputs: tuple[str, ...] = (*Inputs._fields, *Weights._fields, "taped", "state")
+    outputs: tuple[str, ...] = ("y", "joined", "gates", "after")
+    if again:
+        inputs, outputs = (*inputs, "noted", "kept_of"), (*outputs, "middle")
+    return cuda_kernel(name, source, inputs, outputs, copies_views=False)
+
+
+def scan(
+    form: Form,
+    weights: Weights,
+    inputs: Inputs,
+    past: mx.array | Log,
+    state: mx.array,
+    kept: mx.array | None = None,
+) -> Found:
+    """Take the tokens of every row in, after those kept of the call before.
+
+    Args:
+        past: the window (B, K - 1, C), or the log of the call before.
+        state: before that call, where there is a log; shape (B, HV, DV, DK), float32.
+        kept: with a log, the tokens that each row has kept, shape (B,), int32.
+    """
+    rows, tokens = inputs.x.shape[:2]
+    again = isinstance(past, Log)
+    taped = past.joined if isinstance(past, Log) else past
+    state = mx.contiguous(state)
+    arrays = [*inputs, *weights, taped, state]
+    shapes: list[tuple[int, ...]] = [
+        (rows, tokens, form.value_heads * form.value_size),
+        (rows, form.kernel_size - 1 + tokens, form.channels),
+        (rows, tokens, form.value_heads, 2),
+        state.shape,
+    ]
+    dtypes = [form.dtype, form.dtype, mx.float32, mx.float32]
+    if isinstance(past, Log):
+        assert kept is not None
+        arrays += [past.gates, kept]
+        shapes.append(state.shape)
+        dtypes.append(mx.float32)
+    threads = form.value_size // ROWS * LANES
+    a_log, dt_bias, norm = form.types
+    found = _kernel("gated_delta_again" if again else "gated_delta", form.eps, again)(
+        inputs=arrays,
+        template=[
+            ("T", form.dtype),
+            ("G", form.dtype if dt_bias == form.dtype else mx.float32),
+            # MLX tells kernels apart by these; the types of all inputs are among them.
+            *zip(("TA", "TD", "TN"), (a_log, dt_bias, norm), strict=True),
+            ("HK", form.key_heads),
+            ("R", form.repeats),
+            ("Dk", form.key_size),
+            ("Dv", form.value_size),
+            ("K", form.kernel_size),
+            ("GROUPED", form.grouped),
+            ("LANES", LANES),
+            ("ROWS", ROWS),
+            ("TILE", TILE),
+            ("FEW", FEW),
+        ],
+        grid=(rows * form.value_heads * threads, 1, 1),
+        threadgroup=(threads, 1, 1),
+        output_shapes=shapes,
+        output_dtypes=dtypes,
+    )
+    y, joined, gates, after = found[:4]
+    return Found(y, found[4] if again else state, after, Log(joined, gates))
+
+
+def again(
+    form: Form, weights: Weights, log: Log, state: mx.array, kept: mx.array
+) -> tuple[mx.array, mx.array]:
+    """The window and the state after those of a call's tokens that each row has kept.
+
+    Args: as for :func:`scan`.
+    """
+    # What comes after them changes neither.
+    rows = log.joined.shape[0]
+    nothing = Inputs(*(mx.zeros((rows, 1, n), form.dtype) for n in form.widths))
+    found = scan(form, weights, nothing, log, state, kept)
+    return found.log.joined[:, : form.kernel_size - 1], found.before
+
+
+def reference(
+    form: Form,
+    weights: Weights,
+    inputs: Inputs,
+    past: mx.array | Log,
+    state: mx.array,
+    kept: mx.array | None = None,
+) -> Found:
+    """What :func:`scan` computes, by mlx-lm's operations."""
+    new, z, b, a = _in_order(form, inputs)
+    if not isinstance(past, Log):
+        window = past
+    else:
+        assert kept is not None
+        num_before = past.gates.shape[1]
+        kept = mx.clip(kept, 0, num_before)
+        mask = mx.arange(num_before) < kept[:, None]
+        q, k, v = _convolved(form, weights, past.joined)
+        decay, beta = past.gates[..., 0], past.gates[..., 1]
+        state = gated_delta.gated_delta_ops(q, k, v, decay, beta, state, mask)[1]
+        places = kept[:, None] + mx.arange(form.kernel_size - 1)
+        window = mx.take_along_axis(past.joined, places[..., None], axis=1)
+    joined = mx.concatenate([window, new], axis=1)
+    decay = gated_delta.compute_g(weights.a_log, a, weights.dt_bias)
+    beta = mx.sigmoid(b)
+    q, k, v = _convolved(form, weights, joined)
+    found, after = gated_delta.gated_delta_ops(q, k, v, decay, beta, state)
+    normed = mx.fast.rms_norm(found, weights.norm, form.eps)
+    y = qwen3_next.precise_swiglu(found, z, normed).reshape(*new.shape[:2], -1)
+    gates = mx.stack([decay, beta.astype(mx.float32)], axis=-1)
+    return Found(y, state, after, Log(joined, gates))
+
+
+def _in_order(form: Form, inputs: Inputs) -> list[mx.array]:
+    """Inputs of the convolution (B, S, C), z (B, S, HV, DV), b and a (B, S, HV)."""
+    x, z, b, a = inputs
+    if form.grouped:
+        size, values = form.key_size, form.repeats * form.value_size
+        x = x.reshape(*x.shape[:2], form.key_heads, -1)
+        b = b.reshape(*b.shape[:2], form.key_heads, -1)
+        *qkv, z = mx.split(x, [size, 2 * size, 2 * size + values], axis=-1)
+        x = mx.concatenate([p.reshape(*p.shape[:2], -1) for p in qkv], axis=-1)
+        b, a = (p.reshape(*x.shape[:2], -1) for p in mx.split(b, 2, axis=-1))
+    return [x, z.reshape(*x.shape[:2], form.value_heads, form.value_size), b, a]
+
+
+def _convolved(form: Form, weights: Weights, joined: mx.array) -> list[mx.array]:
+    """Queries, keys and values."""
+    out = nn.silu(mx.conv1d(joined, weights.conv, groups=form.channels))
+    keys = form.key_heads * form.key_size
+    q, k, v = (
+        part.reshape(*out.shape[:2], heads, -1)
+        for part, heads in zip(
+            mx.split(out, [keys, 2 * keys], axis=-1),
+            (form.key_heads, form.key_heads, form.value_heads),
+            strict=True,
+        )
+    )
+    scale = form.key_size**-0.5
+    return [*gated_delta.normalize_qk(q, k, inv_scale=scale, eps=1e-6), v]
+
+
+# -- layers ------------------------------------------------------------------
+
+#: Their classes, and whether their projections are grouped.
+LAYERS: dict[type, bool] = {
+    qwen3_5.GatedDeltaNet: False,
+    qwen3_next.Qwen3NextGatedDeltaNet: True,
+}
+
+
+def form_of(layer: Any) -> Form | None:
+    """What a kernel for a layer is compiled for; ``None``: it is of another kind."""
+    kinds = [kind for kind in type(layer).__mro__ if kind in LAYERS]
+    if not kinds or "bias" in layer.conv1d:
+        return None
+    weights = weights_of(layer)
+    form = Form(
+        dtype=weights.conv.dtype,
+        key_heads=layer.num_k_heads,
+        repeats=layer.num_v_heads // layer.num_k_heads,
+        key_size=layer.head_k_dim,
+        value_size=layer.head_v_dim,
+        kernel_size=layer.conv_kernel_size,
+        eps=layer.norm.eps,
+        grouped=LAYERS[kinds[0]],
+        types=(weights.a_log.dtype, weights.dt_bias.dtype, weights.norm.dtype),
+    )
+    shape = (form.channels, form.kernel_size, 1)
+    return form if weights.conv.shape == shape else None
+
+
+def weights_of(layer: Any) -> Weights:
+    """The weights of a layer that has a form."""
+    conv = layer.conv1d["weight"]
+    return Weights(conv, layer.A_log, layer.dt_bias, layer.norm.weight)
+
+
+def projected(layer: Any, hidden: mx.array) -> Inputs:
+    """What the projections of a layer that has a form put out."""
+    if isinstance(layer, qwen3_next.Qwen3NextGatedDeltaNet):
+        x, b = layer.in_proj_qkvz(hidden), layer.in_proj_ba(hidden)
+        return Inputs(x, x, b, b)
+    return Inputs(
+        layer.in_proj_qkv(hidden),
+        layer.in_proj_z(hidden),
+        layer.in_proj_b(hidden),
+        layer.in_proj_a(hidden),
+    )
+
+
+# Functions that are traced ask for it, and nothing can be tried in them.
+_proven: dict[Form, bool] = {}
+
+
+def takes(form: Form | None, hidden: mx.array, tokens: int) -> bool:
+    """Whether ``tokens`` of every row are left to :func:`scan`."""
+    return (
+        form is not None
+        and _proven.get(form, False)
+        and 0 < tokens <= MOST_TOKENS
+        and hidden.dtype == form.dtype
+    )
+
+
+def proven(form: Form) -> bool:
+    """Whether the kernel runs on this device for a form, rightly.
+
+    It is tried when that is first asked, not within a function that is traced.
+    """
+    if form not in _proven:
+        name = f"gated delta {form}"
+        _proven[form] = form.known and holds(name, partial(_agrees, form))
+    return _proven[form]
+
+
+def proofs_of(model: nn.Module) -> list[Callable[[], bool]]:
+    """A proof for each form of layers that the model has."""
+    modules: list[tuple[str, Any]] = model.named_modules()
+    forms = dict.fromkeys(
+        form_of(module) for _, module in modules if type(module) in LAYERS
+    )
+    return [partial(proven, form) for form in forms if form is not None]
+
+
+def drawn(
+    form: Form, rows: int, tokens: int, seed: int = 0
+) -> tuple[Weights, Inputs, mx.array, mx.array]:
+    """Weights, inputs, a window and a state, by chance."""
+    keys = iter(mx.random.split(mx.random.key(seed), 10))
+
+    def some(*shape: int, dtype: mx.Dtype = form.dtype, scale: float = 1.0) -> mx.array:
+        return (mx.random.normal(shape, key=next(keys)) * scale).astype(dtype)
+
+    heads = form.value_heads
+    a_log, dt_bias, norm = form.types
+    weights = Weights(
+        some(form.channels, form.kernel_size, 1, scale=0.5),
+        some(heads, dtype=a_log),
+        some(heads, dtype=dt_bias),
+        some(form.value_size, dtype=norm),
+    )
+    inputs = Inputs(*(some(rows, tokens, n) for n in form.widths))
+    if form.grouped:
+        inputs = inputs._replace(z=inputs.x, a=inputs.b)
+    window = some(rows, form.kernel_size - 1, form.channels)
+    size = (rows, heads, form.value_size, form.key_size)
+    return weights, inputs, window, some(*size, dtype=mx.float32, scale=0.1)
+
+
+def _agrees(form: Form) -> bool:
+    """Whether a round, and one after it, come to what the reference finds."""
+    kept = mx.array([3, 0, 1])
+    weights, first, window, state = drawn(form, 3, 3)
+    second = drawn(form, 3, 2, seed=1)[1]
+    # Here and not on the CPU, where fused functions need a compiler. Prompts take most
+    # of its operations as well.
+    began = reference(form, weights, first, window, state)
+    wanted = reference(form, weights, second, began.log, state, kept)
+    found = scan(form, weights, first, window, state)
+    ended = scan(form, weights, second, found.log, state, kept)
+    return alike(form, found, began) and alike(form, ended, wanted)
+
+
+def alike(form: Form, found: Found, wanted: Found) -> bool:
+    """Whether two differ by no more than their numbers' rounding."""
+    most = 1e-4 if form.dtype == mx.float32 else 0.03
+    both = zip((*found[:3], *found.log), (*wanted[:3], *wanted.log), strict=True)
+    for one, other in both:
+        exact = other.astype(mx.float32)
+        off = mx.abs(one.astype(mx.float32) - exact).max()
+        # Not the other way round: NaN is no agreement.
+        if not (off <= most * mx.abs(exact).max()).item():
+            return False
+    return True
