@@ -145,14 +145,13 @@ def without_cache(model: ChunkedModel, prompt: list[int]) -> list[int]:
     return tokens[len(prompt) :]
 
 
-@pytest.mark.parametrize("name", ["full", "sliding", "gemma3"])
 @pytest.mark.parametrize(
-    "options",
+    ("name", "options"),
     [
-        {"kv_bits": 4, "kv_group_size": 32},
-        {"kv_bits": 8, "kv_group_size": 32},
-        {"max_kv_size": 16},
-        {"max_kv_size": 16, "kv_bits": 8, "kv_group_size": 32},
+        ("gemma3", {"kv_bits": 4, "kv_group_size": 32}),
+        ("sliding", {"kv_bits": 8, "kv_group_size": 32}),
+        ("full", {"max_kv_size": 16}),
+        ("gemma3", {"max_kv_size": 16, "kv_bits": 8, "kv_group_size": 32}),
     ],
     ids=["4-bit", "8-bit", "bounded", "bounded-8-bit"],
 )

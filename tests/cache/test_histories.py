@@ -26,7 +26,7 @@ from .histories import (
     run,
 )
 
-CASES = 150  # per kind, of 20 steps; the rarest fault below shows in every twentieth
+CASES = 100  # per kind, of 20 steps; the rarest fault below shows in every twentieth
 Patch = pytest.MonkeyPatch
 
 

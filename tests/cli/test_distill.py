@@ -248,17 +248,15 @@ def after_step(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
 
 @pytest.mark.usefixtures("heeded")
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_request_that_python_drops(
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     after_step: Callable[..., None],
-    number: signal.Signals,
 ) -> None:
     """Training would go on to its end, however far that is."""
     arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
-    after_step(2, drop, number)
+    after_step(2, drop, signal.SIGTERM)
     result = invoke(*arguments)
     assert result.exit_code == 130, result.output
     assert "specdec: interrupted: what was done is kept in " in result.stderr
@@ -269,13 +267,11 @@ def test_a_request_that_python_drops(
 
 
 @pytest.mark.usefixtures("heeded")
-@pytest.mark.parametrize("first", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_request_does_not_interrupt_saving(
     target: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     after_step: Callable[..., None],
-    first: signal.Signals,
 ) -> None:
     """``timeout`` asks twice at once: the checkpoint would be lost."""
     arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
@@ -286,7 +282,7 @@ def test_a_second_request_does_not_interrupt_saving(
         save(*arguments, **named)
         signal.raise_signal(signal.SIGTERM)
 
-    after_step(2, signal.raise_signal, first)
+    after_step(2, signal.raise_signal, signal.SIGINT)
     monkeypatch.setattr(checkpoint, "save", asked_again)
     result = invoke(*arguments)
     assert result.exit_code == 130, result.output

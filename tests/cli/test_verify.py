@@ -195,6 +195,7 @@ def test_on_real_weights(smollm2_path: str, prompts: str, tmp_path: Path) -> Non
     path = tmp_path / "exact.json"
     code = "from specdec.cli import main; main()"
     options = "--draft self:4bit --dtype float32 --num-prompts 1 --max-tokens 5"
+    options += " --ignore-chat-template"
     files = ("--prompts", prompts, "--json", str(path), "--target", str(smollm2_path))
     done = subprocess.run(
         [sys.executable, "-c", code, "verify", *files, *options.split()],

@@ -43,12 +43,12 @@ PROMPTS = [[_rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
 def grid() -> Iterator[Any]:
-    """Every cell for the draft that is right now and then; each pair for the others."""
+    """Every cell for the draft that is right now and then, some for the others."""
     for draft in ("perfect", "near", "unrelated", "none"):
         cells = list(itertools.product((1, 4, 7), (1, 3, 8)))
         for i, (k, batch_size) in enumerate(cells):
             for j, (name, backend) in enumerate([("cpu", AT_ONCE), ("gpu", BEHIND)]):
-                if draft == "near" or (i + j) % 2 == 0:
+                if draft == "near" or (i + 2 * j) % 4 == 0:
                     case = (draft, k, batch_size, backend)
                     yield pytest.param(*case, id=f"{draft}-{k}-{batch_size}-{name}")
 
@@ -87,8 +87,16 @@ def test_a_draft_that_is_always_wrong(target: Any, backend: BackendDefaults) -> 
 
 
 @BACKENDS
-@pytest.mark.parametrize("draft", ["near", "unrelated", "none"])
-@pytest.mark.parametrize(("k", "batch_size"), [(1, 16), (4, 5), (3, 1)])
+@pytest.mark.parametrize(
+    ("draft", "k", "batch_size"),
+    [
+        ("near", 1, 16),
+        ("near", 4, 5),
+        ("near", 3, 1),
+        ("unrelated", 4, 5),
+        ("none", 1, 16),
+    ],
+)
 def test_sampling_is_a_function_of_the_request(
     target: Any,
     drafts: dict[str, Any],
@@ -120,7 +128,7 @@ def test_sampling_is_a_function_of_the_request(
 
 
 @BACKENDS
-@pytest.mark.parametrize("k", [1, 2, 5])
+@pytest.mark.parametrize("k", [1, 5])
 def test_nothing_is_emitted_or_counted_after_the_end(
     target: Any, k: int, backend: BackendDefaults
 ) -> None:

@@ -85,16 +85,7 @@ MIXES: dict[str, tuple[list[dict[str, Any]], float]] = {
 }
 
 
-SOME = (
-    "top_p",
-    "xtc",
-    "bias",
-    "min_tokens",
-    "penalties",
-    "adjusted",
-    "top_logprobs",
-    "grammar",
-)
+SOME = ("xtc", "adjusted", "top_logprobs", "grammar")
 CASES = [
     *((mix, 3, mx.float32) for mix in MIXES),
     *((mix, 0, mx.float32) for mix in SOME),

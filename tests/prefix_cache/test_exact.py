@@ -46,7 +46,7 @@ def prompt_of(runs: list[tuple[int, int]]) -> Prompt:
     return [token for token, n in runs for _ in range(n)]
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(
     layers=SUBSETS,
     calls=CALLS,
@@ -143,7 +143,7 @@ def test_a_ring_of_a_restored_row_claims_no_more_than_it_holds(
     model = TellTale(layers)
     stem = [(7 * i + i * i) % 97 for i in range(34)]
     options: Any = {"params": PARAMS, "prefill_step_size": step}
-    for start in range(24, 31):
+    for start in (24, 26, 27, 30):
         for more in (2, 4):
             for back in range(4):
                 store = PrefixStore(memory=1 << 30, block_size=8)

@@ -45,12 +45,12 @@ def until(condition: Callable[[], bool], seconds: float = 150) -> None:
         time.sleep(0.005)
 
 
-def endless(server: Running) -> socket.socket:
+def endless(server: Running, **more: Any) -> socket.socket:
     """A client whose request goes on until it leaves."""
     port = int(server.url.rpartition(":")[2])
     made = socket.create_connection(("127.0.0.1", port))
     most = ENDLESS["max_tokens"]
-    body = json.dumps({**ENDLESS, "min_tokens": most, "stream": True}).encode()
+    body = json.dumps({**ENDLESS, "min_tokens": most, "stream": True, **more}).encode()
     head = "POST /v1/chat/completions HTTP/1.1\r\nHost: localhost\r\nContent-Type: "
     made.sendall(
         f"{head}application/json\r\nContent-Length: {len(body)}\r\n\r\n".encode()
@@ -273,7 +273,9 @@ def test_a_huge_body_holds_nobody_up(server: Running) -> None:
 def test_one_who_does_not_read_stops_nobody(server: Running) -> None:
     """An answer that nobody takes ends by itself, and others go on meanwhile."""
     before = server.service.engine.stats.prompts
-    lazy = endless(server)
+    # Much of a few tokens: more than sockets hold.
+    much = {"logprobs": True, "top_logprobs": 20}
+    lazy = endless(server, max_tokens=400, min_tokens=400, **much)
     with httpx.Client(base_url=server.url, timeout=60) as client:
         for _ in range(3):
             answer = client.post(

@@ -144,7 +144,7 @@ def texts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
-@pytest.mark.parametrize("m", [1, 5, 10, 11, 128, 133, 139, 270])
+@pytest.mark.parametrize("m", [1, 10, 11, 133, 139, 270])
 def test_the_draft_goes_on_as_if_it_had_missed_nothing(
     model: Any, widths: list[int], m: int
 ) -> None:
@@ -166,7 +166,7 @@ def test_the_draft_goes_on_as_if_it_had_missed_nothing(
         decoding.draft_and_check()
 
 
-@pytest.mark.parametrize("m", [3, 12, 60, 150, 290])
+@pytest.mark.parametrize("m", [3, 12, 150])
 def test_rows_that_joined_ended_or_left(model: Any, widths: list[int], m: int) -> None:
     """Those that joined missed less, or nothing; those that ended take in nothing."""
     decoding = Decoding(model, texts_of(20, 45, 3, 7), max_length=1500)

@@ -86,10 +86,7 @@ def test_greedy_and_sampled_rows_equal_plain_decoding(
     assert 0 < accepted < drafted
 
 
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_ratio_rules_keep_the_distribution(
-    verification: Any, tiny_model: Callable[..., Any]
-) -> None:
+def test_a_ratio_rule_keeps_the_distribution(tiny_model: Callable[..., Any]) -> None:
     """Rows of n-grams have all probability on a token, beside rows that have not."""
     model = tiny_model("llama", seed=3, vocab_size=4, num_hidden_layers=3)
     accepted = check_distribution(
@@ -101,7 +98,7 @@ def test_ratio_rules_keep_the_distribution(
             2,
             vocab_size=4,
         ),
-        SamplingParams(temperature=1.0, verification=verification),
+        SamplingParams(temperature=1.0, verification="block"),
         BEHIND,
         prompt=[1, 2, 0, 3, 1, 2, 0, 1],
         vocab_size=4,

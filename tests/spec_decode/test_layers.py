@@ -21,7 +21,7 @@ from specdec.sampling_params import SamplingParams
 from tests.models.architectures import build as build_arch
 from tests.plain import BACKENDS, BEHIND, drafts_of, exact
 from tests.spec_decode.by_hand import ARCHITECTURES, build, plain_forward
-from tests.spec_decode.repetitive import check_distribution, make_prompts
+from tests.spec_decode.repetitive import make_prompts
 
 ARCHITECTURE = pytest.mark.parametrize("name", ARCHITECTURES)
 # For gemma3 and the llama with windows, 2 and 5 see everything.
@@ -102,27 +102,6 @@ def test_all_layers_are_always_accepted(
     )  # fmt: skip
     drafted, accepted = drafts_of(rows)
     assert accepted == drafted > 0
-
-
-@pytest.mark.parametrize("verification", ["rejection", "block"])
-def test_ratio_rules_keep_the_distribution(
-    verification: Any, tiny_model: Callable[..., Any]
-) -> None:
-    from specdec.models.runner import ModelRunner
-    from specdec.spec_decode import DraftModel
-
-    model = tiny_model("llama", seed=3, vocab_size=4, num_hidden_layers=3)
-    runner = ModelRunner(SkippingModel(model, (0, 2)), "draft", EngineConfig(), BEHIND)
-    accepted = check_distribution(
-        model,
-        DraftModel(runner, vocab_size=4, max_draft_tokens=2),
-        SamplingParams(temperature=1.0, verification=verification),
-        BEHIND,
-        prompt=[1, 2, 0, 3],
-        vocab_size=4,
-        num_rows=2048,
-    )
-    assert accepted > 100
 
 
 def test_memory_is_planned_for_its_caches_alone(

