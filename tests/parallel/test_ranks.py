@@ -270,7 +270,7 @@ def test_grammars_are_compiled_beside_steps() -> None:
         def add_encoded(self, prompt: str, params: SamplingParams) -> None:
             said.append("compiled" if bounds.grammar(params) else "")
 
-    class Hears:
+    class Receives:
         def __init__(self) -> None:
             grammar = Grammar.regex("(yes|no)")
             params = SamplingParams(grammar=grammar)
@@ -279,7 +279,7 @@ def test_grammars_are_compiled_beside_steps() -> None:
                 ("add", 0, "", params), ("end",),
             ]  # fmt: skip
 
-        def hear(self) -> Any:
+        def receive(self) -> Any:
             return self.messages.pop(0)
 
         def reporting(self) -> Any:
@@ -288,12 +288,12 @@ def test_grammars_are_compiled_beside_steps() -> None:
         def check(self, *_: object, **__: object) -> None: ...
 
     bounds = Bounds(300, grammars=Slow(byte_tokenizer(), 300, bounded=False))
-    told = list[object]()
-    announced = GrammarCompiler(byte_tokenizer(), 300, announce=told.append)
+    sent = list[object]()
+    announced = GrammarCompiler(byte_tokenizer(), 300, announce=sent.append)
     announced.compile(Grammar.regex("a"))
     announced.compile(Grammar.regex("a"))
-    assert len(told) == 1
-    follow(Hears(), Rows, bounds)  # type: ignore[arg-type]
+    assert len(sent) == 1
+    follow(Receives(), Rows, bounds)  # type: ignore[arg-type]
     assert said == ["step", "compiled"]
 
 
