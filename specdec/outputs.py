@@ -91,8 +91,8 @@ class GenerationResult:
         rate = 0.0
         if began is not None and request.ended is not None:
             seconds = request.ended - began
-            behind_first = max(len(request.tokens) - 1, 0)
-            rate = behind_first / seconds if seconds > 0 else 0.0
+            after_first = max(len(request.tokens) - 1, 0)
+            rate = after_first / seconds if seconds > 0 else 0.0
         return cls(
             index=request.index,
             prompt=request.prompt,
