@@ -106,8 +106,8 @@ class GenerationResult:
         rate = 0.0
         if began is not None and request.ended is not None:
             seconds = request.ended - began
-            later = max(len(request.tokens) - 1, 0)
-            rate = later / seconds if seconds > 0 else 0.0
+            after_first = max(len(request.tokens) - 1, 0)
+            rate = after_first / seconds if seconds > 0 else 0.0
         return cls(
             text="" if request.output is None else request.output.text,
             token_ids=request.tokens,
