@@ -243,24 +243,25 @@ def choose(layers: Sequence[Any]) -> None:
         return
     some, x = layers[: choices.MATRICES], mx.ones((1, kind.length), kind.dtype)
 
-    def ours() -> list[mx.array]:
-        return [of_layer(layer, x)[0] for layer in some]
+    def ours(layer: Any, x: mx.array) -> mx.array:
+        return of_layer(layer, x)[0]
 
-    def theirs() -> list[mx.array]:
-        return [
-            mx.quantized_matmul(
-                x,
-                layer["weight"],
-                layer["scales"],
-                layer["biases"],
-                group_size=kind.group_size,
-                bits=kind.bits,
-            )
-            for layer in some
-        ]
+    def theirs(layer: Any, x: mx.array) -> mx.array:
+        return mx.quantized_matmul(
+            x,
+            layer["weight"],
+            layer["scales"],
+            layer["biases"],
+            group_size=kind.group_size,
+            bits=kind.bits,
+        )
 
+    by_ours, by_theirs = (
+        choices.chained([partial(each, layer) for layer in some], x)
+        for each in (ours, theirs)
+    )
     usual = _usual_alone(kind)
-    choices.choose(("packed row", *kind), [(ours, theirs)], usual=usual)
+    choices.choose(("packed row", *kind), [(by_ours, by_theirs)], usual=usual)
 
 
 def proven(dtype: mx.Dtype, bits: int, group_size: int) -> bool:

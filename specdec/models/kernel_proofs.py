@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import tempfile
 from contextlib import AbstractContextManager
 from functools import cache
-from pathlib import Path
 from typing import Any
 
 from .. import backend
@@ -23,34 +20,7 @@ def kept_proofs() -> AbstractContextManager[None]:
     """Within this, proofs and choices are looked for on disk, and kept there."""
     path = kept_path("kernels.json")
     kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
-    _forget_what_is_gone(kept)
     return proofs.kept_in(KeptProofs(kept, signature()))
-
-
-_looked: set[Path] = set()
-
-
-def _forget_what_is_gone(kept: KeptEntries) -> None:
-    """Once in a process: without compiled kernels, begin anew."""
-    if kept.path in _looked:
-        return
-    _looked.add(kept.path)
-    if not compiled_before() and signature() in kept.load():
-        kept.save(signature(), {})
-
-
-def compiled_before() -> bool:
-    """Whether MLX has kept kernels of ours that it compiled, when this process began.
-
-    It keeps them in a folder for temporary files, unless ``$MLX_PTX_CACHE_DIR`` names
-    another (``ptx_cache_dir`` in its ``backend/cuda/jit_module.cpp``). Where they are
-    gone, a proof has to be repeated for their sake: that compiles them, not a request.
-    """
-    if backend.defaults().name != "cuda":
-        return True
-    own = os.environ.get("MLX_PTX_CACHE_DIR")
-    usual = Path(tempfile.gettempdir(), "mlx", backend.describe()["mlx"], "ptx")
-    return any(Path(own or usual).glob("*specdec_*"))
 
 
 @cache

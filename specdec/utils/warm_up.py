@@ -35,7 +35,7 @@ class WarmUp:
                 slow = self._clock() - begun > PATIENCE
                 if slow:
                     log.info(
-                        "compiling kernels for this GPU: %d of %d, once per machine",
+                        "compiling kernels for this GPU: %d of %d",
                         i + 1,
                         len(steps),
                         extra={"passing": True},

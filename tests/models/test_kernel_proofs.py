@@ -76,31 +76,6 @@ def test_a_proof_is_of_a_device_its_versions_and_a_source(
         assert not proofs.holds("kernel", Check(False))
 
 
-@pytest.mark.parametrize("there", [True, False])
-def test_a_proof_is_repeated_where_compiled_kernels_are_gone(
-    home: Path, monkeypatch: pytest.MonkeyPatch, there: bool
-) -> None:
-    """A machine that was started again has no temporary files.
-
-    The first request would wait for what the proof would have had compiled.
-    """
-    cuda = BackendDefaults("cuda", read_bucket=64, static_shapes=True, lookahead=1)
-    monkeypatch.setattr(backend, "defaults", lambda: cuda)
-    monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(home))
-    check = Check(True, True)
-    for _ in range(3):
-        with kept_proofs():
-            assert proofs.holds("kernel", check)
-    assert check.runs == 1
-    if there:
-        (home / "custom_specdec_skinny_bf16_0123.ptx").touch()
-    kernel_proofs._looked.clear()  # another process
-    for _ in range(2):
-        with kept_proofs():
-            assert proofs.holds("kernel", check)
-    assert check.runs == (1 if there else 2)
-
-
 @pytest.mark.parametrize(
     "text",
     [

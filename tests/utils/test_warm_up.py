@@ -33,7 +33,7 @@ def test_all_is_counted_and_only_what_is_slow_is_reported(
     warm_up.run([lambda: clock.passes(2.0), lambda: clock.passes(0.5)])
     assert warm_up.seconds == PATIENCE + 2.5
     assert caplog.messages == [
-        "compiling kernels for this GPU: 2 of 2, once per machine",
+        "compiling kernels for this GPU: 2 of 2",
         "kernels for this GPU were compiled in 2.5 seconds",
     ]
 

@@ -205,8 +205,13 @@ class RoundCosts:
         if not k:
             return 0.0
         new = self.new_shape if (num_rows, k) not in self._met else 0.0
-        caught_up = self.forwards.catch_up(num_rows, backlog)
-        return (caught_up + NEW_SHAPE_SHARE * new) / self.forwards.round(num_rows, 0)
+        shape = NEW_SHAPE_SHARE * new / self.forwards.round(num_rows, 0)
+        return self.catch_up(num_rows, backlog) + shape
+
+    def catch_up(self, num_rows: int, backlog: int) -> float:
+        """Plain rounds that a drafter takes for ``backlog`` tokens of each row."""
+        seconds = self.forwards.catch_up(num_rows, backlog)
+        return seconds / self.forwards.round(num_rows, 0)
 
     def plain_seconds(self, num_rows: int) -> float | None:
         """A plain round's time at the pace of the last rounds; ``None`` before any."""

@@ -190,20 +190,18 @@ class GoodputPolicy:
         that cost next to nothing are worth it wherever a draft could pay at all.
         """
         ks = self._ladder(state)
+        # What a shape costs once is for `choose` to weigh: rows to come use it too.
+        once = self.costs.catch_up(state.num_rows, state.backlog)
         state = BatchState(state.num_rows, state.room, state.remaining, state.backlog)
         for doubt in (0.0, 1.0) if self.budget.left > 0 else (0.0,):
             rates = self._rates(state, ks, doubt=doubt)
             for k in ks[1:]:
-                once = self.costs.once(state.num_rows, k, state.backlog)
                 rounds = state.remaining / 2 / max(1.0, rates[k])
                 if rounds * (rates[k] - 1) > once:
                     self.budget.lose(once if doubt else 0.0)
                     return True
-        return any(
-            self.costs.once(state.num_rows, k, state.backlog)
-            <= EXPLORE * state.remaining / 2
-            and self.costs.relative(state.num_rows, k) < k + 1
-            for k in ks[1:]
+        return once <= EXPLORE * state.remaining / 2 and any(
+            self.costs.relative(state.num_rows, k) < k + 1 for k in ks[1:]
         )
 
     # -- learning ----------------------------------------------------------
