@@ -112,10 +112,7 @@ def test_a_line_that_passes_gives_way(
 
     WarmUp(lambda: now).run([compile_one] * 4)
     note = "specdec: note: "
-    passing = [
-        f"{note}compiling kernels for this GPU: {i} of 4"
-        for i in (2, 3, 4)
-    ]
+    passing = [f"{note}compiling kernels for this GPU: {i} of 4" for i in (2, 3, 4)]
     last = f"{note}kernels for this GPU were compiled in 14.0 seconds\n"
     shown = capsys.readouterr().err
     if terminal:

@@ -187,7 +187,11 @@ def test_products_of_a_chain_follow_each_other() -> None:
     """Apart from each other a device computes several at once, which no model does."""
     x = mx.random.normal((2, 8), key=mx.random.key(0))
     weights = [mx.random.normal((4, 8), key=mx.random.key(i)) for i in (1, 2, 3)]
-    run = choices.chained([lambda x, w=w: x @ w.T * 0.1 for w in weights], x)
+
+    def times(w: mx.array) -> Callable[[mx.array], mx.array]:
+        return lambda x: x @ w.T * 0.1
+
+    run = choices.chained([times(w) for w in weights], x)
     expected = x
     for i in range(choices.PRODUCTS):
         expected = expected + (expected @ weights[i % 3].T * 0.1)[:, :1]
