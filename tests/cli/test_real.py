@@ -17,10 +17,8 @@ def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
     """Standard output, standard error, and texts in the order of the prompts."""
     output = tmp_path / "out.jsonl"
     code = "from specdec.cli import main; main()"
-    options = (
-        "--dtype", "float32", "--max-tokens", "6", "--ignore-chat-template",
-        "--output", str(output),
-    )  # fmt: skip
+    options = ["--dtype", "float32", "--max-tokens", "6", "--ignore-chat-template"]
+    options += ["--output", str(output)]
     done = subprocess.run(
         [sys.executable, "-c", code, "run", *options, *arguments],
         input=PROMPTS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -188,8 +187,11 @@ def test_products_of_a_chain_follow_each_other() -> None:
     """Apart from each other a device computes several at once, which no model does."""
     x = mx.random.normal((2, 8), key=mx.random.key(0))
     weights = [mx.random.normal((4, 8), key=mx.random.key(i)) for i in (1, 2, 3)]
-    products = [partial(lambda w, x: x @ w.T * 0.1, w) for w in weights]
-    run = choices.chained(products, x)
+
+    def times(w: mx.array) -> Callable[[mx.array], mx.array]:
+        return lambda x: x @ w.T * 0.1
+
+    run = choices.chained([times(w) for w in weights], x)
     expected = x
     for i in range(choices.PRODUCTS):
         expected = expected + (expected @ weights[i % 3].T * 0.1)[:, :1]
