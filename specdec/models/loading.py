@@ -232,7 +232,8 @@ def fit(model: Any, *, joins: bool = True) -> None:
         # What is faster on one rank may not be on another, and all have to compute
         # the same bits of what they do not share.
         if launched_rank() is None:
-            warm_up.run(choices_of(model))
+            with kept_proofs():
+                warm_up.run(choices_of(model))
 
 
 def load_draft(

@@ -12,7 +12,7 @@ import pytest
 
 from specdec import backend
 from specdec.backend import BackendDefaults
-from specdec.cuda import decode_attention, proofs, skinny_matmul
+from specdec.cuda import choices, decode_attention, proofs, skinny_matmul
 from specdec.models import kernel_proofs, loading
 from specdec.models.kernel_proofs import kept_proofs
 from specdec.utils.warm_up import WarmUp
@@ -110,7 +110,7 @@ def test_a_second_process_loads_a_model_without_a_trial(
     tiny_model: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All kernels of a model are proven when it is loaded, as steps of the warm-up."""
+    """All kernels are proven, and chosen, when a model is loaded, as steps of the warm-up."""
     kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
     monkeypatch.setattr(loading, "defaults", lambda: kernels)
     tried: list[str] = []
@@ -120,6 +120,13 @@ def test_a_second_process_loads_a_model_without_a_trial(
 
     monkeypatch.setattr(skinny_matmul, "_agree", agrees("skinny"))
     monkeypatch.setattr(decode_attention, "_agrees", agrees("attention"))
+    timed: list[float] = []
+
+    def seconds(*_: object) -> float:
+        timed.append(1.0)
+        return 1.0
+
+    monkeypatch.setattr(choices, "_seconds", seconds)
     steps: list[int] = []
 
     class Noted(WarmUp):
@@ -131,15 +138,18 @@ def test_a_second_process_loads_a_model_without_a_trial(
     monkeypatch.setattr(loading, "warm_up", Noted())
     for expected in (["skinny", "attention"], []):
         tried.clear()
+        timed.clear()
         skinny_matmul.proven.cache_clear()
         monkeypatch.setattr(decode_attention, "_proven", {})
+        monkeypatch.setattr(choices, "_ours", {})
         model = tiny_model("llama", seed=0, head_dim=64)
         model.set_dtype(mx.bfloat16)
         loading.fit(model)
         assert tried == expected
         kinds = [type(m) for _, m in model.named_modules()]
         assert kinds.count(skinny_matmul.SkinnyEmbedding) == 1
-    # Then five kinds of matrices are timed, which takes a GPU.
+        # Five kinds of matrices are timed, each kernel at three numbers of rows.
+        assert len(timed) == (5 * 2 * 3 if expected else 0)
     assert steps == [2, 5, 2, 5]
     # One of several ranks takes what is usual, as the others do.
     monkeypatch.setenv("MLX_RANK", "1")
