@@ -110,7 +110,7 @@ def test_a_second_process_loads_a_model_without_a_trial(
     tiny_model: Callable[..., Any],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """All kernels are proven, and chosen, when a model is loaded, as steps of the warm-up."""
+    """Kernels are proven and chosen when a model is loaded, as steps of a warm-up."""
     kernels = BackendDefaults("cuda", read_bucket=64, static_shapes=True, kernels=True)
     monkeypatch.setattr(loading, "defaults", lambda: kernels)
     tried: list[str] = []
