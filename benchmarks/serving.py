@@ -32,7 +32,7 @@ SYSTEMS = ("specdec", "plain", "mlx-lm")
 
 @dataclass(frozen=True)
 class Answer:
-    """What a client saw; seconds since it asked."""
+    """What a client saw; seconds since it asked. No tokens: the request failed."""
 
     asked: float
     first: float
@@ -71,21 +71,26 @@ async def ask(client: httpx.AsyncClient, prompt: Any, max_tokens: int) -> Answer
     asked = time.perf_counter()
     first = last = 0.0
     tokens = 0
-    async with client.stream("POST", "/v1/chat/completions", json=body) as response:
-        if response.status_code != 200:
-            raise ConfigError(f"a request failed: {(await response.aread()).decode()}")
-        async for line in response.aiter_lines():
-            if not line.startswith("data: {"):
-                continue
-            event = json.loads(line[6:])
-            if event.get("usage"):
-                tokens = event["usage"]["completion_tokens"]
-            for choice in event["choices"]:
-                delta = choice.get("delta") or {}
-                if any(delta.get(k) for k in ("content", "reasoning",
-                                              "reasoning_content")):  # fmt: skip
-                    last = time.perf_counter()
-                    first = first or last
+    try:
+        async with client.stream("POST", "/v1/chat/completions", json=body) as response:
+            if response.status_code != 200:
+                await response.aread()
+                raise httpx.HTTPError(response.text)
+            async for line in response.aiter_lines():
+                if not line.startswith("data: {"):
+                    continue
+                event = json.loads(line[6:])
+                if event.get("usage"):
+                    tokens = event["usage"]["completion_tokens"]
+                for choice in event["choices"]:
+                    delta = choice.get("delta") or {}
+                    if any(delta.get(k) for k in ("content", "reasoning",
+                                                  "reasoning_content")):  # fmt: skip
+                        last = time.perf_counter()
+                        first = first or last
+    except httpx.HTTPError as error:
+        print(f"a request failed: {error!r}", file=sys.stderr)
+        return Answer(asked, 0.0, 0.0, 0)
     end = time.perf_counter()
     return Answer(asked, (first or end) - asked, (last or end) - asked, tokens)
 
@@ -143,12 +148,16 @@ def measure(
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
-    firsts = [a.first for a in answers]
+    failed = sum(not a.tokens for a in answers)
+    if failed == len(answers):
+        return {"system": system, "requests": len(answers), "failed": failed}
+    firsts = [a.first for a in answers if a.tokens]
     each = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens > 1]
     tokens = sum(a.tokens for a in answers)
     return {
         "system": system,
         "requests": len(answers),
+        "failed": failed,
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
@@ -195,17 +204,17 @@ def main(
         for system in systems:
             run = measure(system, prompts, arrivals, options)
             raw["runs"].append({"rate": each, **run})
-            rows.append(
-                [
-                    f"{each:g}",
-                    system,
+            print(raw["runs"][-1], file=sys.stderr, flush=True)
+            measured = [""] * 5
+            if "seconds" in run:
+                measured = [
                     f"{run['tokens_per_second']:.1f}",
                     *(f"{1000 * run[k]:.0f}" for k in ("first_p50", "first_p99")),
                     *(f"{1000 * run[k]:.1f}" for k in ("token_p50", "token_p99")),
                 ]
-            )
+            rows.append([f"{each:g}", system, *measured, str(run["failed"])])
     header = ("requests/s", "server", "tokens/s", "first token p50 (ms)", "p99",
-              "per token p50 (ms)", "p99")  # fmt: skip
+              "per token p50 (ms)", "p99", "failed")  # fmt: skip
     text = (
         f"{requests} requests of up to {options['max_tokens']} tokens at Poisson "
         f"arrivals, {options['batch']} rows, target {short(options['target'])}, draft "

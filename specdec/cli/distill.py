@@ -222,11 +222,13 @@ def distill(
     job = Job(wanted, say, requests.check)
 
     def conclude() -> None:
-        show(
-            f"specdec: interrupted: what was done is kept in {wanted.work}; the same "
-            "command with --resume continues",
-            err=True,
-        )
+        kept = "nothing was complete yet"
+        if wanted.work.is_dir():
+            kept = (
+                f"what was done is kept in {wanted.work}; the same command with "
+                "--resume continues"
+            )
+        show(f"specdec: interrupted: {kept}", err=True)
 
     with requests:
         try:
