@@ -47,6 +47,8 @@ def command_of(system: str, port: int, options: dict[str, Any]) -> list[str]:
         return [
             sys.executable, "-m", "mlx_lm.server", "--model", target,
             "--port", str(port), "--decode-concurrency", batch,
+            # As many rows at least, whatever the other says.
+            "--prompt-concurrency", str(min(8, int(batch))),
             "--max-tokens", str(options["max_tokens"]), "--log-level", "ERROR",
         ]  # fmt: skip
     draft = "none" if system == "plain" else options["draft"]
