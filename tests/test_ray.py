@@ -41,6 +41,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def staged(model: Path, batch: Any, **options: Any) -> list[dict[str, Any]]:
     """Rows of a batch with their results, without a cluster."""
+    rows: list[dict[str, Any]] = table_of(model, batch, **options).to_pylist()
+    return rows
+
+
+def table_of(model: Path, batch: Any, **options: Any) -> Any:
+    """The same as a table."""
 
     async def call() -> Any:
         given = {"params": PARAMS, "config": EngineConfig(batch_size=4), **options}
@@ -51,8 +57,7 @@ def staged(model: Path, batch: Any, **options: Any) -> list[dict[str, Any]]:
             if stage._server is not None:
                 await stage._server.aclose()
 
-    rows: list[dict[str, Any]] = asyncio.run(call()).to_pylist()
-    return rows
+    return asyncio.run(call())
 
 
 def test_a_stage_gives_what_one_machine_gives(model: Path) -> None:
@@ -116,6 +121,19 @@ def test_rows_that_cannot_be_asked_for(model: Path) -> None:
     for row in staged(model, pa.Table.from_pylist(odd), params=params):
         assert row["error"]
     assert staged(model, table.slice(0, 0)) == []
+
+
+def test_columns_keep_their_types(model: Path) -> None:
+    """A column that is empty in a block would not fit the same one of another."""
+    own = {
+        "note": pa.array([None, None], pa.string()),
+        "small": pa.array([1, 2], pa.int8()),
+        "sizes": pa.array([[1.5], None], pa.list_(pa.float32())),
+    }
+    table = pa.table({"index": [0, 1], "prompt": ["a", "b"], **own})
+    found = table_of(model, table)
+    for name in own:
+        assert found.column(name).equals(table.column(name))
 
 
 STAGED = """

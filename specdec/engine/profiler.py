@@ -302,9 +302,7 @@ def draft_length(
     """
     if drafter is None:
         return FixedLength(0)
-    # Where it says how many tokens a round has at most.
-    most: int | None = getattr(drafter, "max_proposals", None)
-    asked = config.max_draft_tokens
+    most, asked = drafter.max_proposals, config.max_draft_tokens
     k = asked if most is None else min(asked, most)
     if config.num_draft_tokens != "auto":
         if k < asked:

@@ -105,8 +105,12 @@ class GrammarCompiler:
         return self._begun(fresh)
 
     def begin(self, grammar: Grammar) -> None:
-        """Compile it meanwhile, for whoever asks for it later."""
-        if self.kept(grammar) is None:
+        """Compile it meanwhile, for whoever asks for it later.
+
+        Not while as many are under way as may be: nobody may ask for it, and those that
+        are asked for would wait for it.
+        """
+        if self.kept(grammar) is None and len(_begun_so_far) < AT_ONCE:
             self._under_way(grammar)
 
     def kept(self, grammar: Grammar) -> GrammarState | None:

@@ -410,8 +410,13 @@ class _Scan(_Call):
         if self._log is None or self._kernel is None:
             return super().again(slots, offset, kept)
         counts = kept if isinstance(kept, mx.array) else mx.array(list(kept), mx.int32)
-        weights, state = gated_delta.weights_of(self.layer), self._begun(slots)[1]
-        return list(gated_delta.again(self._kernel, weights, self._log, state, counts))
+        weights = gated_delta.weights_of(self.layer)
+        before, state = self._begun(slots)
+        window, after = gated_delta.again(
+            self._kernel, weights, self._log, state, counts
+        )
+        # The log's window has all of the write before, whatever is kept of that.
+        return [*select(kept, 1, [window], [before]), after]
 
     def _begun(self, slots: Slots) -> list[Any]:
         return self._states.begun(slots, self._rows)

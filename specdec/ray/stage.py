@@ -96,7 +96,9 @@ class SpecDecodeStage(Worker):
 
     async def __call__(self, batch: Mapping[str, Any]) -> Any:
         """The rows of a batch with their results, in their order."""
-        if hasattr(batch, "to_pydict"):  # pyarrow's
+        given: dict[str, Any] = {}
+        if hasattr(batch, "to_pydict"):  # pyarrow's: its columns have types
+            given = {name: batch.column(name) for name in batch.column_names}
             batch = batch.to_pydict()
         columns = {name: list(map(_plain, batch[name])) for name in batch}
         rows = [
@@ -104,7 +106,7 @@ class SpecDecodeStage(Worker):
             for values in zip(*columns.values(), strict=True)
         ]
         results = await asyncio.gather(*map(self._row, range(len(rows)), rows))
-        return _table(columns, results)
+        return _table({**columns, **given}, results)
 
     async def _row(self, at: int, row: Mapping[str, Any]) -> GenerationResult:
         number, index = at, None
@@ -158,15 +160,20 @@ def _plain(value: Any) -> Any:
     return list(map(_plain, value)) if isinstance(value, list | tuple) else value
 
 
-def _table(
-    columns: Mapping[str, list[Any]], results: Sequence[GenerationResult]
-) -> Any:
-    """A table of pyarrow's; blocks have the same types whatever their rows are."""
+def _table(columns: Mapping[str, Any], results: Sequence[GenerationResult]) -> Any:
+    """A table of pyarrow's; blocks have the same types whatever their rows are.
+
+    Args:
+        columns: those that stay: lists, or columns of pyarrow's.
+    """
     import pyarrow as pa
 
     lines = [result.to_dict() for result in results]
     logprobs = any("logprobs" in line for line in lines)
-    made = {name: pa.array(values) for name, values in columns.items()}
+    made = {
+        name: pa.array(values) if isinstance(values, list) else values
+        for name, values in columns.items()
+    }
     names = GenerationResult.refused(0, "", "").to_dict()
     for name in (*names, *["logprobs"] * logprobs):
         kind = None

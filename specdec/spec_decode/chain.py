@@ -36,10 +36,10 @@ class ChainDrafter(Drafter):
     def __init__(self, first: Drafter, second: Drafter):
         self.first = first
         self.second = second
-        most: list[Any] = [
-            getattr(each, "max_proposals", None) for each in (first, second)
-        ]
-        self.max_proposals = None if None in most else max(most)
+        most = (first.max_proposals, second.max_proposals)
+        self.max_proposals = None
+        if most[0] is not None and most[1] is not None:
+            self.max_proposals = max(most[0], most[1])
         contexts = (first.context_length, second.context_length)
         self.context_length = min((n for n in contexts if n is not None), default=None)
         self.hidden_layers = (*first.hidden_layers, *second.hidden_layers)

@@ -301,6 +301,10 @@ class Drafter(ABC):
     #: longer is not drafted for any more.
     context_length: int | None = None
 
+    #: The most tokens that it proposes for a row in a round; ``None``: any number.
+    #: Rounds are no wider.
+    max_proposals: int | None = None
+
     #: Layers of the target whose outputs the drafter wants, counted from 0, or from
     #: the last with -1, -2, ...
     hidden_layers: tuple[int, ...] = ()

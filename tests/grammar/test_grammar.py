@@ -182,6 +182,24 @@ def test_one_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> 
         assert made.kept(Grammar.regex("a")) is not None
 
 
+def test_what_is_only_announced_does_not_queue(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank would compile all that rank 0 refused before what it has to have."""
+    go, compiled = threading.Event(), GrammarCompiler._compiled
+
+    def slow(self: GrammarCompiler, grammar: Grammar) -> Any:
+        go.wait(60)
+        return compiled(self, grammar)
+
+    monkeypatch.setattr(GrammarCompiler, "_compiled", slow)
+    follower = GrammarCompiler(byte_tokenizer(), 300, bounded=False)
+    for i in range(3 * compiler.AT_ONCE):
+        follower.begin(Grammar.regex(f"{i}x"))
+    under_way = len(compiler._begun_so_far)
+    go.set()
+    assert under_way == compiler.AT_ONCE
+    follower.compile(YES)
+
+
 def test_without_the_library_the_way_out_is_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -589,6 +589,31 @@ def test_a_kernel_takes_the_rollback_in(
     assert calls.count(True) > calls.count(False) / 2
 
 
+@pytest.mark.parametrize("arch", ["qwen3_5", "qwen3_next"])
+@pytest.mark.parametrize("given", [list, mx.array])
+def test_several_writes_by_a_kernel_are_taken_back_at_once(
+    arch: str, given: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As a draft does. A write of which nothing is kept began after others' tokens."""
+    left_to_the_kernel(monkeypatch, arch)
+    twin: Any = with_recurrent_rows(model_of(arch))
+    caches = make_batch_caches(twin, 4, CacheOptions(max_write=8))
+    texts = [[(7 * i + 3 * j + i * j) % VOCABULARY for j in range(9)] for i in range(4)]
+    tokens = mx.array(texts)
+    twin(tokens[:, :4], cache=caches)
+    for each in caches:
+        each.checkpoint()
+    for part in (slice(4, 6), slice(6, 7), slice(7, 8)):
+        twin(tokens[:, part], cache=caches)
+    back = [0, 1, 3, 4]
+    for each in caches:
+        each.trim_per_sequence(given(back))
+    got = twin(tokens[:, 8:], cache=caches)
+    for row, count in enumerate(back):
+        kept = mx.array([[*texts[row][: 8 - count], texts[row][8]]])
+        assert mx.allclose(got[row, -1], model_of(arch)(kept)[0, -1], atol=1e-4)
+
+
 @pytest.mark.parametrize(
     "fault",
     [
