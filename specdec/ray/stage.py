@@ -94,7 +94,7 @@ class SpecDecodeStage(Worker):
         chosen = {"target": target, "draft": draft, "config": config, **loading}
         super().__init__(chosen, encoding or {})
 
-    async def __call__(self, batch: Mapping[str, Any]) -> Any:
+    async def __call__(self, batch: Any) -> Any:
         """The rows of a batch with their results, in their order."""
         given: dict[str, Any] = {}
         if hasattr(batch, "to_pydict"):  # pyarrow's: its columns have types
