@@ -98,8 +98,9 @@ class SpecDecodeStage(Worker):
         """The rows of a batch with their results, in their order."""
         given: dict[str, Any] = {}
         if hasattr(batch, "to_pydict"):  # pyarrow's: its columns have types
-            given = {name: batch.column(name) for name in batch.column_names}
-            batch = batch.to_pydict()
+            table: Any = batch
+            given = {name: table.column(name) for name in table.column_names}
+            batch = table.to_pydict()
         columns = {name: list(map(_plain, batch[name])) for name in batch}
         rows = [
             dict(zip(columns, values, strict=True))
