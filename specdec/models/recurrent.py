@@ -5,7 +5,8 @@ writes an ``ArraysCache``: which those are, and what states they keep, a forward
 that is built and not computed. In a twin of the model, which shares its weights, each
 is an instance of a class of its own that hands its calls to the cache. The cache has
 them done again, on the same inputs, for the tokens that a row has kept. mlx-lm's code
-does all of it; its own ``ArraysCache`` holds the states meanwhile.
+does all of it, but for gated delta layers on CUDA, which have a kernel; its own
+``ArraysCache`` holds the states meanwhile.
 
 Projections and convolutions do not depend on what a row keeps: what they put out is
 taped, so that doing a call again computes the recurrence alone.
