@@ -227,12 +227,11 @@ def fit(model: Any, *, joins: bool = True) -> None:
             flattened_matmul.flatten_products(model)
             skinny_matmul.take_few_rows(model)
             attention_patch.take_few_queries(model)
-        if joins:
-            join_products(model)
-        # What is faster on one rank may not be on another, and all have to compute
-        # the same bits of what they do not share.
-        if launched_rank() is None:
-            with kept_proofs():
+            if joins:
+                join_products(model)
+            # What is faster on one rank may not be on another, and all have to compute
+            # the same bits of what they do not share.
+            if launched_rank() is None:
                 warm_up.run(choices_of(model))
 
 
