@@ -81,7 +81,7 @@ def section(path: str, command: click.Command, context: click.Context) -> str:
 
 
 def body(text: str) -> str:
-    """A command's text; blocks that click is told to keep become code."""
+    """A command's text; blocks that click keeps as they are become code."""
     parts = []
     for block in inspect.cleandoc(text).partition("\f")[0].strip().split("\n\n"):
         if block.startswith("\b"):
@@ -127,8 +127,8 @@ def meaning(option: click.Option) -> str:
         notes.append(bounds(option.type))
     if default:
         notes.append(f"default: {default}")
-    told = "; ".join(filter(None, notes))
-    return prose(f"{text} ({told})" if told else text).lstrip()
+    note = "; ".join(filter(None, notes))
+    return prose(f"{text} ({note})" if note else text).lstrip()
 
 
 def bounds(kind: click.IntRange | click.FloatRange) -> str:

@@ -78,7 +78,7 @@ def _attending(kind: Any) -> Any:
         call.__code__, names, call.__name__, call.__defaults__, call.__closure__
     )
     twin.__kwdefaults__ = call.__kwdefaults__
-    # Whoever asks where a module comes from is told mlx-lm's file.
+    # Whoever asks where a module comes from gets mlx-lm's file.
     also = {"__call__": twin, "__module__": kind.__module__, "__doc__": kind.__doc__}
     return _Derived(kind.__name__, (kind,), also)
 
@@ -133,12 +133,12 @@ def _halves(module: nn.Module) -> list[mx.Dtype]:
 
 
 def _head_sizes(module: Any) -> Iterable[int]:
-    """Of an attention module: what it tells, or else all that the kernel takes."""
-    told = getattr(module, "head_dim", None)
+    """Of an attention module: its own, or if unknown all that the kernel takes."""
+    size = getattr(module, "head_dim", None)
     heads, queries = getattr(module, "n_heads", 0), getattr(module, "q_proj", None)
-    if told is None and heads and queries is not None:
-        told = queries["weight"].shape[0] // heads
-    return decode_attention.MOST_COLUMNS if told is None else (told,)
+    if size is None and heads and queries is not None:
+        size = queries["weight"].shape[0] // heads
+    return decode_attention.MOST_COLUMNS if size is None else (size,)
 
 
 def usual_attention(model: nn.Module) -> None:

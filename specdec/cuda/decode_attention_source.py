@@ -8,7 +8,7 @@ from math import e, log2
 # (B, S, H, D).
 #
 # A block computes 16 queries that read the same keys, up to SPAN of them: the H / KV
-# heads of a token, and the tokens, one behind the other. Its warps share the keys among
+# heads of a token, and the tokens, one after the other. Its warps share the keys among
 # themselves, 16 in turn, each with a maximum and a sum of its own (the online softmax
 # of Milakov and Gimelshein 2018), and put together what they found. In a tensor core's
 # product (m16n8k16) the queries are the 16 rows. What is summed over may be in any
