@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Request:
-    """A request as all threads know it.
+class _Ticket:
+    """What the threads share of a request, until it is one of the session's.
 
-    The loop reads, and says when the reader ``left``; the tokenizing thread calls
-    ``encode``; the compiling thread sets ``grammar``; the session's has the index.
+    The event loop reads ``inbox`` and sets ``left``. The tokenizing thread calls
+    ``encode``, a compiling thread sets ``grammar``, the session's thread ``index``.
     """
 
     encode: Callable[[], EncodedPrompt]
@@ -66,7 +66,7 @@ class _Request:
     index: int | None = None
 
 
-_Messages = list[tuple[_Request, StreamEvent | Exception]]
+_Messages = list[tuple[_Ticket, StreamEvent | Exception]]
 
 
 class _Lane:
@@ -146,7 +146,7 @@ class _Worker(threading.Thread):
         self._receive_end = receive_end
         self._grammars = grammars
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Ticket] = {}
         self._compilations = _Lane("specdec compiler", self._all_compiled, AT_ONCE)
         self._prompts = _Lane("specdec tokenizer", self._compilations.end)
         self._closing = False  # as any thread may say
@@ -154,11 +154,11 @@ class _Worker(threading.Thread):
 
     # -- called by the loop ------------------------------------------------
 
-    def add(self, request: _Request) -> None:
+    def add(self, request: _Ticket) -> None:
         """Tokenize a request's prompt in its turn, and decode it."""
         self._prompts.put(partial(self._encode, request))
 
-    def add_encoded(self, request: _Request, prompt: EncodedPrompt) -> None:
+    def add_encoded(self, request: _Ticket, prompt: EncodedPrompt) -> None:
         """Decode a request whose prompt is tokenized, with its grammar compiled."""
         grammar = request.params.grammar
         if grammar is not None and self._grammars is not None:
@@ -184,12 +184,12 @@ class _Worker(threading.Thread):
 
         self._compilations.put(partial(self._call, work, future))
 
-    def cut(self, request: _Request) -> None:
+    def cut(self, request: _Ticket) -> None:
         """End a request as it is: its last event comes with the next step."""
         request.cut = True
         self._commands.put(partial(self._cancel, request))
 
-    def cancel(self, request: _Request) -> None:
+    def cancel(self, request: _Ticket) -> None:
         """End a request, whether it has begun or not."""
         request.left = True
         self._commands.put(partial(self._cancel, request))
@@ -210,7 +210,7 @@ class _Worker(threading.Thread):
     def _all_compiled(self) -> None:
         self._commands.put(self._end_of_prompts)
 
-    def _encode(self, request: _Request) -> None:
+    def _encode(self, request: _Ticket) -> None:
         """Encode a request's prompt, and let the session have it."""
         if request.left:
             return
@@ -225,7 +225,7 @@ class _Worker(threading.Thread):
         else:
             self.add_encoded(request, prompt)
 
-    def _compile(self, request: _Request, prompt: EncodedPrompt) -> None:
+    def _compile(self, request: _Ticket, prompt: EncodedPrompt) -> None:
         """Compile a request's grammar, and let the session have it."""
         grammar = request.params.grammar
         if request.left:
@@ -321,7 +321,7 @@ class _Worker(threading.Thread):
         except Empty:
             pass
 
-    def _add(self, request: _Request, prompt: EncodedPrompt, session: Session) -> None:
+    def _add(self, request: _Ticket, prompt: EncodedPrompt, session: Session) -> None:
         if request.left:
             return
         params, grammar = request.params, request.grammar
@@ -337,7 +337,7 @@ class _Worker(threading.Thread):
             if ends:
                 session.cancel(request.index)
 
-    def _cancel(self, request: _Request, session: Session) -> None:
+    def _cancel(self, request: _Ticket, session: Session) -> None:
         if request.index is not None:
             session.cancel(request.index)
 
@@ -421,7 +421,7 @@ class Server:
         self._encode = encode
         self._grammars = grammars
         self._worker: _Worker | None = None
-        self._open: set[_Request] = set()
+        self._open: set[_Ticket] = set()
         self._calls: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self._closed = False
@@ -558,7 +558,7 @@ class Server:
         worker = self._checked_worker()
         params = SamplingParams() if params is None else require_params(params)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else None
-        request = _Request(partial(self._encode, prompt, **encoding), params)
+        request = _Ticket(partial(self._encode, prompt, **encoding), params)
         self._open.add(request)
         if encoded is not None:
             worker.add_encoded(request, encoded)

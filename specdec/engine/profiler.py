@@ -253,12 +253,12 @@ class _Drafting:
         recent = tokens.next(num_rows, 2)
         # The newest token of each row, after a prompt of the one before.
         prompts: Any = recent[:, :1].tolist()
-        sequences = [
+        requests = [
             Request(i, "", tuple(prompt), params, frozenset())
             for i, prompt in enumerate(prompts)
         ]
-        self._rules = Verifier.of(sequences, target.vocab_size)
-        most = sequences[0].max_length
+        self._rules = Verifier.of(requests, target.vocab_size)
+        most = requests[0].max_length
         self._rows = drafter.rows(prompts, max_length=most)
         for _ in self._rows.prefill():
             mx.synchronize()

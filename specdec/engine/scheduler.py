@@ -61,9 +61,9 @@ class Scheduler:
         """The row that gets the next place."""
         return self._waiting[0]
 
-    def add(self, sequence: Request) -> None:
+    def add(self, request: Request) -> None:
         """Queue a row after those that wait."""
-        self._waiting.append(sequence)
+        self._waiting.append(request)
 
     def ended(self) -> list[Request]:
         """Take the waiting rows that have ended (cancelled, say) off the queue."""

@@ -34,7 +34,7 @@ class Stepped:
 
 
 def choose_stepwise(
-    sequence: Request,
+    request: Request,
     logits: mx.array,
     draws: Draws,
     proposed: list[int],
@@ -43,15 +43,15 @@ def choose_stepwise(
     """Choose the tokens of one row's round.
 
     Args:
-        sequence: the row, with all its committed tokens.
+        request: the row, with all its committed tokens.
         logits: after bias and penalties, shape (1, k + 1, V).
         draws: of the row's positions, batch size 1.
         proposed: the draft tokens that it may accept.
         sampling: how the row, alone, chooses from what its processors leave.
     """
-    params = sequence.params
-    history = [*sequence.prompt_tokens, *sequence.tokens]
-    proposed = proposed[: sequence.remaining - 1]
+    params = request.params
+    history = [*request.prompt_tokens, *request.tokens]
+    proposed = proposed[: request.remaining - 1]
     done = Stepped([], [])
     try:
         for j in range(len(proposed) + 1):
@@ -66,12 +66,12 @@ def choose_stepwise(
                 token = _sample(params.sampler, row, params.seed_key, position)
             done.tokens.append(token)
             done.logits.append(row)
-            if token in sequence.end_tokens or [token] != proposed[j : j + 1]:
+            if token in request.end_tokens or [token] != proposed[j : j + 1]:
                 break
     except BaseException as error:  # it is the user's function: this row's loss alone
         if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
             raise
-        at = len(sequence.tokens) + len(done.tokens)
+        at = len(request.tokens) + len(done.tokens)
         what = reason_of(error)
         error_line = f"its sampler or a logits processor failed at token {at}: {what}"
         return replace(done, error=error_line)

@@ -56,8 +56,8 @@ class Logprobs:
         arrays: list[Any] = [self.chosen, self.top_ids, self.top]
         chosen, ids, top = (array.tolist() for array in arrays)
         read: list[list[TokenLogprobs]] = []
-        for i, sequence in enumerate(rows):
-            params = IDLE if sequence is None else sequence.params
+        for i, request in enumerate(rows):
+            params = IDLE if request is None else request.params
             if not params.logprobs and not params.top_logprobs:
                 read.append([])
                 continue
