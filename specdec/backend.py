@@ -91,7 +91,7 @@ _DEFAULTS = {
             # (one H200).
             peek_rows=1,
         ),
-        # Not measured; what follows from MLX's source is in docs/architecture.md. A
+        # Not measured; what follows from MLX's source is in docs/devices.md. A
         # new length costs nothing: a multiple of the keys that a block of the
         # attention kernel takes has all blocks full. Launching what a look takes may
         # cost more than it brings.
