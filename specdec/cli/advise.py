@@ -22,7 +22,8 @@ from .progress import Progress
 
 if TYPE_CHECKING:
     from ..outputs import GenerationResult
-    from ..spec_decode.draft_length import Advice, ForwardCosts
+    from ..spec_decode.draft_length import ForwardCosts
+    from ..tools.advice import Advice
 
 # Draws of the prompts, to see how the verdict depends on them.
 _DRAWS = 200
@@ -164,8 +165,8 @@ def _advice(
     results: Sequence[GenerationResult], costs: ForwardCosts, sizes: Sequence[int]
 ) -> tuple[Advice, _Sureness]:
     """The advice, and how much other prompts would change it."""
-    from ..spec_decode.draft_length import advise as advice_of
-    from ..spec_decode.draft_length import survival_of
+    from ..tools.advice import advise as advice_of
+    from ..tools.advice import survival_of
 
     def advice(rows: Sequence[GenerationResult]) -> Advice:
         def summed(lists: Iterable[list[int]]) -> list[int]:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from specdec.spec_decode.draft_length import ForwardCosts, advise, survival_of
+from specdec.spec_decode.draft_length import ForwardCosts
+from specdec.tools.advice import advise, survival_of
 from tests.spec_decode.draft_length.simulation import Costs
 
 GPU = Costs(0.01, 0.2, 0.0001)
