@@ -74,7 +74,7 @@ class Advice:
         return f"do not speculate with this pair: {self._reason(best)}"
 
     def _reason(self, at: Prediction) -> str:
-        """Why drafting does not pay: which cost is too high, or too little is accepted."""
+        """Why drafting does not pay: a cost that is too high, or low acceptance."""
         perfect = 2.0 / (at.draft_step + at.verify[1])
         if perfect < WORTH_IT:
             what = "a draft step and verifying a second token"
