@@ -73,7 +73,7 @@ class _Stopwatch:
     def once(self, run: Run) -> float:
         """Seconds of one run, waited for."""
         start = self._clock()
-        mx.eval(*run())
+        mx.eval(run())
         return self._clock() - start
 
     def settled(self, run: Run, likely: float) -> float:
