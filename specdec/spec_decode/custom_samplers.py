@@ -1,8 +1,8 @@
-"""Rows whose tokens are chosen by the user's own functions, one token after another.
+"""Chooses the tokens of rows with functions of the user's, one token after another.
 
-A logits processor or a sampler sees every token of its row exactly once and in
-order, though the round verifies several: it is called for a position only when all
-draft tokens before it were kept, with the tokens that were kept.
+A logits processor or a sampler sees every token of its row exactly once and in order,
+though a round verifies several. It is called for a position only if all draft tokens
+before it were accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stepped:
     Args:
         tokens: accepted draft tokens, then the extra token.
         logits: what the processors left at each of them, each of shape (1, V).
-        error: what went wrong after them, if anything did.
+        error: what went wrong after them; ``None``: nothing.
     """
 
     tokens: list[int]
@@ -44,10 +44,10 @@ def choose_stepwise(
 
     Args:
         request: the row, with all its committed tokens.
-        logits: after bias and penalties, shape (1, k + 1, V).
-        draws: of the row's positions, batch size 1.
+        logits: logits after bias and penalties, shape (1, k + 1, V).
+        draws: the draws of the row's positions, batch size 1.
         proposed: the draft tokens that it may accept.
-        sampling: how the row, alone, chooses from what its processors leave.
+        sampling: how the row chooses from what its processors leave.
     """
     params = request.params
     history = [*request.prompt_tokens, *request.tokens]
@@ -68,7 +68,7 @@ def choose_stepwise(
             done.logits.append(row)
             if token in request.end_tokens or [token] != proposed[j : j + 1]:
                 break
-    except BaseException as error:  # it is the user's function: this row's loss alone
+    except BaseException as error:  # the user's function may raise anything
         if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
             raise
         at = len(request.tokens) + len(done.tokens)
@@ -79,7 +79,7 @@ def choose_stepwise(
 
 
 def _may_be_ctrl_c() -> bool:
-    """Whether Python runs signal handlers here: it does in no other thread."""
+    """Whether this is the main thread, the only one that runs signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -91,7 +91,7 @@ def _checked(processed: Any, logits: mx.array) -> mx.array:
 
 
 def _sample(sampler: Any, logits: mx.array, seed: int, position: int) -> int:
-    mx.eval(logits)  # an error in what processors left belongs to this row
+    mx.eval(logits)  # errors of the processors' arrays surface here, in this row
     # The key that mx.random.key makes of this number is [seed, position].
     mx.random.seed(seed << 32 | position)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
