@@ -94,8 +94,9 @@ def vetted(rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
         least, largest = int(extremes[0]), int(extremes[1])
         if least < 0 or largest > most:
             raise DrafterError(
-                f"drafter {type(rows).__qualname__}: among the {part} that it proposed, "
-                f"one is {least if least < 0 else largest}: they must be 0 to {most}"
+                f"drafter {type(rows).__qualname__}: among the {part} that it "
+                f"proposed, one is {least if least < 0 else largest}: they must be 0 "
+                f"to {most}"
             )
     # A plain record, without `inputs`.
     clean = None if lengths is None else lengths.astype(mx.int32)
