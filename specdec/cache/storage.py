@@ -7,6 +7,7 @@ biases for each) and what attention is handed; everything else is written once.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
@@ -146,6 +147,9 @@ class Storage:
         self.codec = codec
         self.arrays = arrays
         self.least = 0
+        # What was read last, and of which arrays: held, they could not be written in
+        # place.
+        self._read: tuple[Any, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -188,9 +192,18 @@ class Storage:
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""
         assert self.arrays is not None
-        if extent == self.capacity:
-            return self.codec.present(self.arrays)
-        return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
+        read = self.arrays
+        if extent < self.capacity:
+            read = tuple(a[:, :, :extent] for a in self.arrays)
+        self._read = tuple(weakref.ref(a) for a in (*read, *self.arrays))
+        return self.codec.present(read)
+
+    def stored(self, *read: Any) -> Arrays | None:
+        """The whole arrays, if ``read`` is what was read of them last."""
+        found = self.arrays or ()
+        both = zip(self._read, (*read, *found), strict=False)
+        same = len(self._read) == len(read) + len(found) > 0
+        return self.arrays if same and all(a() is b for a, b in both) else None
 
     def blank(self, rows: int) -> Storage:
         """The like of this one, as large, with ``rows`` rows of zeros."""

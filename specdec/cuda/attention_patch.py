@@ -45,7 +45,10 @@ def _attend(
             queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
         )
         return theirs
-    return decode_attention.attention(queries, keys, values, scale, mask)
+    # Only a cache knows what its keys and values are the beginning of.
+    find = getattr(cache, "stored", None)
+    stored = None if find is None else find(keys, values)
+    return decode_attention.attention(queries, keys, values, scale, mask, stored)
 
 
 class _Derived(type):

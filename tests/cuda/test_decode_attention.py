@@ -49,7 +49,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A stand-in for the kernel: rows, queries and columns of each attention."""
     calls: list[tuple[int, ...]] = []
 
-    def stand_in(q: Any, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+    def stand_in(q: Any, k: Any, v: Any, scale: float, mask: Any, _: Any) -> mx.array:
         calls.append((q.shape[0], q.shape[2], k.shape[2]))
         return reference(q, k, v, scale, mask)
 
@@ -145,9 +145,9 @@ class Tried:
         patch.setattr(decode_attention, "_agrees", self)
         patch.setattr(decode_attention, "MOST_COLUMNS", dict.fromkeys((8, 16, 64)))
 
-    def __call__(self, size: int, dtype: mx.Dtype) -> bool:
+    def __call__(self, size: int, dtype: mx.Dtype) -> list[bool]:
         self.sizes.append(size)
-        return size != self._wrong
+        return [size != self._wrong]
 
 
 def of_size(tiny_model: TinyModel, kind: str, size: int) -> nn.Module:
