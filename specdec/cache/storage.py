@@ -200,10 +200,10 @@ class Storage:
 
     def stored(self, *read: Any) -> Arrays | None:
         """The whole arrays, if ``read`` is what was read of them last."""
-        found = self.arrays or ()
-        both = zip(self._read, (*read, *found), strict=False)
-        same = len(self._read) == len(read) + len(found) > 0
-        return self.arrays if same and all(a() is b for a, b in both) else None
+        given = *read, *(self.arrays or ())
+        same = len(given) == len(self._read)
+        same = same and all(a() is b for a, b in zip(self._read, given, strict=True))
+        return self.arrays if same else None
 
     def blank(self, rows: int) -> Storage:
         """The like of this one, as large, with ``rows`` rows of zeros."""

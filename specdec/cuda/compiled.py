@@ -161,7 +161,7 @@ class Kernel:
         template: Template = (),
     ) -> list[mx.array]:
         arrays = [i.array if isinstance(i, View) else i for i in inputs]
-        launch = {
+        launch: dict[str, Any] = {
             "output_shapes": output_shapes,
             "output_dtypes": output_dtypes,
             "grid": grid,
@@ -175,14 +175,13 @@ class Kernel:
         if _ahead.get() is not None:
             both = zip(output_shapes, output_dtypes, strict=True)
             return [mx.zeros(shape, dtype) for shape, dtype in both]
-        made: list[mx.array]
         if found is None:
             given = {"template": list(template)} if template else {}
-            made = self._by_mlx(inputs=arrays, **given, **launch)
+            made: list[mx.array] = self._by_mlx(inputs=arrays, **given, **launch)
             return made
         name, binary = found
         wholes = [i.whole if isinstance(i, View) else i for i in inputs]
-        made = mx.fast.precompiled_cuda_kernel(
+        return mx.fast.precompiled_cuda_kernel(
             name=name,
             compiled_source=binary,
             inputs=wholes,
@@ -190,7 +189,6 @@ class Kernel:
             ensure_row_contiguous=True,
             **launch,
         )
-        return made
 
     def _compiled(
         self, arrays: Sequence[mx.array], dtypes: Sequence[mx.Dtype], template: Template
@@ -207,10 +205,11 @@ class Kernel:
             # The architecture is asked for in this thread.
             asked = self._name, code, _target()
             self._found[key] = pool.submit(_binary, *asked) if pool else _binary(*asked)
-        found = self._found[key]
+        found: Any = self._found[key]
         if isinstance(found, Future) and _ahead.get() is None:
             found = self._found[key] = found.result()
-        return found
+        made: tuple[str, bytes] | None = found
+        return made
 
     def _scalars(
         self, arrays: Sequence[mx.array], wholes: Sequence[mx.array]

@@ -290,3 +290,27 @@ def test_a_trim_on_the_device_takes_back_between_nothing_and_everything(
     cache = filled([3, 5, 4])
     cache.trim_per_sequence(mx.array([-2, 9, 1], dtype), at_most=9)
     assert cache.offset.tolist() == [3, 0, 3]
+
+
+def test_what_was_read_is_found_where_it_is_stored() -> None:
+    """Attention reads memory by its strides: another array's would be another text."""
+    cache = filled([5, 3], read_bucket=32)
+    keys, values = write(cache, 2, seed=1)
+    stored = cache.stored(keys, values)
+    assert stored is not None
+    for read, whole in zip((keys, values), stored, strict=True):
+        assert whole.shape == (2, HEADS, cache.capacity, DIM)
+        assert equal(whole[:, :, : read.shape[2]], read)
+    assert cache.stored(values, keys) is None
+    assert cache.stored(keys, values + 0) is None
+    again = write(cache, 1)
+    assert cache.stored(keys, values) is None
+    assert cache.stored(*again) is not None
+    cache.update_and_fetch(*(tokens(2, 300) for _ in "kv"))
+    assert cache.stored(*again) is None
+    shared = cache.keys_and_values()
+    cache.filter([0])
+    assert cache.stored(*shared) is None
+    packed = BatchQuantizedKVCache(1, group_size=32, unpacks=True)
+    x = mx.random.normal((1, 2, 4, 32))
+    assert packed.stored(*packed.update_and_fetch(x, x)) is None

@@ -46,11 +46,17 @@ def right(sizes: Iterable[int]) -> dict[tuple[int, mx.Dtype], bool]:
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
-    """A stand-in for the kernel: rows, queries and columns of each attention."""
+    """A stand-in for the kernel: of each attention rows, queries and columns.
+
+    And 1 where keys and values are read where they are stored.
+    """
     calls: list[tuple[int, ...]] = []
 
-    def stand_in(q: Any, k: Any, v: Any, scale: float, mask: Any, _: Any) -> mx.array:
-        calls.append((q.shape[0], q.shape[2], k.shape[2]))
+    def stand_in(q: Any, k: Any, v: Any, scale: float, mask: Any, of: Any) -> mx.array:
+        columns = k.shape[2]
+        calls.append((q.shape[0], q.shape[2], columns, 0 if of is None else 1))
+        if of is not None:
+            k, v = (array[:, :, :columns] for array in of)
         return reference(q, k, v, scale, mask)
 
     monkeypatch.setattr(decode_attention, "attention", stand_in)
@@ -303,8 +309,10 @@ def test_decoding_asks_for_it_and_says_the_same(
     expected = texts()
     take_few_queries(model)
     assert texts() == expected
-    assert {tokens for _, tokens, _ in asked} >= {2, 3}
-    assert all(columns % 32 == 0 for *_, columns in asked if columns > 30)
+    assert {tokens for _, tokens, *_ in asked} >= {2, 3}
+    assert all(columns % 32 == 0 for *_, columns, _ in asked if columns > 30)
+    # What looks for numbers that depend on the columns takes very many.
+    assert all(stored for *_, columns, stored in asked if columns < 2**20)
 
 
 @needs_cuda
