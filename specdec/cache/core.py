@@ -301,14 +301,6 @@ class CacheCore:
         longest = max(self._longest, longest)
         return self._read(self._extent(longest, self.capacity, width))
 
-    def stored(self, keys: Any, values: Any) -> tuple[mx.array, ...] | None:
-        """All columns that are allocated, of keys and values that attention was given.
-
-        ``None`` where the two are not the first columns of what is stored: they were
-        packed, or computed from those.
-        """
-        return self._storage.stored(keys, values)
-
     def _read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` columns, as attention takes them."""
         return self._storage.read(extent)

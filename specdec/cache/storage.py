@@ -7,13 +7,13 @@ biases for each) and what attention is handed; everything else is written once.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cuda.views import part
 from ..errors import CacheError
 from .positions import whole
 
@@ -147,9 +147,6 @@ class Storage:
         self.codec = codec
         self.arrays = arrays
         self.least = 0
-        # What was read last, and of which arrays: held, they could not be written in
-        # place.
-        self._read: tuple[Any, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -192,18 +189,9 @@ class Storage:
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""
         assert self.arrays is not None
-        read = self.arrays
-        if extent < self.capacity:
-            read = tuple(a[:, :, :extent] for a in self.arrays)
-        self._read = tuple(weakref.ref(a) for a in (*read, *self.arrays))
-        return self.codec.present(read)
-
-    def stored(self, *read: Any) -> Arrays | None:
-        """The whole arrays, if ``read`` is what was read of them last."""
-        given = *read, *(self.arrays or ())
-        same = len(given) == len(self._read)
-        same = same and all(a() is b for a, b in zip(self._read, given, strict=True))
-        return self.arrays if same else None
+        whole = extent == self.capacity
+        read = ((a if whole else a[:, :, :extent], a) for a in self.arrays)
+        return self.codec.present(tuple(part(*both) for both in read))
 
     def blank(self, rows: int) -> Storage:
         """The like of this one, as large, with ``rows`` rows of zeros."""

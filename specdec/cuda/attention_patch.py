@@ -45,10 +45,7 @@ def _attend(
             queries, keys, values, cache=cache, scale=scale, mask=mask, sinks=sinks
         )
         return theirs
-    # Only a cache knows what its keys and values are the beginning of.
-    find = getattr(cache, "stored", None)
-    stored = None if find is None else find(keys, values)
-    return decode_attention.attention(queries, keys, values, scale, mask, stored)
+    return decode_attention.attention(queries, keys, values, scale, mask)
 
 
 class _Derived(type):

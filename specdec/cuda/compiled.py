@@ -17,11 +17,12 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from functools import cache, cached_property
 from math import prod
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import mlx.core as mx
 
 from . import nvrtc
+from .views import View
 
 logger = logging.getLogger(__name__)
 
@@ -97,29 +98,12 @@ def ahead() -> Iterator[None]:
             _ahead.reset(token)
 
 
-class View(NamedTuple):
-    """An input of a source that reads its strides.
-
-    Args:
-        array: what the source reads, the first elements of ``whole`` along each axis.
-        whole: an array whose strides it has; it is copied first if it has gaps.
-    """
-
-    array: mx.array
-    whole: mx.array
-
-    @classmethod
-    def of(cls, array: mx.array) -> View:
-        """The array, without gaps."""
-        return cls(array, array)
-
-
 class Kernel:
     """Launches a source as :func:`mx.fast.cuda_kernel` does.
 
     Of an array whose number of dimensions the source reads, all but the last count as
     one, so that the same machine code does for any number. An array whose strides it
-    reads has to be a :class:`View`: otherwise MLX, which knows them, compiles.
+    reads has to be a :class:`.View`: otherwise MLX, which knows them, compiles.
     """
 
     def __init__(
@@ -180,12 +164,17 @@ class Kernel:
             made: list[mx.array] = self._by_mlx(inputs=arrays, **given, **launch)
             return made
         name, binary = found
-        wholes = [i.whole if isinstance(i, View) else i for i in inputs]
+        views = [
+            i if isinstance(i, View) and strides else View(array, array)
+            for i, array, (_, strides, _) in zip(
+                inputs, arrays, self._reads, strict=True
+            )
+        ]
         return mx.fast.precompiled_cuda_kernel(
             name=name,
             compiled_source=binary,
-            inputs=wholes,
-            scalars=self._scalars(arrays, wholes),
+            inputs=[view.whole for view in views],
+            scalars=self._scalars(views),
             ensure_row_contiguous=True,
             **launch,
         )
@@ -211,20 +200,16 @@ class Kernel:
         made: tuple[str, bytes] | None = found
         return made
 
-    def _scalars(
-        self, arrays: Sequence[mx.array], wholes: Sequence[mx.array]
-    ) -> list[int]:
+    def _scalars(self, views: Sequence[View]) -> list[int]:
         """What follows the arrays: see :meth:`_code`."""
         found: list[int] = []
-        for array, whole, (shape, strides, ndim) in zip(
-            arrays, wholes, self._reads, strict=True
-        ):
-            sizes = array.shape
+        for view, (shape, strides, ndim) in zip(views, self._reads, strict=True):
+            sizes = view.array.shape
             if ndim:
                 sizes = (prod(sizes[:-1]), sizes[-1]) if len(sizes) > 1 else (*sizes, 1)
             found += (*sizes,) if shape else ()
-            found += whole.shape[1:] if strides else ()
-            found += (min(array.ndim, 2),) if ndim else ()
+            found += (*view.whole.shape[1:], view.offset) if strides else ()
+            found += (min(view.array.ndim, 2),) if ndim else ()
         return found
 
     def _code(
@@ -236,8 +221,8 @@ class Kernel:
         """All that is compiled; the kernel's name is left as ``@NAME@``.
 
         Its parameters are the inputs, the outputs, and for every input what the source
-        reads: its shape, the whole's shape but for the first dimension, and the number
-        of dimensions. The source's names are made of them.
+        reads: its shape, the whole's shape but for the first dimension and the offset,
+        and the number of dimensions. The source's names are made of them.
         """
         inputs = zip(self._inputs, forms, strict=True)
         outputs = zip(self._outputs, dtypes, strict=True)
@@ -258,6 +243,8 @@ class Kernel:
                 lines.append(
                     f"const long long {name}_strides[] = {{{', '.join(steps)}}};"
                 )
+                parameters.append(f"const int {name}_offset")
+                lines.append(f"{name} += {name}_offset;")
             if ndim:
                 parameters.append(f"const int {name}_ndim")
         for name, value in template:

@@ -21,9 +21,9 @@ from typing import Any
 import mlx.core as mx
 
 from . import decode_attention_source as text
-from .compiled import View
 from .kernels import TYPES, cuda_kernel, tensor_cores
 from .proofs import holds
+from .views import View, noted, part
 
 # What the kernel is given: up to MOST_TOKENS queries of a row (more are a prompt's),
 # and heads of these sizes, with up to so many keys (``None``: any number). Of the
@@ -65,18 +65,16 @@ def attention(
     values: mx.array,
     scale: float,
     mask: mx.array | str,
-    stored: tuple[mx.array, mx.array] | None = None,
 ) -> mx.array:
     """Scaled dot-product attention of few queries.
 
     Args:
         queries: shape (B, H, S, D).
-        keys, values: shape (B, KV, L, D), KV a divisor of H.
+        keys, values: shape (B, KV, L, D), KV a divisor of H. MLX compiles the kernel,
+            in each process, for those that are not noted as parts of others.
         scale: of the products of queries and keys.
         mask: shape (B or 1, 1, S, L), boolean, or of the queries' type and added; or
             ``"causal"``: the last query sees all keys, the one before it one fewer.
-        stored: arrays without gaps whose first columns the keys and values are;
-            ``None``: that is not known, and MLX compiles the kernel in each process.
 
     Returns:
         Shape (B, H, S, D), the heads of a token one after the other in memory. What
@@ -84,13 +82,10 @@ def attention(
     """
     rows, heads, tokens, size = queries.shape
     kind = "causal"
-    inputs: list[Any] = [queries, keys, values]
+    inputs: list[Any] = [View.of(queries), noted(keys) or keys, noted(values) or values]
     if not isinstance(mask, str):
         kind = "bool" if mask.dtype == mx.bool_ else "added"
-        inputs.append(mask)
-    if stored is not None:
-        wholes = queries, *stored, *inputs[3:]
-        inputs = [View(*both) for both in zip(inputs, wholes, strict=True)]
+        inputs.append(View.of(mask))
     pieces = -(-keys.shape[2] // SPAN)
     count = rows * tokens * heads
     shapes: list[tuple[int, ...]] = [(rows, tokens, heads, size)]
@@ -184,7 +179,7 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> Iterator[mx.array]:
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
         for i, shape in enumerate(shapes)
     )
-    k, v = (array[:, :, :columns] for array in stored)
+    k, v = (part(array[:, :, :columns], array) for array in stored)
     lengths = mx.array([columns - 30, columns])[:, None, None, None]
     seen = mx.arange(columns) < lengths - 2 + mx.arange(3)[:, None]
     added = mx.where(seen, 0.0, -mx.inf).astype(dtype)
@@ -195,7 +190,7 @@ def _agrees_on(size: int, columns: int, dtype: mx.Dtype) -> Iterator[mx.array]:
                 scale=0.1,
                 mask=mask if isinstance(mask, str) else seen,
             )
-        found = attention(q, k, v, 0.1, mask, (stored[0], stored[1]))
+        found = attention(q, k, v, 0.1, mask)
         # Not the other way round: NaN is no agreement.
         off = mx.abs(found.astype(mx.float32) - exact).max()
         yield off <= 0.02 * mx.abs(exact).max()

@@ -22,9 +22,9 @@ import mlx.nn as nn
 from mlx_lm.models import gated_delta, qwen3_5, qwen3_next
 
 from . import gated_delta_source as text
-from .compiled import View
 from .kernels import cuda_kernel
 from .proofs import holds
+from .views import View
 
 # What the kernel is given: up to MOST_TOKENS tokens of a row, heads up to these sizes.
 # A head of values is a block. LANES threads share ROWS rows of its state, in registers:

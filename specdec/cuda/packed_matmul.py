@@ -32,6 +32,7 @@ from .kernels import (
     tensor_cores,
 )
 from .proofs import holds
+from .views import split
 
 #: What the kernel knows: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
@@ -167,7 +168,7 @@ def of_layer(
         return product(x, packed, bias, bits=bits, group_size=group_size, ends=ends)
     dense = mx.dequantize(*packed, group_size, bits).T
     whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
-    return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
+    return split(whole, ends) if len(ends) > 1 else [whole]
 
 
 class Kind(NamedTuple):

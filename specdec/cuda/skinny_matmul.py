@@ -34,6 +34,7 @@ from .kernels import (
     tensor_cores,
 )
 from .proofs import holds
+from .views import split
 
 # What the kernel is given: matrices of up to MOST_WEIGHTS numbers, up to MOST_ROWS
 # rows, up to MOST_WORK products of two numbers. Beyond, on one H200, cuBLAS computes
@@ -325,8 +326,7 @@ class SkinnyLinear(nn.Linear):
         """Its product in parts, for stacked matrices, see :func:`parts`."""
         weight, bias = self["weight"], self.get("bias")
         if len(ends) > MOST_PARTS or not takes(x, weight, bias):
-            usual: Any = mx.split(self(x), list(ends[:-1]), axis=-1)
-            return list(usual)
+            return split(self(x), ends)
         return parts(x, weight, bias, ends)
 
 

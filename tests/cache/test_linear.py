@@ -11,6 +11,7 @@ import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 
 from specdec.cache import BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache
+from specdec.cuda.views import noted
 from specdec.errors import CacheError
 
 HEADS, DIM = 2, 8
@@ -292,25 +293,15 @@ def test_a_trim_on_the_device_takes_back_between_nothing_and_everything(
     assert cache.offset.tolist() == [3, 0, 3]
 
 
-def test_what_was_read_is_found_where_it_is_stored() -> None:
-    """Attention reads memory by its strides: another array's would be another text."""
+def test_where_attention_s_keys_and_values_are_stored_is_noted() -> None:
+    """Kernels read memory by it: what was written since would be another text."""
     cache = filled([5, 3], read_bucket=32)
-    keys, values = write(cache, 2, seed=1)
-    stored = cache.stored(keys, values)
-    assert stored is not None
-    for read, whole in zip((keys, values), stored, strict=True):
-        assert whole.shape == (2, HEADS, cache.capacity, DIM)
-        assert equal(whole[:, :, : read.shape[2]], read)
-    assert cache.stored(values, keys) is None
-    assert cache.stored(keys, values + 0) is None
-    again = write(cache, 1)
-    assert cache.stored(keys, values) is None
-    assert cache.stored(*again) is not None
-    cache.update_and_fetch(*(tokens(2, 300) for _ in "kv"))
-    assert cache.stored(*again) is None
-    shared = cache.keys_and_values()
-    cache.filter([0])
-    assert cache.stored(*shared) is None
+    for n in (2, 300):
+        for read in (*write(cache, n, seed=1), *cache.keys_and_values()):
+            view = noted(read)
+            assert view is not None
+            assert (view.whole.shape[2], view.offset) == (cache.capacity, 0)
+            assert equal(view.whole[:, :, : read.shape[2]], read)
     packed = BatchQuantizedKVCache(1, group_size=32, unpacks=True)
     x = mx.random.normal((1, 2, 4, 32))
-    assert packed.stored(*packed.update_and_fetch(x, x)) is None
+    assert not any(map(noted, packed.update_and_fetch(x, x)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
-from functools import partial
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from specdec.cuda import (
     skinny_matmul,
 )
 from specdec.cuda.kernels import cuda_kernel
+from specdec.cuda.views import _noted, noted, part, split
 from specdec.utils.kept import KeptFiles
 from tests.cuda.emulation import cuda
 
@@ -106,22 +107,21 @@ def attentions() -> list[mx.array]:
         mx.random.normal(shape, key=mx.random.key(i)).astype(BF16)
         for i, shape in enumerate([(2, 6, 3, 64), (2, 2, 70, 64), (2, 2, 70, 64)])
     )
-    k, v = (array[:, :, :50] for array in stored)
+    k, v = (part(array[:, :, :50], array) for array in stored)
     seen = mx.arange(50) < 45 + mx.arange(3)[:, None]
     added = mx.where(seen[None, None], 0.0, -mx.inf).astype(BF16)
     # Queries as a model has them before they are turned round.
     q = q.transpose(0, 2, 1, 3)
     q = mx.contiguous(q).transpose(0, 2, 1, 3)
-    whole = stored[0], stored[1]
-    attend = partial(decode_attention.attention, q, k, v, 0.1, stored=whole)
-    return [attend(mask=mask) for mask in (added, "causal")]
+    return [decode_attention.attention(q, k, v, 0.1, m) for m in (added, "causal")]
 
 
 def rounds() -> list[mx.array]:
-    """Of a recurrent layer, with inputs that have gaps, and one after it."""
+    """Of a recurrent layer, whose inputs are parts of a product, and one after it."""
     weights, inputs, window, state = gated_delta.drawn(PLAIN, 2, 3)
-    gaps = (mx.concatenate([i, i], axis=-1)[..., : i.shape[-1]] for i in inputs)
-    found = gated_delta.scan(PLAIN, weights, gated_delta.Inputs(*gaps), window, state)
+    ends = list(accumulate(i.shape[-1] for i in inputs))
+    parts = split(mx.concatenate([*inputs], axis=-1), ends)
+    found = gated_delta.scan(PLAIN, weights, gated_delta.Inputs(*parts), window, state)
     kept = mx.array([2, 0])
     after = gated_delta.scan(PLAIN, weights, inputs, found.log, state, kept)
     return [found.y, found.after, after.y, after.before, after.after, *after.log]
@@ -255,6 +255,23 @@ def test_without_machine_code_mlx_compiles(
     double(mx.ones(1))
     assert len(by_mlx) == 2
     assert not launched
+
+
+def test_where_arrays_lie_is_noted_while_they_are_there() -> None:
+    """An array that is there no more leaves its address, and held what is large."""
+    whole = mx.arange(12).reshape(2, 6)
+    parts = split(whole, (2, 6))
+    views = [noted(array) for array in parts]
+    assert [view and (view.whole is whole, view.offset) for view in views] == [
+        (True, 0),
+        (True, 2),
+    ]
+    assert noted(whole) is None
+    assert noted(part(whole, whole)) == (whole, whole, 0)
+    ids = list(map(id, (*parts, whole)))
+    assert set(ids) <= set(_noted)
+    del parts, whole, views
+    assert not set(ids) & set(_noted)
 
 
 def test_files_that_were_used_longest_ago_go(tmp_path: Path) -> None:

@@ -22,6 +22,7 @@ from specdec.cuda import attention_patch, decode_attention
 from specdec.cuda.attention_patch import take_few_queries, usual_attention
 from specdec.cuda.fused_linear import separated
 from specdec.cuda.kernels import TYPES
+from specdec.cuda.views import noted
 from specdec.models import precision
 from specdec.tools.decoding import token_level
 
@@ -48,15 +49,17 @@ def right(sizes: Iterable[int]) -> dict[tuple[int, mx.Dtype], bool]:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """A stand-in for the kernel: of each attention rows, queries and columns.
 
-    And 1 where keys and values are read where they are stored.
+    And 1 where it is known where keys and values are stored.
     """
     calls: list[tuple[int, ...]] = []
 
-    def stand_in(q: Any, k: Any, v: Any, scale: float, mask: Any, of: Any) -> mx.array:
-        columns = k.shape[2]
-        calls.append((q.shape[0], q.shape[2], columns, 0 if of is None else 1))
-        if of is not None:
-            k, v = (array[:, :, :columns] for array in of)
+    def stand_in(q: Any, k: Any, v: Any, scale: float, mask: Any) -> mx.array:
+        columns, views = k.shape[2], [noted(array) for array in (k, v)]
+        calls.append((q.shape[0], q.shape[2], columns, 0 if None in views else 1))
+        k, v = (
+            view.whole[:, :, :columns] if view else array
+            for view, array in zip(views, (k, v), strict=True)
+        )
         return reference(q, k, v, scale, mask)
 
     monkeypatch.setattr(decode_attention, "attention", stand_in)
