@@ -6,9 +6,10 @@ A kernel reads a part by the strides of the whole, which MLX's Python does not t
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -41,7 +42,9 @@ def part(array: mx.array, whole: mx.array, offset: int = 0) -> mx.array:
     It must not be changed in place afterwards.
     """
     key = id(array)
-    reference = weakref.ref(array, lambda _: _noted.pop(key, None))
+    # No Python code, in which a Ctrl-C would be lost: the reference is the default.
+    forget: Callable[[Any], Any] = partial(_noted.pop, key)
+    reference = weakref.ref(array, forget)
     # An array that held itself would stay.
     _noted[key] = reference, None if whole is array else whole, offset
     return array
