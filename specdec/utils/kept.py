@@ -73,9 +73,10 @@ class KeptFiles:
         path = self.folder / name
         try:
             found = read_plain(path)
-            os.utime(path)
         except OSError:
             return None
+        with contextlib.suppress(OSError):
+            os.utime(path)
         digest, data = found[:32], found[32:]
         return data if digest == hashlib.sha256(data).digest() else None
 
