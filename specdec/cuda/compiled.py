@@ -120,7 +120,6 @@ class Kernel:
             tuple(f"{i}_{what}" in source for what in ("shape", "strides", "ndim"))
             for i in inputs
         ]
-        self._strided = any(strides for _, strides, _ in self._reads)
         self._found: dict[Any, Any] = {}
 
     @cached_property
@@ -131,7 +130,7 @@ class Kernel:
             output_names=list(self._outputs),
             source=self._source,
             header=self._header,
-            ensure_row_contiguous=not self._strided,
+            ensure_row_contiguous=not any(strides for _, strides, _ in self._reads),
         )
 
     def __call__(
@@ -144,6 +143,8 @@ class Kernel:
         threadgroup: tuple[int, int, int],
         template: Template = (),
     ) -> list[mx.array]:
+        strided = [strides for _, strides, _ in self._reads]
+        both = list(zip(inputs, strided, strict=True))
         arrays = [i.array if isinstance(i, View) else i for i in inputs]
         launch: dict[str, Any] = {
             "output_shapes": output_shapes,
@@ -151,24 +152,20 @@ class Kernel:
             "grid": grid,
             "threadgroup": threadgroup,
         }
-        known = nvrtc.library() is not None and all(
-            isinstance(i, View) or not strides
-            for i, (_, strides, _) in zip(inputs, self._reads, strict=True)
-        )
-        found = self._compiled(arrays, output_dtypes, template) if known else None
+        known = all(isinstance(i, View) or not strides for i, strides in both)
+        found = None
+        if known and nvrtc.library() is not None:
+            found = self._compiled(arrays, output_dtypes, template)
         if _ahead.get() is not None:
-            both = zip(output_shapes, output_dtypes, strict=True)
-            return [mx.zeros(shape, dtype) for shape, dtype in both]
+            return list(map(mx.zeros, output_shapes, output_dtypes))
         if found is None:
             given = {"template": list(template)} if template else {}
             made: list[mx.array] = self._by_mlx(inputs=arrays, **given, **launch)
             return made
         name, binary = found
         views = [
-            i if isinstance(i, View) and strides else View(array, array)
-            for i, array, (_, strides, _) in zip(
-                inputs, arrays, self._reads, strict=True
-            )
+            i if strides else View(array, array)
+            for (i, strides), array in zip(both, arrays, strict=True)
         ]
         return mx.fast.precompiled_cuda_kernel(
             name=name,

@@ -23,7 +23,7 @@ from specdec.cuda import (
     skinny_matmul,
 )
 from specdec.cuda.kernels import cuda_kernel
-from specdec.cuda.views import _noted, noted, part, split
+from specdec.cuda.views import View, _noted, noted, part, split
 from specdec.utils.kept import KeptFiles
 from tests.cuda.emulation import cuda
 
@@ -80,14 +80,14 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     return calls
 
 
-def double(x: mx.array, name: str = "double", scale: int = 2) -> mx.array:
+def double(x: mx.array | View, name: str = "double", scale: int = 2) -> mx.array:
     found: mx.array = cuda_kernel(name, "out[0] = S * x[0];", ("x",), ("out",))(
         inputs=[x],
         template=[("S", scale)],
         grid=(1, 1, 1),
         threadgroup=(1, 1, 1),
-        output_shapes=[x.shape],
-        output_dtypes=[x.dtype],
+        output_shapes=[(1,)],
+        output_dtypes=[mx.float32],
     )[0]
     return found
 
@@ -177,6 +177,9 @@ def test_names_are_of_all_that_is_compiled(
     double(mx.ones(1), "twice")
     double(mx.ones(1))
     assert len(launched) == 6
+    end = split(mx.arange(6.0), (2, 6))[1]
+    double(View.of(end))  # what reads no strides is given no other array
+    assert launched.pop()["inputs"] == [end]
     assert len({call["name"] for call in launched}) == 5 == len(compiler.asked)
     for call in launched:
         assert f"void {call['name']}(" in call["compiled_source"].decode()
