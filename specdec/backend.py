@@ -35,6 +35,8 @@ class BackendDefaults:
         costs_by_token: a forward takes time in proportion to its tokens, and little to
             launch. So rounds with a draft are read at once and verify nothing in vain,
             and costs measured with one row are scaled to any number of rows.
+        join_rounds: how many rounds the prefill of joining rows takes, where launches
+            dominate it, so that its time hardly depends on the number of rows.
         new_shape_seconds: seconds that a new shape takes.
         compile_after: compile a decode forward once its shapes were met so many times;
             ``None``: never. It needs shapes that repeat, and pays where launching
@@ -55,6 +57,7 @@ class BackendDefaults:
     read_bucket: int
     static_shapes: bool
     costs_by_token: bool = False
+    join_rounds: int = 0
     new_shape_seconds: float = 0.0
     compile_after: int | None = None
     pad_single_token: bool = False
@@ -83,6 +86,9 @@ _DEFAULTS = {
             "cuda",
             read_bucket=256,
             static_shapes=True,
+            # 3 to 5, plain and with a draft, of 8 rows and 32
+            # (benchmarks/results/jobs-smollm2-h200).
+            join_rounds=4,
             new_shape_seconds=0.04,
             compile_after=1,
             pad_single_token=True,

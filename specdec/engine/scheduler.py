@@ -22,8 +22,15 @@ class Scheduler:
 
     Nobody overtakes: a request that does not fit holds back those after it.
 
+    Where a join takes as long for one request as for several, and more requests wait
+    than rows are free, requests join several at a time: once the free rows have been
+    idle for as long as a join takes, or half of the batch is free. This costs at most
+    twice as much as joining at the best times, which are not known in advance (ski
+    rental).
+
     Args:
         batch_size: the most rows that decode together.
+        join_rounds: what a join costs, in rounds of the whole batch; 0: nothing.
         budget: bytes that the rows of a batch may need together; ``None``: any number.
         cost: bytes that requests need when they have rows together.
     """
@@ -32,12 +39,15 @@ class Scheduler:
         self,
         batch_size: int,
         *,
+        join_rounds: int = 0,
         budget: int | None = None,
-        cost: Callable[[Sequence[Request]], int] = _free,
+        cost: Callable[[Sequence[Request]], int] | None = None,
     ):
         self.batch_size = batch_size
         self.budget = budget
-        self._cost = cost
+        self._cost = cost or _free
+        # For how many rounds free rows may be idle and have been, added up over rows.
+        self._may_idle, self._idle = join_rounds * batch_size, 0
         self._waiting: deque[Request] = deque()
         # The requests that were last found not to fit together. While they are the
         # same, there is no need to ask again.
@@ -78,12 +88,22 @@ class Scheduler:
                 gets one whatever it needs: it will not fit better later.
         """
         places = self.batch_size - len(running)
+        if running and self._is_early(places):
+            return []
         first = list(islice(self._waiting, max(0, places)))
         alike = first[: _number_alike(first)]
         admitted = alike[: self._number_fitting(running, alike)]
         for _ in admitted:
             self._waiting.popleft()
+            self._idle = 0
         return admitted
+
+    def _is_early(self, places: int) -> bool:
+        """Whether to wait another round, so that more requests join together."""
+        if self.waiting <= places or 2 * places >= self.batch_size:
+            return False
+        self._idle += places
+        return self._idle < self._may_idle
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
         """Whether memory has room for so many slots, each for the longest row."""
