@@ -23,6 +23,7 @@ from tests.models.architectures import COMMON, OWN
 from tests.models.folders import tokenizer_of, write_folder
 from tests.models.gguf_files import VOCAB
 from tests.plain import AT_ONCE, exact, greedy
+from tests.scripted import Script
 from tests.spec_decode.repetitive import make_prompts
 from tests.spec_decode.test_heads import Noted
 
@@ -166,7 +167,7 @@ def test_arrays_are_read(arch: str, tmp_path: Path) -> None:
 def test_proposals_are_those_of_a_plain_forward(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a batch whose rows join and leave, of a target with recurrent layers too.
+    """Of rows that join, leave and rest, of a target with recurrent layers too.
 
     Norms that are stored less one, and experts one by one, would show here.
     """
@@ -184,6 +185,7 @@ def test_proposals_are_those_of_a_plain_forward(
     exact(
         target.model, None, prompts, lengths,
         batch_size=3, num_draft_tokens=K, backend=AT_ONCE, drafter=drafter,
+        length=Script(lambda number: (K, 0, K - 1)[number % 3]),
     )  # fmt: skip
     assert len(noted.found) > 8
     for texts, proposed in noted.found[::2]:
