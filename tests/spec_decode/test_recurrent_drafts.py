@@ -19,6 +19,7 @@ from specdec.config import EngineConfig
 from specdec.models.layer_skip import SkippingModel
 from specdec.models.precision import quantized_copy
 from specdec.models.runner import ModelRows, ModelRunner
+from specdec.prefix_cache.store import PrefixStore
 from specdec.sampling_params import SamplingParams
 from specdec.spec_decode import (
     ChainDrafter,
@@ -168,6 +169,23 @@ PROMPTS = [
 ]
 
 
+# The beginning of one that ran before it.
+PROMPTS[5] = [*PROMPTS[3], 7, 1, 4]
+
+
+class Store(PrefixStore):
+    """Notes how many tokens are found of prompts."""
+
+    def __init__(self, **options: Any):
+        super().__init__(**options)
+        self.found: list[int] = []
+
+    def lookup(self, *args: Any) -> Any:
+        found = super().lookup(*args)
+        self.found.append(found.plan.length)
+        return found
+
+
 @pytest.mark.parametrize(
     ("arch", "backend", "chained"),
     [
@@ -183,7 +201,10 @@ def test_in_whole_runs(
     chained: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Rows join while others run, rest, end, or are not drafted for."""
+    """Rows join while others run, rest, end, are not drafted for, or were met before.
+
+    States that were kept after another number of tokens would show here.
+    """
     model, draft = model_of(arch), slightly_off(arch)
     lengths = [10 + i for i in range(len(PROMPTS))]
     each = zip(PROMPTS, lengths, strict=True)
@@ -208,7 +229,9 @@ def test_in_whole_runs(
         return made
 
     monkeypatch.setattr(DraftModelRows, "propose", noted)
-    runner = ModelRunner(draft, "draft", EngineConfig(prefill_step_size=6), backend)
+    store = Store(memory=1 << 24, block_size=4)
+    config = EngineConfig(prefill_step_size=6)
+    runner = ModelRunner(draft, "draft", config, backend, store)
     drafter: Drafter = DraftModel(
         runner, vocab_size=runner.vocab_size, max_draft_tokens=4
     )
@@ -224,6 +247,7 @@ def test_in_whole_runs(
     drafted, accepted = drafts_of(rows)
     assert drafted / 4 < accepted < drafted
     assert len(found) > 12
+    assert max(store.found) == len(PROMPTS[3]) - 1
     for had, proposed, given in found:
         said = greedy_after(draft, had, [proposed] * len(had))
         assert any(
