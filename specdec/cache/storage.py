@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
+from ..cuda.views import part
 from ..errors import CacheError
 from .positions import whole
 
@@ -188,9 +189,9 @@ class Storage:
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""
         assert self.arrays is not None
-        if extent == self.capacity:
-            return self.codec.present(self.arrays)
-        return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
+        whole = extent == self.capacity
+        read = ((a if whole else a[:, :, :extent], a) for a in self.arrays)
+        return self.codec.present(tuple(part(*both) for both in read))
 
     def blank(self, rows: int) -> Storage:
         """The like of this one, as large, with ``rows`` rows of zeros."""

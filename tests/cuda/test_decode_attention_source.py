@@ -147,7 +147,7 @@ def test_a_scale_of_any_kind() -> None:
     ("size", "dtype"), [(64, mx.float16), (64, mx.bfloat16), (256, mx.bfloat16)]
 )
 def test_proven(size: int, dtype: mx.Dtype) -> None:
-    assert decode_attention._agrees(size, dtype)
+    assert all(decode_attention._agrees(size, dtype))
 
 
 def test_a_fault_with_one_size_leaves_the_others(
@@ -180,7 +180,7 @@ def test_each_form_of_the_mask_is_tried(
         return wrong
 
     monkeypatch.setattr(decode_attention, "_kernel", faulty)
-    assert not decode_attention._agrees(64, mx.bfloat16)
+    assert not all(decode_attention._agrees(64, mx.bfloat16))
 
 
 @pytest.mark.parametrize("size", [64, 128])
