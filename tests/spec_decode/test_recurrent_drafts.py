@@ -28,6 +28,7 @@ from specdec.spec_decode import (
     NgramDrafter,
     Proposals,
     Round,
+    draft_model,
 )
 from specdec.spec_decode.backlog import Backlog
 from specdec.spec_decode.draft_model import DraftModelRows
@@ -74,7 +75,7 @@ def history(name: str, backend: BackendDefaults, seed: int) -> None:
     for number in range(20):
         match rng.choice(["miss", "join", "place", "filter", "end", "draft", "draft"]):
             case "miss":
-                decoding.miss(rng.choice([1, 2, NARROW, 2 * NARROW + 2]))
+                decoding.miss(rng.choice([1, 2, NARROW, 12, 21]))
                 continue
             case "join" if len(decoding.texts) < 5:
                 decoding.join([rng.randrange(61) for _ in range(rng.randint(2, 11))])
@@ -91,6 +92,11 @@ def history(name: str, backend: BackendDefaults, seed: int) -> None:
         k = rng.randint(1, NARROW - 1)
         decoding.draft_and_check([rng.randint(0, k) for _ in decoding.texts], k=k)
         decoding.note_lengths()
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "CATCH_UP_STEP", 16)
 
 
 DRAFTS = (
