@@ -26,9 +26,10 @@ NARROW, WIDE = 5, 128
 K = 2
 
 
-@pytest.fixture(params=["llama", "llama-sliding"])
-def model(tiny_model: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
-    return build(tiny_model, request.param)
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Any]) -> Any:
+    """Layers that see everything, and layers with a window."""
+    return build(tiny_model, "llama-sliding")
 
 
 @cache
