@@ -1,7 +1,8 @@
 """Servers under an open-loop load: requests arrive by chance, whatever is answered.
 
 Each server is started as a process of its own, warmed up, and sent the same requests
-at the same moments. Clients stream, so that a token's time is known.
+at the same moments, at one rate after the other. Clients stream, so that a token's time
+is known.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import sys
 import time
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import click
@@ -97,23 +99,28 @@ async def ask(client: httpx.AsyncClient, prompt: Any, max_tokens: int) -> Answer
     return Answer(asked, (first or end) - asked, (last or end) - asked, tokens)
 
 
+async def warm_up(client: httpx.AsyncClient, prompts: list[Any]) -> None:
+    """A few requests alone, and as many at once as rows are usual."""
+    for prompt in prompts[:4]:
+        await ask(client, prompt, 8)
+    await asyncio.gather(*(ask(client, p, 32) for p in prompts[:32]))
+
+
 async def load(
-    url: str, prompts: list[Any], arrivals: list[float], max_tokens: int
+    client: httpx.AsyncClient,
+    prompts: list[Any],
+    arrivals: list[float],
+    max_tokens: int,
 ) -> tuple[float, list[Answer]]:
     """All requests, each at its moment; how long it took, and the answers."""
-    limits = httpx.Limits(max_connections=None)
-    async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as client:
-        for prompt in prompts[:4]:
-            await ask(client, prompt, 8)
-        await asyncio.gather(*(ask(client, p, 32) for p in prompts[:32]))
-        began = time.perf_counter()
+    began = time.perf_counter()
 
-        async def one(i: int) -> Answer:
-            await asyncio.sleep(arrivals[i])
-            return await ask(client, prompts[i % len(prompts)], max_tokens)
+    async def one(i: int) -> Answer:
+        await asyncio.sleep(arrivals[i])
+        return await ask(client, prompts[i % len(prompts)], max_tokens)
 
-        answers = await asyncio.gather(*(one(i) for i in range(len(arrivals))))
-        return time.perf_counter() - began, answers
+    answers = await asyncio.gather(*(one(i) for i in range(len(arrivals))))
+    return time.perf_counter() - began, answers
 
 
 def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
@@ -127,10 +134,16 @@ def wait_for(url: str, process: subprocess.Popen[bytes]) -> None:
     raise ConfigError("the server did not start: its messages are above")
 
 
+def arrivals_at(rate: float, requests: int, seed: int) -> list[float]:
+    """Moments of requests that arrive independently, in seconds."""
+    rng = random.Random(seed)
+    return [0.0, *accumulate(rng.expovariate(rate) for _ in range(requests - 1))]
+
+
 def measure(
-    system: str, prompts: list[Any], arrivals: list[float], options: dict[str, Any]
-) -> dict[str, Any]:
-    """Start a server, load it, and stop it."""
+    system: str, prompts: list[Any], rates: dict[float, list[float]], options: Any
+) -> list[dict[str, Any]]:
+    """Start a server, load it at each rate in turn, and stop it."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
@@ -138,28 +151,40 @@ def measure(
     command = command_of(system, port, options)
     # mlx-lm notes every request there.
     quiet = subprocess.DEVNULL if system == "mlx-lm" else None
+
+    async def loads() -> list[dict[str, Any]]:
+        limits, found = httpx.Limits(max_connections=None), []
+        async with httpx.AsyncClient(base_url=url, timeout=None, limits=limits) as c:
+            await warm_up(c, prompts)
+            for rate, arrivals in rates.items():
+                done = await load(c, prompts, arrivals, options["max_tokens"])
+                found.append({"rate": rate, "system": system, **summary(*done)})
+                print(found[-1], file=sys.stderr, flush=True)
+        return found
+
     with subprocess.Popen(command, stdout=quiet, stderr=quiet) as process:
         try:
             wait_for(url, process)
-            seconds, answers = asyncio.run(
-                load(url, prompts, arrivals, options["max_tokens"])
-            )
+            return asyncio.run(loads())
         finally:
             process.terminate()
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 process.kill()
+
+
+def summary(seconds: float, answers: list[Answer]) -> dict[str, Any]:
+    """Throughput and latencies of a load; without latencies if all of it failed."""
     failed = sum(not a.tokens for a in answers)
+    counts = {"requests": len(answers), "failed": failed}
     if failed == len(answers):
-        return {"system": system, "requests": len(answers), "failed": failed}
+        return counts
     firsts = [a.first for a in answers if a.tokens]
     each = [(a.last - a.first) / (a.tokens - 1) for a in answers if a.tokens > 1]
     tokens = sum(a.tokens for a in answers)
     return {
-        "system": system,
-        "requests": len(answers),
-        "failed": failed,
+        **counts,
         "seconds": seconds,
         "tokens": tokens,
         "tokens_per_second": tokens / seconds,
@@ -168,6 +193,18 @@ def measure(
         "token_p50": percentile(each, 50),
         "token_p99": percentile(each, 99),
     }
+
+
+def row_of(run: dict[str, Any]) -> list[str]:
+    """A row of the report's table."""
+    measured = [""] * 5
+    if "seconds" in run:
+        measured = [
+            f"{run['tokens_per_second']:.1f}",
+            *(f"{1000 * run[k]:.0f}" for k in ("first_p50", "first_p99")),
+            *(f"{1000 * run[k]:.1f}" for k in ("token_p50", "token_p99")),
+        ]
+    return [f"{run['rate']:g}", run["system"], *measured, str(run["failed"])]
 
 
 @click.command(cls=Script)
@@ -196,25 +233,10 @@ def main(
     prompts = list(read_prompts(file))
     raw = header_of("Servers under an open-loop load")
     raw |= {"options": {**options, "requests": requests}, "runs": []}
-    rows = []
-    for each in rate:
-        rng = random.Random(seed)
-        arrivals, at = [], 0.0
-        for _ in range(requests):
-            arrivals.append(at)
-            at += rng.expovariate(each)
-        for system in systems:
-            run = measure(system, prompts, arrivals, options)
-            raw["runs"].append({"rate": each, **run})
-            print(raw["runs"][-1], file=sys.stderr, flush=True)
-            measured = [""] * 5
-            if "seconds" in run:
-                measured = [
-                    f"{run['tokens_per_second']:.1f}",
-                    *(f"{1000 * run[k]:.0f}" for k in ("first_p50", "first_p99")),
-                    *(f"{1000 * run[k]:.1f}" for k in ("token_p50", "token_p99")),
-                ]
-            rows.append([f"{each:g}", system, *measured, str(run["failed"])])
+    rates = {each: arrivals_at(each, requests, seed) for each in sorted(rate)}
+    for system in systems:
+        raw["runs"] += measure(system, prompts, rates, options)
+    raw["runs"].sort(key=lambda run: run["rate"])
     header = ("requests/s", "server", "tokens/s", "first token p50 (ms)", "p99",
               "per token p50 (ms)", "p99", "failed")  # fmt: skip
     text = (
@@ -222,7 +244,9 @@ def main(
         f"arrivals, {options['batch']} rows, target {short(options['target'])}, draft "
         f"{short(options['draft'])}.\n\n"
     )
-    write_report(out, raw, text + markdown_table(header, rows) + "\n")
+    write_report(
+        out, raw, text + markdown_table(header, [*map(row_of, raw["runs"])]) + "\n"
+    )
 
 
 if __name__ == "__main__":

@@ -64,7 +64,6 @@ JOBS = [
     for system in (
         "mlx-lm, generate_step" if batch == 1 else "mlx-lm, batch_generate",
         "specdec, no draft",
-        "specdec, smollm2-135m-instruct, k = 3",
         "specdec, smollm2-135m-instruct, auto",
     )
 ]

@@ -315,8 +315,8 @@ def _gpu_finding(figures: Figures) -> list[str]:
 #: What jobs-smollm2-h200 in benchmarks/results has; a test compares it.
 ON_A_GPU = (
     "A CPU pays for every token that it verifies, a GPU hardly: on one H200 `auto` "
-    "with this draft was 2.19, 1.54 and 1.32 times as fast as no draft at batch 1, 8 "
-    "and 32 (jobs of 12, 64 and 64 prompts, one pass each)."
+    "with this draft was 1.38, 1.40 and 1.33 times as fast as no draft at batch 1, 8 "
+    "and 32 (jobs of 12, 64 and 64 prompts, two passes each)."
 )
 
 

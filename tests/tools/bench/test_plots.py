@@ -60,8 +60,8 @@ def test_nothing_is_cut_off(
     figures = Figures(Results.read(folder))
     made = draw_all(figures, tmp_path)
     assert made is not None
-    # What 0.1 kept of jobs has no rounds one by one, and none taken apart.
-    assert len(drawn) == len(made) == (1 if source == "jobs" else 3)
+    # In jobs no round is taken apart.
+    assert len(drawn) == len(made) == (2 if source == "jobs" else 3)
     for figure in drawn:
         check(figure)
 
