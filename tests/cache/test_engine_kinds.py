@@ -162,13 +162,13 @@ def test_options_do_not_depend_on_the_draft(
     arguments = {**arguments, "hidden_size": 128, "head_dim": 32}
     target = tiny_model(arch, **arguments)
     draft = slightly_off(target, arch, arguments, tiny_model)
-    params = [SamplingParams(max_tokens=NEW_TOKENS - i) for i in range(len(PROMPTS))]
+    params = [SamplingParams(max_tokens=NEW_TOKENS - i) for i in range(5)]
     alone = run_rows(
-        target, None, PROMPTS, params, batch_size=1, num_draft_tokens=0,
+        target, None, PROMPTS[:5], params, batch_size=1, num_draft_tokens=0,
         prefill_step_size=6, **options,
     )  # fmt: skip
     rows = run_rows(
-        target, draft, PROMPTS, params, batch_size=3, num_draft_tokens=4,
+        target, draft, PROMPTS[:5], params, batch_size=3, num_draft_tokens=4,
         prefill_step_size=6, **options,
     )  # fmt: skip
     assert [r.tokens for r in rows] == [r.tokens for r in alone]
