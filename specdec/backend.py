@@ -35,6 +35,8 @@ class BackendDefaults:
         costs_by_token: a forward takes as long as it has tokens, and hardly longer to
             launch: speculative rounds are read at once and verify nothing in vain, and
             what one row costs says what any number does.
+        join_rounds: rounds that taking prompts in takes as long as, where launches
+            bound it, so that it hardly matters of how many rows they are.
         new_shape_seconds: what a shape that was not met before costs.
         compile_after: a decode forward is compiled once its shapes were met so many
             times; ``None``: never. It takes shapes that repeat, and pays where
@@ -54,6 +56,7 @@ class BackendDefaults:
     read_bucket: int
     static_shapes: bool
     costs_by_token: bool = False
+    join_rounds: int = 0
     new_shape_seconds: float = 0.0
     compile_after: int | None = None
     pad_single_token: bool = False
@@ -82,6 +85,9 @@ _DEFAULTS = {
             "cuda",
             read_bucket=256,
             static_shapes=True,
+            # 3 to 5, plain and with a draft, of 8 rows and 32
+            # (benchmarks/results/jobs-joins-h200.md).
+            join_rounds=4,
             new_shape_seconds=0.04,
             compile_after=1,
             pad_single_token=True,

@@ -96,11 +96,12 @@ class Engine:
             length or FixedLength(config.max_draft_tokens)
         )
         self._rehearsal = rehearsal or Rehearsal(backend)
-        self._scheduler = Scheduler(config.batch_size)
-        if preflight is not None:
-            self._scheduler = Scheduler(
-                config.batch_size, budget=preflight.limit, cost=preflight.cost
-            )
+        self._scheduler = Scheduler(
+            config.batch_size,
+            join_rounds=backend.join_rounds,
+            budget=None if preflight is None else preflight.limit,
+            cost=None if preflight is None else preflight.cost,
+        )
         self._alive: dict[int, Request] = {}
         # Cancelled, or not to be decoded: the next step reports them.
         self._ended_early: list[Request] = []

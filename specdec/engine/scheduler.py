@@ -22,8 +22,14 @@ class Scheduler:
 
     Nobody overtakes: a row that does not fit holds back those after it.
 
+    Where a join costs as much for one row as for several, and more requests wait than
+    places are free, rows join several at a time: as soon as the free places have been
+    idle for what a join costs, or half of the batch is free. That is never more than
+    twice the cost of the best times, which nobody knows before (ski rental).
+
     Args:
         batch_size: rows that decode together at most.
+        join_rounds: what a join costs, in rounds of the whole batch; 0: nothing.
         budget: what the rows of a batch may cost together, in bytes; ``None``:
             anything.
         cost: what requests cost while they have rows together, in bytes: more for
@@ -34,12 +40,15 @@ class Scheduler:
         self,
         batch_size: int,
         *,
+        join_rounds: int = 0,
         budget: int | None = None,
-        cost: Callable[[Sequence[Request]], int] = _free,
+        cost: Callable[[Sequence[Request]], int] | None = None,
     ):
         self.batch_size = batch_size
         self.budget = budget
-        self._cost = cost
+        self._cost = cost or _free
+        # Rounds that free places may be idle for, and have been, added up over them.
+        self._may_idle, self._idle = join_rounds * batch_size, 0
         self._waiting: deque[Request] = deque()
         # Rows last found to be too many together: while they are the same, nothing
         # needs to be asked again.
@@ -80,12 +89,22 @@ class Scheduler:
                 waits gets one whatever it costs: it will not fit better later.
         """
         places = self.batch_size - len(running)
+        if running and self._is_early(places):
+            return []
         first = list(islice(self._waiting, max(0, places)))
         alike = first[: _number_alike(first)]
         admitted = alike[: self._number_fitting(running, alike)]
         for _ in admitted:
             self._waiting.popleft()
+            self._idle = 0
         return admitted
+
+    def _is_early(self, places: int) -> bool:
+        """Whether rows wait another round, for more to join with them."""
+        if self.waiting <= places or 2 * places >= self.batch_size:
+            return False
+        self._idle += places
+        return self._idle < self._may_idle
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
         """Whether memory has so many slots, each for the longest of ``rows``."""

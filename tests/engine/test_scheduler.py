@@ -73,12 +73,19 @@ def test_a_row_that_never_fits_runs_alone() -> None:
     lengths=st.lists(st.integers(1, 9), max_size=20),
     batch_size=st.integers(1, 5),
     budget=st.integers(1, 20),
+    join_rounds=st.integers(0, 3),
     leaving=st.lists(st.integers(0, 4), max_size=40),
 )
 def test_every_row_is_admitted_once_in_order_within_bounds(
-    lengths: list[int], batch_size: int, budget: int, leaving: list[int]
+    lengths: list[int],
+    batch_size: int,
+    budget: int,
+    join_rounds: int,
+    leaving: list[int],
 ) -> None:
-    scheduler = Scheduler(batch_size, budget=budget, cost=total)
+    scheduler = Scheduler(
+        batch_size, join_rounds=join_rounds, budget=budget, cost=total
+    )
     for index, length in enumerate(lengths):
         scheduler.add(row(index, length))
     running: list[Request] = []
@@ -93,6 +100,35 @@ def test_every_row_is_admitted_once_in_order_within_bounds(
         if running:
             running.pop(leave % len(running))
     assert order == list(range(len(lengths)))
+
+
+def test_rows_join_together_where_a_join_is_dear() -> None:
+    """One by one each would cost the others a join; none waits for long."""
+    scheduler = Scheduler(8, join_rounds=2)
+    for index in range(30):
+        scheduler.add(row(index))
+    running = scheduler.admit([])
+    assert len(running) == 8
+
+    def rounds_until_some_join(free: int) -> tuple[int, list[int]]:
+        for number in range(1, 100):
+            if admitted := scheduler.admit(running[free:]):
+                return number, indices(admitted)
+        raise AssertionError("they wait for ever")
+
+    # 2 rounds of 8 rows: 16 of one free place.
+    assert rounds_until_some_join(1) == (16, [8])
+    assert rounds_until_some_join(3) == (6, [9, 10, 11])
+    assert scheduler.admit(running) == []
+    assert rounds_until_some_join(4) == (1, [12, 13, 14, 15])
+    # Places idle for long are not counted once they are taken.
+    for _ in range(10):
+        assert scheduler.admit(running[1:]) == []
+    assert rounds_until_some_join(2) == (3, [16, 17])
+    assert rounds_until_some_join(8)[0] == 1
+    # As soon as no more wait than places are free, nobody waits.
+    assert rounds_until_some_join(3) == (6, [26, 27, 28])
+    assert rounds_until_some_join(1) == (1, [29])
 
 
 def test_prompts_of_very_different_length_are_not_read_together() -> None:
