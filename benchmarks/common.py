@@ -72,8 +72,8 @@ def write_report(out: str | None, raw: dict[str, Any], body: str) -> None:
     write_line(Path(f"{out}.json"), raw, mode="w")
 
 
-def pipelined(run: Callable[[], Any], repeat: int) -> float:
+def pipelined(run: Callable[[], Any], repeat: int, warm: int = 3) -> float:
     """Median seconds of runs, each built while the one before runs."""
-    for _ in range(3):
+    for _ in range(warm):
         mx.eval(run())
     return statistics.median(profiler.pipelined(run, repeat))

@@ -198,6 +198,14 @@ class SpecDecoder:
         """The most tokens that any round proposes, by the config and the draft."""
         return self._length.max_draft_tokens
 
+    @property
+    def max_proposals(self) -> int | None:
+        """The most tokens that the draft can propose in a round; ``None``: any number.
+
+        As the draft says: :attr:`max_draft_tokens` is no more.
+        """
+        return None if self._drafter is None else self._drafter.max_proposals
+
     def measure_forwards(self, num_rows: int) -> Forwards:
         """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.
 

@@ -13,7 +13,6 @@ from typing import Any, Protocol
 
 import mlx.core as mx
 
-from ..cuda.views import part
 from ..errors import CacheError
 from .positions import whole
 
@@ -189,9 +188,9 @@ class Storage:
     def read(self, extent: int) -> tuple[Any, Any]:
         """The first ``extent`` slots, as attention takes them."""
         assert self.arrays is not None
-        whole = extent == self.capacity
-        read = ((a if whole else a[:, :, :extent], a) for a in self.arrays)
-        return self.codec.present(tuple(part(*both) for both in read))
+        if extent == self.capacity:
+            return self.codec.present(self.arrays)
+        return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
 
     def blank(self, rows: int) -> Storage:
         """A storage of the same kind and size, with ``rows`` rows of zeros."""

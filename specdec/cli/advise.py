@@ -103,7 +103,8 @@ def advise(
             progress.add(0, what=f"timing forwards of {b}")
             costs.add(decoder.measure_forwards(b))
             progress.add(1, what=f"timing forwards of {b}")
-    found, sure = _advice(results, costs, sizes)
+    most = min(MAX_AUTO_DRAFT_TOKENS, decoder.max_proposals or MAX_AUTO_DRAFT_TOKENS)
+    found, sure = _advice(results, costs, sizes, most)
     if as_json:
         record = {
             "target": decoder.target_name,
@@ -162,9 +163,12 @@ class _Sureness:
 
 
 def _advice(
-    results: Sequence[GenerationResult], costs: ForwardCosts, sizes: Sequence[int]
+    results: Sequence[GenerationResult],
+    costs: ForwardCosts,
+    sizes: Sequence[int],
+    most: int,
 ) -> tuple[Advice, _Sureness]:
-    """The advice, and how much other prompts would change it."""
+    """The advice for k up to ``most``, and how much other prompts would change it."""
     from ..tools.advice import advise as advice_of
     from ..tools.advice import survival_of
 
@@ -178,7 +182,7 @@ def _advice(
             rounds=sum(r.rounds for r in rows),
             rows=len(rows),
         )
-        return advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
+        return advice_of(survival, costs, sizes, most)
 
     found = advice(results)
     # The best setting that drafts, also where none is worth it.
@@ -214,7 +218,11 @@ def _table(found: Advice) -> str:
         ]
     steps = [
         f"batch {p.num_rows}: a plain step takes {p.plain_seconds * 1e3:.1f} ms, "
-        f"a draft step {p.draft_step:.2f} of it"
+        + (
+            f"drafting {p.draft_once:.2f} of it and {p.draft_step:.2f} for each token"
+            if p.draft_once
+            else f"a draft step {p.draft_step:.2f} of it"
+        )
         for p in found.predictions
     ]
     shares = f"share of rounds accepting at least k tokens{beyond}; * is the best k"

@@ -20,6 +20,8 @@ class Prediction:
         num_rows: the batch size.
         plain_seconds: the time of a plain step.
         draft_step: the cost of one proposed token for each row, in plain steps.
+        draft_once: what drafting costs in a round besides, however many tokens it
+            proposes, in plain steps.
         verify: the cost of a verify forward by k, in plain steps.
         speedup: the speed-up over plain decoding by k; 1 for k = 0.
     """
@@ -27,6 +29,7 @@ class Prediction:
     num_rows: int
     plain_seconds: float
     draft_step: float
+    draft_once: float
     verify: tuple[float, ...]
     speedup: tuple[float, ...]
 
@@ -34,6 +37,11 @@ class Prediction:
     def best(self) -> int:
         """The best k."""
         return max(range(len(self.speedup)), key=lambda k: self.speedup[k])
+
+    @property
+    def one_token(self) -> float:
+        """Cost of drafting one token of each row, in plain steps."""
+        return self.draft_once + self.draft_step
 
 
 @dataclass(frozen=True)
@@ -75,19 +83,18 @@ class Advice:
 
     def _reason(self, at: Prediction) -> str:
         """Why drafting does not pay: a cost that is too high, or low acceptance."""
-        perfect = 2.0 / (at.draft_step + at.verify[1])
-        if perfect < WORTH_IT:
+        drafting, seconds = at.one_token, at.one_token + at.verify[1]
+        if 2 / seconds < WORTH_IT:
             what = "a draft step and verifying a second token"
-            if at.verify[1] - 1 > at.draft_step:
+            if at.verify[1] - 1 > drafting:
                 what = "verifying a second token"
-            elif at.draft_step > 2 * (at.verify[1] - 1):
+            elif drafting > 2 * (at.verify[1] - 1):
                 what = "a draft step"
             return (
                 f"{what} costs too much at batch {at.num_rows}: a round of one draft "
-                f"token takes {at.draft_step + at.verify[1]:.2f} plain steps and "
-                "brings 2 tokens at best"
+                f"token takes {seconds:.2f} plain steps and brings 2 tokens at best"
             )
-        needed = (at.draft_step + at.verify[1]) * WORTH_IT - 1
+        needed = seconds * WORTH_IT - 1
         return (
             f"too little is accepted at batch {at.num_rows}: the first draft token "
             f"{self.survival[0]:.2f} of the time, {needed:.2f} would be needed"
@@ -140,10 +147,14 @@ def advise(
     batch_sizes: Sequence[int],
     max_draft_tokens: int,
 ) -> Advice:
-    """Predict speed-ups: (1 + s_1 + ... + s_k) / (k c + v_k).
+    """Predict speed-ups: (1 + s_1 + ... + s_k) / (c_0 + k c + v_k).
 
     (Leviathan et al. 2023, theorem 3.8, with measured survival in place of
-    independent acceptance and a verify forward that is not free.)
+    independent acceptance and a verify forward that is not free; c_0 is what a head
+    takes that proposes a block.)
+
+    Args:
+        max_draft_tokens: the largest k, as many as the drafter can propose at most.
     """
     full = extrapolated(survival, max_draft_tokens)
     tokens = tokens_per_round(full)
@@ -151,11 +162,13 @@ def advise(
     for num_rows in batch_sizes:
         plain = costs.verify(num_rows, 1)
         step = costs.draft_step(num_rows) / plain
+        once = costs.drafting(num_rows, 1) / plain - step
         verify = tuple(
             costs.verify(num_rows, k + 1) / plain for k in range(max_draft_tokens + 1)
         )
         speedup = tuple(
-            tokens[k] / (k * step + verify[k]) for k in range(max_draft_tokens + 1)
+            tokens[k] * plain / costs.round(num_rows, k)
+            for k in range(max_draft_tokens + 1)
         )
-        predictions.append(Prediction(num_rows, plain, step, verify, speedup))
+        predictions.append(Prediction(num_rows, plain, step, once, verify, speedup))
     return Advice(full, min(len(survival), max_draft_tokens), tuple(predictions))
