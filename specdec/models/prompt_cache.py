@@ -1,4 +1,4 @@
-"""mlx-lm's prompt-cache files: read into the prefix store, and written from it."""
+"""Reads mlx-lm's prompt-cache files into the prefix store, and writes them."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def _prefixes(runner: ModelRunner) -> ModelPrefixes:
 
 
 def _like_the_model(runner: ModelRunner, singles: list[Any], name: str) -> list[Any]:
-    """Batch caches of one row, after a comparison with those of the model."""
+    """Batch caches of one row, compared with the model's."""
     wanted = make_batch_caches(runner.model, 1, runner.options, runner.name)
     # Builds a graph to read its shapes; nothing is computed.
     runner.model(mx.array([[0]]), cache=wanted)
