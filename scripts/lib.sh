@@ -140,5 +140,6 @@ lint() {
   python -m ruff check .
   python -m ruff format --check .
   say "mypy"
-  python -m mypy
+  # What is known of last time is read sooner by one process.
+  python -m mypy --num-workers "$([ -d .mypy_cache ] && echo 0 || echo 2)"
 }

@@ -30,10 +30,17 @@ _REAL_FIXTURES = {"smollm2", "smollm2_path"}
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark the tests that use real weights, so that none is forgotten."""
+    """Mark the tests that use real weights, so that none is forgotten.
+
+    Where workers share the tests, long ones come first, so that none waits for one at
+    the end, and those with real weights together, so that one worker loads them.
+    """
     for item in items:
         if _REAL_FIXTURES & set(getattr(item, "fixturenames", ())):
             item.add_marker(pytest.mark.real)
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.get_closest_marker("real") is None)
+        items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
 def pytest_collection_finish() -> None:

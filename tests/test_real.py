@@ -9,6 +9,7 @@ from __future__ import annotations
 import gzip
 import json
 from importlib import resources
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
@@ -74,14 +75,22 @@ def test_smollm2_equals_mlx_lm(
     assert 0.3 < decoder.stats.acceptance_rate < 1
 
 
-def test_a_chat_prompt_is_answered(smollm2: LoadedModel) -> None:
+def test_a_chat_prompt_is_answered(smollm2: LoadedModel, tmp_path: Path) -> None:
+    """Twice: what the first decoder has stored gives the next one the same tokens."""
     from specdec import SpecDecoder
 
-    decoder = SpecDecoder(smollm2)
     question = "What is the capital of France? Answer in one word."
-    events = list(decoder.stream([question], SamplingParams(max_tokens=8)))
-    result = events[-1].result
-    assert result is not None
-    assert "Paris" in result.text
-    assert "".join(e.text for e in events) == result.text
-    assert [t for e in events for t in e.token_ids] == result.token_ids
+    config, found = EngineConfig(prefix_cache=tmp_path), []
+    for stored in (False, True):
+        decoder = SpecDecoder(smollm2, config=config)
+        events = list(decoder.stream([question], SamplingParams(max_tokens=8)))
+        result = events[-1].result
+        assert result is not None
+        assert (result.prefix_tokens > 20) is stored
+        assert "Paris" in result.text
+        assert "".join(e.text for e in events) == result.text
+        assert [t for e in events for t in e.token_ids] == result.token_ids
+        found.append(result.token_ids)
+        assert decoder.prefix_store is not None
+        decoder.prefix_store.close()
+    assert found[0] == found[1]

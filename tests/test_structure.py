@@ -6,6 +6,7 @@ import ast
 import subprocess
 import sys
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -13,10 +14,6 @@ import specdec
 from specdec import errors
 
 PACKAGE = Path(specdec.__file__).parent
-TREES = {
-    file.relative_to(PACKAGE): ast.parse(file.read_text("utf-8"))
-    for file in sorted(PACKAGE.rglob("*.py"))
-}
 
 # A package, or a module at the root, imports from lower lines only.
 LAYERS = (
@@ -63,10 +60,19 @@ LARGE = {
 }
 
 
+@cache
+def trees() -> dict[Path, ast.Module]:
+    """All modules of the package, by their paths in it."""
+    return {
+        file.relative_to(PACKAGE): ast.parse(file.read_text("utf-8"))
+        for file in sorted(PACKAGE.rglob("*.py"))
+    }
+
+
 def names_imported(path: Path) -> Iterator[str]:
     """Absolute names of the modules, and of what is taken from them."""
     inside = ["specdec", *path.parts[:-1]]
-    for node in ast.walk(TREES[path]):
+    for node in ast.walk(trees()[path]):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
@@ -78,7 +84,7 @@ def names_imported(path: Path) -> Iterator[str]:
 def test_arrows_point_down() -> None:
     """A circle, or a package that reaches above itself, is how a house decays."""
     wrong = []
-    for path in TREES:
+    for path in trees():
         name = path.parts[0].removesuffix(".py")
         if name == "__init__":  # the public surface
             continue
@@ -97,7 +103,7 @@ def test_arrows_point_down() -> None:
 def test_libraries_are_used_as_they_are() -> None:
     """mlx-lm is not patched, its private names are not used, mlx is a choice."""
     wrong = []
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         imports = list(names_imported(path))
         if path.as_posix().startswith(WITHOUT_MLX):
             roots = {name.partition(".")[0] for name in imports}
@@ -136,7 +142,7 @@ def test_libraries_are_used_as_they_are() -> None:
 def test_classes_can_be_kept_in_mind() -> None:
     """What a class holds, by what its methods assign; records are not counted."""
     large = {}
-    for path, tree in TREES.items():
+    for path, tree in trees().items():
         for node in ast.walk(tree):
             if isinstance(node, ast.ClassDef):
                 own = {

@@ -1,16 +1,16 @@
-"""States of recurrent layers for a batch of rows, each taken back by its own count.
+"""States of recurrent layers, where every row takes back its own number of tokens.
 
-Attention stores a column per token, so that a token is taken back by lowering an
-offset. A recurrent layer folds all tokens into states of one size (and windows of the
-newest inputs of a convolution). Taking tokens back means going on from the states
-before the last write with those that stay::
+Attention stores a column per token, so lowering an offset takes a token back. A
+recurrent layer folds all tokens into states of a fixed size (and windows of a
+convolution's newest inputs). To take tokens back, it starts from the states before the
+last write and adds the tokens that stay::
 
     states before --- a b c d (the last write) ---> states
           |
           +---------- a b (kept) -----------------> states after the trim
 
-The layer itself does both: a :class:`Write` knows how to do its part again. What it
-needs for that is held until the next write; no state is kept for any position.
+The layer itself does both: a :class:`Write` can repeat its part. What it needs for that
+is held until the next write. No state is kept for any position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .positions import LinearLayout, whole
 from .storage import Arrays, DenseCodec, Storage, placed
 
 Kept = Sequence[int] | mx.array
-#: The states of a layer, by the places that it gives them; ``None``: not written yet.
+#: The states of a layer, by index; ``None``: not written yet.
 Slots = list[mx.array | None]
 
 
@@ -44,12 +44,12 @@ class Write(Protocol):
     def run(
         self, slots: Slots, offset: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots]:
-        """What the layer puts out, and its states afterwards.
+        """The layer's output, and its states afterwards.
 
         Args:
-            slots: states that it begins with.
+            slots: the states before it.
             offset: tokens of every row before it, shape (B,).
-            lengths: tokens of every row, those after them being padding.
+            lengths: how many of the tokens are a row's own; the rest is padding.
         """
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
@@ -57,10 +57,10 @@ class Write(Protocol):
 
     @property
     def logged(self) -> bool:
-        """Whether what it holds was made by running it, not for the sake of undoing."""
+        """Whether what it holds was computed by running it, not only for undoing."""
 
     def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
-        """Whether :meth:`run_after` can do ``before`` again on its way."""
+        """Whether :meth:`run_after` can repeat ``before`` on its way."""
 
     def run_after(
         self, before: Write, slots: Slots, kept: mx.array, lengths: Sequence[int]
@@ -68,11 +68,11 @@ class Write(Protocol):
         """As ``before.again`` and then :meth:`run`.
 
         Args:
-            slots: states that ``before`` began with.
-            kept: of its tokens, those of each row, shape (B,).
+            slots: the states before ``before``.
+            kept: how many of its tokens each row keeps, shape (B,).
 
         Returns:
-            What the layer puts out; the states before its tokens, and after them.
+            The layer's output; the states before its tokens, and after them.
         """
 
     @property

@@ -22,7 +22,8 @@ from .progress import Progress
 
 if TYPE_CHECKING:
     from ..outputs import GenerationResult
-    from ..spec_decode.draft_length import Advice, ForwardCosts
+    from ..spec_decode.draft_length import ForwardCosts
+    from ..tools.advice import Advice
 
 # Draws of the prompts, to see how the verdict depends on them.
 _DRAWS = 200
@@ -33,19 +34,19 @@ _SURE = 0.9
 
 @click.command(
     cls=options.Command,
-    short_help="Say whether a draft is worth it, and how to use it.",
+    short_help="Find out whether a draft is worth it, and how to use it.",
 )
 @options.models()
 @options.prompts(
-    help="Prompts like those to come, one a line; '-' reads standard input."
+    help="Prompts like those to come, one per line; '-' reads standard input."
 )
 @options.num_prompts(default=20, help="Decode the first N of them.")
-@options.max_tokens(default=48, low=2, help="Tokens to generate for a prompt.")
+@options.max_tokens(default=48, low=2, help="Generate N tokens for each prompt.")
 @options.positive(
     "--num-draft-tokens",
     high=MAX_AUTO_DRAFT_TOKENS,
     default=4,
-    help="Positions at which acceptance is measured; beyond them it is extrapolated.",
+    help="Measure acceptance at N positions; it is extrapolated beyond them.",
 )
 @options.batches(default=(1, 8), help="Batch size to predict for; repeat it for more.")
 @options.temp()
@@ -167,9 +168,9 @@ def _advice(
     sizes: Sequence[int],
     most: int,
 ) -> tuple[Advice, _Sureness]:
-    """The advice, for up to ``most`` tokens, and how other prompts would change it."""
-    from ..spec_decode.draft_length import advise as advice_of
-    from ..spec_decode.draft_length import survival_of
+    """The advice for k up to ``most``, and how much other prompts would change it."""
+    from ..tools.advice import advise as advice_of
+    from ..tools.advice import survival_of
 
     def advice(rows: Sequence[GenerationResult]) -> Advice:
         def summed(lists: Iterable[list[int]]) -> list[int]:

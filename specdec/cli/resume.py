@@ -18,6 +18,7 @@ from ..sampling_params import SamplingParams
 from ..utils.data_files import DataError, json_text, parse_json
 from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
+from ..utils.records import first_difference
 from .options import Models
 from .output import cannot_write
 
@@ -155,11 +156,11 @@ def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | N
         made = {**made, "seed": seed}
     else:
         asked = {key: value for key, value in asked.items() if key != "seed"}
-    for name in sorted(made.keys() | asked.keys()):
-        was, now = (d.get(name, "the default") for d in (made, asked))
-        if was != now:
-            return f"was made with {name} {one_line(str(was))}, not {now}"
-    return None
+    found = first_difference(made, asked, missing="the default")
+    if found is None:
+        return None
+    name, was, now = found
+    return f"was made with {name} {one_line(str(was))}, not {now}"
 
 
 def _foreign(path: str, number: int, what: str) -> click.UsageError:

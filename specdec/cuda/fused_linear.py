@@ -27,7 +27,6 @@ from . import packed_matmul, skinny_matmul
 from .attention_patch import usual_attention
 from .flattened_matmul import FlattenedEmbedding, FlattenedLinear, as_kind
 from .skinny_matmul import SkinnyEmbedding, SkinnyLinear
-from .views import split
 
 logger = logging.getLogger(__name__)
 
@@ -100,7 +99,8 @@ class _Product:
             computed = x @ whole["weight"].T + whole["bias"]
         else:
             computed = whole(x)
-        return split(computed, ends)
+        parts: Any = mx.split(computed, list(ends[:-1]), axis=-1)
+        return list(parts)
 
     def part(self, i: int, layer: nn.Module, x: mx.array) -> mx.array | None:
         """What ``layer``, the ``i``-th, makes of ``x``; ``None``: it has to do it."""

@@ -1,14 +1,13 @@
-"""CUDA kernels of ours, which are compiled when they are first used."""
+"""CUDA kernels of ours that MLX compiles when they are first used."""
 
 from __future__ import annotations
 
 import hashlib
 from functools import cache
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
-
-from .compiled import Kernel
 
 #: Types that our kernels have tensor cores multiply, as PTX calls them.
 TYPES = {mx.bfloat16: "bf16", mx.float16: "f16"}
@@ -66,11 +65,21 @@ def cuda_kernel(
     outputs: tuple[str, ...],
     *,
     header: str = "",
-) -> Kernel:
-    """What launches ``source``; inputs with gaps are copied first, but for its views.
+    copies_views: bool = True,
+) -> Any:
+    """What launches ``source``: see :func:`mx.fast.cuda_kernel`.
 
-    See :func:`mx.fast.cuda_kernel` for the arguments, and :class:`.compiled.Kernel`.
+    Args:
+        copies_views: whether inputs with gaps are copied first; else the source reads
+            them by their strides.
     """
-    # MLX keeps what it has compiled by name.
+    # MLX keeps what it compiled on disk by name.
     version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
-    return Kernel(f"specdec_{name}_{version}", source, inputs, outputs, header)
+    return mx.fast.cuda_kernel(
+        name=f"specdec_{name}_{version}",
+        input_names=list(inputs),
+        output_names=list(outputs),
+        source=source,
+        header=header,
+        ensure_row_contiguous=copies_views,
+    )

@@ -11,7 +11,7 @@ as one of the tokens of a verification.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import cache, partial
 from itertools import product as product_of
 from typing import Any, NamedTuple
@@ -32,7 +32,6 @@ from .kernels import (
     tensor_cores,
 )
 from .proofs import holds
-from .views import split
 
 #: What the kernel knows: bits of a number, and numbers that share a scale.
 BITS, GROUPS = (4, 8), (32, 64, 128)
@@ -168,7 +167,7 @@ def of_layer(
         return product(x, packed, bias, bits=bits, group_size=group_size, ends=ends)
     dense = mx.dequantize(*packed, group_size, bits).T
     whole = x @ dense if bias is None else mx.addmm(bias, x, dense)
-    return split(whole, ends) if len(ends) > 1 else [whole]
+    return list(mx.split(whole, ends[:-1], axis=-1)) if len(ends) > 1 else [whole]
 
 
 class Kind(NamedTuple):
@@ -291,15 +290,17 @@ def tried(layer: Any) -> bool:
     return kind is not None and proven(*kind[:3])
 
 
-def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> Iterator[mx.array]:
+def _agree(dtype: mx.Dtype, bits: int, group_size: int) -> bool:
     """Whether the kernels compute what they should.
 
     Each that can be launched is tried: with few rows and many, with K shared among
     blocks and not, with and without a bias, whole and in parts, and for an array that
     begins where 16 bytes cannot be loaded at once.
     """
-    for (columns, length), rows in product_of(_SIZES, (1, 5, 20)):
-        yield from _agrees(columns, length, rows, dtype, bits, group_size)
+    return all(
+        _agrees(columns, length, rows, dtype, bits, group_size)
+        for (columns, length), rows in product_of(_SIZES, (1, 5, 20))
+    )
 
 
 # Of matrices: K shared among blocks, and not, with a turn that K ends within.
@@ -313,7 +314,7 @@ def _agrees(
     dtype: mx.Dtype,
     bits: int,
     group_size: int,
-) -> Iterator[mx.array]:
+) -> bool:
     """Whether a product is that of the numbers that the packed ones stand for."""
     x, dense, bias = (
         mx.random.normal(shape, key=mx.random.key(i)).astype(dtype)
@@ -336,7 +337,10 @@ def _agrees(
             exact + bias.astype(mx.float32),
         ),
     )
-    for found, right in both:
-        off = mx.abs(found.astype(mx.float32) - right).max()
-        # Not the other way round: NaN is no agreement.
-        yield off <= 0.01 * mx.abs(right).max()
+    # Not the other way round: NaN is no agreement.
+    return all(
+        (
+            mx.abs(found.astype(mx.float32) - right).max() <= 0.01 * mx.abs(right).max()
+        ).item()
+        for found, right in both
+    )

@@ -1,4 +1,4 @@
-"""Proofs, choices and kernels on disk, once for a device and its versions."""
+"""Proofs and choices of kernels on disk, once for a device and its versions."""
 
 from __future__ import annotations
 
@@ -8,22 +8,16 @@ from functools import cache
 from typing import Any
 
 from .. import backend
-from ..cuda import compiled, proofs
-from ..utils.kept import KeptEntries, KeptFiles, kept_path
+from ..cuda import proofs
+from ..utils.kept import KeptEntries, kept_path
 
 VERSION = 1
 # Devices and versions that are remembered; beyond, the oldest are forgotten.
 MOST_ENTRIES = 16
-# Compiled kernels, of 10 to 60 KB: a model has some twenty.
-MOST_BINARIES = 512
 
 
 def kept_proofs() -> AbstractContextManager[None]:
-    """Within this, proofs and choices are looked for on disk, and kept there.
-
-    So are compiled kernels, from now on.
-    """
-    compiled.keep_in(KeptFiles(kept_path("kernels"), most=MOST_BINARIES))
+    """Within this, proofs and choices are looked for on disk, and kept there."""
     path = kept_path("kernels.json")
     kept = KeptEntries(path, "found", version=VERSION, most=MOST_ENTRIES)
     return proofs.kept_in(KeptProofs(kept, proof_key()))

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 from pathlib import Path
 from typing import Any
 
 from .data_files import DataError, check_shape, read_json
-from .files import read_plain, replace_file
+from .files import replace_file
 
 
 def kept_path(name: str) -> Path:
@@ -54,37 +53,3 @@ class KeptEntries:
         with contextlib.suppress(OSError):
             self.path.parent.mkdir(parents=True, exist_ok=True)
             replace_file(self.path, text.encode())
-
-
-class KeptFiles:
-    """A folder of files by name; what cannot be read or written is done without.
-
-    Args:
-        folder: it is made when something is put.
-        most: files that are kept; beyond, those that were used longest ago go.
-    """
-
-    def __init__(self, folder: Path, *, most: int):
-        self.folder = folder
-        self._most = most
-
-    def get(self, name: str) -> bytes | None:
-        """What was put; ``None``: nothing, or the file is damaged."""
-        path = self.folder / name
-        try:
-            found = read_plain(path)
-        except OSError:
-            return None
-        with contextlib.suppress(OSError):
-            os.utime(path)
-        digest, data = found[:32], found[32:]
-        return data if digest == hashlib.sha256(data).digest() else None
-
-    def put(self, name: str, data: bytes) -> None:
-        """Write a file, in one step."""
-        with contextlib.suppress(OSError):
-            self.folder.mkdir(parents=True, exist_ok=True)
-            replace_file(self.folder / name, hashlib.sha256(data).digest() + data)
-            used = {path: path.stat().st_mtime for path in self.folder.iterdir()}
-            for path in sorted(used, key=used.__getitem__)[: -self._most]:
-                path.unlink(missing_ok=True)

@@ -11,7 +11,6 @@ import pytest
 from mlx_lm.models import cache as mlx_lm_cache
 
 from specdec.cache import BatchKVCache, BatchQuantizedKVCache, BatchRotatingKVCache
-from specdec.cuda.views import noted
 from specdec.errors import CacheError
 
 HEADS, DIM = 2, 8
@@ -291,17 +290,3 @@ def test_a_trim_on_the_device_takes_back_between_nothing_and_everything(
     cache = filled([3, 5, 4])
     cache.trim_per_sequence(mx.array([-2, 9, 1], dtype), at_most=9)
     assert cache.offset.tolist() == [3, 0, 3]
-
-
-def test_where_attention_s_keys_and_values_are_stored_is_noted() -> None:
-    """Kernels read memory by it: what was written since would be another text."""
-    cache = filled([5, 3], read_bucket=32)
-    for n in (2, 300):
-        for read in (*write(cache, n, seed=1), *cache.keys_and_values()):
-            view = noted(read)
-            assert view is not None
-            assert (view.whole.shape[2], view.offset) == (cache.capacity, 0)
-            assert equal(view.whole[:, :, : read.shape[2]], read)
-    packed = BatchQuantizedKVCache(1, group_size=32, unpacks=True)
-    x = mx.random.normal((1, 2, 4, 32))
-    assert not any(map(noted, packed.update_and_fetch(x, x)))

@@ -255,7 +255,7 @@ def test_a_request_that_python_drops(
     after_step: Callable[..., None],
 ) -> None:
     """Training would go on to its end, however far that is."""
-    arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
+    arguments = [*small(target, tmp_path / "out"), "--tokens", "1000"]
     after_step(2, drop, signal.SIGTERM)
     result = invoke(*arguments)
     assert result.exit_code == 130, result.output
@@ -274,7 +274,7 @@ def test_a_second_request_does_not_interrupt_saving(
     after_step: Callable[..., None],
 ) -> None:
     """``timeout`` asks twice at once: the checkpoint would be lost."""
-    arguments = [*small(target, tmp_path / "out"), "--tokens", "2000"]
+    arguments = [*small(target, tmp_path / "out"), "--tokens", "1000"]
     save = checkpoint.save
 
     def asked_again(*arguments: Any, **named: Any) -> None:

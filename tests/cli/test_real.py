@@ -17,7 +17,7 @@ def run(tmp_path: Path, *arguments: str) -> tuple[str, str, list[str]]:
     """Standard output, standard error, and texts in the order of the prompts."""
     output = tmp_path / "out.jsonl"
     code = "from specdec.cli import main; main()"
-    options = ["--dtype", "float32", "--max-tokens", "6", "--ignore-chat-template"]
+    options = ["--dtype", "float32", "--max-tokens", "5", "--ignore-chat-template"]
     options += ["--output", str(output)]
     done = subprocess.run(
         [sys.executable, "-c", code, "run", *options, *arguments],

@@ -28,7 +28,7 @@ target, draft = random_model("tiny", "float32"), random_model("tiny", "float32")
 for k in map(int, {ks!r}.split()):
     config = EngineConfig(batch_size=2, num_draft_tokens=k)
     decoder = SpecDecoder(token_level(target), token_level(draft), config=config)
-    decoder.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=90))
+    decoder.generate([[1, 2, 3], [4, 5]], SamplingParams(max_tokens=70))
 """
 
 

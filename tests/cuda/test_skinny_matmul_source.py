@@ -109,7 +109,10 @@ def test_a_row_s_bits_do_not_depend_on_what_is_beside_it(size: tuple[int, int]) 
 
 
 @pytest.mark.parametrize("dtype", TYPES)
-def test_proven(dtype: mx.Dtype) -> None:
+def test_proven(dtype: mx.Dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All kernels of one type; of the other, whose bound differs, the narrowest."""
+    if dtype != mx.bfloat16:
+        monkeypatch.setattr(skinny_matmul, "_HEIGHTS", skinny_matmul._HEIGHTS[:1])
     assert skinny_matmul.proven.__wrapped__(dtype)
 
 

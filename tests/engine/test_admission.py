@@ -33,7 +33,7 @@ def requests_of(n: int) -> list[Request]:
     """Rows of many lengths, that end and join one by one."""
     return [
         Request(
-            i, "", (5 + i,) * (60 + 37 * i % 180), SamplingParams(max_tokens=12 + 6 * i)
+            i, "", (5 + i,) * (60 + 37 * i % 180), SamplingParams(max_tokens=8 + 4 * i)
         )
         for i in range(n)
     ]

@@ -20,6 +20,7 @@ from specdec.sampling_params import SamplingParams
 from specdec.spec_decode.verifier import Verifier
 from specdec.utils.output_text import OutputText
 from tests.plain import (
+    AT_ONCE,
     BACKENDS,
     BEHIND,
     VOCAB,
@@ -72,7 +73,10 @@ SETTINGS: list[dict[str, Any]] = [
     {"sampler": make_sampler(temp=0.0), "logits_processors": (no_twice,)},
     {"num_draft_tokens": 0, "temperature": 1.0},
     {"num_draft_tokens": 1},
-    {"temperature": 1.0},
+    {"temperature": 1.0, "top_k": 10_000},
+    {"temperature": 2.0, "min_p": 0.2},
+    {"temperature": 3.0, "top_p": 0.9, "min_p": 0.05, "top_k": 5},
+    {},
     {},
 ]
 
@@ -89,17 +93,17 @@ def requests() -> list[tuple[list[int], SamplingParams]]:
     ]
 
 
-@BACKENDS
 @pytest.mark.parametrize(
-    ("draft", "k", "batch_size"),
+    ("draft", "k", "batch_size", "backend"),
     [
-        ("near", 3, 8),
-        ("near", 1, 3),
-        ("near", 6, 21),
-        ("perfect", 4, 5),
-        ("unrelated", 2, 8),
-        ("none", 0, 8),
-        ("near", 3, 1),
+        ("near", 3, 8, AT_ONCE),
+        ("near", 3, 8, BEHIND),
+        ("near", 1, 3, BEHIND),
+        ("near", 6, 24, BEHIND),
+        ("near", 3, 1, AT_ONCE),
+        ("perfect", 4, 5, BEHIND),
+        ("unrelated", 2, 8, AT_ONCE),
+        ("none", 0, 8, BEHIND),
     ],
 )
 def test_every_row_is_what_it_would_be_alone(

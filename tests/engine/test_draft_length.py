@@ -110,7 +110,7 @@ def test_auto_changes_nothing(
 
 
 @BACKENDS
-@pytest.mark.parametrize("phase", [1, 5, 37, 150])
+@pytest.mark.parametrize("phase", [1, 37, 150])
 def test_acceptance_after_a_long_phase_without_drafts(
     target: Any, backend: BackendDefaults, phase: int
 ) -> None:
@@ -124,13 +124,11 @@ def test_acceptance_after_a_long_phase_without_drafts(
 
 
 @BACKENDS
-@pytest.mark.parametrize("arch", ["llama", "gemma3_text"])
 def test_rows_that_joined_meanwhile_missed_less(
-    tiny_model: Callable[..., Any], backend: BackendDefaults, arch: str
+    tiny_model: Callable[..., Any], backend: BackendDefaults
 ) -> None:
     """Rows that join and end in phases without drafts; rings wrap meanwhile."""
-    extra = WINDOWED if arch == "gemma3_text" else {}
-    model = tiny_model(arch, seed=2, **extra)
+    model = tiny_model("gemma3_text", seed=2, **WINDOWED)
     rng = random.Random(5)
     prompts = [[rng.randrange(VOCAB) for _ in range(n)] for n in (30, 3, 12, 40, 2, 9)]
     lengths = (210, 12, 30, 25, 60, 90)
@@ -422,7 +420,7 @@ class Device:
         self.ends[id(self.work[-1])] = self.free_at
         return [self.work[-1]]
 
-    def wait(self, *arrays: mx.array) -> None:
+    def wait(self, arrays: list[mx.array]) -> None:
         self.now = max([self.now, *(self.ends[id(a)] for a in arrays)])
 
 

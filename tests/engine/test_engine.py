@@ -43,14 +43,14 @@ PROMPTS = [[_rng.randrange(VOCAB) for _ in range(n)] for n in LENGTHS]
 
 
 def grid() -> Iterator[Any]:
-    """Every cell for the draft that is right now and then, some for the others."""
+    """Every k with every number of rows for the draft that is right now and then."""
+    cells = list(itertools.product((1, 4, 7), (1, 3, 8)))
     for draft in ("perfect", "near", "unrelated", "none"):
-        cells = list(itertools.product((1, 4, 7), (1, 3, 8)))
         for i, (k, batch_size) in enumerate(cells):
-            for j, (name, backend) in enumerate([("cpu", AT_ONCE), ("gpu", BEHIND)]):
-                if draft == "near" or (i + 2 * j) % 4 == 0:
-                    case = (draft, k, batch_size, backend)
-                    yield pytest.param(*case, id=f"{draft}-{k}-{batch_size}-{name}")
+            name, backend = [("cpu", AT_ONCE), ("gpu", BEHIND)][i % 2]
+            if draft == "near" or i in (2, 3, 7):
+                case = (draft, k, batch_size, backend)
+                yield pytest.param(*case, id=f"{draft}-{k}-{batch_size}-{name}")
 
 
 @pytest.mark.parametrize(("draft", "k", "batch_size", "backend"), list(grid()))
@@ -86,49 +86,7 @@ def test_a_draft_that_is_always_wrong(target: Any, backend: BackendDefaults) -> 
     assert all(r.rounds == 14 for r in rows)
 
 
-@BACKENDS
-@pytest.mark.parametrize(
-    ("draft", "k", "batch_size"),
-    [
-        ("near", 1, 16),
-        ("near", 4, 5),
-        ("near", 3, 1),
-        ("unrelated", 4, 5),
-        ("none", 1, 16),
-    ],
-)
-def test_sampling_is_a_function_of_the_request(
-    target: Any,
-    drafts: dict[str, Any],
-    draft: str,
-    k: int,
-    batch_size: int,
-    backend: BackendDefaults,
-) -> None:
-    """Rows that sample, with filters and without, and greedy ones in one batch."""
-    warm = (0.0, 0.5, 1.0, 1.5, 0.0, 0.7, 1.0, 2.0)
-    options: list[dict[str, Any]] = [
-        *({"temperature": t} for t in warm),
-        {"temperature": 1.0, "top_p": 0.6},
-        {"temperature": 1.0},
-        {"temperature": 1.5, "top_k": 3},
-        {"temperature": 2.0, "min_p": 0.2},
-        {},
-        {"temperature": 1.0, "top_p": 0.6},
-        {"temperature": 3.0, "top_p": 0.9, "min_p": 0.05, "top_k": 5},
-        {"temperature": 1.0, "top_k": 10_000},
-    ]
-    params = [SamplingParams(max_tokens=20, seed=i, **o) for i, o in enumerate(options)]
-    rows = exact(
-        target, drafts[draft], [*PROMPTS, *PROMPTS], params,
-        batch_size=batch_size, num_draft_tokens=k, backend=backend,
-    )  # fmt: skip
-    if draft == "near":
-        assert drafts_of(rows)[1] > 20
-
-
-@BACKENDS
-@pytest.mark.parametrize("k", [1, 5])
+@pytest.mark.parametrize(("k", "backend"), [(1, AT_ONCE), (5, BEHIND)])
 def test_nothing_is_emitted_or_counted_after_the_end(
     target: Any, k: int, backend: BackendDefaults
 ) -> None:
@@ -145,14 +103,13 @@ def test_nothing_is_emitted_or_counted_after_the_end(
             assert used - 1 - row.rounds <= row.accepted <= used - 1
 
 
-@pytest.mark.parametrize("step", [1, 5, 64, 512])
+@pytest.mark.parametrize(
+    ("step", "backend"), [(1, AT_ONCE), (5, BEHIND), (64, AT_ONCE), (512, BEHIND)]
+)
 def test_the_prefill_chunk_changes_nothing(
-    target: Any, drafts: dict[str, Any], step: int
+    target: Any, drafts: dict[str, Any], step: int, backend: BackendDefaults
 ) -> None:
-    for backend in (AT_ONCE, BEHIND):
-        exact(
-            target, drafts["near"], PROMPTS, 10, backend=backend, prefill_step_size=step
-        )
+    exact(target, drafts["near"], PROMPTS, 10, backend=backend, prefill_step_size=step)
 
 
 def test_a_draft_with_a_padded_or_cut_embedding(

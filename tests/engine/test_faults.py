@@ -22,7 +22,16 @@ from specdec import (
 )
 from specdec.backend import BackendDefaults
 from specdec.sampling_params import VERIFICATIONS
-from tests.plain import BACKENDS, VOCAB, exact, greedy, plainly, run_rows
+from tests.plain import (
+    AT_ONCE,
+    BACKENDS,
+    BEHIND,
+    VOCAB,
+    exact,
+    greedy,
+    plainly,
+    run_rows,
+)
 from tests.test_decoder import loaded
 
 PROMPTS = [[5, 6, 7], [8], [9, 10, 11, 12, 13], [14, 15], [16] * 30, [17]]
@@ -144,9 +153,16 @@ def test_a_bias_beyond_the_vocabulary_is_refused(target: Any) -> None:
         decode(target, None, [[1]], SamplingParams(logit_bias={VOCAB: 1.0}))
 
 
-@BACKENDS
-@pytest.mark.parametrize("verification", VERIFICATIONS)
-@pytest.mark.parametrize("draft_context", [None, 12])
+@pytest.mark.parametrize(
+    ("verification", "draft_context", "backend"),
+    [
+        ("coupled", 12, AT_ONCE),
+        ("rejection", None, AT_ONCE),
+        ("rejection", 12, BEHIND),
+        ("block", 12, AT_ONCE),
+        ("block", None, BEHIND),
+    ],
+)
 def test_companions_change_no_row_whatever_its_verification(
     target: Any,
     near: Any,

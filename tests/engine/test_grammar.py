@@ -26,7 +26,7 @@ TOKENIZER: Any = byte_tokenizer()
 # Logits beyond the vocabulary, as padded embeddings have them.
 VOCAB = len(TOKENIZER.get_vocab()) + 7
 ENDS = frozenset(TOKENIZER.eos_token_ids)
-SCHEMAS = 200
+SCHEMAS = 120
 
 
 @pytest.fixture(scope="module")
@@ -145,8 +145,8 @@ def test_every_finished_output_is_what_its_schema_says(
     [
         ("model", 3, 40, AT_ONCE, slice(None)),
         ("model", 1, 7, BEHIND, slice(0, 40)),
-        ("ngram", 4, 30, AT_ONCE, slice(40, 110)),
-        ("chain", 5, 25, BEHIND, slice(110, 170)),
+        ("ngram", 4, 30, AT_ONCE, slice(40, 80)),
+        ("chain", 5, 25, BEHIND, slice(80, 120)),
     ],
 )
 def test_a_draft_changes_nothing(

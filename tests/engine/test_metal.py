@@ -21,8 +21,10 @@ _rng = random.Random(7)
 PROMPTS = [[_rng.randrange(VOCAB) for _ in range(n)] for n in (1, 40, 7, 30, 2, 70, 3)]
 
 
-@pytest.mark.parametrize("batch_size", [1, 3])
-@pytest.mark.parametrize("draft", ["perfect", "near", "ngram", "none"])
+@pytest.mark.parametrize(
+    ("draft", "batch_size"),
+    [("perfect", 3), ("near", 1), ("near", 3), ("ngram", 3), ("none", 3)],
+)
 def test_rows_that_join_and_leave_are_decoded_as_alone(
     target: Any, drafts: dict[str, Any], draft: str, batch_size: int
 ) -> None:
@@ -65,7 +67,7 @@ def test_what_a_row_draws_does_not_depend_on_the_others(
 ) -> None:
     """With these rules, what a row emits depends on how many tokens it may accept."""
     params = [
-        SamplingParams(max_tokens=24, temperature=1.0, seed=i, verification=rule)
+        SamplingParams(max_tokens=12, temperature=1.0, seed=i, verification=rule)
         for i in range(len(PROMPTS))
     ]
     of = [

@@ -174,7 +174,7 @@ def test_joining_rows_copy_nobody(
     monkeypatch.setattr(DecodeBatch, "join", noted)
     monkeypatch.setattr(Storage, "stack", stacked)
     monkeypatch.setattr(DecodeBatch, "_resize", resized)
-    prompts, params = job(40, seed=3)
+    prompts, params = job(32, seed=3)
     exact(
         target, target if draft == "model" else None, prompts, params,
         batch_size=4, num_draft_tokens=3 if draft else 0,

@@ -43,7 +43,7 @@ from .runner import Found, fuzz, run
 
 # Chunks, which pytest's workers share, and seeds of each; every seed is a case of
 # each kind.
-CHUNKS, SEEDS = 2, 52
+CHUNKS, SEEDS = 2, 50
 PLANTED = "tests.fuzz.planted"
 # What is shown of them at once; each costs a process.
 MOST_FAULTS = 5

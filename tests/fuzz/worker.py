@@ -34,7 +34,7 @@ MOST_ADDRESSES = 2 << 30
 MOST_LEFT = 48 << 20
 MOST_LEFT_ARRAYS = 1 << 20
 # Many cases have templates that never end.
-TEMPLATE_SECONDS = 5
+TEMPLATE_SECONDS = 2
 # Cases before anything is compared: caches of other libraries have filled.
 WARM = 0.3
 # Fewer cases than that say nothing of growth.

@@ -78,7 +78,7 @@ def test_folder_and_file_are_one_model(smollm2_path: Path, tmp_path: Path) -> No
 
 def test_self_draft_agrees_mostly(smollm2: LoadedModel) -> None:
     """Next-token agreement with the target over code; measured 1.0 at 8 bits."""
-    tokens = mx.array([smollm2.tokenizer.encode(CODE)[:16]])
+    tokens = mx.array([smollm2.tokenizer.encode(CODE)[:10]])
     target = smollm2.model(tokens).argmax(-1)
     draft = load_draft("self:8bit", smollm2)
     agreement: Any = mx.mean(draft.model(tokens).argmax(-1) == target)

@@ -129,17 +129,20 @@ def test_a_draft_of_layers_alone(tmp_path: Path) -> None:
     assert (tmp_path / "m" / "ran").exists()
 
 
-@EVILS
 @pytest.mark.parametrize(
-    "command",
+    ("evil", "command"),
     [
-        "run --target M --prompt a --max-tokens 2",
-        "run --target T --draft M --prompt a --max-tokens 2",
-        "verify --target M --prompts P --max-tokens 2",
-        "advise --target T --draft M --prompts P --max-tokens 2",
-        "estimate --target T --draft M --context 8",
-        "distill --target M --out OUT --layers 1 --tokens 256 --data-tokens 64",
-        "bench R --out OUT",
+        (in_the_model, "run --target M --prompt a --max-tokens 2"),
+        (in_the_tokenizer, "run --target M --prompt a --max-tokens 2"),
+        (in_the_tokenizer, "run --target T --draft M --prompt a --max-tokens 2"),
+        (in_the_model, "verify --target M --prompts P --max-tokens 2"),
+        (in_the_tokenizer, "advise --target T --draft M --prompts P --max-tokens 2"),
+        (in_the_model, "estimate --target T --draft M --context 8"),
+        (
+            in_the_tokenizer,
+            "distill --target M --out OUT --layers 1 --tokens 256 --data-tokens 64",
+        ),
+        (in_the_model, "bench R --out OUT"),
     ],
 )
 def test_commands(

@@ -22,7 +22,7 @@ Prompt = list[int]
 
 BLOCK = 8
 STEP = 6  # chunks and blocks end at different places
-NEW_TOKENS = 12
+NEW_TOKENS = 8
 
 
 def memory_store(**changes: Any) -> PrefixStore:

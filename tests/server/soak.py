@@ -179,11 +179,11 @@ async def one(
 
 
 async def epoch(
-    url: str, known: list[Case], rng: random.Random, counts: Counts
+    url: str, known: list[Case], rng: random.Random, counts: Counts, requests: int
 ) -> None:
     """Many clients at once, until all have been served."""
     limits = httpx.Limits(max_connections=CLIENTS)
-    left = REQUESTS
+    left = requests
 
     async with httpx.AsyncClient(base_url=url, timeout=120, limits=limits) as client:
 
@@ -214,7 +214,7 @@ def settle(server: Running) -> None:
         time.sleep(0.01)
 
 
-def soak(seed: int, seconds: float) -> Counts:
+def soak(seed: int, seconds: float, requests: int = REQUESTS) -> Counts:
     """Epochs until it is time, two or more."""
     counts, rng = Counts(), random.Random(seed)
     with tempfile.TemporaryDirectory() as folder:
@@ -223,7 +223,7 @@ def soak(seed: int, seconds: float) -> Counts:
         with running(decoder) as server:
             end = time.monotonic() + seconds
             while counts.epochs < 2 or time.monotonic() < end:
-                asyncio.run(epoch(server.url, known, rng, counts))
+                asyncio.run(epoch(server.url, known, rng, counts, requests))
                 settle(server)
                 counts.epochs += 1
                 counts.levels.append(level())

@@ -9,6 +9,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from contextlib import AsyncExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -93,11 +94,12 @@ def test_five_hundred_at_once(tmp_path: Path) -> None:
         return None
 
     async def ask_all(url: str) -> list[str | None]:
-        limits = httpx.Limits(max_connections=500)
-        async with httpx.AsyncClient(
-            base_url=url, limits=limits, timeout=300
-        ) as client:
-            return await asyncio.gather(*(ask(client, i) for i in range(500)))
+        # What a client does for a request takes as long as it has others.
+        async with AsyncExitStack() as ends:
+            clients = [httpx.AsyncClient(base_url=url, timeout=300) for _ in range(25)]
+            for client in clients:
+                await ends.enter_async_context(client)
+            return await asyncio.gather(*(ask(clients[i % 25], i) for i in range(500)))
 
     with running(decoder, max_waiting=500) as server:
         texts = asyncio.run(ask_all(server.url))
@@ -444,9 +446,9 @@ def test_a_long_prompt_starves_nobody(decoder: SpecDecoder) -> None:
 
 def test_a_bounded_part_of_the_soak() -> None:
     """The long run is ``scripts/soak --server``."""
-    counts = soak(seed=1, seconds=0)
-    assert counts.whole > 150
-    assert min(counts.left, counts.refused) > 20
+    counts = soak(seed=1, seconds=0, requests=120)
+    assert counts.whole > 75
+    assert min(counts.left, counts.refused) > 10
 
 
 def test_a_slow_grammar_holds_nobody_up(

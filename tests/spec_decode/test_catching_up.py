@@ -34,9 +34,10 @@ def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(draft_model, "CATCH_UP_STEP", WIDE)
 
 
-@pytest.fixture(params=["llama", "llama-sliding"])
-def model(tiny_model: Callable[..., Any], request: pytest.FixtureRequest) -> Any:
-    return build(tiny_model, request.param)
+@pytest.fixture(scope="module")
+def model(tiny_model: Callable[..., Any]) -> Any:
+    """Layers that see everything, and layers with a window."""
+    return build(tiny_model, "llama-sliding")
 
 
 @cache

@@ -111,7 +111,7 @@ def test_coupled_sampling_keeps_the_targets_distribution(
     rng = np.random.default_rng(3)
     target = rng.normal(size=(4, 4)).astype(np.float32) * 1.5
     draft = (target + rng.normal(size=(4, 4))).astype(np.float32)
-    draws = 100_000
+    draws = 40_000
     got = rounds(target, draft, k, draws, temperature).histogram(4)
     found, bound = chi_square(got, three_tokens(target, temperature) * draws)
     assert found < bound

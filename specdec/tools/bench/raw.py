@@ -18,7 +18,7 @@ from ...utils.data_files import (
     read_text,
 )
 from ...utils.printable import quoted
-from ...utils.records import read_record
+from ...utils.records import first_difference, read_record
 from .cells import Cell, Unit
 from .job import JobRecord, ProfiledRound
 
@@ -269,14 +269,12 @@ def _drop_cut_line(path: Path) -> None:
 
 def _check_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse results of a recipe that differs in anything."""
-    before, now = _flat(there), _flat(here)
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise ConfigError(
-                f"{folder} holds results of another recipe ({key} is "
-                f"{quoted(before.get(key))} there, {quoted(now.get(key))} here): "
-                "name another folder with --out"
-            )
+    if found := first_difference(_flat(there), _flat(here)):
+        key, before, now = found
+        raise ConfigError(
+            f"{folder} holds results of another recipe ({key} is {quoted(before)} "
+            f"there, {quoted(now)} here): name another folder with --out"
+        )
 
 
 def _flat(recipe: dict[str, Any]) -> dict[str, Any]:

@@ -14,8 +14,6 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from specdec.cuda.compiled import NUMBERS
-
 HERE = Path(__file__).parent
 FLAGS = (
     *("-O1", "-std=c++20", "-fPIC", "-w", "-fvisibility=hidden", "-U_FORTIFY_SOURCE"),
@@ -42,7 +40,6 @@ TYPES = {
 }
 _MACRO = re.compile(r"^[ \t]*#[ \t]*define[ \t]+SPECDEC_MMA\((?:.*\\\n)*.*\n?", re.M)
 _PRODUCT = re.compile(r"mma\.sync\.aligned\.m16n8k16\.row\.col\.f32\.(bf16|f16)\.\1\.")
-_KERNEL = re.compile(r'extern "C" __global__ void (\w+)\(\s*(.*)\) \{')
 _ELEMENTS = {"bf16": "__nv_bfloat16", "f16": "__half"}
 
 
@@ -94,37 +91,6 @@ def generated(
     for i, (of, dtype) in enumerate(outputs, start=len(inputs)):
         parameters.append(f"{TYPES[dtype]}* {of}")
         arguments.append(f"simt::pointer<{TYPES[dtype]}>({i})")
-    return _launched(
-        header,
-        f"static void {name}({', '.join(parameters)}) {{",
-        *template,
-        '#line 1 "source"',
-        source,
-        "}",
-        f"static void simt_body() {{ {name}({', '.join(arguments)}); }}",
-    )
-
-
-def generated_again(code: str, scalars: Sequence[int]) -> str:
-    """The same of what :mod:`specdec.cuda.compiled` makes of a kernel's source."""
-    code = code.replace(NUMBERS, "")
-    for ours, cudas in (("bf16", "__nv_bfloat16"), ("f16", "__half")):
-        code = code.replace(f"specdec_{ours}", cudas)
-    found = _KERNEL.search(code)
-    assert found is not None
-    numbers = iter(scalars)
-    arguments = []
-    for i, parameter in enumerate(found[2].split(", ")):
-        kind, star, _ = parameter.rpartition("* ")
-        arguments.append(f"simt::pointer<{kind}>({i})" if star else str(next(numbers)))
-    assert not list(numbers)
-    return _launched(
-        _KERNEL.sub(r"static void \1(\2) {", code),
-        f"static void simt_body() {{ {found[1]}({', '.join(arguments)}); }}",
-    )
-
-
-def _launched(header: str, *rest: str) -> str:
     # Of the tensor core's products: those that the header names, or the template's T.
     elements = "T"
     product = _PRODUCT.search(header)
@@ -135,7 +101,12 @@ def _launched(header: str, *rest: str) -> str:
             '#include "simt.h"',
             f"#define SPECDEC_MMA_TYPE {elements}",
             _MACRO.sub("", header),
-            *rest,
+            f"static void {name}({', '.join(parameters)}) {{",
+            *template,
+            '#line 1 "source"',
+            source,
+            "}",
+            f"static void simt_body() {{ {name}({', '.join(arguments)}); }}",
             '#define EXPORTED extern "C" __attribute__((visibility("default")))',
             "EXPORTED int simt_launch(const simt::Launch* l, const simt::Array* a) {",
             "  return simt::launch(*l, a, simt_body);",

@@ -20,7 +20,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from .building import constants, generated, generated_again, library
+from .building import constants, generated, library
 
 MOST_DIMENSIONS, MOST_THREADS = 10, 1024
 # Sections, signals and fibers are those of Linux.
@@ -165,57 +165,22 @@ def cuda_kernel(
             raise ValueError(f"{name}: MLX has compiled another kernel of this name")
         if verbose:
             print(code)
-        like = [
-            _fresh(shape, dtype, init_value)
-            for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
-        ]
-        return _run_twice(code, name, inputs, like, output_dtypes, grid, threadgroup)
+        built = library(code)
+        runs = []
+        for backwards in (False, True):
+            outputs = [
+                _fresh(shape, dtype, init_value)
+                for shape, dtype in zip(output_shapes, output_dtypes, strict=True)
+            ]
+            _run(built, name, inputs, outputs, grid, threadgroup, backwards)
+            runs.append(outputs)
+        for one, other, at in zip(*runs, output_names, strict=True):
+            if one.tobytes() != other.tobytes():
+                raise KernelFault(f"{name}: {at} depends on which thread is first")
+        found = zip(runs[0], output_dtypes, strict=True)
+        return [_array(numbers, dtype) for numbers, dtype in found]
 
     return kernel
-
-
-def precompiled_cuda_kernel(
-    *,
-    name: str,
-    compiled_source: bytes,
-    inputs: Sequence[mx.array],
-    output_shapes: Sequence[Sequence[int]],
-    output_dtypes: Sequence[mx.Dtype],
-    scalars: Sequence[int],
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
-    ensure_row_contiguous: bool = False,
-) -> list[mx.array]:
-    """A stand-in for the function of that name; what is "compiled" is the code."""
-    if _sources.setdefault(name, compiled_source.decode()) != compiled_source.decode():
-        raise ValueError(f"{name}: MLX has loaded another kernel of this name")
-    if not ensure_row_contiguous:
-        raise ValueError("the strides of arrays with gaps are not known")
-    both = zip(output_shapes, output_dtypes, strict=True)
-    like = [_fresh(shape, dtype, None) for shape, dtype in both]
-    code = generated_again(compiled_source.decode(), scalars)
-    return _run_twice(code, name, inputs, like, output_dtypes, grid, threadgroup)
-
-
-def _run_twice(
-    code: str,
-    name: str,
-    inputs: Sequence[Input],
-    like: Sequence[np.ndarray[Any, Any]],
-    dtypes: Sequence[mx.Dtype],
-    grid: tuple[int, int, int],
-    threadgroup: tuple[int, int, int],
-) -> list[mx.array]:
-    built, runs = library(code), []
-    for backwards in (False, True):
-        outputs = [output.copy() for output in like]
-        _run(built, name, inputs, outputs, grid, threadgroup, backwards)
-        runs.append(outputs)
-    for at, (one, other) in enumerate(zip(*runs, strict=True)):
-        if one.tobytes() != other.tobytes():
-            raise KernelFault(f"{name}: output {at} depends on which thread is first")
-    found = zip(runs[0], dtypes, strict=True)
-    return [_array(numbers, dtype) for numbers, dtype in found]
 
 
 def _run(

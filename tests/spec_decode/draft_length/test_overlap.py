@@ -138,7 +138,7 @@ def test_the_best_is_found_on_a_shared_host(
     simulation = Overlapped(cost, accept, launching)
     draft, verify = MEASURED[measured]
     rates = []
-    for seed in range(16):
+    for seed in range(8):
         forwards = ForwardCosts([cost.measured(8, draft=draft, verify=verify)])
         length = GoodputPolicy(RoundCosts(forwards, new_shape=0.04))
         rates.append(simulation.rate(simulation.run(length, seed)))

@@ -66,20 +66,19 @@ SCENARIOS = {
 MEASURED = {"right": (1.0, 1.0), "too low": (0.5, 0.5), "too high": (2.0, 2.0)}
 
 
-@pytest.mark.parametrize("measured", MEASURED)
 @pytest.mark.parametrize("scenario", SCENARIOS)
-def test_never_slower(scenario: str, measured: str) -> None:
+def test_never_slower(scenario: str) -> None:
     """At least 0.97 of plain decoding and 0.95 of the best fixed k, on average."""
     simulation = SCENARIOS[scenario]
-    draft, verify = MEASURED[measured]
-    rates = [
-        simulation.auto(draft=draft, verify=verify, seed=seed)[0].rate
-        for seed in range(2)
-    ]
-    mean = sum(rates) / len(rates)
-    best, k = simulation.best()
-    assert mean >= 0.97 * simulation.fixed(0), simulation.fixed(0)
-    assert mean >= 0.95 * best, f"best fixed k is {k}"
+    plain, (best, k) = simulation.fixed(0), simulation.best()
+    for measured, (draft, verify) in MEASURED.items():
+        rates = [
+            simulation.auto(draft=draft, verify=verify, seed=seed)[0].rate
+            for seed in range(2)
+        ]
+        mean = sum(rates) / len(rates)
+        assert mean >= 0.97 * plain, (measured, plain)
+        assert mean >= 0.95 * best, (measured, f"best fixed k is {k}")
 
 
 @pytest.mark.parametrize("scenario", ["always wrong", "always wrong, as dear"])

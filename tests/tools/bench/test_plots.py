@@ -44,7 +44,7 @@ def test_nothing_is_cut_off(
     def kept(self: Any, file: Path, **options: Any) -> None:
         if file.suffix == ".png":
             drawn.append(self)
-        savefig(self, file, **options)
+            savefig(self, file, **options)
 
     monkeypatch.setattr(figure_module.Figure, "savefig", kept)
     folder = {

@@ -110,7 +110,7 @@ def test_a_process_killed_for_good(tmp_path: Path) -> None:
     """SIGKILL between two lines, or within one; the same command completes it."""
     recipe, out = tmp_path / "tiny.toml", tmp_path / "out"
     recipe.write_text(TINY, "utf-8")
-    settings = ["batch=2", "repeat=8", "num_draft_tokens=2"]
+    settings = ["batch=2", "repeat=5", "num_draft_tokens=2"]
     command = [sys.executable, "-m", "specdec", "bench", str(recipe)]
     command += ["--out", str(out), *(x for s in settings for x in ("--set", s))]
     raw = out / "raw.jsonl"

@@ -35,7 +35,7 @@ def options(target: Path, out: Path, **changes: Any) -> Options:
         "data_tokens": 0,
         "prompts": (str(questions),),
         "turn_tokens": 8,
-        "answer_tokens": 24,
+        "answer_tokens": 12,
         "learning_rate": 3e-3,
         "writers": 12,
         "block_tokens": 256,

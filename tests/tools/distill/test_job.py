@@ -39,6 +39,15 @@ def target(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_target(tmp_path_factory.mktemp("distill") / "target")
 
 
+@pytest.fixture(scope="module")
+def whole(
+    target: Path, tmp_path_factory: pytest.TempPathFactory
+) -> tuple[dict[str, Any], Path]:
+    """The card and the folder of a run in one piece."""
+    out = tmp_path_factory.mktemp("whole") / "out"
+    return run(options(target, out)), out
+
+
 @pytest.fixture
 def stopped(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Interrupt training after so many steps: ``stopped(4)``."""
@@ -125,13 +134,13 @@ def _flat(model: Any) -> Any:
 
 def test_a_resumed_run_equals_an_uninterrupted_one(
     target: Path,
+    whole: tuple[dict[str, Any], Path],
     tmp_path: Path,
     stopped: Any,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Weights, optimizer and data order, to the bit; two epochs and more."""
-    whole = options(target, tmp_path / "whole")
-    card = run(whole)
+    card, made = whole
     parts = options(target, tmp_path / "parts", resume=True)
     for steps in (3, 7):
         stopped(steps)
@@ -141,20 +150,21 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
     resumed = run(parts)
     assert resumed["training"]["steps"] == card["training"]["steps"] > 8
     assert resumed["agreement"] == card["agreement"]
-    assert same(weights(tmp_path / "whole"), weights(tmp_path / "parts"))
+    assert same(weights(made), weights(tmp_path / "parts"))
 
 
-def test_a_killed_run_goes_on_exactly(target: Path, tmp_path: Path) -> None:
+def test_a_killed_run_goes_on_exactly(
+    target: Path, whole: tuple[dict[str, Any], Path], tmp_path: Path
+) -> None:
     """Killed while it learns; the end is that of a run in one piece."""
-    out = tmp_path / "out"
-    whole = run(options(target, tmp_path / "whole"))
+    (in_one, made), out = whole, tmp_path / "out"
     program = [sys.executable, "-m", "tests.tools.distill.killed"]
     done = subprocess.run([*program, str(target), str(out), "2"], check=False)
     assert done.returncode == -signal.SIGKILL, "it ended before it was killed"
     assert (out / "work" / NAME).exists()
     card = run(options(target, out, resume=True))
-    assert card["training"]["steps"] == whole["training"]["steps"]
-    assert same(weights(out), weights(tmp_path / "whole"))
+    assert card["training"]["steps"] == in_one["training"]["steps"]
+    assert same(weights(out), weights(made))
 
 
 def test_clipping_does_not_depend_on_the_order_of_names() -> None:

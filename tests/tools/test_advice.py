@@ -6,12 +6,8 @@ from dataclasses import replace
 
 import pytest
 
-from specdec.spec_decode.draft_length import (
-    ForwardCosts,
-    Forwards,
-    advise,
-    survival_of,
-)
+from specdec.spec_decode.draft_length import ForwardCosts, Forwards
+from specdec.tools.advice import advise, survival_of
 from tests.spec_decode.draft_length.simulation import Costs
 
 GPU = Costs(0.01, 0.2, 0.0001)

@@ -1,4 +1,4 @@
-"""What drafting would bring by k and batch size, from acceptance and costs."""
+"""Predicts what drafting would bring, by k and batch size (`specdec advise`)."""
 
 from __future__ import annotations
 
@@ -6,25 +6,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .acceptance import tokens_per_round
-from .costs import ForwardCosts
+from ..spec_decode.draft_length import ForwardCosts, tokens_per_round
 
-# Below this predicted speed-up, noise and prefill of the draft eat what is won.
+# Below this predicted speed-up, the draft's prefill and noise use up the gain.
 WORTH_IT = 1.03
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one batch size.
+    """The prediction for one batch size.
 
     Args:
         num_rows: the batch size.
-        plain_seconds: of a plain step.
-        draft_step: cost of a proposed token of each row, in plain steps.
-        draft_once: what a round's drafting costs beside, however many tokens it
+        plain_seconds: the time of a plain step.
+        draft_step: the cost of one proposed token for each row, in plain steps.
+        draft_once: what drafting costs in a round besides, however many tokens it
             proposes, in plain steps.
-        verify: cost of a verify forward by k, in plain steps.
-        speedup: over plain decoding, by k; of k = 0 it is 1.
+        verify: the cost of a verify forward by k, in plain steps.
+        speedup: the speed-up over plain decoding by k; 1 for k = 0.
     """
 
     num_rows: int
@@ -47,12 +46,12 @@ class Prediction:
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions for several batch sizes, and what they come to.
+    """Predictions for several batch sizes, and a verdict.
 
     Args:
-        survival: share of the rounds that accepted at least 1, 2, ... tokens; at
-            positions that were not measured, continued from the last that was.
-        measured: positions that were measured.
+        survival: the share of rounds that accepted at least 1, 2, ... tokens. Beyond
+            the measured positions it is extrapolated.
+        measured: how many positions were measured.
         predictions: one for each batch size.
     """
 
@@ -83,7 +82,7 @@ class Advice:
         return f"do not speculate with this pair: {self._reason(best)}"
 
     def _reason(self, at: Prediction) -> str:
-        """Which of its three causes is to blame: even repaired, it is the bound."""
+        """Why drafting does not pay: a cost that is too high, or low acceptance."""
         drafting, seconds = at.one_token, at.one_token + at.verify[1]
         if 2 / seconds < WORTH_IT:
             what = "a draft step and verifying a second token"
