@@ -401,10 +401,9 @@ class Server:
                 print(event.text, end="")
 
     To be used only from the event loop that entered it. Its memory depends on its
-    requests: the engine bounds running rows; a waiting request takes the size of its
-        prompt, and
-    events that nobody has read are bounded by ``max_tokens``. The caller must limit the
-    number of requests (:attr:`pending`).
+    requests: the engine bounds running rows, a waiting request takes the size of its
+    prompt, and events that nobody has read are bounded by ``max_tokens``. The caller
+    must limit the number of requests (:attr:`pending`).
 
     Args:
         open_session: makes the session, in the thread that steps it.

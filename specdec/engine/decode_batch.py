@@ -232,9 +232,9 @@ class DecodeBatch:
     def lookahead(self, k: int) -> int:
         """Rounds that may be in flight when a round of k is dispatched.
 
-        None where a round is to be read before the next begins: where a row follows a
-        user's function or a grammar, which needs every token; and for drafts on a
-        CPU, where a round that turns out to be useless costs too much.
+        With 0, a round is read before the next begins. That is so if a row follows a
+        user's function or a grammar, which needs every token, and for drafts on a CPU,
+        where a round that turns out to be useless costs too much.
         """
         if self._rules.needs_tokens or (k and self._backend.costs_by_token):
             return 0

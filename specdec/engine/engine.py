@@ -137,7 +137,7 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request; it gets a row as soon as one is free.
+        """Queue a request; it gets a row first come, first served.
 
         The request must be new, and no unfinished request may have the same ``index``.
         """

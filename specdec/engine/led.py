@@ -218,7 +218,7 @@ def follow(
 
 
 def _same(call: Callable[[], object]) -> None:
-    """Make a call that rank 0 has made; if it raised an error there, it does here."""
+    """Make a call that rank 0 has made. An error was reported there, and is ignored."""
     try:
         call()
     except SpecdecError:

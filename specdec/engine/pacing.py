@@ -12,7 +12,7 @@ from ..spec_decode.draft_length import (
 )
 from .in_flight import InFlight
 
-# After so many rounds without a draft, the policy decides anew for joining rows.
+# After this many rounds without a draft, the policy decides anew for joining rows.
 IDLE = 64
 
 

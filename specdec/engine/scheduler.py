@@ -22,11 +22,10 @@ class Scheduler:
 
     Nobody overtakes: a request that does not fit holds back those after it.
 
-    Where a join takes as long for one request as for several, and more requests wait
-    than rows are free, requests join several at a time: once the free rows have been
-    idle for as long as a join takes, or half of the batch is free. This costs at most
-    twice as much as joining at the best times, which are not known in advance (ski
-    rental).
+    Where a join takes as long for one request as for several, and more requests could
+    join together than rows are free, the free rows wait: until they have been idle for
+    as long as a join takes, or half of the batch is free. This costs at most twice as
+    much as joining at the best times, which are not known in advance (ski rental).
 
     Args:
         batch_size: the most rows that decode together.
@@ -100,13 +99,15 @@ class Scheduler:
 
     def _is_early(self, places: int) -> bool:
         """Whether to wait another round, so that more requests join together."""
-        if self.waiting <= places or 2 * places >= self.batch_size:
+        if 2 * places >= self.batch_size:
             return False
+        if _number_alike(list(islice(self._waiting, places + 1))) <= places:
+            return False  # one more row would be of no use
         self._idle += places
         return self._idle < self._may_idle
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
-        """Whether memory has room for so many slots, each for the longest row."""
+        """Whether memory has room for ``num_slots``, each for the longest row."""
         if self.budget is None:
             return True
         more = max(0, num_slots - len(rows))
@@ -146,7 +147,7 @@ def _number_alike(rows: Sequence[Request]) -> int:
     """How many prompts, the first ones, are read together at a fair price.
 
     They are padded to the longest of them; that may double the work, not more. Those
-    after them get their places when these have begun.
+    after them join later.
     """
     longest = tokens = 0
     for i, row in enumerate(rows):

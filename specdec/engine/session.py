@@ -160,8 +160,7 @@ class Session:
             prompt: a string, chat messages or token ids, as for
                 :meth:`specdec.SpecDecoder.generate`.
             params: how to decode it. The seed is used as given; a request that samples
-                without one gets a
-                random one, which its result reports.
+                without one gets a random one, which its result reports.
             encoding: ``system_prompt`` and the like, as for
                 :meth:`specdec.SpecDecoder.generate`.
 
