@@ -59,7 +59,7 @@ class RoundTiming:
 
 
 class DraftLength(Protocol):
-    """Chooses k for each round. Only with a ratio rule does a row's text depend on it."""
+    """Chooses k for each round. With a ratio rule, a seed's text depends on it."""
 
     @property
     def max_draft_tokens(self) -> int:
