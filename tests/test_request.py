@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from specdec.outputs import GenerationResult
-from specdec.request import Request
+from specdec.request import Request, TokenLogprobs
 from specdec.sampling_params import SamplingParams
 
 EOS = 0
@@ -23,8 +23,10 @@ def new_sequence(max_tokens: int = 100) -> Request:
 
 def test_commit_stops_before_the_end_of_sequence() -> None:
     sequence = new_sequence()
-    assert sequence.commit([5, 6, EOS, 7]) == 3
+    logprobs = [TokenLogprobs(-float(i)) for i in range(4)]
+    assert sequence.commit([5, 6, EOS, 7], logprobs) == 3
     assert sequence.tokens == [5, 6]
+    assert sequence.logprobs == logprobs[:2]
     assert sequence.finish_reason == "stop"
 
 

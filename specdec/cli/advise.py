@@ -41,7 +41,9 @@ _SURE = 0.9
     help="Prompts like those to come, one per line; '-' reads standard input."
 )
 @options.num_prompts(default=20, help="Decode the first N of them.")
-@options.max_tokens(default=48, low=2, help="Generate N tokens for each prompt.")
+@options.max_tokens(
+    default=48, low=2, help="Generate at most N tokens for each prompt."
+)
 @options.positive(
     "--num-draft-tokens",
     high=MAX_AUTO_DRAFT_TOKENS,

@@ -146,7 +146,7 @@ def _minutes(name: str, text: str) -> options.Option:
 )
 @options.dtype(help="Compute in this type. [default: bfloat16; on a CPU float32]")
 @options.trust_remote_code()
-@options.seed()
+@options.seed("Seed of texts, of their order and of weights that begin at random.")
 @click.option(
     "--dry-run",
     is_flag=True,

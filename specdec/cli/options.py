@@ -299,9 +299,13 @@ memory_limit = partial(
 )
 
 
-def seed(*, random: bool = False) -> Option:
+def seed(
+    text: str = "Seed of the first prompt's random draws; each next prompt's is one "
+    "more.",
+    *,
+    random: bool = False,
+) -> Option:
     """``--seed``; its default is a random one with ``random``, else 0."""
-    text = "Seed of the first prompt's random draws; each next prompt's is one more."
     if random:
         text += " [default: a random one, which the summary and --output report]"
     return click.option(

@@ -62,8 +62,8 @@ TOKENS_BEYOND_DRAFT = 3
 )
 @options.num_prompts(help="Take the first N prompts. [default: all]")
 @options.max_tokens(
-    help=f"Generate N tokens for each prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
-    "distribution, a round and one token on either side]"
+    help="Generate at most N tokens for each prompt. [default: "
+    f"{DEFAULT_MAX_TOKENS}; for a distribution, a round and one token on either side]"
 )
 @options.temp()
 @options.seed()
@@ -108,10 +108,10 @@ def verify(
 ) -> None:
     """Compare the engine's output with mlx-lm's plain decoding of the target alone.
 
-    For each prompt, the first difference is shown: its position, both tokens, how close
-    they were, and how much this machine's rounding differs between the two shapes of
-    forward (measured without a draft). A difference that rounding explains is a tie.
-    Any other is a failure, with exit code 1.
+    Where a prompt's tokens first differ, this is shown: the position, both tokens, how
+    close they were, and how much this machine's rounding differs between the two shapes
+    of forward (measured without a draft). A difference that rounding explains is a tie,
+    and the comparison goes on after it. Any other is a failure, with exit code 1.
 
     \b
       specdec verify --draft self:4bit --prompts questions.jsonl --json exact.json

@@ -73,7 +73,7 @@ def cuda_kernel(
         copies_views: whether inputs with gaps are copied first; else the source reads
             them by their strides.
     """
-    # MLX keeps what it compiled on disk by name.
+    # MLX finds what it has compiled by name.
     version = hashlib.sha256((header + source).encode()).hexdigest()[:12]
     return mx.fast.cuda_kernel(
         name=f"specdec_{name}_{version}",

@@ -238,15 +238,20 @@ def test_a_row_whose_processor_fails_leaves_the_others_alone(
 def test_a_draft_of_shorter_context_stops_drafting_for_long_rows(
     target: Any, drafts: dict[str, Any], backend: BackendDefaults
 ) -> None:
-    """A row within it, one that grows out of it, and one that begins outside."""
-    prompts = [[5] * 4, [6] * 20, [7] * 50]
+    """Rows within it, that grow out of it, and that begin outside.
+
+    With k = 3 a row of 30 tokens is the longest that fits: two of its proposals are
+    written after them.
+    """
+    prompts = [[5] * 4, [6] * 21, [6] * 22, [7] * 50]
     rows = exact(
-        target, target, prompts, [10, 30, 20], backend=backend, draft_context=32
+        target, target, prompts, [10, 30, 30, 20], backend=backend, draft_context=32
     )
     assert all(row.accepted == row.drafted for row in rows)
-    inside, growing, outside = rows
+    inside, to_the_end, longer, outside = rows
     assert inside.drafted >= len(inside.tokens) - 1 - inside.rounds > 0
-    assert 0 < growing.accepted < 30 - 12
+    assert to_the_end.accepted == 9  # of rounds that begin with 22, 26 and 30 tokens
+    assert longer.accepted == 6  # with 23 and 27
     assert outside.drafted == 0
 
 

@@ -6,6 +6,7 @@ import random
 import re
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -183,6 +184,56 @@ def test_joining_rows_copy_nobody(
     )  # fmt: skip
     assert len(joins) > 20
     assert sum(joins) >= len(joins) - 2
+
+
+def test_rows_join_together_and_none_is_forgotten(
+    target: Any, drafts: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On CUDA free rows wait for others; some of these are cancelled meanwhile.
+
+    A backend's ``join_rounds`` that no scheduler gets would join them one by one.
+    """
+    joins: list[int] = []
+    join = DecodeBatch.join
+
+    def noted(self: DecodeBatch, other: DecodeBatch, num_slots: int) -> None:
+        joins.append(len(other.unfinished))
+        join(self, other, num_slots)
+
+    monkeypatch.setattr(DecodeBatch, "join", noted)
+    prompts, _ = job(24, seed=3)
+    rng = random.Random(5)
+    lengths = [rng.randint(6, 24) for _ in prompts]
+    prompts = [prompt[-5:] for prompt in prompts]
+    engine = engine_of(
+        target, drafts["near"], batch_size=8, backend=replace(BEHIND, join_rounds=4)
+    )
+    requests = [
+        Request(i, "", tuple(prompt), SamplingParams(max_tokens=n))
+        for i, (prompt, n) in enumerate(zip(prompts, lengths, strict=True))
+    ]
+    for request in requests[:20]:
+        engine.add(request)
+    cancelled, waited, late = [9, 11, 19, 14], 0, requests[20:]
+    while engine.busy:
+        engine.step()
+        load = engine.load
+        if load.waiting and 0 < load.running < 8 and not engine._joining:
+            waited += 1
+            if waited % 2 and cancelled:
+                engine.cancel(cancelled.pop())
+            elif late:
+                engine.add(late.pop(0))
+    assert waited > 8
+    assert sum(joins) >= 2 * len(joins) > 0
+    gone = [r.index for r in requests if r.finish_reason == "cancelled"]
+    assert len(gone) > 1
+    for request, prompt, n in zip(requests, prompts, lengths, strict=True):
+        wanted = greedy(target, prompt, n)
+        if request.index in gone:
+            assert request.tokens == wanted[: len(request.tokens)]
+        else:
+            assert request.tokens == wanted
 
 
 def fault_slot_of_another(patch: pytest.MonkeyPatch) -> None:

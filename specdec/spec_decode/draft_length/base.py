@@ -59,7 +59,7 @@ class RoundTiming:
 
 
 class DraftLength(Protocol):
-    """Chooses k for each round. The output does not depend on its choice."""
+    """Chooses k for each round. With a ratio rule, a seed's text depends on it."""
 
     @property
     def max_draft_tokens(self) -> int:
