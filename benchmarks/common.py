@@ -5,15 +5,14 @@ from __future__ import annotations
 import shlex
 import statistics
 import sys
-import time
 from collections.abc import Callable, Mapping
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import click
 import mlx.core as mx
 
+from specdec.engine import profiler
 from specdec.errors import ConfigError, SpecdecError
 from specdec.model_names import short
 from specdec.tools.bench.machine import origin
@@ -77,14 +76,4 @@ def pipelined(run: Callable[[], Any], repeat: int, warm: int = 3) -> float:
     """Median seconds of runs, each built while the one before runs."""
     for _ in range(warm):
         mx.eval(run())
-    waiting = run()
-    mx.async_eval(waiting)
-    ends = []
-    for _ in range(repeat + 1):
-        following = run()
-        mx.async_eval(following)
-        mx.eval(waiting)
-        ends.append(time.perf_counter())
-        waiting = following
-    mx.eval(waiting)
-    return statistics.median(b - a for a, b in pairwise(ends))
+    return statistics.median(profiler.pipelined(run, repeat))

@@ -58,6 +58,7 @@ NAVIGATION = {
     "Understand": [
         "/docs/exactness",
         "/docs/architecture",
+        "/docs/devices",
         "/docs/caches",
         "/docs/batch-generator",
         "/docs/draft-length",

@@ -1,6 +1,6 @@
-"""What differs between MLX's backends: defaults, the compiler, the versions.
+"""What differs between MLX's backends: defaults, memory, the compiler, versions.
 
-MLX is imported inside the functions, so that naming a type from here is free.
+MLX is imported inside the functions, so that importing this module is cheap.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Literal
 
 from .errors import CompilerMissingError
 
-#: Rounds on the device when the host builds another one, which it reads later.
+#: Rounds that the device may be computing while the host builds another one.
 LOOKAHEAD = 1
 
 _INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
@@ -23,33 +23,34 @@ _INSTALL = "Debian, Ubuntu: apt-get install g++; Fedora: dnf install gcc-c++"
 
 @dataclass(frozen=True)
 class BackendDefaults:
-    """How the engine shapes its work where it runs.
+    """How the engine shapes its work on a backend.
 
     Args:
-        name: of the backend.
+        name: the backend's name.
         read_bucket: cache columns handed to attention are rounded up to a
             multiple of this. CUDA builds an attention plan for every new shape
             (about 40 ms each); elsewhere every extra column costs instead.
-        static_shapes: keep shapes the same from round to round, even when that
-            computes a little more, because each new one costs.
-        costs_by_token: a forward takes as long as it has tokens, and hardly longer to
-            launch: speculative rounds are read at once and verify nothing in vain, and
-            what one row costs says what any number does.
-        join_rounds: rounds that taking prompts in takes as long as, where launches
-            bound it, so that it hardly matters of how many rows they are.
-        new_shape_seconds: what a shape that was not met before costs.
-        compile_after: a decode forward is compiled once its shapes were met so many
-            times; ``None``: never. It takes shapes that repeat, and pays where
-            launching and Python take longer than computing.
-        pad_single_token: steps of one token per row compute a second one in vain:
-            CUDA's fused attention takes a mask only for several queries. Left out for
-            models whose attention is ours, or whose packed weights MLX multiplies.
-        unpacks: packed keys and values are unpacked for attention; CUDA's products
-            with packed ones take no views, and few of the shapes that attention has.
-        kernels: models, prompt lookup and commits run by what :mod:`specdec.cuda`
-            has, as far as it is proven on the device.
-        peek_rows: rows of a batch up to which plain rounds look what a drafter would
-            propose, where it says so; ``None``: any number.
+        static_shapes: keep shapes the same from round to round, even if that computes
+            a little more, because each new shape takes time.
+        costs_by_token: a forward takes time in proportion to its tokens, and little to
+            launch. So rounds with a draft are read at once and verify nothing in vain,
+            and costs measured with one row are scaled to any number of rows.
+        join_rounds: how many rounds the prefill of joining rows takes, where launches
+            dominate it, so that its time hardly depends on the number of rows.
+        new_shape_seconds: seconds that a new shape takes.
+        compile_after: compile a decode forward once its shapes were met so many times;
+            ``None``: never. It needs shapes that repeat, and pays where launching
+            and Python take longer than computing.
+        pad_single_token: compute a second token in steps of one token per row, since
+            CUDA's fused attention takes a mask only for several queries. Not done for
+            models that use our attention kernel, or whose packed weights MLX
+            multiplies.
+        unpacks: unpack packed keys and values for attention, since CUDA's products
+            with packed ones take no views, and few of attention's shapes.
+        kernels: use the kernels of :mod:`specdec.cuda` for models, prompt lookup and
+            commits, as far as they are proven on the device.
+        peek_rows: the most rows with which rounds without a draft peek at what the
+            drafter would propose; ``None``: any number.
     """
 
     name: Literal["cpu", "cuda", "metal"]
@@ -65,10 +66,10 @@ class BackendDefaults:
     peek_rows: int | None = None
 
     def rows_to_keep(self, rows: int, running: int) -> int:
-        """Rows of a batch of ``rows`` to go on with when just ``running`` still run.
+        """How many of a batch's ``rows`` to keep when only ``running`` still run.
 
-        A new batch size is a new shape. With static shapes ``rows`` is halved as
-        often as the running ones fit: few shapes, whatever the rows' lengths.
+        A new batch size is a new shape. With static shapes, ``rows`` is halved as
+        often as the running ones still fit, which gives few shapes.
         """
         if not self.static_shapes or not running:
             return running
@@ -93,14 +94,13 @@ _DEFAULTS = {
             pad_single_token=True,
             unpacks=True,
             kernels=True,
-            # A look held a round of 8 rows up by a tenth to a third, of one by 5 to 8%
+            # With 8 rows, peeking took a tenth to a third of a round; with one, 5 to 8%
             # (one H200).
             peek_rows=1,
         ),
-        # Not measured; what follows from MLX's source is in docs/architecture.md. A
-        # new length costs nothing: a multiple of the keys that a block of the
-        # attention kernel takes has all blocks full. Launching what a look takes may
-        # cost more than it brings.
+        # Not measured; docs/devices.md says what follows from MLX's source. A new
+        # length costs nothing; the bucket fills the attention kernel's blocks.
+        # Peeking may cost more than it brings.
         BackendDefaults("metal", read_bucket=32, static_shapes=False, peek_rows=0),
     )
 }
@@ -116,10 +116,10 @@ def defaults() -> BackendDefaults:
 
 
 def memory_size() -> int | None:
-    """Bytes that MLX can use on its default device; ``None`` when nothing says it.
+    """Bytes that MLX can use on its default device; ``None``: unknown.
 
-    On Metal what the system recommends, which is less than all of the memory; on
-    CUDA the GPU's; on a CPU the machine's, or the container's if that is less.
+    On Metal this is what the system recommends, less than all of the memory; on CUDA
+    the GPU's memory; on a CPU the machine's, or the container's if that is less.
     """
     import mlx.core as mx
 
@@ -148,12 +148,12 @@ def _system_memory() -> int | None:
 def check_compiler() -> str | None:
     """Check that MLX's CPU backend can compile its fused kernels.
 
-    MLX calls ``g++`` by that name (``$CXX`` and ``clang++`` do not count). Where
-    there is none it runs unfused, which is only a little slower; where there is
-    one that does not work, the first fused kernel fails.
+    MLX calls ``g++`` by that name (``$CXX`` and ``clang++`` do not count). Without a
+    ``g++`` it runs unfused, which is only a little slower. With one that does not work,
+    the first fused kernel fails.
 
     Returns:
-        ``None`` when all is well, or one line to show where ``g++`` is missing.
+        ``None`` if all is well, or one line to show if ``g++`` is missing.
 
     Raises:
         CompilerMissingError: ``g++`` is there and MLX cannot compile with it.

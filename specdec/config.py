@@ -1,4 +1,4 @@
-"""Options, as frozen dataclasses that raise :class:`ConfigError` when built wrong."""
+"""The engine's options: a frozen dataclass that refuses wrong values."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .utils.checks import require, require_bytes, require_int, require_one_of
 NumDraftTokens = int | Literal["auto"]
 
 DEFAULT_BATCH_SIZE = 8
-# Beyond any batch that pays: plans count rows one by one.
+# Larger than any batch that pays; memory plans count rows one by one.
 MAX_BATCH_SIZE = 1 << 14
 DEFAULT_NUM_DRAFT_TOKENS: NumDraftTokens = "auto"
 # The largest k that "auto" chooses.
@@ -27,29 +27,29 @@ class EngineConfig:
     """How the engine runs; the same for every request.
 
     Args:
-        batch_size: rows that decode together, 16384 at most.
-        num_draft_tokens: tokens proposed per round; 0 decodes plainly, "auto"
-            chooses for every round, 0 included. See docs/draft-length.md.
+        batch_size: the most rows that decode together, up to 16384.
+        num_draft_tokens: tokens proposed per round. 0 decodes without a draft; "auto"
+            chooses for every round, and may choose 0. See docs/draft-length.md.
         prefill_step_size: prompt tokens per row in one prefill forward.
-        kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
-        kv_group_size: 32, 64 or 128 elements share a scale; it must divide the
+        kv_bits: 4 or 8 stores keys and values quantized; ``None`` does not.
+        kv_group_size: 32, 64 or 128 elements share a scale. It must divide the
             models' head size.
         quantized_kv_start: quantize once the longest row of a batch holds this
             many tokens.
         max_kv_size: full-attention layers see each row's first 4 tokens and its
             newest ``max_kv_size - 4``; ``None`` sees everything.
-        prefix_cache: a folder in which keys and values of prompts are kept, for
-            prompts that begin alike, in this run and later ones; made if it is not
-            there. ``None`` keeps none on disk. See docs/prefix.md.
-        prefix_cache_size: most bytes of the entries in that folder.
-        prefix_cache_memory: most bytes of those kept in memory; ``None`` is 1 GB
-            with a ``prefix_cache`` and 0, which keeps none, without.
-        memory_limit: most bytes that MLX should hold: models that cannot fit are not
-            loaded, requests that cannot are refused, and rows wait for memory;
-            ``None`` is what the device has. See docs/memory.md.
+        prefix_cache: a folder that keeps keys and values of prompts, for prompts that
+            begin alike, in this run and later ones. It is made if it does not exist.
+            ``None`` keeps none on disk. See docs/prefix.md.
+        prefix_cache_size: the most bytes of entries in that folder.
+        prefix_cache_memory: the most bytes of prefixes kept in memory. ``None`` is
+            1 GB with a ``prefix_cache``, and 0 (keep none) without.
+        memory_limit: the most bytes that MLX should hold. Models that cannot fit are
+            not loaded, requests that cannot fit are refused, and rows wait for memory.
+            ``None``: what the device has. See docs/memory.md.
 
     Raises:
-        ConfigError: a value is out of range, or does not go with another.
+        ConfigError: a value is out of range, or conflicts with another.
     """
 
     batch_size: int = DEFAULT_BATCH_SIZE
@@ -89,7 +89,7 @@ class EngineConfig:
 
     @property
     def prefix_memory(self) -> int:
-        """Bytes of prefixes that may be kept in memory."""
+        """The most bytes of prefixes to keep in memory."""
         if self.prefix_cache_memory is not None:
             return self.prefix_cache_memory
         return 0 if self.prefix_cache is None else DEFAULT_PREFIX_CACHE_MEMORY
@@ -106,6 +106,6 @@ class EngineConfig:
         keeps = folder is not None or self.prefix_memory > 0
         if keeps and self.kv_bits is not None and self.quantized_kv_start:
             raise ConfigError(
-                "quantized_kv_start above 0 does not go with a prefix cache: what a "
-                "prompt's keys are then depends on the rows beside it; use 0"
+                "quantized_kv_start above 0 does not go with a prefix cache: a "
+                "prompt's keys would depend on the rows beside it; use 0"
             )

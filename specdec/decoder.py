@@ -1,4 +1,4 @@
-"""The Python API: load a target and a draft, generate for many prompts."""
+"""The Python API: :class:`SpecDecoder` loads models and generates for many prompts."""
 
 from __future__ import annotations
 
@@ -55,39 +55,39 @@ LoadedPair: TypeAlias = tuple[nn.Module, Any] | tuple[nn.Module, Any, dict[str, 
 
 
 class SpecDecoder:
-    """Decodes many prompts at once, with a draft model or without one.
+    """Decodes many prompts at once, with a draft or without one.
 
-    Output is the target's own: for every draft, batch and draft length the same
-    tokens that the target would produce alone (see docs/exactness.md).
+    The output is the target's own: the same tokens that the target would produce alone,
+    whatever the draft, the batch and the draft length (see docs/exactness.md).
 
-    ``SpecDecoder(*mlx_lm.load(...))`` takes a model that is loaded already,
-    :meth:`from_pretrained` the name of one.
+    :meth:`from_pretrained` loads a model by name; ``SpecDecoder(*mlx_lm.load(...))``
+    takes one that is loaded already.
 
     Args:
         target: the model whose output is wanted: a
-            :class:`~specdec.models.LoadedModel`, or a model, its tokenizer and, if
-            you have it, its configuration, as ``mlx_lm.load`` returns them.
-        draft: a model that proposes tokens; the same, what ``mlx_lm.load`` returns as
-            one tuple.
-        drafter: makes what proposes, in place of ``draft``, or the name of a draft as
-            for :meth:`from_pretrained` (see docs/drafters.md).
+            :class:`~specdec.models.LoadedModel`, or a model, its tokenizer and
+            (optional) its configuration, as ``mlx_lm.load`` returns them.
+        draft: a model that proposes tokens: a :class:`~specdec.models.LoadedModel`, or
+            the tuple that ``mlx_lm.load`` returns.
+        drafter: in place of ``draft``, a function that makes a drafter, or the name of
+            a draft as for :meth:`from_pretrained` (see docs/drafters.md).
         config: batch size, draft length, prefill chunk, prefix cache.
-        name: what reports call a target that ``mlx_lm.load`` returned; ``None`` takes
-            its type.
+        name: a name for reports, for a target that ``mlx_lm.load`` returned; ``None``
+            takes the model's type.
 
     Attributes:
         target: the model whose output is wanted.
-        bounds: what a request must fit in.
-        prefix_store: what is kept of prompts, where the config asks for it.
-        prompt_limit: the largest prompt.
+        bounds: the limits of every request.
+        prefix_store: the stored prefixes of prompts, if the config asks for them.
+        prompt_limit: the longest prompt.
 
     Raises:
         VocabularyMismatchError: target and draft share too few tokens.
         UnsupportedModelError: a model needs a cache that is not supported, or the
-            drafter asks for hidden states that the target does not give.
+            drafter reads hidden states that the target does not have.
         MemoryLimitError: the models do not fit in memory.
-        ConfigError: both ``draft`` and ``drafter`` are given, or one of them, the
-            target or the config is something else.
+        ConfigError: both ``draft`` and ``drafter`` are given, or an argument has the
+            wrong type.
     """
 
     @overload
@@ -184,7 +184,7 @@ class SpecDecoder:
         )
         self.prompt_limit = PromptLimit(self.tokenizer, self.bounds.context_length)
         self._rehearsal = Rehearsal(self._backend, alone=target.ranks is None)
-        # What one call learns of the draft serves the next.
+        # Calls share it: what one learns about the draft serves the next.
         self._length = draft_length(
             self.config,
             self._target,
@@ -195,8 +195,16 @@ class SpecDecoder:
 
     @property
     def max_draft_tokens(self) -> int:
-        """The most tokens that any round proposes: as the config and the draft say."""
+        """The most tokens that any round proposes, by the config and the draft."""
         return self._length.max_draft_tokens
+
+    @property
+    def max_proposals(self) -> int | None:
+        """The most tokens that the draft can propose in a round; ``None``: any number.
+
+        As the draft says: :attr:`max_draft_tokens` is no more.
+        """
+        return None if self._drafter is None else self._drafter.max_proposals
 
     def measure_forwards(self, num_rows: int) -> Forwards:
         """Time a plain step, a draft step and verify forwards of ``num_rows`` rows.
@@ -231,34 +239,35 @@ class SpecDecoder:
         """Load models by name.
 
         Args:
-            target: MLX model folder, hub id or ``.gguf`` file; ``None`` takes the
-                installed default model, ``SmolLM2-135M-Instruct``.
-            draft: the same; ``self:4bit`` (2, 3, 8) for the target's own weights
-                quantized in memory; ``layers:0-7,22-29`` for just those layers of
-                it; ``mtp`` for its own MTP head; ``ngram`` for prompt lookup;
-                ``ngram+MODEL`` for a model of these where no n-gram matches;
-                ``smollm2-135m-instruct`` for the default target's draft, which comes
-                with specdec; or ``none``. ``None`` takes that draft for the default
-                target, no draft for others.
+            target: an MLX model folder, a hub id or a ``.gguf`` file; ``None`` takes
+                the installed default model, ``SmolLM2-135M-Instruct``.
+            draft: a model as for ``target``, or one of: ``self:4bit`` (also 2, 3, 8):
+                the target's own weights, quantized in memory; ``layers:0-7,22-29``:
+                just these layers of the target; ``mtp``: the target's own MTP head;
+                ``ngram``: prompt lookup; ``ngram+MODEL``: a model where no n-gram
+                matches; ``smollm2-135m-instruct``: the draft of the default target,
+                which comes with specdec; ``none``. ``None`` takes that draft for the
+                default target, and no draft for others.
             dtype: ``float32``, ``bfloat16`` or ``float16``; ``None`` keeps the
                 weights as stored.
             config: batch size, draft length, prefill chunk.
-            trust_remote_code: run Python code that lies in a model's folder, where
-                the model asks for that; such a model is refused otherwise.
+            trust_remote_code: run Python code from a model's folder if the model
+                needs it. Otherwise such a model is refused.
             adapter_path, draft_adapter_path: folders of adapters that ``mlx_lm.lora``
                 wrote, for the target and for the draft.
-            revision: branch, tag or commit of a target of the hub.
-            chat_template: a template in Jinja, in place of the target's own.
-            ranks: what :meth:`specdec.Ranks.join` returned. Each rank holds a shard of
-                the target then, and the whole draft; rank 0 decodes, and the others
-                call :meth:`follow` (see docs/scaling.md).
+            revision: branch, tag or commit, for a target from the hub.
+            chat_template: a Jinja template in place of the target's own.
+            ranks: what :meth:`specdec.Ranks.join` returned. Each rank then holds a
+                shard of the target, and the whole draft. Rank 0 decodes, and the
+                others call :meth:`follow` (see docs/scaling.md).
 
         Raises:
-            ModelNameError: there can be no model of that name.
+            ModelNameError: no model can have that name.
             ModelNotFoundError: there is no such model.
-            VocabularyMismatchError, UnsupportedModelError: they do not fit.
-            ConfigError: a model is no name, ``draft`` cannot be taken apart, there is
-                no such ``dtype``, or a model can have no adapter or revision.
+            VocabularyMismatchError: target and draft share too few tokens.
+            UnsupportedModelError: a model, or a part of it, is not supported.
+            ConfigError: a name has the wrong type, ``draft`` or ``dtype`` is not
+                valid, or a model cannot have an adapter or a revision.
             MemoryLimitError: the models do not fit in memory; none is loaded.
             RankError: the ranks load different models, or one has ended.
         """
@@ -305,27 +314,27 @@ class SpecDecoder:
         """Generate for all prompts; results in the order of the prompts.
 
         Args:
-            prompts: strings, lists of chat messages, or lists of token ids; or one
-                of these. A string is a user turn where the model has a chat template.
-            params: for all prompts, or one for each. When one is given for all,
-                prompt ``i`` draws with seed ``params.seed + i``; without a seed the
-                first prompt's is random. Results report the seeds.
-            progress: show a bar of tqdm's, in a notebook too.
-            system_prompt: put before string prompts by the chat template.
+            prompts: one prompt or several: strings, lists of chat messages, or lists of
+                token ids. A string is a user turn if the model has a chat template.
+            params: one for all prompts, or one for each. If one serves all, prompt
+                ``i`` draws with seed ``params.seed + i``; without a seed the first one
+                is random. Results report the seeds.
+            progress: show a progress bar of tqdm, also in a notebook.
+            system_prompt: a system message for string prompts.
             ignore_chat_template: encode strings as they are.
             chat_template_config: variables for the chat template, such as
                 ``{"enable_thinking": False}``.
-            prefill_response: how each answer begins. The model continues it; results
-                have what comes after it.
-            settings: fields of :class:`SamplingParams`, such as ``max_tokens=64``,
-                in place of ``params``, or in place of single fields of these.
+            prefill_response: the beginning of each answer. The model continues it;
+                results have what comes after it.
+            settings: fields of :class:`SamplingParams`, such as ``max_tokens=64``;
+                they replace those of ``params``.
 
         Raises:
             PromptError: a prompt is empty, cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: ``params`` are not as many as the prompts, name a token
-                that is none of the target's, or have a grammar that cannot be used;
-                or there is no such setting.
+            ConfigError: there are more or fewer ``params`` than prompts, they name a
+                token that is not the target's, their grammar cannot be used, or there
+                is no such setting.
         """
         given = _several(prompts)
         events = self.stream(
@@ -355,19 +364,17 @@ class SpecDecoder:
         turns: Iterable[Sequence[str]] | None = None,
         **settings: Any,
     ) -> Iterator[StreamEvent]:
-        """As :meth:`generate`, yielding what every round adds to each row.
+        """As :meth:`generate`, yielding what every round adds to each request.
 
-        Prompts and options are checked at the call, before the first event is
-        asked for.
+        Prompts and settings are checked at the call, before the first event.
 
         Args:
-            keep_going: a prompt that cannot be served raises nothing: its result has
+            keep_going: do not raise for a prompt that cannot be served. Its result has
                 the error, and the others run.
-            turns: for each prompt, what its user says after the answer, and after the
-                next ones; the prompt is a string or chat messages then. A turn is
-                decoded beside other conversations' as soon as the answer before it has
-                ended. With a prefix cache its prompt begins with what is kept of the
-                one before.
+            turns: for each prompt, what the user says after each answer. The prompt
+                must be a string or chat messages. A turn is decoded as soon as the
+                answer before it has ended, beside other conversations. With a prefix
+                cache, what the turns before it share is not computed again.
         """
         encoding: Encoding = {
             "system_prompt": system_prompt,
@@ -410,14 +417,15 @@ class SpecDecoder:
 
         Args:
             file: written by mlx-lm for this very model.
-            prompt: what it was made of, and possibly more.
-            encoding: ``system_prompt`` and its like, as for :meth:`generate`.
+            prompt: the prompt that the file was made from, possibly continued.
+            encoding: ``system_prompt`` and the like, as for :meth:`generate`.
 
         Returns:
-            Tokens in the file.
+            How many tokens the file holds.
 
         Raises:
-            CacheError: it cannot be read, does not fit, or there is no store.
+            CacheError: the file cannot be read or does not fit the model, or there is
+                no store.
         """
         self._check_whole("a prompt-cache file")
         token_ids = self._encode(prompt, **encoding).token_ids
@@ -429,13 +437,13 @@ class SpecDecoder:
         file: str | os.PathLike[str],
         **encoding: Unpack[Encoding],
     ) -> int:
-        """Write what the prefix store has of ``prompt`` as mlx-lm's prompt-cache file.
+        """Write the longest stored prefix of ``prompt`` as mlx-lm's prompt-cache file.
 
         Returns:
-            Tokens in the file, which are the longest stored prefix.
+            How many tokens the file holds.
 
         Raises:
-            CacheError: nothing is stored, it cannot be written, or mlx-lm has no
+            CacheError: nothing is stored, the file cannot be written, or mlx-lm has no
                 cache of that kind (rings with ``kv_bits``).
         """
         self._check_whole("a prompt-cache file")
@@ -449,7 +457,7 @@ class SpecDecoder:
         """A new session, to which requests can be added while others run.
 
         Args:
-            observer: is called with every round, for measurements.
+            observer: called in every round, for measurements.
 
         Raises:
             ConfigError: this is a rank other than 0.
@@ -457,7 +465,7 @@ class SpecDecoder:
         ranks = self.target.ranks
         if isinstance(ranks, Follower):
             raise ConfigError(
-                f"rank {ranks.rank} does what rank 0 does: call follow() on it"
+                f"rank {ranks.rank} repeats what rank 0 does: call follow() on it"
             )
         parts = self._parts(observer)
         if isinstance(ranks, Leader):
@@ -465,14 +473,14 @@ class SpecDecoder:
         return Session(*parts)
 
     def follow(self) -> bool:
-        """On a rank other than 0, do what rank 0's sessions do, until it ends.
+        """On a rank other than 0, do what rank 0's sessions do, until rank 0 ends.
 
         Returns:
-            Whether this was such a rank: rank 0, or a target that is whole, has its
-            own work to do.
+            Whether this is such a rank. On rank 0, and without ranks, it is ``False``
+            at once.
 
         Raises:
-            RankError: rank 0 has ended in another way than by its own will.
+            RankError: rank 0 ended unexpectedly.
         """
         ranks = self.target.ranks
         if not isinstance(ranks, Follower):
@@ -482,7 +490,7 @@ class SpecDecoder:
         return True
 
     def _check_whole(self, what: str) -> None:
-        """Refuse what needs the whole target, or keys and values of all heads.
+        """Refuse what needs the whole target, on a rank that has a shard.
 
         Raises:
             ConfigError: this process has a shard.
@@ -509,9 +517,10 @@ class SpecDecoder:
         return engine, self.tokenizer, self.bounds, self.prompt_limit
 
     def serve(self) -> Server:
-        """A server for asyncio, which decodes in a thread of its own.
+        """A server for asyncio programs, which decodes in a thread of its own.
 
-        Entering it starts the thread; see :class:`~specdec.engine.async_server.Server`.
+        ``async with`` starts and ends the thread; see
+        :class:`~specdec.engine.async_server.Server`.
         """
         return Server(self._session_at_work, self._encode, self.bounds.grammars)
 
@@ -524,7 +533,7 @@ class SpecDecoder:
 
 
 def _name(what: str, name: object) -> str:
-    """The name of a model, as a text."""
+    """The name of a model, as a string."""
     if not isinstance(name, str | os.PathLike):
         raise ConfigError(
             f"{what} is of type {type(name).__name__}: name a folder, a .gguf file or "
@@ -534,7 +543,7 @@ def _name(what: str, name: object) -> str:
 
 
 def _checked_config(config: object) -> EngineConfig:
-    """The config, or the default one for ``None``."""
+    """The config; the default one for ``None``."""
     if not isinstance(config, EngineConfig | None):
         raise ConfigError(
             f"config is of type {type(config).__name__}: give EngineConfig(...)"
@@ -555,13 +564,13 @@ def _adopted(
 
 
 def _several(prompts: Any) -> Any:
-    """Prompts as a list; one prompt alone is a list of one."""
+    """Prompts as a list, also if one prompt was given."""
     if isinstance(prompts, str):
         return [prompts]
     if isinstance(prompts, bytes | Mapping) or not isinstance(prompts, Iterable):
         return prompts  # encoding refuses it
     found = list(prompts)
-    # Messages and token ids are parts of a prompt, no prompts themselves.
+    # A list of messages, or of token ids, is one prompt.
     parts = bool(found) and all(isinstance(p, Mapping | int) for p in found)
     return [found] if parts else found
 
@@ -569,7 +578,7 @@ def _several(prompts: Any) -> Any:
 def _shown(
     events: Iterator[StreamEvent], total: int, decoder: SpecDecoder
 ) -> Iterator[StreamEvent]:
-    """The events, with a bar that shows how many prompts have finished."""
+    """Yield the events, and show a bar of the prompts that have finished."""
     from tqdm.auto import tqdm  # a widget in a notebook
 
     with tqdm(total=total, unit="prompt") as bar:
@@ -590,7 +599,7 @@ def _events(
     encoding: Encoding,
     refused: list[GenerationResult],
 ) -> Iterator[StreamEvent]:
-    """What is emitted for all prompts, to the end."""
+    """Yield the events of all prompts, refused ones first."""
     for result in refused:
         yield StreamEvent(index=result.index, text="", token_ids=[], result=result)
     with wired_memory():
@@ -600,12 +609,12 @@ def _events(
 def _later_turns(
     turns: Iterable[Sequence[str]] | None, prompts: Sequence[Prompt]
 ) -> list[tuple[str, ...]]:
-    """What the users say after each prompt's answer."""
+    """The turns that follow each prompt, checked."""
     if turns is None:
         return [()] * len(prompts)
     found = []
     for each in turns:
-        # A text alone would be a turn for each of its characters.
+        # A string would be taken for one turn per character.
         if not isinstance(each, list | tuple) or not all(
             isinstance(turn, str) for turn in each
         ):
@@ -632,7 +641,7 @@ def _add_those_that_can(
     encoding: Encoding,
     refused: list[GenerationResult],
 ) -> list[int]:
-    """Add the prompts that can be served; the others' results are ``refused``."""
+    """Add the prompts that can be served; append the others' results to ``refused``."""
     served = []
     for index, (prompt, each) in enumerate(zip(prompts, params, strict=True)):
         try:

@@ -3,19 +3,19 @@
     SpecdecError
     ├── ConfigError            an option has a value that cannot work (also a ValueError)
     ├── PromptError            a prompt, or a prompt file, cannot be used (also a ValueError)
-    │   └── PromptFileError        a file of prompts or text is not there, or not as it must
-    │                              be (also a ConfigError)
+    │   └── PromptFileError        a file of prompts or text does not exist, or has the
+    │                              wrong form (also a ConfigError)
     ├── ModelError
     │   ├── ModelNotFoundError     no model under that name
-    │   │   └── ModelNameError         nor can there be one: misspelt (also a ConfigError)
+    │   │   └── ModelNameError         no model can have that name (also a ConfigError)
     │   ├── UnsupportedModelError  a model, or a part of it, that is not supported (named)
     │   └── VocabularyMismatchError  target and draft share too few tokens
-    ├── DrafterError           a drafter does not do what its protocol asks of it
+    ├── DrafterError           a drafter violates its protocol
     ├── MemoryLimitError       a run does not fit in memory (the numbers are named)
     ├── CacheError             a cache was asked for something that it cannot do (also a ValueError)
-    ├── SessionError           a step of a session did not end: it decodes no more
+    ├── SessionError           a session was interrupted in a step: it decodes no more
     ├── ServerError            a server is not open, or its engine failed
-    ├── RankError              ranks of a tensor-parallel run parted, or one has ended
+    ├── RankError              ranks of a tensor-parallel run differ, or one has ended
     └── CompilerMissingError   MLX's CPU backend needs a C++ compiler and found none
 
 Each message is one line that names the way out; the command line prints it as it is.
@@ -30,7 +30,7 @@ class SpecdecError(Exception):
     """Base of every error raised on purpose by specdec.
 
     The message becomes one line of printable characters that is no longer than reads,
-    whatever names and texts of others are in it.
+    whatever foreign names and texts it contains.
     """
 
     def __init__(self, message: object = "") -> None:
@@ -46,10 +46,10 @@ class PromptError(SpecdecError, ValueError):
 
 
 class PromptFileError(ConfigError, PromptError):
-    """A file of prompts or of text is not there, or is not as it must be.
+    """A file of prompts or of text does not exist, or has the wrong form.
 
-    That is seen from the file alone. What only a model can show of a prompt, such as
-    that it is longer than the context, is a :class:`PromptError`.
+    The file alone shows this. What only a model can show, such as a prompt longer than
+    the context, is a :class:`PromptError`.
     """
 
 
@@ -62,7 +62,7 @@ class ModelNotFoundError(ModelError):
 
 
 class ModelNameError(ConfigError, ModelNotFoundError):
-    """No model can have that name: it is no path here, no hub id, and not known."""
+    """No model can have that name: it is neither a path, a hub id nor a known name."""
 
 
 class UnsupportedModelError(ModelError):
@@ -74,7 +74,7 @@ class VocabularyMismatchError(ModelError):
 
 
 class DrafterError(SpecdecError):
-    """A drafter does not do what its protocol asks of it; the message says what."""
+    """A drafter violates its protocol; the message says how."""
 
 
 class MemoryLimitError(SpecdecError):
@@ -86,15 +86,15 @@ class CacheError(SpecdecError, ValueError):
 
 
 class SessionError(SpecdecError):
-    """A step of a session did not end, so that the session decodes no more."""
+    """A session was interrupted in a step, and decodes no more."""
 
 
 class ServerError(SpecdecError):
-    """A server is not open, or its engine failed: then ``__cause__`` is why."""
+    """A server is not open, or its engine failed (``__cause__`` says why)."""
 
 
 class RankError(SpecdecError):
-    """Ranks of a tensor-parallel run cannot meet, have parted, or one has ended."""
+    """Ranks of a tensor-parallel run cannot connect, differ, or one has ended."""
 
 
 class CompilerMissingError(SpecdecError):
@@ -102,7 +102,7 @@ class CompilerMissingError(SpecdecError):
 
 
 def reason_of(error: BaseException) -> str:
-    """An error of others, fit to be shown: its type, and what it says, cut."""
+    """A foreign error as one short line: its type and its message."""
     kind = type(error).__name__
     try:
         text = shorten(error)

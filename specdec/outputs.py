@@ -1,4 +1,4 @@
-"""What comes out: results of requests, events while they run, totals. No mlx here."""
+"""The engine's output: results, events while requests run, totals. No mlx here."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from .request import (
     acceptance_rate,
 )
 
-# Fields that a result has from its request.
+# Fields that a result copies from its request.
 _AS_REQUESTED = (
     "index", "prompt", "kv_bits", "prefix_tokens", "rounds", "drafted", "accepted",
     "stop_reason", "stop_token", "error", "num_draft_tokens_per_pos",
     "num_accepted_tokens_per_pos",
 )  # fmt: skip
-# Fields of a line of ``specdec run --output``, in their order.
+# Fields of a line of ``specdec run --output``, in order.
 _LINE = (
     "index", "prompt", "text", "token_ids", "finish_reason", "stop_reason",
     "stop_token", "error", "seed", "prompt_tokens", "kv_bits", "prefix_tokens",
@@ -37,32 +37,32 @@ _LINE = (
 class GenerationResult:
     """What one request produced.
 
-    ``token_ids`` and ``text`` hold what was generated, without the prompt and
-    without what ended it. Where a stop text begins inside a token, ``text`` is cut
-    there and ``token_ids`` keeps that token.
+    ``token_ids`` and ``text`` hold what was generated, without the prompt and without
+    the token or text that ended it. If a stop text begins inside a token, ``text`` is
+    cut there and ``token_ids`` keeps that token.
 
     Args:
-        finish_reason: ``stop`` (a token or a text that ends it), ``length``
-            (``max_tokens``, or the model's context is full), ``cancelled`` or
-            ``error``. Whatever it is, what was generated until then is there.
+        finish_reason: ``stop`` (by a token or a stop text), ``length`` (``max_tokens``
+            reached, or the model's context full), ``cancelled`` or ``error``. In every
+            case the result has what was generated until then.
         stop_reason: the stop text that ended it, else ``None``.
         stop_token: the token id that ended it, else ``None``.
-        error: one line, where ``finish_reason`` is ``error``.
-        seed: of its random draws, given or drawn; ``None``: it draws nothing.
-        kv_bits: bits in which keys and values were kept; ``None``: as they are.
-        prefix_tokens: of the ``prompt_tokens``, those that were found in the prefix
-            store and not computed.
-        rounds: decode rounds that the row took part in (its first token comes from
-            prefill, not from a round).
-        drafted, accepted: draft tokens up to the row's end.
+        error: one line, if ``finish_reason`` is ``error``.
+        seed: the seed of its random draws; ``None`` if it does not sample.
+        kv_bits: bits in which keys and values were stored; ``None``: unquantized.
+        prefix_tokens: how many of the ``prompt_tokens`` were found in the prefix store
+            and not computed.
+        rounds: decode rounds that the row took part in. The first token comes from
+            prefill, not from a round.
+        drafted, accepted: draft tokens proposed and accepted, up to the row's end.
         num_draft_tokens_per_pos, num_accepted_tokens_per_pos: rounds that drafted,
             and that accepted, at least 1, 2, ... tokens.
-        time_to_first_token: seconds since the request was added; ``None`` when
-            there is none.
-        tokens_per_second: tokens after the first over the time since it; 0 when
-            there are none.
-        logprobs: one entry per token, where it was asked for.
-        turn: which answer of a conversation it is, from 0.
+        time_to_first_token: seconds from adding the request to its first token;
+            ``None`` if it has no token.
+        tokens_per_second: tokens after the first, over the time since it; 0 if there
+            are none.
+        logprobs: one entry per token, if asked for.
+        turn: which answer of its conversation this is, from 0.
     """
 
     index: int
@@ -92,7 +92,7 @@ class GenerationResult:
         """The result of a request that has ended.
 
         Args:
-            text_of: decodes a token, for log-probabilities.
+            text_of: decodes one token, for the texts in log-probabilities.
         """
         reason = request.finish_reason
         assert reason is not None
@@ -138,7 +138,7 @@ class GenerationResult:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens generated, the one that ended it not counted."""
+        """Tokens generated, without the one that ended it."""
         return len(self.token_ids)
 
     @property
@@ -153,7 +153,7 @@ class GenerationResult:
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
+        """By position, the share of draft tokens there that were accepted."""
         return acceptance_by_position(
             self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos
         )
@@ -173,10 +173,10 @@ class GenerationResult:
 class StreamEvent:
     """New output of one request: what a round added to it.
 
-    ``text`` never splits a character or a stop text; it may be empty while one is
-    incomplete, as may ``token_ids``. ``logprobs`` has one entry for each of these,
-    where it was asked for. ``result`` is set on the last event of a request. ``turn``
-    counts the answers of a conversation.
+    ``text`` never splits a character or a stop text. While one is incomplete, ``text``
+    and ``token_ids`` may be empty. ``logprobs`` has one entry for each token, if asked
+    for. ``result`` is set on the last event of a request. ``turn`` counts the answers
+    of a conversation.
     """
 
     index: int
@@ -187,20 +187,19 @@ class StreamEvent:
     turn: int = 0
 
     def renumbered(self, index: int, turn: int = 0) -> Self:
-        """The same, of a request that is called otherwise."""
+        """The same event under another index and turn."""
         result = self.result and replace(self.result, index=index, turn=turn)
         return replace(self, index=index, turn=turn, result=result)
 
 
 @dataclass(frozen=True, kw_only=True)
 class EngineLoad:
-    """What an engine is busy with.
+    """What an engine is working on.
 
     Args:
-        running: rows that decode, or whose prompts are being taken in.
+        running: rows that decode, or whose prompts are being prefilled.
         waiting: requests that have no row yet.
-        cache_bytes: of keys and values, the target's and the draft's, of rows that
-            decode.
+        cache_bytes: bytes of these rows' caches, the target's and the draft's.
     """
 
     running: int = 0
@@ -210,26 +209,27 @@ class EngineLoad:
 
 @dataclass(kw_only=True)
 class RunStats:
-    """Totals over the prompts of one ``generate`` or ``stream`` call, as it goes.
+    """Totals of one ``generate`` or ``stream`` call, or of a session, up to now.
 
-    Times are seconds of wall clock, and add up to what passed from the first step to
-    the last, while there were requests: ``warmup_seconds`` to compile kernels before
-    the first one, ``calibration_seconds`` to measure what rounds of a draft cost,
-    ``prefill_seconds`` on prompts, for the first token of each row, ``decode_seconds``
-    on rounds, for the ``decode_tokens`` after it, and ``other_seconds`` between steps,
-    on what their caller does. A server compiles before the first step, which
-    ``warmup_seconds`` counts too; kernels that are compiled when a model is loaded are
-    in none of them. A prefill chunk that finds a round still running waits for it, so
-    that with rows that join the two mix a little.
+    Times are seconds of wall clock. They add up to the time from the first step to the
+    last, while there were requests:
 
-    ``rounds`` counts rounds of the batch, ``prefilled`` and ``prompt_tokens`` prompts
-    that have been taken in, ``prefix_tokens`` what of them was found in the prefix
-    store; ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and what they are by
-    position (:class:`~specdec.outputs.GenerationResult`) add up the rows that have
-    ended. ``vocabulary_share`` is the share of the target's tokens that a draft with
-    another vocabulary can propose, ``None`` where there is no such draft.
-    ``draft_error`` is what ended drafting before its time, in a line.
-    ``peak_memory_bytes`` is MLX's peak in this process so far, weights included.
+    - ``warmup_seconds``: compiling kernels before the first request. A server does it
+      before its first step. Kernels compiled while a model is loaded are not included.
+    - ``calibration_seconds``: measuring what rounds with a draft cost.
+    - ``prefill_seconds``: prompts, up to the first token of each row.
+    - ``decode_seconds``: rounds, for the ``decode_tokens`` after the first tokens. A
+      prefill chunk may wait for a round, so the last two mix a little.
+    - ``other_seconds``: between steps, in the caller's code.
+
+    ``rounds`` counts rounds of the batch. ``prefilled`` counts prompts,
+    ``prompt_tokens`` their tokens, and ``prefix_tokens`` those found in the prefix
+    store. ``prompts``, ``row_rounds``, ``drafted``, ``accepted`` and the counts by
+    position (see :class:`~specdec.outputs.GenerationResult`) cover the requests that
+    have ended. ``vocabulary_share`` is the share of the target's tokens that a draft
+    with another vocabulary can propose, else ``None``. ``draft_error`` is one line, if
+    drafting was ended by an error. ``peak_memory_bytes`` is MLX's peak in this process
+    so far, weights included.
     """
 
     prompts: int = 0
@@ -253,50 +253,50 @@ class RunStats:
     draft_error: str | None = None
     peak_memory_bytes: int = 0
 
-    def take_prefilled(self, sequences: Collection[Request]) -> None:
-        """Count rows that have their first tokens."""
-        self.prefilled += len(sequences)
-        for s in sequences:
+    def take_prefilled(self, requests: Collection[Request]) -> None:
+        """Count requests that have their first tokens."""
+        self.prefilled += len(requests)
+        for s in requests:
             self.prompt_tokens += len(s.prompt_tokens)
             self.prefix_tokens += s.prefix_tokens
 
-    def take_ended(self, sequence: Request | GenerationResult) -> None:
-        """Count a row that has ended."""
+    def take_ended(self, request: Request | GenerationResult) -> None:
+        """Count a request that has ended."""
         self.prompts += 1
-        self.row_rounds += sequence.rounds
-        self.drafted += sequence.drafted
-        self.accepted += sequence.accepted
+        self.row_rounds += request.rounds
+        self.drafted += request.drafted
+        self.accepted += request.accepted
         self.num_draft_tokens_per_pos = _added(
-            self.num_draft_tokens_per_pos, sequence.num_draft_tokens_per_pos
+            self.num_draft_tokens_per_pos, request.num_draft_tokens_per_pos
         )
         self.num_accepted_tokens_per_pos = _added(
-            self.num_accepted_tokens_per_pos, sequence.num_accepted_tokens_per_pos
+            self.num_accepted_tokens_per_pos, request.num_accepted_tokens_per_pos
         )
 
     def check_draft(self) -> None:
-        """Refuse figures of a run whose draft failed before the end.
+        """Raise an error if the draft failed: figures of such a run mean little.
 
         Raises:
-            DrafterError: drafting ended before its time.
+            DrafterError: drafting was ended by an error.
         """
         if self.draft_error is not None:
             raise DrafterError(self.draft_error)
 
     @property
     def acceptance_by_position(self) -> list[float]:
-        """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
+        """By position, the share of draft tokens there that were accepted."""
         return acceptance_by_position(
             self.num_draft_tokens_per_pos, self.num_accepted_tokens_per_pos
         )
 
     @property
     def prefill_tokens_per_second(self) -> float:
-        """Prompt tokens, reused ones too, over the time until the first tokens."""
+        """Prompt tokens, reused ones included, over prefill time."""
         return self.prompt_tokens / self.prefill_seconds if self.prefill_seconds else 0
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens of all rows after their first, over decode time."""
+        """Tokens of all rows after their first ones, over decode time."""
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else 0
 
     @property

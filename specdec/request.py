@@ -1,4 +1,4 @@
-"""A request on its way through the engine. No mlx here."""
+"""A request: what was asked for, and what was generated so far. No mlx here."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _Ending = tuple[FinishReason, int | None]
 
 @dataclass(frozen=True)
 class TokenLogprobs:
-    """Log-probability of a token, and of the likeliest at its position.
+    """The log-probability of a token, and the likeliest tokens at its position.
 
     Args:
-        logprob: of the token itself.
+        logprob: that of the token itself.
         top: (token id, log-probability), the likeliest first.
-        text: of the token itself, decoded alone: where it is a part of a character,
-            the replacement character.
-        top_texts: of each token in ``top``.
+        text: the token decoded alone; a part of a character gives the replacement
+            character.
+        top_texts: the texts of the tokens in ``top``.
     """
 
     logprob: float
@@ -35,12 +35,12 @@ class TokenLogprobs:
     top_texts: list[str] = field(default_factory=list)
 
     def with_texts(self, token: int, text_of: Callable[[int], str]) -> TokenLogprobs:
-        """The same, of ``token``, with texts."""
+        """A copy with the texts of ``token`` and of the likeliest tokens."""
         texts = [text_of(other) for other, _ in self.top]
         return replace(self, text=text_of(token), top_texts=texts)
 
     def to_dict(self, token: int) -> dict[str, object]:
-        """As JSON, of ``token``."""
+        """The entry of ``token`` as JSON."""
         texts = self.top_texts or [""] * len(self.top)
         return {
             "token_id": token,
@@ -66,8 +66,8 @@ class Request:
         prompt_tokens: the prompt as token ids.
         params: how to decode it.
         eos_token_ids: tokens that end it, beside its own ``stop_token_ids``.
-        output: its text as it grows; ``None`` where nobody reads any.
-        grammar: where it is in the grammar of ``params``, if they have one.
+        output: its text as it grows; ``None`` if no text is wanted.
+        grammar: its state in the grammar of ``params``, if there is one.
     """
 
     index: int
@@ -85,11 +85,11 @@ class Request:
     #: The token that ended it.
     stop_token: int | None = None
     error: str | None = None
-    #: Bits in which its keys and values are kept; None: as they are.
+    #: Bits in which its keys and values are stored; None: unquantized.
     kv_bits: int | None = None
-    #: What memory its row needs, once that was asked: of :mod:`specdec.memory`.
+    #: The memory that its row needs, once computed (by engine.admission).
     needs: object = field(default=None, compare=False)
-    #: Whether it is drafted for, where there is a draft.
+    #: Whether it is drafted for, if there is a draft.
     drafts: bool = True
     #: Tokens of the prompt that were found in the prefix store.
     prefix_tokens: int = 0
@@ -97,11 +97,11 @@ class Request:
     #: Rounds that drafted, and that accepted, at least 1, 2, ... tokens.
     num_draft_tokens_per_pos: list[int] = field(default_factory=list)
     num_accepted_tokens_per_pos: list[int] = field(default_factory=list)
-    #: Seconds on one clock: when it was queued, its first token came, it ended.
+    #: When it was queued, had its first token, and ended: seconds on one clock.
     queued: float = 0.0
     began: float | None = None
     ended: float | None = None
-    #: No other request has it; another session may use the same index.
+    #: Unique in this process; other sessions may use the same index.
     number: int = field(default_factory=_numbers.__next__, compare=False)
     _shown: int = 0
 
@@ -112,7 +112,7 @@ class Request:
 
     @property
     def reports_logprobs(self) -> bool:
-        """Whether log-probabilities of its tokens were asked for."""
+        """Whether its log-probabilities were asked for."""
         return self.params.logprobs or self.params.top_logprobs > 0
 
     @property
@@ -132,7 +132,7 @@ class Request:
 
     @property
     def drafted(self) -> int:
-        """Draft tokens up to its end."""
+        """Draft tokens proposed, up to its end."""
         return sum(self.num_draft_tokens_per_pos)
 
     @property
@@ -145,12 +145,12 @@ class Request:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> int:
-        """Append ``tokens`` up to the end of the sequence.
+        """Append ``tokens``, up to the end of the request.
 
-        It ends after ``max_tokens``, before a token that ends it, which is not
-        kept, and where a stop text is complete: then tokens that have no part in
-        the text before it are dropped, those of earlier rounds too. A finished
-        sequence takes nothing.
+        A request ends after ``max_tokens``; at a token that ends it, which is not
+        kept; or when a stop text is complete. Then tokens that do not contribute to
+        the text before it are dropped, also those of earlier rounds. A request that
+        has ended takes nothing.
 
         Returns:
             How many of ``tokens`` were used, the one that ended it included.
@@ -165,7 +165,7 @@ class Request:
         tokens: Sequence[int],
         logprobs: Sequence[TokenLogprobs],
     ) -> tuple[int, _Ending | None]:
-        """Take ``tokens``; how many were used, and how it ends by them, if it does."""
+        """Take ``tokens``; how many were used, and how they end it, if they do."""
         used = 0
         ending: _Ending | None = None
         if self.finish_reason is not None:
@@ -194,16 +194,16 @@ class Request:
                 del self.tokens[self.output.num_tokens :]
         del self.logprobs[len(self.tokens) :]
         self.stop_token = token
-        # Last: what has ended is whole, whenever an interrupt comes.
+        # Last: an interrupt must not leave an ended request half updated.
         self.finish_reason = reason
 
     def cancel(self) -> None:
-        """End it as it is; nothing, when it has ended."""
+        """End it with the tokens it has; do nothing if it has ended."""
         if self.finish_reason is None:
             self._end("cancelled")
 
     def fail(self, error: str) -> None:
-        """End it with an error result; nothing, when it has ended."""
+        """End it with an error; do nothing if it has ended."""
         if self.finish_reason is None:
             self.error = error
             self._end("error")
@@ -214,10 +214,10 @@ class Request:
         num_draft_tokens: int,
         logprobs: Sequence[TokenLogprobs] = (),
     ) -> None:
-        """Commit what one round kept: accepted draft tokens, then the extra token.
+        """Append what one round kept: accepted draft tokens, then the extra token.
 
-        Counts what was used: a draft token after the end of the sequence is
-        neither drafted nor accepted, one that proposed the end counts as both.
+        Only what was used is counted. A draft token after the end counts neither as
+        drafted nor as accepted; one that is the end counts as both.
         """
         if self.finish_reason is not None:
             return
@@ -230,9 +230,10 @@ class Request:
             self._end(*ending)
 
     def take(self) -> tuple[list[int], str, list[TokenLogprobs] | None]:
-        """Tokens, text and log-probabilities that may be shown, and were not yet.
+        """Take the tokens, text and log-probabilities that were not taken yet.
 
-        The last is ``None`` where none were asked for.
+        Log-probabilities are ``None`` if they were not asked for. A part of a
+        character or of a stop text is held back until it is complete.
         """
         text, shown = "", len(self.tokens)
         if self.output is not None:
@@ -245,7 +246,7 @@ class Request:
 
 
 def _count(at: list[int], n: int) -> None:
-    """One more round that reached 1, 2, ... ``n``."""
+    """Count a round that reached positions 1, 2, ... ``n``."""
     at += [0] * (n - len(at))
     for i in range(n):
         at[i] += 1
@@ -264,6 +265,6 @@ def acceptance_length(rounds: int, accepted: int) -> float:
 def acceptance_by_position(
     num_draft_tokens_per_pos: list[int], num_accepted_tokens_per_pos: list[int]
 ) -> list[float]:
-    """Of rounds that drafted 1, 2, ... tokens, the share that accepted them all."""
+    """By position, the share of draft tokens there that were accepted."""
     accepted = [*num_accepted_tokens_per_pos, *([0] * len(num_draft_tokens_per_pos))]
     return [a / d for a, d in zip(accepted, num_draft_tokens_per_pos, strict=False)]

@@ -1,4 +1,4 @@
-"""How one request is decoded: a frozen dataclass that raises when built wrong."""
+"""The settings of one request: a frozen dataclass that refuses wrong values."""
 
 from __future__ import annotations
 
@@ -46,23 +46,23 @@ class SamplingParams:
     Args:
         max_tokens: most tokens to generate, 1 or more.
         min_tokens: tokens that end a row (end-of-sequence and ``stop_token_ids``)
-            are not chosen before this many are generated.
+            are not chosen before this many tokens are generated.
         temperature: 0 is greedy; above 0, to 1e6, the target's distribution is
             ``softmax(logits / temperature)``.
-        seed: of the request's random draws (taken modulo 2**32); the draw at
-            a position depends on the seed and the position alone. ``None``: a
-            request that draws gets a random one, which its result reports.
+        seed: seeds the request's random draws (taken modulo 2**32). The draw at a
+            position depends on the seed and the position alone. With ``None``, a
+            request that samples gets a random seed, which its result reports.
         top_p: draw from the most likely tokens that together have this much
             probability at temperature 1; 1 keeps all.
         min_p: draw from tokens with at least this share of the likeliest one's
             probability at temperature 1; 0 keeps all.
-        xtc_probability, xtc_threshold: with that probability, at each position,
-            leave out all tokens more probable than the threshold but the least
-            probable of them ("exclude top choices").
-        xtc_special_tokens: token ids that are never left out by it; ``None``: the
-            newline's and those that end a row.
-        top_k: draw from that many most likely tokens; 0 keeps all.
-        logit_bias: token id to what is added to its logit, before all else.
+        xtc_probability, xtc_threshold: "exclude top choices". At each position, with
+            this probability, of all tokens more probable than the threshold only the
+            least probable is kept.
+        xtc_special_tokens: token ids that XTC never leaves out; ``None``: the newline
+            and those that end a row.
+        top_k: draw from this many most likely tokens; 0 keeps all.
+        logit_bias: by token id, what is added to its logit before all else.
         repetition_penalty: logits of tokens among the last
             ``repetition_context_size`` (prompt included) are divided by it where
             positive, multiplied where negative; ``None`` or 1 does nothing.
@@ -70,42 +70,41 @@ class SamplingParams:
             ``presence_context_size``.
         frequency_penalty: the same, for every occurrence among the last
             ``frequency_context_size``.
-        logits_processors: mlx-lm's, or your own, one or several: ``f(tokens,
-            logits)`` with all tokens so far, shape (n,), and logits (1, V),
-            returning logits. Each is called once for every token of the row, in
+        logits_processors: one function or several, mlx-lm's or your own: ``f(tokens,
+            logits)`` takes all tokens so far, shape (n,), and logits (1, V), and
+            returns logits. Each is called once for every token of the row, in
             order, after the penalties.
-        sampler: mlx-lm's, or your own, in place of temperature, top_p and their
-            like: ``f(logprobs)`` with shape (1, V), returning a token. MLX's
-            global random state is seeded by seed and position before each call, and
-            stays so.
-        stop: texts that end a row, up to 128 of up to 512 characters. The text is
-            cut before the first of them, the tokens after the last that has a
-            part in what is left.
+        sampler: a function, mlx-lm's or your own, in place of temperature, top_p and
+            the other filters: ``f(logprobs)`` takes shape (1, V) and returns a token.
+            Before each call MLX's global random state is seeded by seed and position;
+            it is not restored.
+        stop: texts that end a row, up to 128 of up to 512 characters. The output's
+            text ends before the first one found, and its tokens end with the last
+            that contributes to that text.
         stop_token_ids: tokens that end a row, as the end-of-sequence token does.
-        logprobs: report the log-probability of every token: of the logits that
-            bias, penalties and processors leave, at temperature 1, unfiltered.
-        top_logprobs: report that many likeliest tokens of every position, too.
-        grammar: what the output has to be: see :class:`Grammar`. Tokens that it does
-            not allow are impossible at their position, whatever the logits say, and
-            the row ends where it allows an end. ``None``: any text.
-        num_draft_tokens: most tokens to draft for this row in a round: 0 does
-            not speculate; ``None`` leaves it to the engine.
-        cache_salt: prefixes are kept for, and found by, requests with the same text
-            here alone, so that others cannot learn from their time what this
-            prompt begins with. ``None``: shared with all that have none.
-        verification: how draft tokens of a sampling row are accepted. All keep
-            the target's distribution. ``coupled``: when equal to the target's
-            own choice under noise that the draft shares; the output is the same
-            for every draft. ``rejection``: by the ratio test (Leviathan et al.
-            2023). ``block``: block verification (Sun et al. 2024).
+        logprobs: report the log-probability of every token, computed from the logits
+            after bias, penalties and processors, at temperature 1, unfiltered.
+        top_logprobs: also report this many of the likeliest tokens at every position.
+        grammar: what the output must follow, see :class:`Grammar`. Tokens that it does
+            not allow are never chosen, and the row ends where the grammar lets it.
+            ``None``: any text.
+        num_draft_tokens: most tokens to draft for this row in a round. 0 does not
+            speculate; ``None`` leaves it to the engine.
+        cache_salt: stored prefixes are shared only among requests with the same salt.
+            Others cannot find out by timing how this prompt begins. ``None``: shared
+            among all requests without a salt.
+        verification: how draft tokens of a sampling row are accepted. All three keep
+            the target's distribution. ``coupled`` accepts a token that equals the
+            target's own choice under noise that the draft shares; the output is the
+            same for every draft. ``rejection`` is the ratio test (Leviathan et al.
+            2023), ``block`` is block verification (Sun et al. 2024).
 
-    As in mlx-lm, ``top_p``, ``min_p``, XTC and ``top_k`` apply in this order,
-    before the temperature. At temperature 0, where they would do nothing, they are
-    refused.
+    As in mlx-lm, ``top_p``, ``min_p``, XTC and ``top_k`` apply in this order, before
+    the temperature. At temperature 0 they would do nothing, and are refused.
 
     Raises:
-        ConfigError: a value is out of range, two exclude each other, or one does
-            nothing without another.
+        ConfigError: a value is out of range, two values exclude each other, or one
+            has no effect without another.
     """
 
     max_tokens: int = DEFAULT_MAX_TOKENS
@@ -145,16 +144,16 @@ class SamplingParams:
 
     @property
     def stepwise(self) -> bool:
-        """Whether callables of the user's choose its tokens, one by one."""
+        """Whether the user's own functions choose its tokens, one by one."""
         return bool(self.logits_processors) or self.sampler is not None
 
     @property
     def draws(self) -> bool:
-        """Whether random numbers have a part in its tokens."""
+        """Whether its tokens depend on random numbers."""
         return self.temperature > 0 or self.sampler is not None
 
     def updated(self, settings: Mapping[str, Any]) -> SamplingParams:
-        """These, with other values for some fields.
+        """A copy with other values for some fields.
 
         Raises:
             ConfigError: there is no such field, or it cannot have that value.
@@ -170,19 +169,19 @@ class SamplingParams:
         return replace(self, **settings) if settings else self
 
     def seeded(self) -> SamplingParams:
-        """These, with a random seed where they draw and have none."""
+        """A copy with a random seed, if it samples and has none."""
         if self.seed is not None or not self.draws:
             return self
         return replace(self, seed=secrets.randbits(32))
 
     @property
     def seed_key(self) -> int:
-        """What keys its draws: the seed in 32 bits; 0 where there is none."""
+        """The key of its draws: the seed in 32 bits; 0 if there is none."""
         return (self.seed or 0) % 2**32
 
     @property
     def context_size(self) -> int:
-        """Tokens that its penalties look back at; 0 when it has none."""
+        """How many tokens its penalties look back at; 0 if it has none."""
         sizes = (
             (self.repetition_penalty not in (None, 1), self.repetition_context_size),
             (bool(self.presence_penalty), self.presence_context_size),
@@ -191,7 +190,7 @@ class SamplingParams:
         return max((size for used, size in sizes if used), default=0)
 
     def _tidy(self) -> None:
-        """Own immutable copies; one stop text or processor needs no tuple."""
+        """Copy what could change later; make single values tuples."""
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
         object.__setattr__(self, "stop", _tuple("stop", stop))
         if callable(self.logits_processors):
@@ -305,7 +304,7 @@ class SamplingParams:
         if self.stepwise and self.verification != "coupled":
             raise ConfigError(
                 f"verification {self.verification!r} needs the whole distribution, "
-                "which a sampler or a logits processor does not tell: use 'coupled'"
+                "which a sampler or a logits processor does not give: use 'coupled'"
             )
 
     def _check_grammar(self) -> None:
@@ -313,23 +312,23 @@ class SamplingParams:
         require(isinstance(self.grammar, Grammar), "grammar", self.grammar, rule)
         if self.stepwise:
             raise ConfigError(
-                "grammar goes with no sampler and no logits processors, which could "
-                "choose what it refuses: leave one of them out"
+                "a grammar does not go with a sampler or logits processors, which "
+                "could choose what it forbids: leave one of them out"
             )
         if self.min_tokens:
             raise ConfigError(
-                "grammar goes with no min_tokens: it says itself where an output may "
-                "end (minLength, minItems)"
+                "min_tokens does not go with a grammar, which says where an output may "
+                "end (minLength, minItems): leave it out"
             )
 
 
-#: Settings that JSON can write.
+#: Settings that JSON can express.
 JSON_SETTINGS = frozenset(each.name for each in fields(SamplingParams)) - {
     "grammar",
     "logits_processors",
     "sampler",
 }
-#: Settings that do nothing at temperature 0: the likeliest token passes all of them.
+#: Settings without effect at temperature 0: the likeliest token passes them all.
 FILTERS = ("top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold")
 
 
@@ -340,13 +339,13 @@ def _tuple(name: str, value: object) -> tuple[Any, ...]:
 
 
 def require_params(params: object, more: str = "") -> SamplingParams:
-    """Refuse what is no :class:`SamplingParams`.
+    """``params``, which must be :class:`SamplingParams`.
 
     Args:
         more: what else may be given, for the message.
 
     Raises:
-        ConfigError: it is something else.
+        ConfigError: they are something else.
     """
     if not isinstance(params, SamplingParams):
         raise ConfigError(
@@ -361,7 +360,7 @@ def per_prompt(
     n: int,
     settings: Mapping[str, Any] = MappingProxyType({}),
 ) -> list[SamplingParams]:
-    """One set of options per prompt; shared ones differ in their seed."""
+    """The settings of each prompt; prompts that share settings get seeds in a row."""
     if params is None or isinstance(params, SamplingParams):
         shared = (params or SamplingParams()).updated(settings).seeded()
         if shared.seed is None:

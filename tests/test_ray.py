@@ -10,9 +10,11 @@ import asyncio
 import json
 import os
 import random
+import re
 import socket
 import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -184,10 +186,27 @@ def test_workers_that_are_killed(tmp_path: Path) -> None:
 def test_a_cluster_that_is_not_there(
     model: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Ray's own lines for minutes; an option that is taken for the address."""
+    """Ray's own lines for minutes; an option that is taken for the address.
+
+    So would be what listens and says nothing, or speaks HTTP.
+    """
     with socket.create_server(("127.0.0.1", 0)) as server:
         nobody = f"127.0.0.1:{server.getsockname()[1]}"
     asked = []
+    silent, other = (socket.create_server(("127.0.0.1", 0)) for _ in range(2))
+    silent_at, other_at = (
+        f"127.0.0.1:{each.getsockname()[1]}" for each in (silent, other)
+    )
+
+    def answer() -> None:
+        connection, _ = other.accept()
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+        connection.recv(1000)
+        connection.close()
+
+    answering = threading.Thread(target=answer)
+    answering.start()
+    monkeypatch.setattr("specdec.ray.job._REACHING", 0.5)
 
     def found(address: str, **_: object) -> None:
         asked.append(address)
@@ -195,12 +214,20 @@ def test_a_cluster_that_is_not_there(
 
     monkeypatch.setattr("ray.init", found)
     command = ["run", "--target", str(model), "--prompt", "a"]
-    for address in ([nobody], []):
+    for address, why in (
+        ([nobody], "refused"),
+        ([silent_at], "timed out"),
+        ([other_at], "something else answers there"),
+        ([], "no cluster"),
+    ):
         done = CliRunner().invoke(main, [*command, "--ray", *address, "--quiet"])
         assert done.exit_code == 2
         (line,) = (each for each in done.output.splitlines() if "error" in each)
-        assert "there is no Ray cluster at" in line
+        assert re.search(rf"there is no Ray cluster at .* \(.*{why}", line)
     assert asked == ["auto"]
+    answering.join()
+    silent.close()
+    other.close()
 
 
 def test_a_model_that_no_worker_finds(tmp_path: Path) -> None:

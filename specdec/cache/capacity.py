@@ -1,11 +1,11 @@
-"""How many slots a cache allocates: the one place that says it."""
+"""Computes how many slots a cache allocates."""
 
 from __future__ import annotations
 
 from ..errors import CacheError
 
 FIRST_CAPACITY = 256
-# Tokens of a row that a draft takes in with one forward, of those that it missed.
+# How many missed tokens of a row a draft takes in with one forward.
 CATCH_UP_STEP = 128
 
 
@@ -32,7 +32,7 @@ def grown_capacity(needed: int, limit: int | None = None) -> int:
 
 
 def chunk_width(remaining: int, prefill_step_size: int, read_bucket: int) -> int:
-    """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
+    """The width of the next prefill chunk of a row with ``remaining`` tokens."""
     return min(prefill_step_size, round_up(remaining, read_bucket))
 
 
@@ -45,7 +45,7 @@ def padded_length(length: int, prefill_step_size: int, read_bucket: int) -> int:
 
 
 def ring_slots(window: int, max_write: int, keep: int = 0) -> int:
-    """Slots of a ring: its window, pinned first tokens, and one write but for one."""
+    """Slots of a ring: the pinned first tokens, the window, and one write less one."""
     return keep + window + max_write - 1
 
 
@@ -61,7 +61,7 @@ def cache_slots(
 
     Args:
         length: tokens of the longest row, those written and taken back included.
-        max_length: most that a row can ever hold, where that is known.
+        max_length: the most tokens that a row can ever hold, if known.
         window: tokens that a query sees in a ring (a sliding window without its
             ``keep`` first tokens, or a chunk); ``None`` is full attention.
         keep: first tokens that a ring never drops.

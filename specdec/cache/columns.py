@@ -1,8 +1,8 @@
-"""Whether a model's code takes the columns that attention reads for positions.
+"""Finds models that derive positions from the number of columns attention reads.
 
-The rows of a batch differ in length, and a cache hands attention more columns than
-most of them hold. Code that works out where its queries are from the number of columns
-is right for one sequence with mlx-lm's caches, and wrong here, without an error.
+The rows of a batch differ in length, and a cache hands attention more columns than most
+of them hold. Code that derives its queries' positions from the number of columns is
+right for one sequence with mlx-lm's caches. Here it would be wrong, without an error.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ from .recurrent import BatchRecurrentCache
 
 logger = logging.getLogger(__name__)
 
-# Columns of the two traces: nothing is computed, so that they cost nothing, and more
-# than a model would read whole before it chooses among them.
+# The columns of the two traces. Nothing is computed, so they cost nothing. They are
+# more than a model would read before it selects among them.
 _COLUMNS = 2**20, 2**20 + 64
 _ROWS, _TOKENS = 3, 2
-# A constant of more numbers is a weight.
+# Larger constants are weights.
 _MOST_NUMBERS = 4096
 
 
 class _Shown:
-    """In a cache's place: as many columns as it is asked to show, of any row."""
+    """A stand-in for a cache that shows a given number of columns."""
 
     def __init__(self, cache: Any, offset: mx.array, seen: mx.array, columns: int):
         self._cache, self._seen, self._columns = cache, seen, columns
@@ -53,7 +53,7 @@ class _Shown:
 
 
 def _numbers(model: Any, caches: list[Any], columns: int) -> Counter[str]:
-    """The numbers that the model's code puts into a forward, and how often."""
+    """The constants in a forward of the model, and how often each occurs."""
     found: Counter[str] = Counter()
 
     def forward(tokens: mx.array, offset: mx.array, seen: mx.array) -> Any:
@@ -81,15 +81,15 @@ def _numbers(model: Any, caches: list[Any], columns: int) -> Counter[str]:
     return found
 
 
-# By a model's code and arguments, which decide it: a trace takes a while.
+# Results by a model's code and arguments, since a trace takes a while.
 _known: dict[tuple[Any, ...], bool] = {}
 
 
 def counts_columns(model: Any, caches: list[Any]) -> bool:
-    """Whether other numbers are in the model's forward where attention reads more.
+    """Whether the constants of the model's forward change with the number of columns.
 
-    A module with the attribute ``counts_by_row`` is trusted: it takes columns for the
-    positions of keys, and works queries' positions out for each row.
+    A module with the attribute ``counts_by_row`` is trusted: it uses columns for the
+    positions of keys only, and computes queries' positions for each row.
 
     Args:
         caches: dense batch caches of the model, of three rows; they do not change.
@@ -110,7 +110,7 @@ def counts_columns(model: Any, caches: list[Any]) -> bool:
 def _differ(model: Any, caches: list[Any]) -> bool:
     try:
         few, many = (_numbers(model, caches, columns) for columns in _COLUMNS)
-    except Exception as error:  # it runs, and cannot be traced: nothing is known
+    except Exception as error:  # it runs but cannot be traced
         logger.debug("positions cannot be traced: %s", error)
         return False
     return few != many

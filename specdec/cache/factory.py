@@ -1,4 +1,4 @@
-"""Batch caches in place of those that a model asks for, layer by layer."""
+"""Makes the batch caches of a model's layers, in place of mlx-lm's."""
 
 from __future__ import annotations
 
@@ -34,36 +34,35 @@ from .storage import GroupSizeError, QuantizedCodec
 
 LayerCache = BatchCache | BatchCacheList
 
-# First tokens that mlx-lm keeps when a cache is bounded by max_kv_size.
+# How many first tokens mlx-lm keeps when max_kv_size bounds a cache.
 MAX_KV_SIZE_KEEP = 4
 
 
 @dataclass(frozen=True)
 class CacheOptions:
-    """What the engine knows when it makes caches.
+    """How to make the caches of a model.
 
     Args:
-        max_write: most tokens written in one call (prefill chunk or k + 1), and
-            most that a ring can take back.
-        read_bucket: the columns that attention reads are rounded up to a multiple
-            of this. Shapes repeat then, and on a GPU a new shape takes long. 1 reads
-            exactly what is held.
-        max_length: most tokens a row will ever hold, prefill's padding included,
-            when that is known: memory never grows past it, and longer rows are
-            refused.
-        kv_bits: 4 or 8 stores keys and values quantized; ``None`` as they are.
-        kv_group_size: elements that share a scale: 32, 64 or 128; it must divide
-            the model's head size.
+        max_write: the most tokens written in one call (a prefill chunk or k + 1), and
+            the most that a ring can take back.
+        read_bucket: the number of columns that attention reads is rounded up to a
+            multiple of this, so that shapes repeat: on a GPU a new shape takes long. 1
+            reads exactly what is held.
+        max_length: the most tokens that a row will ever hold, prefill's padding
+            included, if known. Memory never grows past it, and longer rows are refused.
+        kv_bits: 4 or 8 stores keys and values quantized; ``None`` does not.
+        kv_group_size: 32, 64 or 128 elements share a scale. It must divide the model's
+            head size.
         quantized_kv_start: caches stay dense until the longest row holds this
             many tokens; see :func:`maybe_quantize`.
         max_kv_size: full-attention layers keep the first 4 tokens and the newest
             ``max_kv_size - 4``.
-        additive_mask: make masks of 0 and minus infinity, in the type of the
-            scores (faster on a GPU), in place of boolean ones; not for a model of
-            which :func:`reads_boolean_masks` is true.
+        additive_mask: make masks of 0 and minus infinity in the type of the scores
+            (faster on a GPU) in place of boolean ones. Not for models that
+            :func:`reads_boolean_masks` finds.
         unpacks, exact_alone: see :class:`~specdec.cache.core.CacheCore`.
-        packs_members: quantize all caches of a layer that has several; else the first
-            alone, as others may be an indexer's, which reads and sets its own.
+        packs_members: quantize all caches of a layer that has several; else only the
+            first, since others may belong to an indexer, which reads and sets its own.
         single_stays: see :class:`~specdec.cache.recurrent.BatchRecurrentCache`.
 
     Raises:
@@ -97,7 +96,7 @@ class CacheOptions:
         ):
             raise CacheError(
                 f"max_kv_size is {self.max_kv_size}: it must be more than the "
-                f"{MAX_KV_SIZE_KEEP} first tokens that are always kept"
+                f"first {MAX_KV_SIZE_KEEP} tokens, which are always kept"
             )
 
 
@@ -112,7 +111,7 @@ SUPPORTED = (
 
 
 def _unsupported(cache: Any) -> str | None:
-    """Name of the first class, of ``cache`` or its members, without counterpart."""
+    """The first class, of ``cache`` or its members, that is not supported."""
     # Exact types: a subclass may well behave differently.
     if type(cache) not in SUPPORTED:
         return type(cache).__name__
@@ -175,11 +174,11 @@ _BOOLEAN_USE = re.compile(r"where\(\s*mask\b|[&|~]\s*mask\b|\bmask\s*[&|]")
 
 
 def reads_boolean_masks(model: Any) -> bool:
-    """Whether the model's code takes a mask for a boolean array.
+    """Whether the model's code expects boolean masks.
 
-    mlx-lm's caches return boolean masks, and attention that is not mlx-lm's own
-    function (multi-head latent attention, mostly) may depend on it. An additive
-    mask would be read upside down there, silently.
+    mlx-lm's caches return boolean masks. Attention that is not mlx-lm's own function
+    (mostly multi-head latent attention) may depend on it, and would silently read an
+    additive mask upside down.
     """
     modules = {type(m).__module__ for _, m in model.named_modules()}
     for name in modules:
@@ -188,7 +187,7 @@ def reads_boolean_masks(model: Any) -> bool:
         try:
             source = inspect.getsource(sys.modules[name])
         except (KeyError, OSError, TypeError):
-            return True  # not known
+            return True  # unknown
         if _BOOLEAN_USE.search(source):
             return True
     return False
@@ -199,16 +198,16 @@ def check_caches(
 ) -> CacheOptions:
     """Refuse a model that the batch caches cannot serve, before any work.
 
-    Beside the classes that the model asks for, its own code is tried: a forward
-    of rows with different lengths is built, not computed. That shows models
-    which read ``cache.offset`` as one number, or work out positions from the columns
-    that attention reads; head sizes that the quantization group does not divide; and
-    code that takes no packed keys: latent attention, attention sinks, layers that use
-    the keys of others. Keys and values are unpacked for that, a layer at a time.
+    The classes that the model asks for are checked, and its own code is tried: a
+    forward of rows with different lengths is built, but not computed. This finds models
+    that read ``cache.offset`` as one number, or derive positions from the columns that
+    attention reads, and head sizes that the quantization group does not divide. Code
+    that cannot take packed keys (latent attention, attention sinks, layers that use the
+    keys of others) gets them unpacked, one layer at a time.
 
     Returns:
-        The options, with ``unpacks`` or without ``packs_members`` where the model needs
-        it.
+        The options, with ``unpacks`` or without ``packs_members`` if the model needs
+        that.
 
     Raises:
         UnsupportedModelError: names the model and what is not supported.
@@ -249,7 +248,7 @@ def check_caches(
     if counts_columns(model, dense):
         raise _unsupported_layers(
             name,
-            f"layers ({module}) that take the number of columns which attention reads "
+            f"layers ({module}) that take the number of columns that attention reads "
             "for the position of every row",
         )
     return options
@@ -291,7 +290,7 @@ def make_batch_caches(
         A list of :data:`LayerCache`.
 
     Raises:
-        UnsupportedModelError: the model asks for a class without counterpart.
+        UnsupportedModelError: the model asks for a class that is not supported.
     """
     caches = mlx_lm_cache.make_prompt_cache(model)
     _check_classes(caches, name)
@@ -316,8 +315,8 @@ def maybe_quantize(
     ``options.quantized_kv_start`` tokens.
 
     Args:
-        longest: tokens of the longest row; without it the caches are asked,
-            which waits for the device.
+        longest: tokens of the longest row. ``None`` asks the caches, which waits for
+            the device.
 
     Returns:
         Whether anything changed.
@@ -336,8 +335,8 @@ def maybe_quantize(
 def extend_caches(caches: list[Any], others: list[Any]) -> None:
     """Append the rows of ``others`` to ``caches``, in place in the list.
 
-    Where the rows of one side are quantized already (they were longer) and those
-    of the other are not, all become quantized.
+    If the rows of one side are quantized already (they were longer) and the others
+    are not, all become quantized.
     """
     for i, (cache, other) in enumerate(zip(caches, others, strict=True)):
         caches[i] = _like(cache, other)
@@ -347,7 +346,7 @@ def extend_caches(caches: list[Any], others: list[Any]) -> None:
 def place_caches(caches: list[Any], rows: Sequence[int], others: list[Any]) -> None:
     """Put the rows of ``others`` into ``rows`` of ``caches``, in place.
 
-    Quantized and dense ones meet as in :func:`extend_caches`.
+    Quantized and dense rows are joined as in :func:`extend_caches`.
     """
     for i, (cache, other) in enumerate(zip(caches, others, strict=True)):
         caches[i] = _like(cache, other)
@@ -364,12 +363,12 @@ def _like(cache: Any, other: Any) -> Any:
 
 
 def _to_pack(cache: BatchCacheList, options: CacheOptions) -> int:
-    """How many caches of the list are quantized, the first ones."""
+    """How many caches of the list, the first ones, are to be quantized."""
     return len(cache.caches) if options.packs_members else 1
 
 
 def _is_dense(cache: LayerCache, options: CacheOptions) -> bool:
-    """Whether something of it is to be quantized."""
+    """Whether it, or a member of it, is to be quantized."""
     if isinstance(cache, BatchCacheList):
         packed = cache.caches[: _to_pack(cache, options)]
         return any(_is_dense(c, options) for c in packed)

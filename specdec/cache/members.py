@@ -72,7 +72,7 @@ class BatchCacheList:
         return max(c.trim(n) for c in self.caches)
 
     def fits(self, num_tokens: int) -> bool:
-        # All are asked: what one looks at on the device, the others have to know too.
+        # All are asked, since each may learn its rows' lengths by looking.
         found = [c.fits(num_tokens) for c in self.caches]
         return all(found)
 

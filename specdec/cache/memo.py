@@ -1,9 +1,9 @@
-"""Computing once per forward what every layer of a model needs.
+"""Computes once per forward what every layer of a model needs.
 
-All layers of a model advance in lockstep: positions, slots, masks and trims are
-equal for all that share a layout. The layers' caches share one :class:`Memo`
-and ask it with the very array objects they hold; whoever asks first computes.
-A cache that is out of step holds other objects and simply computes its own.
+All layers of a model advance in lockstep, so positions, slots, masks and trims are
+equal for all layers that share a layout. Their caches share one :class:`Memo` and ask
+it with the very array objects they hold; the first to ask computes. A cache that is out
+of step holds other objects, and computes its own.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Memo:
         """``compute()``, or its last result under ``name`` if nothing changed.
 
         Args:
-            arrays: inputs compared by identity (kept alive meanwhile).
+            arrays: inputs compared by identity, and kept alive.
             params: inputs compared by value.
         """
         last = self._last.get(name)
@@ -49,5 +49,5 @@ class Memo:
         return result
 
     def clear(self) -> None:
-        """Let go of all results and of the arrays they were computed from."""
+        """Drop all results and the arrays that they were computed from."""
         self._last.clear()

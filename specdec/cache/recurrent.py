@@ -1,16 +1,16 @@
-"""States of recurrent layers for a batch of rows, each taken back by its own count.
+"""States of recurrent layers, where every row takes back its own number of tokens.
 
-Attention stores a column per token, so that a token is taken back by lowering an
-offset. A recurrent layer folds all tokens into states of one size (and windows of the
-newest inputs of a convolution). Taking tokens back means going on from the states
-before the last write with those that stay::
+Attention stores a column per token, so lowering an offset takes a token back. A
+recurrent layer folds all tokens into states of a fixed size (and windows of a
+convolution's newest inputs). To take tokens back, it starts from the states before the
+last write and adds the tokens that stay::
 
     states before --- a b c d (the last write) ---> states
           |
           +---------- a b (kept) -----------------> states after the trim
 
-The layer itself does both: a :class:`Write` knows how to do its part again. What it
-needs for that is held until the next write; no state is kept for any position.
+The layer itself does both: a :class:`Write` can repeat its part. What it needs for that
+is held until the next write. No state is kept for any position.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .positions import LinearLayout, whole
 from .storage import Arrays, DenseCodec, Storage, placed
 
 Kept = Sequence[int] | mx.array
-#: The states of a layer, by the places that it gives them; ``None``: not written yet.
+#: The states of a layer, by index; ``None``: not written yet.
 Slots = list[mx.array | None]
 
 
@@ -44,12 +44,12 @@ class Write(Protocol):
     def run(
         self, slots: Slots, offset: mx.array, lengths: Sequence[int]
     ) -> tuple[Any, Slots]:
-        """What the layer puts out, and its states afterwards.
+        """The layer's output, and its states afterwards.
 
         Args:
-            slots: states that it begins with.
+            slots: the states before it.
             offset: tokens of every row before it, shape (B,).
-            lengths: tokens of every row, those after them being padding.
+            lengths: how many of the tokens are a row's own; the rest is padding.
         """
 
     def again(self, slots: Slots, offset: mx.array, kept: Kept) -> Slots:
@@ -57,10 +57,10 @@ class Write(Protocol):
 
     @property
     def logged(self) -> bool:
-        """Whether what it holds was made by running it, not for the sake of undoing."""
+        """Whether what it holds was computed by running it, not only for undoing."""
 
     def takes_in(self, before: Write, lengths: Sequence[int]) -> bool:
-        """Whether :meth:`run_after` can do ``before`` again on its way."""
+        """Whether :meth:`run_after` can repeat ``before`` on its way."""
 
     def run_after(
         self, before: Write, slots: Slots, kept: mx.array, lengths: Sequence[int]
@@ -68,11 +68,11 @@ class Write(Protocol):
         """As ``before.again`` and then :meth:`run`.
 
         Args:
-            slots: states that ``before`` began with.
-            kept: of its tokens, those of each row, shape (B,).
+            slots: the states before ``before``.
+            kept: how many of its tokens each row keeps, shape (B,).
 
         Returns:
-            What the layer puts out; the states before its tokens, and after them.
+            The layer's output; the states before its tokens, and after them.
         """
 
     @property
@@ -189,6 +189,11 @@ class BatchRecurrentCache(BatchCache):
         self._valid: list[int] = []
 
     @property
+    def _goes_on(self) -> bool:
+        """Whether the next write is taken back together with those before it."""
+        return self._spans and self._kept is None
+
+    @property
     def _slots(self) -> Slots:
         arrays = self._storage.arrays
         return [None] * self.num_states if arrays is None else list(arrays)
@@ -234,7 +239,7 @@ class BatchRecurrentCache(BatchCache):
         valid = [width] * self.batch_size
         if self._lengths is not None:
             valid = [min(width, n) for n in self._lengths]
-        spans = self._spans and self._kept is None
+        spans = self._goes_on
         if not spans or not self._num_written:
             kept = self._kept
             if kept is not None and len(self._written) == 1:
@@ -297,9 +302,10 @@ class BatchRecurrentCache(BatchCache):
 
     def reserve(self, num_tokens: int) -> Hashable:
         """As in the base class."""
-        if self.empty() or self._lengths is not None or self._spans:
+        if self.empty() or self._lengths is not None:
             return None
-        return type(self), self.num_states, self._options["single_stays"]
+        stays = self._options["single_stays"]
+        return type(self), self.num_states, stays, self._goes_on
 
     def given(self) -> tuple[Hashable, Arrays]:
         """As in the base class: with what the last trim has left to be done."""
@@ -317,7 +323,7 @@ class BatchRecurrentCache(BatchCache):
         twin = super().holding(arrays[-n:], offset, memo)
         twin._storage = StateStorage(arrays[-n:])
         if self._kept is None:
-            twin._begin()
+            twin._begin(spans=self._spans)
             return twin
         twin._before, twin._storage = list(arrays[:n]), StateStorage(arrays[n : 2 * n])
         twin._kept, twin._offset_before = arrays[2 * n : 2 * n + 2]
@@ -335,9 +341,10 @@ class BatchRecurrentCache(BatchCache):
 
     def left(self) -> tuple[Any, Arrays]:
         """As in the base class: with what undoing the write needs."""
-        # One token is undone without, but sooner with what is there.
+        # One token is undone without, but sooner with what is there; not among others.
         logged = all(write.logged for _, write in self._written)
-        written = self._written if self._num_written > 1 or logged else []
+        needed = self._num_written > 1 or logged or self._spans
+        written = self._written if needed else []
         parts = [write.arrays for _, write in written]
         form = self._num_written, _without_arrays(written)
         return form, sum(parts, (*super().arrays, *_arrays(self._before)))
@@ -354,10 +361,15 @@ class BatchRecurrentCache(BatchCache):
         n = self.num_states
         before = self.offset
         super().take(form, arrays[:n], offset, num_tokens, taken_back)
-        self._begin()
-        self._before, self._offset_before = list(arrays[n : 2 * n]), before
-        self._num_written, written = form
-        self._written = _written(written, arrays[2 * n :])
+        if not self._goes_on:
+            self._begin()
+            self._before, self._offset_before = list(arrays[n : 2 * n]), before
+        begin = self._num_written
+        num_written, written = form
+        self._num_written += num_written
+        self._written += [
+            (begin + at, write) for at, write in _written(written, arrays[2 * n :])
+        ]
 
     def make_mask(
         self,

@@ -1,8 +1,8 @@
-"""Where keys and values lie: a tuple of arrays that share rows and slots.
+"""Stores keys and values: a tuple of arrays that share rows and slots.
 
-Every array has shape (rows, heads, slots, features). A *codec* says how keys
-and values become arrays (dense: two; quantized: a packed array, scales and
-biases for each) and what attention is handed; everything else is written once.
+Every array has shape (rows, heads, slots, features). A *codec* defines how keys and
+values become arrays (dense: two; quantized: a packed array, scales and biases for each)
+and what attention gets. Everything else is the same for all codecs.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class Codec(Protocol):
 
 @dataclass(frozen=True)
 class DenseCodec:
-    """Keys and values as they are."""
+    """Keys and values, unquantized."""
 
     @property
     def options(self) -> dict[str, int]:
@@ -139,7 +139,7 @@ class Storage:
     and dtypes.
 
     Attributes:
-        least: slots that the first write allocates at least.
+        least: the fewest slots that the first write allocates.
     """
 
     def __init__(self, codec: Codec, arrays: Arrays | None = None):
@@ -171,8 +171,8 @@ class Storage:
     def write(self, updates: Arrays, slots: mx.array) -> None:
         """Put ``updates``, shape (B, H, S, D), into ``slots``, shape (B, S).
 
-        Arrays handed out before keep what they held; when nobody holds them any
-        more, MLX writes in place.
+        Arrays handed out before keep their contents. If nobody holds them any more,
+        MLX writes in place.
         """
         assert self.arrays is not None
         index = slots[:, None, :, None]
@@ -193,7 +193,7 @@ class Storage:
         return self.codec.present(tuple(a[:, :, :extent] for a in self.arrays))
 
     def blank(self, rows: int) -> Storage:
-        """The like of this one, as large, with ``rows`` rows of zeros."""
+        """A storage of the same kind and size, with ``rows`` rows of zeros."""
         assert self.arrays is not None
         return Storage(
             self.codec,
@@ -201,7 +201,7 @@ class Storage:
         )
 
     def take_rows(self, rows: mx.array) -> None:
-        """Keep the given rows, in that order; with none, let go of the arrays."""
+        """Keep the given rows, in that order; without any, drop the arrays."""
         if self.arrays is not None:
             keep = rows.shape[0] > 0
             self.arrays = tuple(a[rows] for a in self.arrays) if keep else None
@@ -209,9 +209,8 @@ class Storage:
     def place(self, rows: Sequence[mx.array], other: Storage, capacity: int) -> None:
         """Put the rows of ``other`` into the given ones; no other row is touched.
 
-        What is not written is zeroed: no mask hides a NaN that another row has left.
-
-        Like :meth:`write`, it happens in place when nobody holds the arrays.
+        The rest of these rows is zeroed: no mask would hide a NaN left there. Like
+        :meth:`write`, it happens in place if nobody holds the arrays.
 
         Args:
             rows: where each row of ``other`` goes, shape (1,) each, int32.

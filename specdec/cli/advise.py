@@ -22,7 +22,8 @@ from .progress import Progress
 
 if TYPE_CHECKING:
     from ..outputs import GenerationResult
-    from ..spec_decode.draft_length import Advice, ForwardCosts
+    from ..spec_decode.draft_length import ForwardCosts
+    from ..tools.advice import Advice
 
 # Draws of the prompts, to see how the verdict depends on them.
 _DRAWS = 200
@@ -33,19 +34,19 @@ _SURE = 0.9
 
 @click.command(
     cls=options.Command,
-    short_help="Say whether a draft is worth it, and how to use it.",
+    short_help="Find out whether a draft is worth it, and how to use it.",
 )
 @options.models()
 @options.prompts(
-    help="Prompts like those to come, one a line; '-' reads standard input."
+    help="Prompts like those to come, one per line; '-' reads standard input."
 )
 @options.num_prompts(default=20, help="Decode the first N of them.")
-@options.max_tokens(default=48, low=2, help="Tokens to generate for a prompt.")
+@options.max_tokens(default=48, low=2, help="Generate N tokens for each prompt.")
 @options.positive(
     "--num-draft-tokens",
     high=MAX_AUTO_DRAFT_TOKENS,
     default=4,
-    help="Positions at which acceptance is measured; beyond them it is extrapolated.",
+    help="Measure acceptance at N positions; it is extrapolated beyond them.",
 )
 @options.batches(default=(1, 8), help="Batch size to predict for; repeat it for more.")
 @options.temp()
@@ -102,7 +103,8 @@ def advise(
             progress.add(0, what=f"timing forwards of {b}")
             costs.add(decoder.measure_forwards(b))
             progress.add(1, what=f"timing forwards of {b}")
-    found, sure = _advice(results, costs, sizes)
+    most = min(MAX_AUTO_DRAFT_TOKENS, decoder.max_proposals or MAX_AUTO_DRAFT_TOKENS)
+    found, sure = _advice(results, costs, sizes, most)
     if as_json:
         record = {
             "target": decoder.target_name,
@@ -161,11 +163,14 @@ class _Sureness:
 
 
 def _advice(
-    results: Sequence[GenerationResult], costs: ForwardCosts, sizes: Sequence[int]
+    results: Sequence[GenerationResult],
+    costs: ForwardCosts,
+    sizes: Sequence[int],
+    most: int,
 ) -> tuple[Advice, _Sureness]:
-    """The advice, and how much other prompts would change it."""
-    from ..spec_decode.draft_length import advise as advice_of
-    from ..spec_decode.draft_length import survival_of
+    """The advice for k up to ``most``, and how much other prompts would change it."""
+    from ..tools.advice import advise as advice_of
+    from ..tools.advice import survival_of
 
     def advice(rows: Sequence[GenerationResult]) -> Advice:
         def summed(lists: Iterable[list[int]]) -> list[int]:
@@ -177,7 +182,7 @@ def _advice(
             rounds=sum(r.rounds for r in rows),
             rows=len(rows),
         )
-        return advice_of(survival, costs, sizes, MAX_AUTO_DRAFT_TOKENS)
+        return advice_of(survival, costs, sizes, most)
 
     found = advice(results)
     # The best setting that drafts, also where none is worth it.
@@ -213,7 +218,11 @@ def _table(found: Advice) -> str:
         ]
     steps = [
         f"batch {p.num_rows}: a plain step takes {p.plain_seconds * 1e3:.1f} ms, "
-        f"a draft step {p.draft_step:.2f} of it"
+        + (
+            f"drafting {p.draft_once:.2f} of it and {p.draft_step:.2f} for each token"
+            if p.draft_once
+            else f"a draft step {p.draft_step:.2f} of it"
+        )
         for p in found.predictions
     ]
     shares = f"share of rounds accepting at least k tokens{beyond}; * is the best k"

@@ -29,18 +29,18 @@ DEFAULT_OUT = "specdec-bench"
     "settings",
     multiple=True,
     metavar="KEY=VALUE",
-    help="Replace a value of the recipe, as in 'batch=[1, 8]'; repeat it for more.",
+    help="Replace a value of the recipe, such as 'batch=[1, 8]'; repeat it for more.",
 )
 @click.option(
     "--out",
     metavar="DIR",
-    help=f"Where results and report go. [default: {DEFAULT_OUT}/NAME]",
+    help=f"Folder for results and report. [default: {DEFAULT_OUT}/NAME]",
 )
 @click.option(
     "--compare",
     nargs=2,
     metavar="DIR DIR",
-    help="Compare the results of two runs instead.",
+    help="Compare the results of two runs, and run nothing.",
 )
 @options.trust_remote_code()
 @options.quiet()

@@ -31,17 +31,17 @@ _folder = click.argument("folder", metavar="DIR", callback=_existing)
 
 @click.group(short_help="List, verify or clear a prefix cache folder.")
 def cache() -> None:
-    """Look after the folder of --prefix-cache.
+    """Manage the folder of --prefix-cache.
 
     \b
       specdec cache list DIR
     """  # noqa: D301 - click's mark for lines to keep
 
 
-@cache.command("list", short_help="What it holds, by model.")
+@cache.command("list", short_help="List its entries, by model.")
 @_folder
 def list_(folder: Path) -> None:
-    """List what DIR holds, by model and kind of cache."""
+    """List the entries of DIR, by model and kind of cache."""
     found = _audit(folder)
     for each in found.holdings(folder):
         used = datetime.fromtimestamp(each.last_used)
@@ -58,13 +58,13 @@ def list_(folder: Path) -> None:
         )
 
 
-@cache.command(short_help="Read all of it; remove what is damaged.")
+@cache.command(short_help="Check all entries; remove damaged ones.")
 @_folder
 def verify(folder: Path) -> None:
-    """Compare every entry of DIR with its digest; remove what is damaged.
+    """Compare every entry of DIR with its digest; remove damaged ones.
 
-    The exit code is 1 if anything was. Removing costs nothing but time: what is
-    missing is computed again.
+    The exit code is 1 if any was damaged. What was removed is computed again when it is
+    needed.
     """
     found = _audit(folder, contents=True)
     kept = remove(folder, list(found.damaged))

@@ -39,7 +39,7 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
 @options.models()
 @options.engine(
     options.num_draft_tokens(
-        "Tokens that the draft proposes in a round. auto: as many as are worth it.",
+        "Tokens that the draft proposes in a round. auto chooses the number.",
         low=0,
     ),
     options.kv_bits(),
@@ -48,13 +48,15 @@ Ctrl-C stops an answer. A line that ends with \\ goes on in the next one."""
     prefix_cache_memory=DEFAULT_PREFIX_CACHE_MEMORY,
 )
 @click.option("--system-prompt", metavar="TEXT", help="System turn. [default: none]")
-@options.max_tokens(default=_MAX_TOKENS, help="Most tokens of an answer.")
+@options.max_tokens(
+    default=_MAX_TOKENS, help="Generate at most N tokens for each answer."
+)
 @options.temp()
 @options.top_p()
 @click.option(
-    "--seed", type=int, metavar="N", help="Of random draws. [default: a random one]"
+    "--seed", type=int, metavar="N", help="Seed of random draws. [default: random]"
 )
-@options.quiet(help="No figures at the end.")
+@options.quiet(help="No figures after the chat.")
 def chat(
     *,
     models: options.Models,
@@ -66,10 +68,10 @@ def chat(
     seed: int | None,
     quiet: bool,
 ) -> None:
-    """Talk with a model: answers come as they are made.
+    """Talk with a model; answers are shown while they are generated.
 
-    /help lists what can be typed beside messages. Ctrl-C stops an answer, Ctrl-D
-    ends. Lines piped to standard input are messages, one after the other.
+    /help lists the commands of a chat. Ctrl-C stops an answer, Ctrl-D ends the chat.
+    Lines piped to standard input are messages, one after the other.
 
     \b
       specdec chat

@@ -8,19 +8,19 @@ from ..model_names import is_default_target, locate_target
 from .output import note, show, show_warnings
 
 
-@click.command(short_help="Turn a GGUF file into a folder that mlx-lm loads.")
+@click.command(short_help="Convert a GGUF file to a folder that mlx-lm loads.")
 @click.argument("file", metavar="FILE.gguf")
 @click.argument("out_dir", metavar="OUT_DIR")
 @click.option(
     "--bits",
     type=click.Choice([4, 8, 16]),
-    help="Bits per weight. 16 is not quantized; mlx-lm is fastest with it on a CPU. "
-    "[default: as the file has them]",
+    help="Bits per weight. 16 does not quantize; on a CPU, mlx-lm is fastest with it. "
+    "[default: as in the file]",
 )
 def convert(file: str, out_dir: str, bits: int | None) -> None:
-    """Turn FILE.gguf into OUT_DIR, a folder that mlx-lm itself loads.
+    """Convert FILE.gguf to OUT_DIR, a folder that mlx-lm can load.
 
-    The name of the default target stands for its file, too.
+    FILE may also be the name of the default target.
 
     \b
       specdec convert model.gguf model

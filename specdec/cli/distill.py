@@ -36,7 +36,7 @@ def _minutes(name: str, text: str) -> options.Option:
 @click.option(
     "--out",
     metavar="DIR",
-    help="Folder of the draft. Data and checkpoints are kept in DIR/work. Required, "
+    help="Folder for the draft. Data and checkpoints are kept in DIR/work. Required, "
     "except with --dry-run.",
 )
 @click.option(
@@ -44,12 +44,13 @@ def _minutes(name: str, text: str) -> options.Option:
     type=click.Choice(["layers", "block"]),
     default="layers",
     show_default=True,
-    help="A draft of layers, which drafts token after token, or a block head, which "
-    "reads the target's hidden states and drafts a block in one forward.",
+    help="layers: a small model of the target's layers, which drafts token after "
+    "token. block: a head that reads the target's hidden states and drafts a block in "
+    "one forward.",
 )
 @options.positive(
     "--block-size",
-    help="Tokens of a block head's block, the newest committed one included.",
+    help="Block size of a block head, the newest committed token included.",
     default=8,
     low=2,
 )
@@ -58,20 +59,20 @@ def _minutes(name: str, text: str) -> options.Option:
     type=click.Choice(["dspark", "dflash"]),
     default="dspark",
     show_default=True,
-    help="Published form of a block head.",
+    help="Which published form of a block head to make.",
 )
 @click.option(
     "--layers",
     metavar="N|I,J,...",
     default="4",
     show_default=True,
-    help="Layers of the target to start from: how many, spread evenly, or which, "
-    "counted from 0.",
+    help="Layers of the target to start from: N of them, spread evenly, or those "
+    "listed, counted from 0.",
 )
 @options.positive(
     "--widen",
-    help="Join the MLPs of N layers of the target in each layer of the draft. It "
-    "can learn more, at hardly any cost on a GPU.",
+    help="Join the MLPs of N layers of the target in each layer of the draft. Such a "
+    "draft can learn more, and costs hardly more time on a GPU.",
     default=1,
 )
 @_files(
@@ -99,7 +100,7 @@ def _minutes(name: str, text: str) -> options.Option:
     low=0,
 )
 @click.option(
-    "--data", metavar="DIR", help="Keep what the target writes in DIR, for other runs."
+    "--data", metavar="DIR", help="Keep the target's texts in DIR, for other runs."
 )
 @click.option(
     "--resume", is_flag=True, help="Continue from the checkpoint in DIR/work."
@@ -126,7 +127,7 @@ def _minutes(name: str, text: str) -> options.Option:
 @options.positive(
     "--batch",
     "writers",
-    help="Rows that the target writes at once. [default: as memory allows]",
+    help="How many texts the target writes at once. [default: as memory allows]",
 )
 @options.positive(
     "--block-tokens",
@@ -134,11 +135,11 @@ def _minutes(name: str, text: str) -> options.Option:
     low=128,
 )
 @options.positive(
-    "--rounds", help="Prompts of each --holdout to decode at the end.", default=128
+    "--rounds", help="Decode N prompts of each --holdout at the end.", default=128
 )
 @options.positive(
     "--num-draft-tokens",
-    help="Draft length when --holdout is decoded; repeat it for more. All are decoded "
+    help="Draft length for decoding --holdout; repeat it for more. Each decodes "
     "greedily, the first also at temperature 0.7.",
     default=(4,),
     multiple=True,
@@ -165,8 +166,8 @@ def distill(
 ) -> None:
     """Make a draft for a target: some of its layers, trained to agree with it.
 
-    The target makes up user turns and answers them; no other text is needed. The
-    draft keeps its embedding and head, and learns its distribution. A run that was
+    The target makes up user turns and answers them; no other text is needed. The draft
+    has the target's embedding and head, and learns its distribution. A run that was
     stopped continues with --resume.
 
     \b

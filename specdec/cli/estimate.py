@@ -21,12 +21,13 @@ from .output import FAILURE, note, share_text, show
     options.target(
         "MLX model folder, .gguf file, config.json, or a hub id that is downloaded."
     ),
-    dtype_help="As the run would load the weights. [default: as they are stored]",
+    dtype_help="Type in which the run loads the weights. [default: as they are stored]",
 )
 @options.engine(
     options.batch(default=1, help="Rows that decode together."),
     options.num_draft_tokens(
-        "Tokens that the draft proposes in a round; auto counts the most it chooses.",
+        "Tokens that the draft proposes in a round; auto counts the most it may "
+        "choose.",
         low=1,
     ),
     options.prefill_step_size(help="Prompt tokens per row in one forward."),
@@ -37,9 +38,9 @@ from .output import FAILURE, note, share_text, show
     options.kv_group_size(),
 )
 @options.context("Tokens of a row, prompt and output together, such as 8192 or 8k.")
-@options.temp(help="Above 0, count what drawing tokens takes, filters included.")
+@options.temp(help="Above 0, include the memory that sampling and its filters need.")
 @options.memory_limit(
-    help="Memory available, such as 8GB or 6.5GiB. [default: all that the device has]"
+    help="Memory to fit into, such as 8GB or 6.5GiB. [default: all that the device has]"
 )
 @click.option("--json", "as_json", is_flag=True, help="Print JSON, sizes in bytes.")
 def estimate(
@@ -51,10 +52,10 @@ def estimate(
     memory_limit: int | None,
     as_json: bool,
 ) -> None:
-    """Report how much memory a run would hold at most, and what fits.
+    """Report how much memory a run needs at most, and what fits.
 
-    Reads headers and configurations; loads no weights. The exit code is 1 where it
-    does not fit, and 0 where it does.
+    This reads headers and configurations, and loads no weights. The exit code is 0 if
+    the run fits, and 1 if it does not.
 
     \b
       specdec estimate --target MODEL --context 8k --batch 8

@@ -1,7 +1,7 @@
-"""Options: their names, meaning and checks, and the groups of a help page.
+"""The options of all commands: names, help, checks, and the groups of a help page.
 
 Options that belong together reach a command as one value (:func:`packed`), so that each
-rule about them is held in one place.
+rule about them is in one place.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ from ..sampling_params import DEFAULT_MAX_TOKENS, VERIFICATIONS, SamplingParams
 from ..utils.data_files import DataError, check_shape, parse_json, read_text
 from ..utils.sizes import parse_count, parse_size
 
-#: What gives a command an option.
+#: Adds an option to a command.
 Option: TypeAlias = Callable[[Any], Any]
 F = TypeVar("F", bound=Callable[..., Any])
-# Far more than any model serves; sums of it are numbers that can be shown.
+# Far more than any model serves.
 MOST_TOKENS = 1 << 30
 
-#: Groups of a help page and the parameters in each, in their order. What is in none of
-#: them ends the page.
+#: Groups of a help page and the parameters in each, in order. Parameters in no group
+#: come last.
 GROUPS: dict[str, tuple[str, ...]] = {
     "Common options": (
         "target", "draft", "texts", "file", "context", "out", "max_tokens", "temp",
@@ -83,14 +83,14 @@ GROUPS: dict[str, tuple[str, ...]] = {
         "output_format", "resumed", "top_logprobs", "json_file", "as_json", "help",
     ),
 }  # fmt: skip
-# A page of fewer options is read at a glance.
+# A page with fewer options has no groups.
 _FEW = 10
 
 
 def grouped(
     command: click.Command, ctx: click.Context
 ) -> dict[str, list[click.Option]]:
-    """The options of a command's help page by the titles of their groups."""
+    """The options of a command's help page, by the titles of their groups."""
     found = {p.name: p for p in command.get_params(ctx) if isinstance(p, click.Option)}
     if len(found) < _FEW:
         return {"Options": list(found.values())}
@@ -125,9 +125,9 @@ def packed(name: str, read: Callable[..., Any], *some: Option) -> Option:
     """Options that reach a command as one argument.
 
     Args:
-        name: of the argument.
-        read: makes its value of theirs, before a model is loaded; what it raises is
-            the command's error. :func:`given` has other options.
+        name: the argument's name.
+        read: turns the options' values into the argument's, before a model is loaded.
+            What it raises is the command's error. :func:`given` reads other options.
     """
 
     def probe() -> None:
@@ -148,18 +148,18 @@ def packed(name: str, read: Callable[..., Any], *some: Option) -> Option:
 
 
 def given(name: str) -> Any:
-    """The value of an option of the command that runs; ``None``: it has no such one."""
+    """The value of an option of the running command; ``None`` if it has no such one."""
     return click.get_current_context().params.get(name)
 
 
 def is_given(name: str) -> bool:
-    """Whether the option was typed, be it with its default value."""
+    """Whether the option was typed, even with its default value."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 
 
 def dashed(name: str) -> str:
-    """The option of a parameter's name."""
+    """The option for a parameter's name."""
     return "--" + name.replace("_", "-")
 
 
@@ -167,7 +167,7 @@ def dashed(name: str) -> str:
 
 
 def size(name: str, *, or_none: bool = False, **more: Any) -> Option:
-    """An option that is a number of bytes, as 8GB; ``or_none``: also 0."""
+    """An option for a number of bytes, such as 8GB; ``or_none`` allows 0."""
 
     def parsed(_: click.Context, __: click.Parameter, value: str | None) -> int | None:
         return None if value is None else parse_size(value, or_none=or_none)
@@ -182,7 +182,7 @@ def positive(
     high: int | None = None,
     **more: Any,
 ) -> Option:
-    """An option that is a number, ``low`` or more, and ``high`` at most."""
+    """An option for a whole number from ``low`` to ``high``."""
     return click.option(
         *names,
         type=click.IntRange(low, high),
@@ -196,7 +196,7 @@ def positive(
 def number(
     name: str, metavar: str, text: str, *, default: float | None = None
 ) -> Option:
-    """An option that is any number; its range is checked later."""
+    """An option for any number; its range is checked later."""
     return click.option(
         name,
         type=float,
@@ -208,7 +208,7 @@ def number(
 
 
 def file(*names: str, metavar: str = "FILE", **more: Any) -> Option:
-    """An option that names a file, or with ``multiple`` some."""
+    """An option that names a file, or several with ``multiple``."""
 
     def named(_: click.Context, option: click.Parameter, value: Any) -> Any:
         for each in value if isinstance(value, tuple) else (value,):
@@ -238,7 +238,7 @@ top_p = partial(
     number,
     "--top-p",
     "P",
-    "Draw from the likeliest tokens that together have probability P.",
+    "Draw from the most likely tokens that together have probability P.",
     default=1.0,
 )
 verification = partial(
@@ -263,10 +263,10 @@ ignore_chat_template = partial(
     click.option,
     "--ignore-chat-template",
     is_flag=True,
-    help="Encode prompts raw, without the chat template.",
+    help="Encode prompts as they are, without the chat template.",
 )
 quiet = partial(click.option, "--quiet", "-q", is_flag=True, help="No progress.")
-# Of what a command gets as its ``config``; see :func:`engine`.
+# Options of the engine, see :func:`engine`.
 prefill_step_size = partial(
     positive, "--prefill-step-size", default=DEFAULT_PREFILL_STEP_SIZE
 )
@@ -281,7 +281,7 @@ kv_bits = partial(
     click.option,
     "--kv-bits",
     type=click.Choice([4, 8]),
-    help="Keep keys and values quantized. [default: as they are]",
+    help="Store keys and values quantized. [default: not quantized]",
 )
 kv_group_size = partial(
     click.option,
@@ -289,19 +289,19 @@ kv_group_size = partial(
     type=click.Choice([32, 64, 128]),
     default=64,
     show_default=True,
-    help="Elements that share a scale, with --kv-bits.",
+    help="With --kv-bits: how many elements share a scale.",
 )
 memory_limit = partial(
     size,
     "--memory-limit",
-    help="Most memory to use, such as 8GB or 6.5GiB. [default: all that the device "
-    "has]",
+    help="Use at most this much memory, such as 8GB or 6.5GiB. [default: all that the "
+    "device has]",
 )
 
 
 def seed(*, random: bool = False) -> Option:
-    """``--seed``; ``random``: without one it is, else 0."""
-    text = "Seed of the first prompt's draws; each next prompt's is one more."
+    """``--seed``; its default is a random one with ``random``, else 0."""
+    text = "Seed of the first prompt's random draws; each next prompt's is one more."
     if random:
         text += " [default: a random one, which the summary and --output report]"
     return click.option(
@@ -315,7 +315,7 @@ def seed(*, random: bool = False) -> Option:
 
 
 def num_draft_tokens(text: str, *, low: int) -> Option:
-    """``--num-draft-tokens``: a number, ``low`` or more, or ``auto``."""
+    """``--num-draft-tokens``: a number from ``low`` on, or ``auto``."""
 
     def parsed(
         context: click.Context, option: click.Parameter, value: str
@@ -341,7 +341,7 @@ def num_draft_tokens(text: str, *, low: int) -> Option:
 
 
 def context(text: str) -> Option:
-    """``--context``: a number of tokens, also as ``8k``."""
+    """``--context``: a number of tokens, such as ``8192`` or ``8k``."""
 
     def parsed(_: click.Context, __: click.Parameter, value: str) -> int:
         try:
@@ -361,7 +361,7 @@ def context(text: str) -> Option:
 
 
 def target(text: str = "MLX model folder, hub id or .gguf file.") -> Option:
-    """``--target``, also ``--model`` as mlx-lm calls it; checked before any import."""
+    """``--target``, or ``--model`` as in mlx-lm; checked before any import."""
 
     def checked(_: click.Context, __: click.Parameter, value: str | None) -> str | None:
         if value is not None and not value.strip():
@@ -381,8 +381,8 @@ class Models:
 
     Args:
         target, draft: as they were named.
-        spec: the draft that is meant; ``None``: nothing drafts.
-        loading: more arguments of ``SpecDecoder.from_pretrained``.
+        spec: the draft; ``None``: no draft.
+        loading: further arguments of ``SpecDecoder.from_pretrained``.
     """
 
     target: str | None
@@ -405,11 +405,11 @@ class Models:
         trust_remote_code: bool,
         **origins: str | None,
     ) -> Models:
-        """What the options name; nothing is loaded.
+        """The models that the options name; nothing is loaded.
 
         Raises:
-            click.UsageError: one is empty, or has no effect without a draft.
-            ConfigError, ModelNameError: there can be no such draft.
+            click.UsageError: an option is empty, or has no effect without a draft.
+            ConfigError, ModelNameError: no draft can have that name.
         """
         if draft is not None and not draft.strip():
             raise click.UsageError("--draft is empty: name a model, or none")
@@ -428,7 +428,7 @@ class Models:
 
 
 def _check_no_draft(draft: str | None) -> None:
-    """Refuse options that have no effect where nothing drafts."""
+    """Refuse options that have no effect without a draft."""
     if is_given("num_draft_tokens") and draft is not None:
         raise click.UsageError(
             f"--num-draft-tokens has no effect with --draft {draft}: leave one of them "
@@ -451,11 +451,11 @@ def models(
     draft_help: str = "Draft, named as for `specdec run`.",
     dtype_help: str = "Load the weights in this type. [default: as they are stored]",
 ) -> Option:
-    """The command gets ``models``, see :class:`Models`.
+    """Options of models; the command gets ``models``, see :class:`Models`.
 
     Args:
-        draft_help: of ``--draft``, also ``--draft-model`` as mlx-lm calls it.
-        dtype_help: of ``--dtype``.
+        draft_help: help of ``--draft``, or ``--draft-model`` as in mlx-lm.
+        dtype_help: help of ``--dtype``.
     """
     text = (
         f"{draft_help} [default: none; for the default target {DEFAULT_DRAFT}, which "
@@ -478,7 +478,8 @@ def models(
         click.option(
             "--revision",
             metavar="NAME",
-            help="Branch, tag or commit of a target of the hub. [default: the newest]",
+            help="Branch, tag or commit, for a target from the hub. [default: the "
+            "newest]",
         ),
         trust_remote_code(),
     )
@@ -490,28 +491,29 @@ prefix_cache = (
     click.option(
         "--prefix-cache",
         metavar="DIR",
-        help="Keep the keys and values of prompts in this folder. Later prompts that "
+        help="Store keys and values of prompts in this folder. Later prompts that "
         "begin alike reuse them, in this run and in others. [default: none]",
     ),
     size(
         "--prefix-cache-size",
-        help="Most that the folder may hold, such as 500MB or 8GB; the entries unused "
+        help="Largest size of that folder, such as 500MB or 8GB. The entries unused "
         f"for longest are removed. [default: {DEFAULT_PREFIX_CACHE_SIZE // 10**9}GB]",
     ),
     size(
         "--prefix-cache-memory",
         or_none=True,
-        help="Most to keep in memory, with a folder or without; 0 keeps none. "
-        "[default: 1GB with --prefix-cache, for turns and in specdec serve, else none]",
+        help="Keep prefixes of up to this size in memory, with or without a folder; 0 "
+        "keeps none. [default: 1GB with --prefix-cache, with turns and in specdec "
+        "serve; else 0]",
     ),
 )
 
 
 def engine(*some: Option, **more: Any) -> Option:
-    """The command gets ``config``, of options that are called as its fields.
+    """Options of the engine, named as its fields; the command gets ``config``.
 
     Args:
-        more: fields that no option gives, or not always.
+        more: values of fields without an option, or in place of an option's default.
     """
 
     def read(**values: Any) -> EngineConfig:
@@ -578,7 +580,7 @@ encoding = packed(
     "encoding",
     _encoding,
     click.option(
-        "--system-prompt", metavar="TEXT", help="System turn of prompts that have none."
+        "--system-prompt", metavar="TEXT", help="System turn for prompts without one."
     ),
     click.option(
         "--prefill-response",
@@ -596,7 +598,7 @@ encoding = packed(
 def _grammar(
     json_schema: str | None, regex: str | None, grammar_file: str | None
 ) -> Grammar | None:
-    """What output has to follow, seen to be usable; ``None``: anything."""
+    """The grammar that the output must follow, checked; ``None``: any output."""
     values = {
         "--json-schema": json_schema,
         "--regex": regex,
@@ -629,7 +631,7 @@ def _read(file: str) -> str:
 def _biases(
     context: click.Context, option: click.Parameter, values: tuple[str, ...]
 ) -> dict[int, float] | None:
-    """Biases of logits by token id, from texts ``ID=BIAS``."""
+    """Logit biases by token id, from texts ``ID=BIAS``."""
     biases = {}
     for value in values:
         token, _, bias = value.partition("=")
@@ -667,13 +669,13 @@ sampling = packed(
     "params",
     _params,
     max_tokens(
-        default=DEFAULT_MAX_TOKENS, help="Most tokens to generate for a prompt."
+        default=DEFAULT_MAX_TOKENS, help="Generate at most N tokens for each prompt."
     ),
     positive(
         "--min-tokens",
         default=0,
         low=0,
-        help="Tokens to generate before one may end a prompt's output.",
+        help="Generate at least N tokens before the output may end.",
     ),
     click.option(
         "--stop",
@@ -687,14 +689,14 @@ sampling = packed(
         multiple=True,
         type=click.IntRange(min=0),
         metavar="ID",
-        help="Stop before this token; repeat it for more.",
+        help="Stop before the token with this id; repeat it for more.",
     ),
     temp(),
     top_p(),
     number(
         "--min-p",
         "P",
-        "Draw from tokens at least P times as likely as the likeliest.",
+        "Draw from tokens at least P times as likely as the most likely one.",
         default=0.0,
     ),
     click.option(
@@ -703,13 +705,13 @@ sampling = packed(
         metavar="K",
         default=0,
         show_default=True,
-        help="Draw from the K likeliest tokens; 0 draws from all.",
+        help="Draw from the K most likely tokens; 0 draws from all.",
     ),
     number(
         "--xtc-probability",
         "P",
         "At each token, with probability P, leave out all tokens above "
-        "--xtc-threshold but the least likely of them.",
+        "--xtc-threshold except the least likely of them.",
         default=0.0,
     ),
     number(
@@ -743,41 +745,41 @@ sampling = packed(
     ),
     seed(random=True),
     verification(
-        help="How draft tokens are accepted, with --temp and --draft. Only coupled "
+        help="With --temp and --draft: how draft tokens are accepted. Only coupled "
         "gives the same text with every draft.",
     ),
     click.option(
         "--top-logprobs",
         type=click.IntRange(min=0),
         metavar="N",
-        help="Write log-probabilities of tokens, and of the N likeliest at each "
-        "position, to --output.",
+        help="Write the log-probability of every token, and of the N most likely ones "
+        "at its position, to --output.",
     ),
     file(
-        "--json-schema", help="Output is JSON that the schema in this file describes."
+        "--json-schema", help="The output is JSON that follows the schema in this file."
     ),
     click.option(
-        "--regex", metavar="PATTERN", help="Output matches this expression, all of it."
+        "--regex", metavar="PATTERN", help="The whole output matches this expression."
     ),
     file(
         "--grammar",
         "grammar_file",
-        help="Output follows the Lark grammar in this file.",
+        help="The output follows the Lark grammar in this file.",
     ),
 )
 
 
 # -- errors -------------------------------------------------------------------------
 
-# Options that are not called like the field that they fill.
+# Options whose name differs from the field that they fill.
 _NAMED = {"temperature": "temp", "logprobs": "top_logprobs"}
 
 
 def with_options(error: ConfigError, command: click.Command) -> ConfigError:
-    """The error, with options of ``command`` in place of the fields that they fill.
+    """The error, where options of ``command`` replace the names of fields.
 
-    A field is known by the start of the message, ``NAME is VALUE: ...``, or as a
-    word with an underscore: others are words of the language too.
+    A field is found at the start of the message, ``NAME is VALUE: ...``, or as a word
+    with an underscore; other names are ordinary words too.
     """
     options = {
         option.name: option.opts[0]
@@ -790,6 +792,6 @@ def with_options(error: ConfigError, command: click.Command) -> ConfigError:
         return options.get(_NAMED.get(field, field), field)
 
     message = re.sub(r"^\w+(?= is )", named, str(error))
-    # Not within names, paths and quotes, which are the user's.
+    # Not within paths and quotes, which are the user's.
     message = re.sub(r"(?<![\w./'\"-])[a-z]+(?:_[a-z]+)+(?![\w./'\"-])", named, message)
     return type(error)(message)

@@ -18,11 +18,14 @@ from ..sampling_params import SamplingParams
 from ..utils.data_files import DataError, json_text, parse_json
 from ..utils.files import open_plain, replace_file
 from ..utils.printable import one_line
+from ..utils.records import first_difference
 from .options import Models
 from .output import cannot_write
 
 # Of a request, what its text does not depend on. Its seed is a field of a result.
-_BESIDE = frozenset({"seed", "num_draft_tokens", "cache_salt"})
+_BESIDE = frozenset({"seed", "cache_salt"})
+# What it depends on where draft tokens are accepted by a ratio rule.
+_DRAFTING = frozenset({"draft", "draft_adapter_path", "num_draft_tokens"})
 # Characters of a value that is written as it is.
 _MOST = 80
 
@@ -30,18 +33,35 @@ _MOST = 80
 def common_of(
     models: Models, config: EngineConfig, encoding: Encoding
 ) -> dict[str, Any]:
-    """Of all results: their model, and how it is run and asked."""
-    name = target_name(models.target)
-    path = os.path.expanduser(name)
+    """Of all results: their models, and how they are run and asked."""
     loaded = ("dtype", "adapter_path", "revision", "chat_template")
     return {
-        "target": os.path.abspath(path) if os.path.exists(path) else name,
+        "target": _whole(target_name(models.target)),
         **{key: models.loading.get(key) for key in loaded},
+        **_drafting(models, config),
         "max_kv_size": config.max_kv_size,
         "kv_bits": config.kv_bits,
         "kv_group_size": config.kv_bits and config.kv_group_size,
         "quantized_kv_start": config.quantized_kv_start,
         **encoding,
+    }
+
+
+def _whole(name: str) -> str:
+    path = os.path.expanduser(name)
+    return os.path.abspath(path) if os.path.exists(path) else name
+
+
+def _drafting(models: Models, config: EngineConfig) -> dict[str, Any]:
+    """The draft, and how many tokens it proposes; nothing where there is none."""
+    if (spec := models.spec) is None:
+        return {}
+    adapter = models.loading.get("draft_adapter_path")
+    model = [] if spec.model is None else [_whole(spec.model.name)]
+    return {
+        "draft": "+".join([*["ngram"] * spec.ngram, *model]),
+        "draft_adapter_path": adapter and _whole(adapter),
+        "num_draft_tokens": config.num_draft_tokens,
     }
 
 
@@ -56,9 +76,12 @@ def settings_of(params: SamplingParams, common: Mapping[str, Any]) -> dict[str, 
     """
     own = {each.name: getattr(params, each.name) for each in fields(params)}
     default = {each.name: each.default for each in fields(params)}
-    own = {k: v for k, v in own.items() if v != default[k] and k not in _BESIDE}
+    own = {key: value for key, value in own.items() if value != default[key]}
     chosen = {key: value for key, value in common.items() if value} | own
-    return {key: _short(value) for key, value in chosen.items()}
+    # By these rules the draft has a part in which of its texts a seed gives.
+    by_ratio = params.draws and params.verification != "coupled"
+    beside = _BESIDE if by_ratio else _BESIDE | _DRAFTING
+    return {k: _short(value) for k, value in chosen.items() if k not in beside}
 
 
 def _short(value: object) -> object:
@@ -133,11 +156,11 @@ def _other_settings(row: Mapping[str, Any], asked: Mapping[str, Any]) -> str | N
         made = {**made, "seed": seed}
     else:
         asked = {key: value for key, value in asked.items() if key != "seed"}
-    for name in sorted(made.keys() | asked.keys()):
-        was, now = (d.get(name, "the default") for d in (made, asked))
-        if was != now:
-            return f"was made with {name} {one_line(str(was))}, not {now}"
-    return None
+    found = first_difference(made, asked, missing="the default")
+    if found is None:
+        return None
+    name, was, now = found
+    return f"was made with {name} {one_line(str(was))}, not {now}"
 
 
 def _foreign(path: str, number: int, what: str) -> click.UsageError:

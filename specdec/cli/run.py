@@ -60,26 +60,26 @@ _PATIENCE = 2.0
     cls=options.Command, short_help="Decode prompts with a target model and a draft."
 )
 @options.models(
-    draft_help="Draft model, named like the target. self:4bit (2, 3, 8): the target "
-    "itself, quantized. layers:0-7,22-29: those layers of it, counted from "
-    "0. mtp: its own MTP head. A DFlash, DSpark or EAGLE-3 head is named "
-    "like a model. ngram: no model; what followed the newest tokens before."
-    " ngram+MODEL: MODEL where no n-gram matches. none: no draft.",
+    draft_help="Draft model or draft head (DFlash, DSpark, EAGLE-3), named like the "
+    "target. self:4bit (or 2, 3, 8): the target itself, quantized. layers:0-7,22-29: "
+    "these layers of the target, counted from 0. mtp: the target's own MTP head. "
+    "ngram: no model; repeats what followed the newest tokens before. ngram+MODEL: "
+    "MODEL where no n-gram matches. none: no draft.",
 )
 @options.engine(
     options.batch(default=DEFAULT_BATCH_SIZE, help="Prompts that decode together."),
     options.num_draft_tokens(
-        "Tokens that the draft proposes in a round. auto: as many as are worth it, or "
-        "none, from measured costs and acceptance.",
+        "Tokens that the draft proposes in a round. auto chooses the number, which may "
+        "be 0, by measured costs and acceptance.",
         low=0,
     ),
     options.prefill_step_size(
-        help="Prompt tokens per row in one forward; a smaller number takes less memory."
+        help="Prompt tokens per row in one forward; fewer need less memory."
     ),
     options.max_kv_size(),
     options.kv_bits(
-        help="Keep keys and values of target and draft quantized. [default: as they "
-        "are]"
+        help="Store keys and values of target and draft quantized. [default: not "
+        "quantized]"
     ),
     options.kv_group_size(),
     click.option(
@@ -88,12 +88,12 @@ _PATIENCE = 2.0
         metavar="N",
         default=0,
         show_default=True,
-        help="Quantize once the longest row holds N tokens, with --kv-bits.",
+        help="With --kv-bits: quantize once the longest row has N tokens.",
     ),
     *options.prefix_cache,
     options.memory_limit(
-        help="Most memory to use, such as 8GB or 6.5GiB. Rows wait for it; a prompt "
-        "that cannot fit is refused. [default: all that the device has]"
+        help="Use at most this much memory, such as 8GB or 6.5GiB. Rows wait for it; a "
+        "prompt that cannot fit is refused. [default: all that the device has]"
     ),
 )
 @options.sampling
@@ -101,7 +101,7 @@ _PATIENCE = 2.0
 @click.option(
     "--chat-template",
     metavar="FILE",
-    help="Chat template in Jinja, in place of the model's own.",
+    help="File with a Jinja chat template, in place of the model's own.",
 )
 @click.option(
     "--prompt",
@@ -113,10 +113,10 @@ _PATIENCE = 2.0
     "each. '-' reads a prompt from standard input.",
 )
 @options.prompts(
-    help="File of prompts, one a line: text, or JSON with prompt, question, messages "
-    "or turns (each after the answer to the one before), and with settings such as "
-    "max_tokens; OpenAI's batch files too. [default: standard input, unless --prompt "
-    "is given]",
+    help="File of prompts, one per line: text, or a JSON object with prompt, "
+    "question, messages or turns (each sent after the answer to the one before) and "
+    "with settings such as max_tokens. OpenAI's batch files work too. [default: "
+    "standard input, unless --prompt is given]",
     required=False,
 )
 @ranks.tensor_parallel()
@@ -132,26 +132,26 @@ _PATIENCE = 2.0
     type=click.Choice(["specdec", "openai"]),
     default="specdec",
     show_default=True,
-    help="Form of the lines of --output; openai: as OpenAI's batch files have them.",
+    help="Format of the lines in --output; openai is that of OpenAI's batch files.",
 )
 @click.option(
     "--resume",
     "resumed",
     is_flag=True,
-    help="Go on where an earlier run with the same prompts and settings ended: those "
-    "with a result in --output are skipped, those that failed run again.",
+    help="Continue an earlier run with the same prompts and settings: prompts with a "
+    "result in --output are skipped, those that failed run again.",
 )
 @click.option(
     "--ray",
     is_flag=False,
     flag_value="auto",
     metavar="[ADDRESS]",
-    help="Decode on a Ray cluster: auto, which it is without ADDRESS, HOST:PORT, or "
-    "local, which starts one here. [default: in this process]",
+    help="Decode on a Ray cluster. ADDRESS is auto, HOST:PORT, or local, which starts "
+    "a cluster here; without ADDRESS it is auto. [default: decode in this process]",
 )
 @options.positive(
     "--ray-workers",
-    help="Processes that decode, with --ray. [default: one for each GPU that Ray has, "
+    help="With --ray: processes that decode. [default: one for each GPU that Ray has, "
     "or for each machine]",
 )
 @options.quiet(help="No progress and no summary.")
@@ -172,7 +172,7 @@ def run(
     ray_workers: int | None,
     quiet: bool,
 ) -> None:
-    """Decode prompts with a target model and, if one is named, a draft.
+    """Decode prompts with a target model, and with a draft if one is named.
 
     Text goes to standard output, progress and a summary to standard error. The
     draft and the batch change the speed, not the text.

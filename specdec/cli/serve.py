@@ -56,17 +56,17 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
 @options.engine(
     options.batch(default=DEFAULT_BATCH_SIZE, help="Requests that decode together."),
     options.num_draft_tokens(
-        "Tokens that the draft proposes in a round. auto: as many as are worth it.",
+        "Tokens that the draft proposes in a round. auto chooses the number.",
         low=0,
     ),
     options.prefill_step_size(
-        help="Prompt tokens per row in one forward: running requests wait for one at "
-        "most."
+        help="Prompt tokens per row in one forward. Running requests wait for one "
+        "forward at most."
     ),
     options.max_kv_size(),
     options.kv_bits(
-        help="Keep keys and values of target and draft quantized. [default: as they "
-        "are]"
+        help="Store keys and values of target and draft quantized. [default: not "
+        "quantized]"
     ),
     options.kv_group_size(),
     *options.prefix_cache,
@@ -77,7 +77,7 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     "--host",
     default="127.0.0.1",
     show_default=True,
-    help="Address to listen on. 0.0.0.0 lets other machines in: set a key, too.",
+    help="Address to listen on. 0.0.0.0 lets other machines in; set a key as well.",
 )
 @click.option(
     "--port",
@@ -93,14 +93,14 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     metavar="KEY",
     envvar="SPECDEC_API_KEY",
     show_envvar=True,
-    help="Key that clients have to send; repeat it for more, any of which is good. "
+    help="Key that clients must send. Repeat it for more; any of them is accepted. "
     "[default: none]",
 )
 @click.option(
     "--cors",
     multiple=True,
     metavar="ORIGIN",
-    help="Origin whose pages may call the server from a browser, or '*'; repeat it "
+    help="Origin whose pages may call the server from a browser; '*' is any. Repeat it "
     "for more. [default: none]",
 )
 @click.option(
@@ -108,32 +108,32 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     "names",
     multiple=True,
     metavar="NAME",
-    help="What clients call the model; repeat it for more. '*' accepts any name. "
-    "[default: the target's]",
+    help="Name by which clients ask for the model; '*' accepts any name. Repeat it for "
+    "more. [default: the target's name]",
 )
 @options.positive(
     "--max-waiting",
     default=ServerConfig.max_waiting,
     low=0,
-    help="Requests that may wait for a place; more are refused with 429.",
+    help="How many requests may wait for a free row; more are refused with 429.",
 )
 @options.positive(
     "--max-tokens",
     default=ServerConfig.max_tokens,
-    help="Tokens to generate where a request does not say.",
+    help="Most tokens to generate, if a request does not say.",
 )
 @options.positive(
     "--max-output-tokens",
-    help="Most tokens that a request may ask for. [default: what the context leaves]",
+    help="Most tokens that a request may ask for. [default: as the context allows]",
 )
 @options.positive(
-    "--max-prompt-tokens", help="Longest prompt. [default: what the context leaves]"
+    "--max-prompt-tokens", help="Longest prompt. [default: as the context allows]"
 )
 @options.size(
     "--max-body",
     default="16MiB",
     show_default=True,
-    help="Largest body of a request.",
+    help="Largest body of an HTTP request.",
 )
 @click.option(
     "--temp",
@@ -141,23 +141,23 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     metavar="T",
     default=ServerConfig.temperature,
     show_default=True,
-    help="Sampling temperature where a request does not say; 0 is greedy.",
+    help="Sampling temperature, if a request does not say; 0 is greedy.",
 )
 @_seconds(
     "--request-timeout",
-    "After this an answer is cut where it is, waiting included.",
+    "End a request after this time, waiting included; its answer is cut there.",
     default=ServerConfig.request_timeout,
     low=0.001,
 )
 @_seconds(
     "--stop-timeout",
-    "Time that running requests have to end when the server stops.",
+    "When the server stops, give running requests this long to end.",
     default=ServerConfig.stop_timeout,
 )
 @options.positive(
     "--replicas",
-    help="Processes that serve the model, one for each device, behind this port. One "
-    "that ends starts again. [default: this process serves]",
+    help="Serve the model with N processes behind this port, one for each device. A "
+    "process that ends is started again. [default: this process serves]",
 )
 @options.chat_template_config()
 @click.option(
@@ -165,8 +165,8 @@ def _seconds(name: str, text: str, *, default: float, low: float = 0) -> options
     type=click.Choice(PREFIX_SHARING),
     default="all",
     show_default=True,
-    help="Whose prompts begin with what is kept of one: all clients', or those of the "
-    "same client (its key, else its address, and the user that it names).",
+    help="Who shares stored prefixes: all clients, or only requests of the same client "
+    "(its key or else its address, and the user that it names).",
 )
 @ranks.tensor_parallel()
 @options.quiet(help="No notes, only errors.")
@@ -186,10 +186,10 @@ def serve(
 ) -> None:
     """Serve a model over HTTP, with a draft and with batching.
 
-    Clients of OpenAI's and Anthropic's protocols find /v1/chat/completions,
-    /v1/completions, /v1/responses and /v1/messages; a browser finds a page to chat
-    at /. A common beginning of prompts is computed once; --prefix-cache-memory 0
-    keeps none. Ctrl-C lets answers end, a second one does not.
+    For clients of OpenAI's and Anthropic's protocols there are /v1/chat/completions,
+    /v1/completions, /v1/responses and /v1/messages; for a browser, / is a page to
+    chat. What prompts have in common is computed once, unless --prefix-cache-memory
+    is 0. Ctrl-C waits until answers end; a second Ctrl-C does not.
 
     \b
       specdec serve --target MODEL --draft MODEL --batch 8

@@ -39,7 +39,7 @@ TOKENS_BEYOND_DRAFT = 3
     cls=options.Command, short_help="Compare the output with plain decoding."
 )
 @options.models(
-    draft_help="Draft, named as for `specdec run`; none: batches are compared."
+    draft_help="Draft, named as for `specdec run`. With none, batches are compared."
 )
 @options.engine(
     options.batch(
@@ -51,40 +51,43 @@ TOKENS_BEYOND_DRAFT = 3
         help="Tokens that the draft proposes in a round.",
     ),
     options.kv_bits(
-        help="Keep keys and values quantized, in plain decoding too. [default: as "
-        "they are]"
+        help="Store keys and values quantized, also in plain decoding. [default: not "
+        "quantized]"
     ),
     options.kv_group_size(),
 )
 @options.prompts(
-    help="Prompts, one a line: text, or JSON as for `specdec run`; '-' reads standard "
-    "input."
+    help="Prompts, one per line: text, or JSON as for `specdec run`. '-' reads "
+    "standard input."
 )
 @options.num_prompts(help="Take the first N prompts. [default: all]")
 @options.max_tokens(
-    help=f"Tokens to generate for a prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
+    help=f"Generate N tokens for each prompt. [default: {DEFAULT_MAX_TOKENS}; for a "
     "distribution, a round and one token on either side]"
 )
 @options.temp()
 @options.seed()
 @options.verification(
-    help="How sampled draft tokens are accepted: coupled is compared token for "
-    "token, the others by the distribution of many draws."
+    help="How sampled draft tokens are accepted. coupled is compared token for token, "
+    "the others by the distribution of many draws."
 )
 @options.positive(
-    "--draws", default=256, low=20, help="Decodings of each prompt, for a distribution."
+    "--draws",
+    default=256,
+    low=20,
+    help="For a distribution: decode each prompt N times.",
 )
 @options.positive(
     "--max-restarts",
     default=16,
     low=0,
-    help="Times that a prompt is continued after a tie.",
+    help="Continue a prompt after a tie at most N times.",
 )
 @options.ignore_chat_template()
 @options.file(
     "--json",
     "json_file",
-    help="Write everything that was measured, with machine, versions and options.",
+    help="Write all measurements, with machine, versions and options, to FILE.",
 )
 @options.quiet()
 def verify(
@@ -105,10 +108,10 @@ def verify(
 ) -> None:
     """Compare the engine's output with mlx-lm's plain decoding of the target alone.
 
-    Each first difference is shown with its position, both tokens, how close they
-    were, and how differently this machine rounds the two shapes of forward, measured
-    without a draft. What that explains is a tie; anything else is a failure, with
-    exit code 1.
+    For each prompt, the first difference is shown: its position, both tokens, how close
+    they were, and how much this machine's rounding differs between the two shapes of
+    forward (measured without a draft). A difference that rounding explains is a tie.
+    Any other is a failure, with exit code 1.
 
     \b
       specdec verify --draft self:4bit --prompts questions.jsonl --json exact.json

@@ -1,8 +1,7 @@
-"""Whether a run fits in memory, asked before it begins. No mlx here.
+"""Checks whether a run fits in memory before it begins. No mlx here.
 
-Models are checked before they are loaded, a request when it is added, and rows
-before they get a place: what cannot fit is refused with the numbers, and what does not
-fit yet waits.
+Models are checked before they are loaded, requests when they are added, and rows before
+they join. What can never fit is refused with the numbers; what does not fit yet waits.
 """
 
 from __future__ import annotations
@@ -19,10 +18,10 @@ from ..utils.sizes import format_size
 
 @dataclass(frozen=True)
 class Preflight:
-    """A plan and what the device has.
+    """Compares what a run needs with what the device has.
 
     Args:
-        plan: of the run.
+        plan: what the run needs.
         limit: bytes for everything that MLX holds.
     """
 
@@ -67,7 +66,7 @@ class Preflight:
         )
 
     def _prefix_share(self, row: RowNeeds) -> tuple[str, str]:
-        """What the prefix store's memory has of a row's peak, and the way out."""
+        """The prefix store's share of a row's peak and how to lower it, as text."""
         size = self.plan.prefix_bytes
         if self.plan.peak([row]) <= replace(self.plan, prefix_bytes=0).peak([row]):
             return "", ""
@@ -77,19 +76,19 @@ class Preflight:
         )
 
     def cost(self, requests: Sequence[Request]) -> int:
-        """Most bytes that these requests hold when they have rows together."""
+        """The most bytes that these requests need when they have rows together."""
         return self.plan.peak([_needs_of(r) for r in requests])
 
 
 def _needs_of(request: Request) -> RowNeeds:
-    """What a request needs: worked out once, and asked for whenever rows join."""
+    """What a request needs; computed once, as it is asked for whenever rows join."""
     if not isinstance(request.needs, RowNeeds):
         request.needs = row_needs(len(request.prompt_tokens), request.params)
     return request.needs
 
 
 def row_needs(prompt_tokens: int, params: SamplingParams) -> RowNeeds:
-    """What a request of these parameters needs."""
+    """What a request with these parameters needs."""
     return RowNeeds(prompt_tokens, params.max_tokens, _choosing(params))
 
 

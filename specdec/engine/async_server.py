@@ -1,11 +1,10 @@
-"""Requests from asyncio tasks, decoded together by one thread.
+"""Decodes requests of asyncio tasks together, in one thread.
 
-The thread owns the session: MLX's streams belong to the thread that made them, and
-a round would hold the event loop up. Requests and cancels reach it through a queue,
-events go back to the loop, once a step. Prompts are tokenized in another thread, in
-the order in which they came: a long one holds up neither the rows nor the loop. In
-several others grammars are compiled, so that neither prompts nor other grammars wait
-for one that takes long.
+The thread owns the session, since MLX's streams belong to the thread that made them,
+and a round would block the event loop. Requests and cancels reach it through a queue;
+events go back to the loop once a step. Prompts are tokenized in another thread, in the
+order they came, so that a long one blocks neither rows nor loop. Grammars are compiled
+in several more threads, so that nothing waits for a slow one.
 """
 
 from __future__ import annotations
@@ -36,13 +35,14 @@ from ..utils.output_text import stop_texts
 from .session import Session
 
 # Streams that no thread uses. MLX keeps a thread for each stream until the process
-# ends, so that they are used again; by name, as equal devices have several hashes.
+# ends, so streams are reused. They are found by name, as equal devices have different
+# hashes.
 _idle_streams: defaultdict[str, list[mx.Stream]] = defaultdict(list)
-# Seconds that the end of the process waits for a server that nobody closed.
+# Seconds that a process waits at its end for a server that was not closed.
 _PATIENCE = 10.0
-# Seconds between two looks at what the engine is busy with.
+# Seconds between two readings of the engine's load.
 _LOOKS = 0.1
-# Stands for a prompt that is not tokenized any more.
+# Stands for a prompt that need not be tokenized.
 _UNREAD = EncodedPrompt("", ())
 
 OpenSession = Callable[[], AbstractContextManager[Session]]
@@ -50,11 +50,11 @@ T = TypeVar("T")
 
 
 @dataclass(eq=False)
-class _Request:
-    """A request as all threads know it.
+class _Ticket:
+    """What the threads share of a request, until it is one of the session's.
 
-    The loop reads, and says when the reader ``left``; the tokenizing thread calls
-    ``encode``; the compiling thread sets ``grammar``; the session's has the index.
+    The event loop reads ``inbox`` and sets ``left``. The tokenizing thread calls
+    ``encode``, a compiling thread sets ``grammar``, the session's thread ``index``.
     """
 
     encode: Callable[[], EncodedPrompt]
@@ -66,16 +66,16 @@ class _Request:
     index: int | None = None
 
 
-_Messages = list[tuple[_Request, StreamEvent | Exception]]
+_Messages = list[tuple[_Ticket, StreamEvent | Exception]]
 
 
 class _Lane:
-    """Does what it is given in threads of its own, and begins it in order.
+    """A queue of work with threads of its own; work begins in order.
 
     Args:
-        name: of the threads, which begin with the first works.
-        ended: called after the last one.
-        width: most threads.
+        name: the threads' name. They start with the first work.
+        ended: called after the last work.
+        width: the most threads.
     """
 
     def __init__(self, name: str, ended: Callable[[], None], width: int = 1):
@@ -85,7 +85,7 @@ class _Lane:
         self._begun, self._over = 0, False
 
     def put(self, work: Callable[[], None]) -> None:
-        """Have it done in its turn; never, after the end."""
+        """Queue ``work``; after :meth:`end` it is never done."""
         with self._lock:
             if self._begun < self._width and not self._over:
                 self._begun += 1
@@ -94,7 +94,7 @@ class _Lane:
         self._works.put(work)
 
     def end(self) -> None:
-        """Let nothing more come."""
+        """Accept no more work."""
         with self._lock:
             first, self._over = not self._over, True
         if self._begun:
@@ -120,11 +120,11 @@ class _Worker(threading.Thread):
     Args:
         open_session: called in the thread.
         loop: that of the requests' readers.
-        receive: called in the loop, with what is for the requests.
-        receive_end: called in the loop, last, with what went wrong in the engine, if
-            anything did.
-        grammars: compiles what outputs have to follow; ``None``: they are compiled in
-            the session's thread.
+        receive: called in the loop with events and errors of requests.
+        receive_end: called in the loop at the end, with the engine's error, if there
+            was one.
+        grammars: compiles grammars; ``None``: they are compiled in the session's
+            thread.
     """
 
     def __init__(
@@ -135,30 +135,31 @@ class _Worker(threading.Thread):
         receive_end: Callable[[BaseException | None], None],
         grammars: GrammarCompiler | None,
     ):
-        # A loop that died without closing the server must not keep Python alive.
+        # A daemon: a loop that died without closing the server must not keep Python
+        # alive.
         super().__init__(name="specdec server", daemon=True)
         self.stats = RunStats()
         self.load = EngineLoad()
-        self._looked = 0.0  # when that was
+        self._looked = 0.0  # when the load was read
         self._open_session = open_session
         self._loop = loop
         self._receive = receive
         self._receive_end = receive_end
         self._grammars = grammars
         self._commands: SimpleQueue[Callable[[Session], None]] = SimpleQueue()
-        self._requests: dict[int, _Request] = {}
+        self._requests: dict[int, _Ticket] = {}
         self._compilations = _Lane("specdec compiler", self._all_compiled, AT_ONCE)
         self._prompts = _Lane("specdec tokenizer", self._compilations.end)
-        self._closing = False  # as any thread may say
+        self._closing = False  # set by any thread
         self._all_came = False
 
     # -- called by the loop ------------------------------------------------
 
-    def add(self, request: _Request) -> None:
-        """Tokenize a request's prompt in its turn, and decode it."""
+    def add(self, request: _Ticket) -> None:
+        """Tokenize a request's prompt in its turn, then decode it."""
         self._prompts.put(partial(self._encode, request))
 
-    def add_encoded(self, request: _Request, prompt: EncodedPrompt) -> None:
+    def add_encoded(self, request: _Ticket, prompt: EncodedPrompt) -> None:
         """Decode a request whose prompt is tokenized, with its grammar compiled."""
         grammar = request.params.grammar
         if grammar is not None and self._grammars is not None:
@@ -173,7 +174,7 @@ class _Worker(threading.Thread):
         self._prompts.put(partial(self._call, work, future))
 
     def compile(self, grammar: Grammar, future: asyncio.Future[None]) -> None:
-        """Compile a grammar in the thread that does, in its turn."""
+        """Compile a grammar in a compiling thread, in its turn."""
         if self._grammars is None or self._grammars.kept(grammar) is not None:
             future.set_result(None)
             return
@@ -184,24 +185,24 @@ class _Worker(threading.Thread):
 
         self._compilations.put(partial(self._call, work, future))
 
-    def cut(self, request: _Request) -> None:
-        """End a request as it is: its last event comes with the next step."""
+    def cut(self, request: _Ticket) -> None:
+        """End a request with the tokens it has; the next step has its last event."""
         request.cut = True
         self._commands.put(partial(self._cancel, request))
 
-    def cancel(self, request: _Request) -> None:
+    def cancel(self, request: _Ticket) -> None:
         """End a request, whether it has begun or not."""
         request.left = True
         self._commands.put(partial(self._cancel, request))
 
     def close(self) -> None:
-        """End all requests, then the thread; prompts not begun are not tokenized."""
+        """End all requests, then the thread; waiting prompts are not tokenized."""
         self._closing = True
         self._commands.put(self._cancel_all)
         self._prompts.end()
 
     def give_up(self, failure: BaseException | None) -> None:
-        """Let the loop know that nothing comes any more; called by any thread."""
+        """Tell the loop that nothing more will come; called by any thread."""
         with suppress(RuntimeError):  # the loop has gone, and all who could hear
             self._loop.call_soon_threadsafe(self._receive_end, failure)
 
@@ -210,8 +211,8 @@ class _Worker(threading.Thread):
     def _all_compiled(self) -> None:
         self._commands.put(self._end_of_prompts)
 
-    def _encode(self, request: _Request) -> None:
-        """Encode a request's prompt, and let the session have it."""
+    def _encode(self, request: _Ticket) -> None:
+        """Encode a request's prompt, and pass it on to the session."""
         if request.left:
             return
         try:
@@ -225,8 +226,8 @@ class _Worker(threading.Thread):
         else:
             self.add_encoded(request, prompt)
 
-    def _compile(self, request: _Request, prompt: EncodedPrompt) -> None:
-        """Compile a request's grammar, and let the session have it."""
+    def _compile(self, request: _Ticket, prompt: EncodedPrompt) -> None:
+        """Compile a request's grammar, and pass the request on to the session."""
         grammar = request.params.grammar
         if request.left:
             return
@@ -241,7 +242,7 @@ class _Worker(threading.Thread):
             self._commands.put(partial(self._add, request, prompt))
 
     def _call(self, work: Callable[[], T], future: asyncio.Future[T]) -> None:
-        """Call ``work``, unless nobody waits for what it returns."""
+        """Call ``work``, unless nobody waits for its result."""
         if future.done():
             return
         try:
@@ -263,20 +264,20 @@ class _Worker(threading.Thread):
         try:
             with _stream():
                 self._serve()
-        except BaseException as error:  # whatever it is, somebody waits
+        except BaseException as error:  # readers must learn of any error
             failure = error
-        self.close()  # where it failed, the tokenizing thread goes on
+        self.close()  # after a failure, the tokenizing thread still runs
         if failure is not None:
-            # Its frames would keep the caches alive for as long as the error.
+            # Its frames would keep the caches alive as long as the error.
             traceback.clear_frames(failure.__traceback__)
         if not isinstance(failure, RankError):
-            # A process that ends while a thread has any aborts.
+            # A process that ends while a thread has streams aborts.
             mx.clear_streams()
         atexit.unregister(self._end)
         self.give_up(failure)
 
     def _end(self) -> None:
-        """End the thread, in the last moments of the process."""
+        """End the thread when the process ends."""
         self.close()
         self._commands.put(self._end_of_prompts)  # nobody hears of the last ones
         self.join(_PATIENCE)
@@ -313,7 +314,7 @@ class _Worker(threading.Thread):
         self._loop.call_soon_threadsafe(self._receive, messages)
 
     def _obey(self, session: Session, *, wait: bool) -> None:
-        """Do what was asked for; with ``wait``, until something is."""
+        """Run the commands in the queue; with ``wait``, wait for the first one."""
         try:
             while True:
                 self._commands.get(block=wait)(session)
@@ -321,23 +322,23 @@ class _Worker(threading.Thread):
         except Empty:
             pass
 
-    def _add(self, request: _Request, prompt: EncodedPrompt, session: Session) -> None:
+    def _add(self, request: _Ticket, prompt: EncodedPrompt, session: Session) -> None:
         if request.left:
             return
         params, grammar = request.params, request.grammar
         ends = self._closing or request.cut
         if ends and grammar is None and params.grammar is not None:
-            params = replace(params, grammar=None)  # it has not been compiled
+            params = replace(params, grammar=None)  # it was not compiled
         try:
             request.index = session.add_encoded(prompt, params, grammar)
-        except Exception as error:  # the request's own fault: nobody else's loss
+        except Exception as error:  # only this request fails
             self._send([(request, error)])
         else:
             self._requests[request.index] = request
             if ends:
                 session.cancel(request.index)
 
-    def _cancel(self, request: _Request, session: Session) -> None:
+    def _cancel(self, request: _Ticket, session: Session) -> None:
         if request.index is not None:
             session.cancel(request.index)
 
@@ -361,7 +362,7 @@ def _fail(future: asyncio.Future[T], error: Exception) -> None:
 
 @contextmanager
 def _stream() -> Iterator[None]:
-    """A stream of its own for what this thread computes."""
+    """A stream of this thread's own, as the default."""
     device = mx.default_device()
     idle = _idle_streams[str(device)]
     try:
@@ -372,7 +373,7 @@ def _stream() -> Iterator[None]:
     try:
         yield
     except RankError:
-        raise  # what waits for a rank that has ended may never be done
+        raise  # what waits for a rank that has ended may never be computed
     except BaseException:
         _settle_stream(stream)
         raise
@@ -380,8 +381,8 @@ def _stream() -> Iterator[None]:
 
 
 def _settle_stream(stream: mx.Stream) -> None:
-    """Wait for what a thread has computed; then another one may use its stream."""
-    with suppress(Exception):  # of a device that failed, which was reported
+    """Wait for a thread's work; then another thread may use its stream."""
+    with suppress(Exception):  # a device's failure was reported before
         mx.synchronize(stream)
     _idle_streams[str(stream.device)].append(stream)
 
@@ -389,7 +390,7 @@ def _settle_stream(stream: mx.Stream) -> None:
 class Server:
     """Serves requests of one event loop; made by :meth:`specdec.SpecDecoder.serve`.
 
-    Each request is a row of its own, whoever decodes beside it::
+    All requests decode together; each has its own row::
 
         async with decoder.serve() as server:
             results = await asyncio.gather(
@@ -399,16 +400,16 @@ class Server:
             async for event in server.stream("Name a lake."):
                 print(event.text, end="")
 
-    To be used from the event loop that entered it. Its memory is bounded by what
-    its requests are: a running row by the engine's own bounds, a waiting one by its
-    prompt, events that nobody has read by ``max_tokens`` of their request. How many
-    requests there are is for the caller to limit (:attr:`pending`).
+    To be used only from the event loop that entered it. Its memory depends on its
+    requests: the engine bounds running rows, a waiting request takes the size of its
+    prompt, and events that nobody has read are bounded by ``max_tokens``. The caller
+    must limit the number of requests (:attr:`pending`).
 
     Args:
         open_session: makes the session, in the thread that steps it.
-        encode: makes token ids of a prompt, with the options of :meth:`stream`.
-        grammars: compiles the grammars of requests beside all others; ``None``: each
-            is compiled when the session gets its request.
+        encode: turns a prompt into token ids, with the options of :meth:`stream`.
+        grammars: compiles grammars in threads of their own; ``None``: each is compiled
+            when the session gets its request.
     """
 
     def __init__(
@@ -421,7 +422,7 @@ class Server:
         self._encode = encode
         self._grammars = grammars
         self._worker: _Worker | None = None
-        self._open: set[_Request] = set()
+        self._open: set[_Ticket] = set()
         self._calls: set[asyncio.Future[Any]] = set()
         self._ended = asyncio.Event()
         self._closed = False
@@ -448,9 +449,9 @@ class Server:
     async def aclose(self) -> None:
         """Cancel all requests, report their results, and end the thread.
 
-        It waits for the step that is running (a chunk of prefill or a round), and for
-        the prompt that is being tokenized and the grammar that is being compiled.
-        Prompts after it are not tokenized: their results have no prompt.
+        It waits for the running step (a prefill chunk or a round), and for the prompt
+        that is being tokenized and the grammar that is being compiled. Waiting prompts
+        are not tokenized, and their results have no prompt.
         """
         if self._worker is None:
             return
@@ -467,28 +468,28 @@ class Server:
 
     @property
     def stats(self) -> RunStats:
-        """What was counted and measured until now."""
+        """Counts and times until now."""
         return RunStats() if self._worker is None else copy(self._worker.stats)
 
     @property
     def load(self) -> EngineLoad:
-        """What the engine was busy with a moment ago."""
+        """The engine's load a moment ago."""
         return EngineLoad() if self._worker is None else self._worker.load
 
     @property
     def failure(self) -> BaseException | None:
-        """What went wrong in the engine, if it failed."""
+        """The engine's error, if it failed."""
         return self._failure
 
     def fail(self, error: BaseException) -> None:
-        """Give up, as any thread may say: the engine's own does not come back."""
+        """Fail all requests: the engine's thread is stuck. Any thread may call it."""
         if self._worker is not None:
             self._worker.give_up(error)
 
     async def tokenize(self, work: Callable[[], T]) -> T:
-        """Call ``work``, which tokenizes something, in the thread that does.
+        """Call ``work``, which tokenizes something, in the tokenizing thread.
 
-        It comes after the prompts that were given before.
+        It waits for the prompts before it.
 
         Raises:
             ServerError: the server is not open, or closes meanwhile.
@@ -500,12 +501,12 @@ class Server:
         return await future
 
     async def compile(self, grammar: Grammar) -> None:
-        """Have a grammar compiled, for requests that come with it soon.
+        """Compile a grammar that requests will bring soon.
 
-        Beside prompts and rows, after the grammars that were given before.
+        It waits for the grammars before it, not for prompts or rows.
 
         Raises:
-            ConfigError: it cannot be used.
+            ConfigError: the grammar cannot be used.
             ServerError: the server is not open, or closes meanwhile.
         """
         worker = self._checked_worker()
@@ -514,7 +515,7 @@ class Server:
         await future
 
     def _future(self) -> asyncio.Future[Any]:
-        """One that fails when the server ends."""
+        """A future that fails when the server ends."""
         future = asyncio.get_running_loop().create_future()
         self._calls.add(future)
         future.add_done_callback(self._calls.discard)
@@ -530,35 +531,33 @@ class Server:
     ) -> AsyncGenerator[StreamEvent, None]:
         """Decode a prompt, yielding what it emits; the last event has its result.
 
-        Leaving the loop, or cancelling the task, cancels the request: when the
-        generator is closed, which :func:`contextlib.aclosing` does at once and
-        Python as soon as nobody holds it.
+        Leaving the loop, or cancelling the task, cancels the request once the generator
+        is closed. :func:`contextlib.aclosing` closes it at once, Python as soon as
+        nobody holds it.
 
         Args:
             prompt: a string, chat messages or token ids, as for
-                :meth:`specdec.SpecDecoder.generate`, or what is encoded already.
-            timeout: seconds after which it ends as it is: its result's
-                ``finish_reason`` is ``cancelled``.
+                :meth:`specdec.SpecDecoder.generate`, or an encoded prompt.
             params: how to decode it, as for
                 :meth:`specdec.engine.session.Session.add`. A sampler and logits
-                processors are called in the server's thread:
-                arrays that they hold must have been evaluated (``mx.eval``) where
-                they were made.
-            encoding: ``system_prompt`` and its like, as for
+                processors are called in the server's thread: arrays that they hold must
+                be evaluated (``mx.eval``) in the thread that made them.
+            timeout: seconds after which the request is cancelled, with a result.
+            encoding: ``system_prompt`` and the like, as for
                 :meth:`specdec.SpecDecoder.generate`.
 
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: a token id is none of the target's, or ``params`` are no
-                :class:`SamplingParams`.
-            ServerError: the server is not open, or its engine failed; what went
-                wrong there is its ``__cause__``.
+            ConfigError: a token id is not in the target's vocabulary, or ``params`` is
+                not a :class:`SamplingParams`.
+            ServerError: the server is not open, or its engine failed (``__cause__``
+                says why).
         """
         worker = self._checked_worker()
         params = SamplingParams() if params is None else require_params(params)
         encoded = prompt if isinstance(prompt, EncodedPrompt) else None
-        request = _Request(partial(self._encode, prompt, **encoding), params)
+        request = _Ticket(partial(self._encode, prompt, **encoding), params)
         self._open.add(request)
         if encoded is not None:
             worker.add_encoded(request, encoded)
@@ -589,10 +588,10 @@ class Server:
         params: SamplingParams | None = None,
         **options: Any,
     ) -> GenerationResult:
-        """As :meth:`stream`, with the result alone.
+        """As :meth:`stream`, returning only the result.
 
-        Cancelling the task cancels the request. Closing the server does as well:
-        then the result's ``finish_reason`` is ``cancelled``.
+        Cancelling the task cancels the request. So does closing the server; the
+        result's ``finish_reason`` is ``cancelled`` then.
         """
         async with aclosing(self.stream(prompt, params, **options)) as events:
             async for event in events:

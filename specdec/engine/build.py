@@ -1,4 +1,4 @@
-"""What a decoder is put together of: its models, and whether they fit in memory."""
+"""Builds the parts of a decoder: runners, drafter, memory checks."""
 
 from __future__ import annotations
 
@@ -41,12 +41,12 @@ def models_of(
     backend: BackendDefaults,
     store: PrefixStore | None,
 ) -> Models:
-    """What runs the target, and what drafts for it."""
+    """The runner of the target, and the drafter."""
 
     def runner(model: LoadedModel) -> ModelRunner:
         own = backend
         if model.ranks is not None:
-            # Whether a compiled graph can replay NCCL's collectives is not known.
+            # It is unknown whether a compiled graph can replay NCCL's collectives.
             own = replace(backend, compile_after=None)
         return ModelRunner(model.model, model.name, config, own, store)
 
@@ -64,15 +64,15 @@ def models_of(
 
 
 def check_shared(config: EngineConfig, ranks: Ranks | None) -> None:
-    """Refuse what ranks could find different things in.
+    """Refuse options with which ranks could differ.
 
     Raises:
         ConfigError: a prefix cache on disk.
     """
     if ranks is not None and config.prefix_cache is not None:
         raise ConfigError(
-            "prefix_cache does not go with tensor parallelism: each rank has other "
-            "keys; prefix_cache_memory keeps them in memory"
+            "prefix_cache does not go with tensor parallelism, where each rank has "
+            "other keys: use prefix_cache_memory, which keeps them in memory"
         )
 
 
@@ -83,7 +83,7 @@ def check_alike(
     config: EngineConfig,
     draft_name: str | None,
 ) -> None:
-    """Compare what the ranks have, before they decode together.
+    """Compare drafts and options of the ranks, before they decode together.
 
     Raises:
         RankError: they have different drafts or options.
@@ -108,8 +108,8 @@ def load_drafter(
     """Load what a draft needs.
 
     Returns:
-        ``None`` if none is wanted. The default draft is left out, with a warning, if it
-        was made for another model than this target.
+        ``None`` if no draft is wanted. The default draft is left out, with a warning,
+        if it was made for another model than this target.
 
     Raises:
         ConfigError, ModelError: see :func:`specdec.models.load_draft`.
@@ -140,9 +140,9 @@ def preflight_of(
     ngram: NgramOptions | None = None,
     ranks: Ranks | None = None,
 ) -> Preflight | None:
-    """What fits in memory; ``None`` where nobody says how much there is.
+    """The memory checks of a run; ``None`` if the size of the memory is unknown.
 
-    Of ranks, in that of the one which has least.
+    With ranks, the rank with the least memory counts.
     """
     size = backend.memory_size() if ranks is None else ranks.memory_size
     limit = config.memory_limit or size
@@ -173,12 +173,12 @@ def check_before_loading(
     revision: str | None = None,
     ranks: Ranks | None = None,
 ) -> None:
-    """Refuse models that cannot fit, as far as their files show.
+    """Refuse models that cannot fit in memory or cannot run, as far as files show.
 
     Raises:
-        MemoryLimitError: with the numbers.
-        UnsupportedModelError: layers of the target are to draft, and cannot; a model
-            wants to run code that is not trusted; or it cannot be sharded.
+        MemoryLimitError: the models do not fit; the message has the numbers.
+        UnsupportedModelError: the target's layers cannot draft, a model needs code
+            that is not trusted, or the target cannot be sharded.
     """
     model = None
     try:
@@ -200,7 +200,7 @@ def check_before_loading(
     except UnsupportedModelError:
         raise
     except ModelError:
-        return  # not downloaded yet, or broken: loading reports it, and checks again
+        return  # not downloaded yet, or broken: loading will report it
     ngram = None if spec is None else ngram_of(spec)
     drafts = spec is not None
     preflight_of(target_outline, model, config, drafts=drafts, ngram=ngram, ranks=ranks)

@@ -1,4 +1,4 @@
-"""Conversations, side by side: a turn begins when the answer before it has ended."""
+"""Conversations side by side: a turn begins when the answer before it has ended."""
 
 from __future__ import annotations
 
@@ -20,13 +20,14 @@ def user(text: str) -> list[Mapping[str, Any]]:
 
 @dataclass
 class Conversation:
-    """What was said so far, and what the user will say.
+    """A conversation so far, and the turns of the user that are still to come.
 
     Args:
-        number: what its events and results are called by.
-        prompt: was added to the session; chat messages, where turns follow.
-        left: turns of the user that are still to come.
+        number: its index in events and results.
+        prompt: what was added to the session last; chat messages if turns follow.
+        left: the turns to come.
         params: how to decode every turn.
+        turn: number of the turn that is being answered, from 0.
     """
 
     number: int
@@ -39,12 +40,13 @@ class Conversation:
 def converse(
     session: Session, talks: dict[int, Conversation], encoding: Encoding
 ) -> Iterator[StreamEvent]:
-    """What the rows of conversations emit, by conversation and turn.
+    """Decode conversations to their end, yielding events by conversation and turn.
 
     Args:
-        session: with the first turn of each.
-        talks: by their requests' indices; one that is over leaves it.
-        encoding: of every turn.
+        session: has the first turn of each.
+        talks: the conversations by the index of their request; those that end are
+            removed.
+        encoding: how to encode every turn.
     """
     begun = encoding.get("prefill_response") or ""
     while session.busy:

@@ -1,12 +1,12 @@
-"""Rows that decode together, and the round that they go through.
+"""Rows that decode together. :meth:`DecodeBatch.dispatch` is their round.
 
-    propose -> verify -> accept -> trim -> commit
+    propose -> verify -> accept -> commit
 
-A batch has a fixed number of slots. A row that ends leaves its slot idle; a row that
-joins is written into an idle one, and nothing else is copied or changes its shape.
+A batch has a fixed number of slots. A row that ends leaves its slot idle. A row that
+joins is written into an idle slot; no other row is copied, and no shape changes.
 
-What decides the next round's inputs (kept counts, last tokens, offsets) stays on the
-device. The host reads a round's tokens while the next one runs.
+What the next round needs (kept counts, newest tokens, offsets) stays on the device.
+The host reads a round's tokens while the next round runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..spec_decode import Drafter, DraftRows, Proposals, Round
 from ..spec_decode.chain import continued
 from ..spec_decode.commit import Committed
 from ..spec_decode.draft_length import DraftLength
-from ..spec_decode.verifier import Verifier
+from ..spec_decode.verifier import Decision, Verifier
 from .in_flight import InFlight
 from .limits import DraftLimits
 from .observer import RoundObserver
@@ -37,25 +37,25 @@ class DecodeBatch:
     """Rows that decode in lockstep, each keeping what was accepted for it.
 
     Between rounds the target's cache holds all committed tokens of a row but the
-    last, which is the first input of its next verification. That of an idle slot holds
-    nothing.
+    last: that one is the first input of the next verification. The cache of an idle
+    slot is empty.
 
     Args:
         target: runs the target model.
         drafter: proposes; ``None`` decodes plainly.
-        rows: those to begin with, one or more, none of them begun.
-        length: chooses k, how many tokens are proposed in a round.
+        rows: the first rows, one or more; none has tokens yet.
+        length: chooses k, the number of tokens that a round proposes.
         backend: how to shape rounds.
         observer: sees every round.
-        in_flight: rounds that were handed out and not read yet, of this batch and of
-            those that it joins or is joined by.
+        in_flight: rounds that were dispatched and not read yet. Batches that join each
+            other share this queue.
         num_slots: as many as ``rows`` or more.
 
     Attributes:
-        slots: the row of each slot; ``None`` where it is idle.
-        expected: rows that are to take the places of those that end.
-        alone: whether no other rows decode meanwhile; then first tokens do not wait for
-            the drafter's prompts.
+        slots: the request in each slot; ``None`` where the slot is idle.
+        expected: requests that will take the places of rows that end.
+        alone: whether no other batch decodes meanwhile. Then the first tokens are read
+            before the drafter's prefill.
     """
 
     def __init__(
@@ -80,7 +80,7 @@ class DecodeBatch:
         self._observer = observer
         self._pacing = Pacing(length, backend.peek_rows)
         prompts = [s.prompt_tokens if s else NO_TOKENS for s in self.slots]
-        # The last token is fed alone: no chunk then computes logits it drops.
+        # A prompt's last token is fed alone, so that no chunk computes logits in vain.
         self._target = target.rows(
             [p[:-1] for p in prompts],
             max_round=self._limits.most + 1,
@@ -96,23 +96,24 @@ class DecodeBatch:
             self._draft = self._begin_draft()
             self._target.beside = self._draft.context
         self._note_rows()
-        # On the device, after all rounds that were handed out.
+        # On the device, after all rounds that were dispatched.
         self._committed = Committed.of(prompts, self._rules.sampling.context_size)
 
     def _max_length(self) -> int:
-        """Tokens that the longest row can ever hold, rejected ones included."""
+        """The most tokens that a row can ever hold, rejected ones included."""
         longest = max(s.max_length for s in self.slots if s)
-        # A row that has ended may be past its end by rounds that were not read.
+        # Rounds in flight may have taken a row past its end.
         return longest + (LOOKAHEAD + 2) * (self._limits.most + 1)
 
-    def _is_drafted(self, sequence: Request) -> bool:
-        """Whether a row is drafted for, at least when it begins."""
-        return self._limits.at(sequence, len(sequence.prompt_tokens)) > 0
+    def _is_drafted(self, request: Request) -> bool:
+        """Whether a row is drafted for when it begins."""
+        return self._limits.at(request, len(request.prompt_tokens)) > 0
 
     def _wants_draft(self) -> bool:
-        """Whether the drafter needs to know the rows: all, where it sees hidden states.
+        """Whether the drafter needs to know the rows.
 
-        Those of a prompt are there but once.
+        One that reads hidden states needs all of them: a prompt's states are there
+        only while it is prefilled.
         """
         sees = self._target.runner.recorder is not None
         return self._drafter is not None and (
@@ -120,7 +121,7 @@ class DecodeBatch:
         )
 
     def _begin_draft(self) -> DraftRows:
-        """The drafter's rows; one that is not drafted for has a last token, no more."""
+        """The drafter's rows; one that is not drafted for has only its last token."""
         assert self._drafter is not None
         texts = []
         for s in self.slots:
@@ -137,18 +138,18 @@ class DecodeBatch:
 
     @property
     def unfinished(self) -> list[Request]:
-        """Rows that are still being decoded."""
+        """The rows that have not ended."""
         return [s for s in self.slots if s is not None and s.finish_reason is None]
 
     @property
     def cache_bytes(self) -> int:
-        """Bytes of keys and values: the target's, and what the drafter keeps."""
+        """Bytes of the target's caches and of what the drafter keeps."""
         draft = 0 if self._draft is None else self._draft.nbytes
         return self._target.nbytes + draft
 
     @property
     def drafts(self) -> bool:
-        """Whether a row was drafted for in one of the last rounds."""
+        """Whether one of the last rounds drafted."""
         return self._draft is not None and self._pacing.drafts
 
     # -- prefill -----------------------------------------------------------
@@ -156,16 +157,16 @@ class DecodeBatch:
     def prefill(self) -> Iterator[None]:
         """Hand the prompts to the device, yielding between chunks.
 
-        The target's come first, then the first token of every row, which goes to those
-        in flight, then the drafter's.
+        First come the target's chunks, then the step that gives every row its first
+        token (added to the rounds in flight), then the drafter's chunks.
         """
         for more in self._target.prefill():
             self._observe(self._following(), self._target.written)
             if more:
                 yield
-        for sequence, reused in zip(self.slots, self._target.reused, strict=True):
-            if sequence is not None:
-                sequence.prefix_tokens = reused
+        for request, reused in zip(self.slots, self._target.reused, strict=True):
+            if request is not None:
+                request.prefix_tokens = reused
         first = self.dispatch(0, first=True)
         self._in_flight.append(first)
         self._observe(first.decision.result.accepted.chosen, [1] * len(self.slots))
@@ -175,7 +176,7 @@ class DecodeBatch:
             yield from self._draft.prefill()
 
     def _following(self) -> mx.array:
-        """Of the last chunk of the prompts, the token after each, shape (B, S)."""
+        """For each token of the prompts' last chunk, the one after it, shape (B, S)."""
         target = self._target
         if target.hidden is None:
             return self._committed.newest
@@ -197,15 +198,15 @@ class DecodeBatch:
     # -- rounds ------------------------------------------------------------
 
     def needs_a_round(self) -> bool:
-        """Whether a row can need more than the rounds in flight surely bring."""
+        """Whether a row may need more tokens than the rounds in flight surely bring."""
         return any(s.remaining > self._pending(s) for s in self.unfinished)
 
-    def _pending(self, sequence: Request) -> int:
-        """Rounds in flight that the row takes part in: each brings a token or more."""
-        return sum(f.has(sequence) for f in self._in_flight)
+    def _pending(self, request: Request) -> int:
+        """Rounds in flight with this row: each brings it one token or more."""
+        return sum(f.has(request) for f in self._in_flight)
 
     def choose_k(self) -> int:
-        """Tokens to propose in the next round; to ask twice is as to ask once."""
+        """Tokens to propose in the next round; asking changes nothing."""
         left = {s.number: s.remaining for s in self.unfinished}
         room, most = list[int](), 0
         if self._draft is not None:
@@ -219,21 +220,21 @@ class DecodeBatch:
 
     @property
     def _backlog(self) -> int:
-        """Tokens of a row, on average, that the drafter has to take in."""
+        """Tokens of a row, on average, that the drafter has yet to take in."""
         return 0 if self._draft is None else self._draft.backlog
 
     @property
     def _new_shapes(self) -> int:
-        """Forwards so far, of both models, of shapes that were not ready."""
+        """Forwards of both models so far whose shapes were new."""
         draft = 0 if self._draft is None else self._draft.new_shapes
         return self._target.new_shapes + draft
 
     def lookahead(self, k: int) -> int:
-        """Rounds that may be on their way when one of k is handed out.
+        """Rounds that may be in flight when a round of k is dispatched.
 
-        A round that turns out to be of no use is dear where tokens, not launches,
-        cost time, and functions of the user's, and grammars, need every token before
-        the next: then rounds are read at once.
+        With 0, a round is read before the next begins. That is so if a row follows a
+        user's function or a grammar, which needs every token, and for drafts on a CPU,
+        where a round that turns out to be useless costs too much.
         """
         if self._rules.needs_tokens or (k and self._backend.costs_by_token):
             return 0
@@ -244,50 +245,87 @@ class DecodeBatch:
         return self._limits.of(k, self.slots, self._bounds, self._pending)
 
     def dispatch(self, k: int, *, first: bool = False) -> InFlight:
-        """Build one round and hand it to the device; nothing here waits for it.
+        """Propose, verify, accept, commit: one round, handed to the device.
+
+        Nothing here waits for the device, unless a user's function or a grammar does.
 
         Args:
             k: tokens to propose.
-            first: it is the last step of the prompts, and brings the first tokens.
+            first: the round is the last step of the prompts: it brings their first
+                tokens.
         """
+        shapes = self._new_shapes
         limits = self._row_limits(k if self._draft is not None else 0)
         k = max(0, *limits)
-        limit = self._limits.array(limits, self._bounds, self._committed.lengths)
-        before, looks = self._new_shapes, False
         self._observer.begun(k)
-        if not first:
-            numbers = [-1 if s is None else s.number for s in self.slots]
-            looks = self._pacing.begin(k, limits, numbers, self._backlog)
-        # 1. propose
-        committed = self._committed.within(self._rules.sampling.context_size)
-        round_ = self._rules.round_of(k, committed, self._active, limits)
-        inputs, proposals, peeked = self._committed.newest, None, None
-        if k and self._draft is not None:
-            proposals = self._draft.propose(round_)
-            if round_.given is not None:  # for those that do not look at it
-                vocab_size = round_.sampling.vocab_size
-                proposals = continued(round_.given, proposals, vocab_size)
-            inputs = proposals.after(inputs)
-            self._observer.built("draft", inputs)
-        elif looks:
-            peeked = self._peek(round_)
-        # 2. verify, 3. accept
-        logits = self._target.forward(inputs)
-        self._observer.built("verify", logits)
-        decision = self._rules.decide(round_, inputs, proposals, logits, limit)
-        result, accepted = decision.result, decision.result.accepted
-        self._observer.built("sampling", accepted.kept, accepted.chosen)
-        # 4. trim, unless all rows keep all that was written
-        if k or min(limits) < 0 or decision.errors:
-            self._target.trim_per_sequence(result.rejected, k + 1)
-        # 5. commit
-        if self._draft is not None and not first:
-            self._draft.commit(round_, replace(accepted, hidden=self._target.hidden))
-        self._committed = result.committed
-        if self._new_shapes > before:
+        looks = not first and self._begin_timing(k, limits)
+        round_ = self._round(k, limits)
+
+        proposals = self._propose(round_)
+        peeked = self._peek(round_) if looks else None
+        inputs, logits = self._verify(proposals)
+        decision = self._accept(round_, inputs, proposals, logits, limits)
+        self._commit(round_, decision, to_draft=not first)
+
+        if self._new_shapes > shapes:
             self._pacing.interrupt(new_shape=k > 0)  # rounds that waited are not timed
         rows, offset = tuple(self.slots), self._target.offset
         return InFlight.of(rows, decision, offset, first=first, peeked=peeked)
+
+    def _begin_timing(self, k: int, limits: Sequence[int]) -> bool:
+        """Start the round's clock; whether it is to peek at the drafter's proposals."""
+        numbers = [-1 if s is None else s.number for s in self.slots]
+        return self._pacing.begin(k, limits, numbers, self._backlog)
+
+    def _round(self, k: int, limits: Sequence[int]) -> Round:
+        committed = self._committed.within(self._rules.sampling.context_size)
+        return self._rules.round_of(k, committed, self._active, limits)
+
+    def _propose(self, round_: Round) -> Proposals | None:
+        """The draft's k tokens for every row; ``None`` where k is 0."""
+        if not round_.num_draft_tokens or self._draft is None:
+            return None
+        proposals = self._draft.propose(round_)
+        if round_.given is not None:  # a drafter need not look at what was given
+            vocab_size = round_.sampling.vocab_size
+            proposals = continued(round_.given, proposals, vocab_size)
+        return proposals
+
+    def _verify(self, proposals: Proposals | None) -> tuple[mx.array, mx.array]:
+        """One forward of the target: inputs (B, k + 1) and logits (B, k + 1, V)."""
+        inputs = self._committed.newest
+        if proposals is not None:
+            inputs = proposals.after(inputs)
+            self._observer.built("draft", inputs)
+        logits = self._target.forward(inputs)
+        self._observer.built("verify", logits)
+        return inputs, logits
+
+    def _accept(
+        self,
+        round_: Round,
+        inputs: mx.array,
+        proposals: Proposals | None,
+        logits: mx.array,
+        limits: tuple[int, ...],
+    ) -> Decision:
+        """How many proposals each row keeps, and the target's token after them."""
+        limit = self._limits.array(limits, self._bounds, self._committed.lengths)
+        decision = self._rules.decide(round_, inputs, proposals, logits, limit)
+        accepted = decision.result.accepted
+        self._observer.built("sampling", accepted.kept, accepted.chosen)
+        return decision
+
+    def _commit(self, round_: Round, decision: Decision, *, to_draft: bool) -> None:
+        """Take rejected tokens back from both caches; note what rows have gained."""
+        k, result = round_.num_draft_tokens, decision.result
+        all_run = len(self.unfinished) == len(self.slots)
+        if k or not all_run or decision.errors:  # else every row keeps its one token
+            self._target.trim_per_sequence(result.rejected, k + 1)
+        if to_draft and self._draft is not None:
+            accepted = replace(result.accepted, hidden=self._target.hidden)
+            self._draft.commit(round_, accepted)
+        self._committed = result.committed
 
     def _peek(self, round_: Round) -> Proposals | None:
         """What would be proposed in a round without a draft, if the drafter says."""
@@ -304,21 +342,21 @@ class DecodeBatch:
         return peeked
 
     def learn(self, in_flight: InFlight, kept: Sequence[int | None]) -> None:
-        """Note what a round brought, which was the oldest in flight.
+        """Show the policy what the oldest round in flight brought.
 
         Args:
-            kept: tokens of each slot; ``None`` where no row was running.
+            kept: tokens that each slot kept; ``None`` where no row was running.
         """
         self._pacing.read(in_flight, kept)
 
     def note_interruption(self) -> None:
-        """Other work was handed out between two rounds."""
+        """Note that other work was dispatched between two rounds."""
         self._pacing.interrupt()
 
     def _bounds(self) -> list[tuple[int, int]]:
-        """Least and most tokens of each row in the target's cache.
+        """The least and the most tokens that each row can have in the target's cache.
 
-        As many as were read, plus what the rounds in flight may add.
+        These are the tokens that were read, plus what the rounds in flight may add.
         """
         bounds = []
         for s in self.slots:
@@ -334,11 +372,11 @@ class DecodeBatch:
         return bounds
 
     def _note_lengths(self) -> None:
-        """Tell the caches what the host knows of their rows."""
+        """Tell the caches how long their rows are, as far as the host knows."""
         least, most = zip(*self._bounds(), strict=True)
         self._target.note_lengths(max(most), min(least))
         if self._draft is not None:
-            # A row that is not drafted for may be shorter with the drafter.
+            # The drafter may have less of a row that is not drafted for.
             drafted = all(s and self._is_drafted(s) for s in self.slots)
             shortest = min(least) + 1 if drafted else 0
             self._draft.note_lengths(max(most) + 1, shortest)
@@ -346,16 +384,16 @@ class DecodeBatch:
     # -- rows --------------------------------------------------------------
 
     def _note_rows(self) -> None:
-        """Work out what depends on which rows there are."""
+        """Update what depends on which rows there are."""
         running = [s is not None and s.finish_reason is None for s in self.slots]
         self._active = mx.array(running, mx.bool_)
         self._rules = Verifier.of(self.slots, self._target.runner.vocab_size)
 
     def retire(self) -> None:
-        """Let go of rows that have ended.
+        """Remove rows that have ended.
 
-        Their slots stay where other rows wait for them; else they go, as far as that
-        saves work.
+        Their slots stay idle if other requests wait for them. Otherwise the batch
+        shrinks, where fewer slots are faster.
         """
         ended = [
             i for i, s in enumerate(self.slots) if s and s.finish_reason is not None
@@ -380,18 +418,18 @@ class DecodeBatch:
         self._note_lengths()
 
     def join(self, other: DecodeBatch, num_slots: int) -> None:
-        """Take the running rows of ``other``: into idle slots, or into new ones.
+        """Take over the running rows of ``other``, in idle slots or in new ones.
 
         Args:
-            other: a batch whose prompts were handed out, and no round.
-            num_slots: how many there are to be where there are too few.
+            other: a batch that was prefilled and has dispatched no round.
+            num_slots: slots to have afterwards, if there are too few now.
         """
         rows = [i for i, s in enumerate(other.slots) if s and s.finish_reason is None]
         free = [i for i, s in enumerate(self.slots) if s is None]
         if (self._draft is None) != (other._draft is None):
             plain = self if self._draft is None else other
             plain._draft = plain._begin_draft()
-            for _ in plain._draft.prefill():  # of last tokens there is hardly any
+            for _ in plain._draft.prefill():  # last tokens only, so there is little
                 pass
             self._pacing.restart()
         if len(free) >= len(rows):
@@ -414,11 +452,11 @@ class DecodeBatch:
         if self._draft is not None and other._draft is not None:
             self._draft.place(slots, other._draft, len(self.slots))
         self._committed = self._committed.placed(slots, other._committed)
-        for slot, sequence in zip(slots, other.slots, strict=True):
-            self.slots[slot] = sequence
+        for slot, request in zip(slots, other.slots, strict=True):
+            self.slots[slot] = request
 
     def _extend(self, other: DecodeBatch) -> None:
-        """Append the slots of ``other``, which copies all."""
+        """Append the slots of ``other``; this copies all rows."""
         self._target.extend(other._target)
         if self._draft is not None and other._draft is not None:
             self._draft.extend(other._draft)
@@ -426,17 +464,17 @@ class DecodeBatch:
         self.slots += other.slots
 
     def compact(self) -> None:
-        """Have no idle slots: what they hold is free."""
+        """Drop all idle slots, to free their memory."""
         if len(running := self.unfinished) < len(self.slots):
             self._resize(len(running))
 
     def _resize(self, size: int) -> None:
-        """Have ``size`` slots, as many as rows are running or more: copies them all."""
+        """Have ``size`` slots, at least as many as running rows; this copies all."""
         running = [i for i, s in enumerate(self.slots) if s and s.finish_reason is None]
         idle = [i for i in range(len(self.slots)) if i not in running]
         rows = sorted(running + idle[: max(0, size - len(running))])
         self.slots = [self.slots[i] if i in running else None for i in rows]
-        # A slot is never empty of tokens when it is made of another one.
+        # A new slot is a copy of slot 0, which is then reset.
         added = size - len(rows)
         rows += [0] * added
         self.slots += [None] * added

@@ -1,6 +1,7 @@
-"""Requests in, tokens out: prefill of joining rows between rounds of running ones.
+"""Requests in, tokens out: :meth:`Engine.step` shows a whole step.
 
-admit -> prefill, a chunk a step -> join -> round after round -> finish
+A request waits, is admitted, and has its prompt prefilled, one chunk a step. Then it
+joins the running batch as a row, decodes round after round, and leaves at its end.
 """
 
 from __future__ import annotations
@@ -35,11 +36,12 @@ Models = tuple[ModelRunner, Drafter | None]
 
 @dataclass(frozen=True)
 class _Joining:
-    """Rows whose prompts are being taken in.
+    """Rows whose prompts are being prefilled.
 
     Args:
-        chunks: hands a chunk of them over whenever it is asked for the next.
-        slots: of all rows, once these have joined.
+        batch: the rows.
+        chunks: each item hands one more chunk of prefill to the device.
+        slots: how many slots the running batch needs once these rows have joined it.
     """
 
     batch: DecodeBatch
@@ -48,25 +50,27 @@ class _Joining:
 
 
 class Engine:
-    """Decodes requests as rows become free, ``config.batch_size`` at a time.
+    """Decodes up to ``config.batch_size`` requests at a time.
 
-    Prefill chunks of the rows that are joining alternate with rounds of the running
-    rows: nobody waits for longer than a chunk.
+    Prefill chunks of joining rows alternate with rounds of the running rows, so that no
+    running row waits for longer than one chunk.
 
     Args:
         target: runs the target model.
-        drafter: proposes; ``None`` decodes plainly, as does an engine whose drafter
-            has raised.
-        config: rows, draft tokens.
+        drafter: proposes tokens. With ``None``, or once the drafter has raised an
+            error, the engine decodes without a draft.
+        config: batch size and draft length.
         backend: how to shape rounds.
         eos_token_ids: tokens that end a row.
-        detokenizer: makes a new streaming detokenizer; without it results have
-            tokens and no text, and stop texts are not found.
+        detokenizer: makes a new streaming detokenizer. Without it, results have
+            tokens but no text, and stop texts are not found.
         observer: sees every round.
-        preflight: rows wait while those that run leave no memory for them.
-        length: chooses how many tokens rounds draft; ``None``: the most that the
-            config allows.
-        rehearsal: of what decodes; another engine with the same models may have it.
+        preflight: knows how much memory requests need; a request waits until there is
+            enough. ``None``: memory is not looked at.
+        length: chooses how many tokens each round drafts; ``None``: always the most
+            that the config allows.
+        rehearsal: compiles kernels before the first request; engines with the same
+            models share one.
     """
 
     def __init__(
@@ -84,7 +88,7 @@ class Engine:
     ):
         share = None if drafter is None else drafter.vocabulary_share
         self.stats = RunStats(vocabulary_share=share)
-        #: What a step emitted, until its caller has it.
+        #: What the last step emitted, until the caller has taken it.
         self.unreported: list[StepOutput] = []
         self._guard = DraftGuard()
         self._models = self._guarded((target, drafter))
@@ -103,14 +107,14 @@ class Engine:
             cost=None if preflight is None else preflight.cost,
         )
         self._alive: dict[int, Request] = {}
-        # Cancelled, or not to be decoded: the next step reports them.
+        # Ended outside of a round (cancelled, say): the next step reports them.
         self._ended_early: list[Request] = []
-        # Rows that decode, those whose prompts are being taken in, and rounds of both
-        # that the host has not read.
+        # The rows that decode, those whose prompts are being prefilled, and the rounds
+        # of both that the host has not read yet.
         self._running: DecodeBatch | None = None
         self._joining: _Joining | None = None
         self._in_flight: deque[InFlight] = deque()
-        self._lapped: float | None = None  # None: no request is there
+        self._lapped: float | None = None  # None: there is no request
 
     def _guarded(self, models: Models) -> Models:
         target, drafter = models
@@ -118,12 +122,12 @@ class Engine:
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended yet, or its end was not reported."""
+        """Whether a request has not ended, or its end has not been reported."""
         return bool(self._alive)
 
     @property
     def load(self) -> EngineLoad:
-        """Rows, requests that wait for one, and bytes of the rows' caches."""
+        """Running rows, waiting requests, and the bytes of the rows' caches."""
         joining = None if self._joining is None else self._joining.batch
         batches = [b for b in (self._running, joining) if b is not None]
         return EngineLoad(
@@ -133,10 +137,9 @@ class Engine:
         )
 
     def add(self, request: Request) -> None:
-        """Queue a request; it gets a row as soon as one is free.
+        """Queue a request; it gets a row first come, first served.
 
-        ``request.index`` must not be that of a request which has not ended; none is
-        decoded twice.
+        The request must be new, and no unfinished request may have the same ``index``.
         """
         assert request.index not in self._alive
         assert request.finish_reason is None
@@ -144,16 +147,17 @@ class Engine:
         if self._detokenizer is not None:
             request.output = OutputText(self._detokenizer(), request.params.stop)
         request.queued = time.perf_counter()
-        # In this order: one that never gets a row would be waited for.
+        # In this order: after an interrupt between the two, the engine would be busy
+        # for ever with a request that is not queued.
         self._scheduler.add(request)
         self._alive[request.index] = request
 
     def abandon(self) -> list[StepOutput]:
-        """Decode no more, after a step that did not end.
+        """Stop decoding, after a step that was interrupted.
 
         Returns:
-            What the step emitted, and rows that had ended: the same ones until they
-            were :meth:`reported`.
+            What the step had emitted, and the requests that had ended; the same again
+            until :meth:`reported` is called.
         """
         self._running = self._joining = None
         self._in_flight.clear()
@@ -170,28 +174,31 @@ class Engine:
         return self.unreported
 
     def reported(self) -> None:
-        """Forget what was emitted last: its caller has it."""
+        """Forget what was emitted last: the caller has taken it."""
         self.unreported = []
 
     def cancel(self, index: int) -> bool:
-        """End a request as it is; the next step reports its result.
+        """End a request with the tokens it has; the next step reports its result.
 
         Returns:
-            Whether it had not ended yet.
+            Whether there was something to cancel: ``False`` if it had ended.
         """
-        sequence = self._alive.get(index)
-        if sequence is None or sequence.finish_reason is not None:
+        request = self._alive.get(index)
+        if request is None or request.finish_reason is not None:
             return False
-        sequence.cancel()
-        self._ended_early.append(sequence)
+        request.cancel()
+        self._ended_early.append(request)
         return True
 
     def step(self) -> list[StepOutput]:
-        """Hand a chunk of prefill and a round to the device; read the round before.
+        """Admit, prefill, propose, verify, accept, commit, emit.
+
+        A prefill chunk and a round are handed to the device. While it computes them,
+        the host reads the round before and emits that round's tokens.
 
         Returns:
-            What rows emitted: nothing while first rounds are on their way. It is
-            held until it is :meth:`reported`, at the latest by the next step.
+            What rows emitted; nothing until the first round can be read. It stays in
+            ``unreported`` until :meth:`reported` or the next step.
         """
         self.reported()
         self.stats.other_seconds += self._lap()
@@ -199,10 +206,11 @@ class Engine:
             outputs = self._leave()
         else:
             self._admit()
-            self._prefill_chunk()
+            self._prefill()
             self.stats.prefill_seconds += self._lap()
-            outputs = [] if self._dispatch() else self._read()
-        # Counting takes rows that have ended off the list of those alive.
+            read_now = self._decode()  # propose, verify, accept, commit
+            outputs = self._emit() if read_now else []
+        # Before counting, which takes ended requests off the list of those alive.
         self.unreported = outputs
         self._count(outputs)
         self.stats.decode_seconds += self._lap()
@@ -211,7 +219,7 @@ class Engine:
         return outputs
 
     def _lap(self) -> float:
-        """Seconds since it was last asked, or nothing since requests came."""
+        """Seconds since the last call; 0 if there was no request then."""
         now = time.perf_counter()
         before, self._lapped = self._lapped, now
         return 0.0 if before is None else now - before
@@ -219,24 +227,27 @@ class Engine:
     def warm_up(self) -> None:
         """Compile what requests will need, before the first one comes.
 
-        Without it that is done for the first ones, by their parameters.
+        Otherwise that happens when the first requests are admitted, for their settings.
         """
         if self._rehearsal.due:
             drawn = SamplingParams(temperature=1.0, top_p=0.9, seed=0)
             begun = time.perf_counter()
-            self._rehearse(self._scheduler.batch_size, [SamplingParams(), drawn])
+            both = [SamplingParams(), drawn]
+            self._rehearse(self._scheduler.batch_size, both, shrinks=True)
             self.stats.warmup_seconds += time.perf_counter() - begun
 
-    def _rehearse(self, num_rows: int, params: Sequence[SamplingParams]) -> None:
+    def _rehearse(
+        self, num_rows: int, params: Sequence[SamplingParams], *, shrinks: bool = False
+    ) -> None:
         slots = self._backend.rows_to_keep(self._scheduler.batch_size, num_rows)
         row = Request(-1, "", (0,), SamplingParams())
         while slots > 1 and not self._scheduler.affords([row], slots):
             slots //= 2
         most = self._length.max_draft_tokens
-        self._rehearsal.run(*self._models, slots, most, params)
+        self._rehearsal.run(*self._models, slots, most, params, shrinks=shrinks)
 
     def _leave(self) -> list[StepOutput]:
-        """Let go of rows that ended outside a round, wherever they are."""
+        """Remove requests that ended outside of a round, wherever they are."""
         outputs = [StepOutput.of(s) for s in self._ended_early]
         self._ended_early = []
         self._scheduler.ended()
@@ -248,26 +259,26 @@ class Engine:
     def _count(self, outputs: list[StepOutput]) -> None:
         stats, now = self.stats, time.perf_counter()
         for output in outputs:
-            sequence = output.request
-            if sequence.ended is not None:  # counted before an interrupt
+            request = output.request
+            if request.ended is not None:  # counted before an interrupt
                 continue
             stats.generated_tokens += len(output.token_ids)
             stats.decode_tokens += len(output.token_ids)
-            if sequence.began is None and sequence.tokens:
-                sequence.began = now
+            if request.began is None and request.tokens:
+                request.began = now
                 stats.decode_tokens -= bool(output.token_ids)
             if output.ended:
-                sequence.ended = now
-                stats.take_ended(sequence)
+                request.ended = now
+                stats.take_ended(request)
         stats.draft_error = self._guard.error
         stats.peak_memory_bytes = mx.get_peak_memory()
-        # In one go, as an interrupt may come at any time.
+        # In one assignment, as an interrupt may come at any time.
         if any(output.ended for output in outputs):
             alive = {i: s for i, s in self._alive.items() if s.ended is None}
             self._alive = alive
 
-    def _prefill_chunk(self) -> None:
-        """Hand a chunk of the joining rows' prompts over; after the last they join."""
+    def _prefill(self) -> None:
+        """Hand over a chunk of the joining rows' prompts; they join after the last."""
         if self._joining is None:
             return
         joining, slots = self._joining.batch, self._joining.slots
@@ -276,12 +287,12 @@ class Engine:
         joining.alone = self._running is None
         more = next(self._joining.chunks, _DONE) is not _DONE
         if self._running is None:
-            # Nothing is drained by waiting, and what is held meanwhile has a bound.
+            # No round runs that waiting could hold up, and memory stays bounded.
             mx.synchronize()
             mx.clear_cache()
         if more and joining.unfinished:
             return
-        # The generator holds caches that are about to be copied.
+        # First: the generator holds caches that are about to be copied.
         self._joining = None
         if not joining.unfinished:
             return
@@ -292,7 +303,7 @@ class Engine:
             self._running.join(joining, slots)
 
     def _admit(self) -> None:
-        """Give rows that wait a place, where there is one and no others are joining."""
+        """Let waiting requests join, if rows are free and no others are joining."""
         if self._joining is not None or not self._scheduler.waiting:
             return
         running = [] if self._running is None else self._running.unfinished
@@ -303,42 +314,46 @@ class Engine:
                 self.stats.warmup_seconds += self._lap()
             self._length.prepare(self._scheduler.together())
             self.stats.calibration_seconds += self._lap()
-        sequences = self._scheduler.admit(running)
-        if not sequences:
+        requests = self._scheduler.admit(running)
+        if not requests:
             return
         try:
-            self._begin(sequences, running)
+            self._begin(requests, running)
         except Exception as error:
-            self._begin_apart(sequences, running, error)
+            self._begin_apart(requests, running, error)
 
     def _begin_apart(
-        self, sequences: list[Request], running: list[Request], error: Exception
+        self, requests: list[Request], running: list[Request], error: Exception
     ) -> None:
-        """Begin the rows without those that raise ``error`` alone too: these end."""
+        """Begin the requests one by one; those that raise an error end with it.
+
+        Raises:
+            Exception: ``error``, if each of them can begin alone.
+        """
         fit = []
-        for sequence in sequences:
+        for request in requests:
             try:
-                self._begin([sequence], running)
-                fit.append(sequence)
+                self._begin([request], running)
+                fit.append(request)
             except Exception as own:
-                self._ended_early.append(sequence)
-                sequence.fail(f"it cannot be decoded ({reason_of(own)})")
+                self._ended_early.append(request)
+                request.fail(f"it cannot be decoded ({reason_of(own)})")
         self._joining = None
-        if len(fit) == len(sequences):
+        if len(fit) == len(requests):
             raise error
         if fit:
             self._begin(fit, running)
 
-    def _begin(self, sequences: list[Request], running: list[Request]) -> None:
+    def _begin(self, requests: list[Request], running: list[Request]) -> None:
         target, drafter = self._models
-        drafts = drafter is not None and self._may_draft(drafter, running, sequences)
-        for sequence in sequences:
-            sequence.kv_bits, sequence.drafts = target.options.kv_bits, drafts
-        own, slots = self._room(running, sequences)
+        drafts = drafter is not None and self._may_draft(drafter, running, requests)
+        for request in requests:
+            request.kv_bits, request.drafts = target.options.kv_bits, drafts
+        own, slots = self._room(running, requests)
         batch = DecodeBatch(
             target,
             drafter,
-            sequences,
+            requests,
             self._length,
             self._backend,
             self._observer,
@@ -348,9 +363,10 @@ class Engine:
         self._joining = _Joining(batch, batch.prefill(), slots)
 
     def _room(self, running: list[Request], joining: list[Request]) -> tuple[int, int]:
-        """Slots for rows while they join, and for all once they have.
+        """Slots for the joining rows, and for all rows once these have joined.
 
-        Idle slots, and two places for a row that joins, are there where memory allows.
+        Idle slots, and two copies of a joining row's cache, need memory: without
+        enough of it, there are as many slots as rows.
         """
 
         def slots(rows: int) -> int:
@@ -370,46 +386,46 @@ class Engine:
         return own, then
 
     def _may_draft(
-        self, drafter: Drafter, running: list[Request], sequences: list[Request]
+        self, drafter: Drafter, running: list[Request], requests: list[Request]
     ) -> bool:
-        """Whether rows that begin are drafted for; that holds until they end.
+        """Whether to draft for joining rows; this is decided once for each row.
 
-        They are if the running rows draft, and otherwise if a draft may pay for taking
-        in their prompts.
+        They are drafted for if running rows are, or if drafting may bring back what
+        their prompts cost the draft.
         """
-        if drafter.hidden_layers:  # of these it is shown every row's
+        if drafter.hidden_layers:  # it is shown the hidden states of every row
             return True
         if running and self._running is not None and self._running.drafts:
             return True
-        k, rows = self._length.max_draft_tokens, [*running, *sequences]
+        k, rows = self._length.max_draft_tokens, [*running, *requests]
         n = len(rows)
-        room = [k * s.drafts for s in running] + [k] * len(sequences)
+        room = [k * s.drafts for s in running] + [k] * len(requests)
         tokens = sum(s.remaining for s in rows) / n
-        prompts = sum(len(s.prompt_tokens) for s in sequences) // n
+        prompts = sum(len(s.prompt_tokens) for s in requests) // n
         return self._length.may_pay(BatchState(n, room, tokens, prompts))
 
-    def _dispatch(self) -> bool:
-        """Hand a round of the running rows over, if one is of use and its turn.
+    def _decode(self) -> bool:
+        """Hand a round of the running rows to the device, if they need another.
 
         Returns:
-            Whether the rounds before it can wait to be read.
+            Whether the oldest round in flight is to be read now.
         """
         batch, ahead = self._running, len(self._in_flight)
         if batch is None or ahead > LOOKAHEAD:
-            return False
+            return True
         batch.expected = self._scheduler.expected
         if self._joining is not None:
             batch.expected += len(self._joining.batch.unfinished)
         if not batch.needs_a_round():
-            return False
+            return True
         k = batch.choose_k()
         lookahead = batch.lookahead(k)
         if ahead <= lookahead:
             self._in_flight.append(batch.dispatch(k))
-        return ahead < lookahead
+        return ahead >= lookahead
 
-    def _read(self) -> list[StepOutput]:
-        """Read the oldest round in flight; what its rows emitted."""
+    def _emit(self) -> list[StepOutput]:
+        """Wait for the oldest round in flight; the tokens and text of its rows."""
         if not self._in_flight:
             return []
         self.stats.decode_seconds += self._lap()
@@ -428,7 +444,7 @@ class Engine:
         return [StepOutput.of(s) for s in rows]
 
     def _retire(self) -> None:
-        """Let go of running rows that have ended, and of what is in flight of them."""
+        """Remove rows that have ended, and rounds in flight that no row needs."""
         if self._running is None:
             return
         self._running.retire()

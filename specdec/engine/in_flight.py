@@ -1,4 +1,4 @@
-"""Rounds that were handed to the device and are not read yet."""
+"""Rounds that were dispatched and not read yet, and what rows emit once they are."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..spec_decode.verifier import Decision
 
 @dataclass(frozen=True)
 class StepOutput:
-    """What a row emitted in one step; ``ended`` by the last of it."""
+    """What a row emitted in one step; ``ended`` if these were its last tokens."""
 
     request: Request
     token_ids: list[int]
@@ -27,7 +27,7 @@ class StepOutput:
 
     @classmethod
     def of(cls, request: Request) -> StepOutput:
-        """What ``request`` has to show and has not shown yet."""
+        """What ``request`` has generated and not emitted yet."""
         token_ids, text, logprobs = request.take()
         ended = request.finish_reason is not None
         return cls(request, token_ids, text, ended, logprobs)
@@ -35,13 +35,13 @@ class StepOutput:
 
 @dataclass(frozen=True)
 class InFlight:
-    """A round that was handed to the device and not read yet.
+    """A round that was dispatched and not read yet.
 
     Args:
-        rows: those of its slots; ``None`` where there was none.
-        first: it is the prompts' last step, which counts as no round.
-        decision: what it decided, to be read.
-        peeked: what would have been proposed, where the round did not draft.
+        rows: the request in each slot; ``None`` where the slot was idle.
+        first: the round is the last step of the prompts, and is not counted as a round.
+        decision: what it decided, on the device.
+        peeked: what would have been proposed, if the round did not draft and peeked.
     """
 
     rows: tuple[Request | None, ...]
@@ -59,12 +59,12 @@ class InFlight:
         first: bool,
         peeked: Proposals | None = None,
     ) -> InFlight:
-        """Hand what the host will read to the device, and what the next round needs.
+        """Start computing the round: what the host will read, and the next round needs.
 
-        All at once: every hand-over costs time of its own.
+        All of it in one call, since each call takes time.
 
         Args:
-            offset: of the target's cache after the round.
+            offset: that of the target's cache after the round.
         """
         result = decision.result
         after = [result.committed.recent, result.committed.lengths, offset]
@@ -79,51 +79,51 @@ class InFlight:
 
     @property
     def running(self) -> list[Request]:
-        """Rows that take part and have not ended, as far as the host knows."""
+        """Its rows that have not ended, as far as the host knows."""
         return [s for s in self.rows if s is not None and s.finish_reason is None]
 
     @cached_property
     def _ids(self) -> frozenset[int]:
         return frozenset(map(id, self.rows))
 
-    def has(self, sequence: Request) -> bool:
+    def has(self, request: Request) -> bool:
         """Whether the row takes part."""
-        return id(sequence) in self._ids
+        return id(request) in self._ids
 
     def read(self) -> list[int | None]:
-        """Wait for the round and commit it.
+        """Wait for the round and give each request its tokens.
 
         Returns:
-            How many tokens each row kept; ``None`` where none was running.
+            How many tokens each slot kept; ``None`` where no row was running.
         """
         packed: list[list[int]] = self.decision.result.packed.tolist()  # type: ignore[assignment]
         peaks: list[list[float]] = self.decision.peaks.tolist()  # type: ignore[assignment]
         logprobs = self.decision.logprobs
         reported = [()] * len(packed) if logprobs is None else logprobs.read(self.rows)
         read: list[int | None] = []
-        for i, sequence in enumerate(self.rows):
-            if sequence is None or sequence.finish_reason is not None:
+        for i, request in enumerate(self.rows):
+            if request is None or request.finish_reason is not None:
                 read.append(None)
                 continue
             kept, limit, *chosen = packed[i]
             read.append(kept)
             valid = next((j for j in range(kept) if not isfinite(peaks[i][j])), kept)
             if self.first:
-                sequence.commit(chosen[:valid], reported[i][:valid])
+                request.commit(chosen[:valid], reported[i][:valid])
             elif valid:
                 drafted = max(limit, 0)
-                sequence.commit_round(chosen[:valid], drafted, reported[i][:valid])
-            at = len(sequence.tokens)
+                request.commit_round(chosen[:valid], drafted, reported[i][:valid])
+            at = len(request.tokens)
             if valid < kept:
                 what = _COMPLAINTS[str(peaks[i][valid])]
                 what = f"its logits {what} at token {at}"
-                sequence.fail(self.decision.errors.get(i, what))
+                request.fail(self.decision.errors.get(i, what))
             elif i in self.decision.errors:
-                sequence.fail(self.decision.errors[i])
+                request.fail(self.decision.errors[i])
         return read
 
     def peeks(self) -> list[Peek]:
-        """Of every drafted row that goes on, its token, and what it could have been."""
+        """Of each drafted row that goes on: its token, and what was peeked at."""
         tokens: list[Any] = [None] * len(self.rows)
         if self.peeked is not None:
             tokens = self.peeked.tokens.tolist()  # type: ignore[assignment]
@@ -137,5 +137,5 @@ class InFlight:
         ]
 
 
-# By what str() makes of the largest logit.
+# By str() of the largest logit.
 _COMPLAINTS = {"nan": "hold NaN", "inf": "hold infinity", "-inf": "leave no token"}

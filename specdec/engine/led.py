@@ -1,9 +1,9 @@
-"""Sessions of a tensor-parallel run: what rank 0's does, those of the others do, too.
+"""Sessions of a tensor-parallel run: the other ranks repeat what rank 0's session does.
 
-An engine is a function of the requests that it is given, of when it is stepped, and of
-the draft lengths that are chosen. So these are sent, and nothing else: requests and
-cancels, each step, and what a draft length says, which depends on clocks. What a step
-commits is compared, before rank 0 reports a row that has ended.
+An engine depends only on its requests, on when it is stepped, and on the draft lengths
+that are chosen. So only these are sent: requests and cancels, each step, and what the
+draft-length policy says, which depends on clocks. What a step commits is compared,
+before rank 0 reports a request that has ended.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from ..sampling_params import SamplingParams
 from ..spec_decode.draft_length import BatchState, DraftLength, RoundTiming
 from .session import Bounds, Session
 
-#: Of each row that emitted something: its index, the tokens before, those it emitted,
-#: and how it ended, if it did.
+#: For each request that emitted something: its index, how many tokens it had before,
+#: the new tokens, and how it ended, if it did.
 Committed = list[tuple[int, int, tuple[int, ...], str | None]]
 
 
 class LedLength:
-    """A draft length that rank 0 asks, and learns for.
+    """A draft-length policy that decides and learns on rank 0 only.
 
     Args:
-        length: rank 0's. What it is measured with is the same on all ranks.
+        length: rank 0's policy. The other ranks have one too, to measure forwards.
     """
 
     def __init__(self, length: DraftLength, ranks: Ranks):
@@ -46,7 +46,7 @@ class LedLength:
         return self._length.max_draft_tokens
 
     def prepare(self, num_rows: int) -> None:
-        """Measure, on all ranks: the forwards that are timed have collectives."""
+        """Measure on all ranks, since the forwards that are timed have collectives."""
         self._length.prepare(num_rows)
 
     def may_pay(self, state: BatchState) -> bool:
@@ -64,13 +64,13 @@ class LedLength:
 
 
 class _Commits:
-    """What the rows of a session have committed, step by step."""
+    """What the requests of a session have committed, step by step."""
 
     def __init__(self) -> None:
         self._lengths: defaultdict[int, int] = defaultdict(int)
 
     def of(self, events: Sequence[StreamEvent]) -> Committed:
-        """What a step's events add."""
+        """What the events of a step add."""
         added: Committed = []
         for event in events:
             before = self._lengths[event.index]
@@ -84,7 +84,7 @@ class _Commits:
 
 
 def parted(mine: Committed, theirs: Committed) -> str:
-    """Where two ranks' commits differ, in words."""
+    """Describe where two ranks' commits differ."""
     rows, others = [row[0] for row in mine], [row[0] for row in theirs]
     if rows != others:
         return f"rows {rows} are rows {others} there"
@@ -104,7 +104,7 @@ class LeadingSession(Session):
 
     Args:
         leader: this rank.
-        own: the arguments of :class:`Session`.
+        own: arguments of :class:`Session`.
     """
 
     _numbers = count()
@@ -115,7 +115,7 @@ class LeadingSession(Session):
         self._leader, self._commits = leader, _Commits()
         self._number = next(LeadingSession._numbers)
         with leader.turn:
-            # Of those that nobody holds any more the others let go, too.
+            # The others drop sessions that nobody holds any more.
             alive = [each._number for each in LeadingSession._alive]
             LeadingSession._alive.add(self)
             leader.send(("session", self._number, alive))
@@ -123,8 +123,8 @@ class LeadingSession(Session):
     def _send(self, what: str, *content: object) -> None:
         if self._leader.broken:
             raise SessionError(
-                "a step did not end, so that the ranks wait for each other: start all "
-                "of them again"
+                "a step did not end, so the ranks wait for each other: start all of "
+                "them again"
             )
         self._leader.raise_failure()
         self._leader.send((what, self._number, *content))
@@ -136,7 +136,7 @@ class LeadingSession(Session):
         grammar: GrammarState | None = None,
     ) -> int:
         self._check_whole()
-        # Others are given what can be decoded, and wait for what takes them longer.
+        # The others get only what can be decoded, with all defaults filled in.
         params = self._bounds.check(prompt, self._completed(params))
         grammar = grammar or self._bounds.grammar(params)
         try:
@@ -178,20 +178,21 @@ class LeadingSession(Session):
 
 
 def announce(leader: Leader, grammar: Grammar) -> None:
-    """Have other ranks compile a grammar while rank 0 does."""
+    """Let other ranks compile a grammar while rank 0 does."""
     leader.send(("grammar", grammar))
 
 
 def follow(
     follower: Follower, open_session: Callable[[], Session], bounds: Bounds
 ) -> None:
-    """Do what rank 0's sessions do, until it ends.
+    """Repeat what rank 0's sessions do, until rank 0 ends.
 
     Args:
-        bounds: of the sessions.
+        open_session: makes a session like rank 0's.
+        bounds: the sessions' limits of requests.
 
     Raises:
-        RankError: it ended in another way than by its own will.
+        RankError: rank 0 ended unexpectedly.
     """
     sessions: dict[int, tuple[Session, _Commits]] = {}
     with follower.reporting():
@@ -217,7 +218,7 @@ def follow(
 
 
 def _same(call: Callable[[], object]) -> None:
-    """Call what rank 0 has called, and may have raised from."""
+    """Make a call that rank 0 has made. An error was reported there, and is ignored."""
     try:
         call()
     except SpecdecError:

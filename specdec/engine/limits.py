@@ -10,50 +10,46 @@ import mlx.core as mx
 from ..request import Request
 from ..spec_decode import Drafter
 
-#: Least and most tokens of a row that are committed but for the last.
+#: The least and the most tokens that a row can have in the target's cache.
 LengthRange = tuple[int, int]
-#: Rounds in flight that a row takes part in.
+#: How many rounds in flight a row takes part in.
 Pending = Callable[[Request], int]
 
 
 class DraftLimits:
-    """What draft tokens are of use to rows, and what the drafter can serve.
+    """How many draft tokens rows can use, and the drafter can propose.
 
     Args:
-        drafter: may have a context that rows outgrow; ``None`` drafts nothing.
+        drafter: its context may be too short for a row; ``None`` drafts nothing.
         most: the largest k of any round.
-        exact: look at what is left of a row; where rounds are read late that is not
-            known.
+        exact: do not draft more than a row may still emit. This is known only where
+            rounds are read at once.
     """
 
     def __init__(self, drafter: Drafter | None, most: int, *, exact: bool):
         self.most = most if drafter else 0
         self._exact = exact
         context = drafter.context_length if drafter else None
-        # The draft writes all but the last of what it proposes.
+        # The draft's cache gets all of its proposals but the last.
         self._longest = inf if context is None else context - self.most + 1
         self._last: tuple[tuple[int, ...], mx.array] | None = None
 
-    def at(self, sequence: Request, length: int) -> int:
-        """Draft tokens that a row of ``length`` committed tokens may accept."""
-        if length > self._longest or not sequence.drafts:
+    def at(self, request: Request, length: int) -> int:
+        """Most draft tokens that a row of ``length`` committed tokens may accept."""
+        if length > self._longest or not request.drafts:
             return 0
-        own = sequence.params.num_draft_tokens
+        own = request.params.num_draft_tokens
         return self.most if own is None else min(own, self.most)
 
-    def of_use(self, sequence: Request, pending: Pending) -> int:
+    def of_use(self, request: Request, pending: Pending) -> int:
         """Most draft tokens that a running row can use in the next round.
 
-        Nothing after the last token that it may emit is of use, where that is looked
-        at. It depends on the row alone: with the ratio rules, how many tokens a row may
-        accept decides what it emits.
-
-        Args:
-            pending: in how many rounds in flight a row takes part.
+        Tokens after its last are of no use. The answer depends on the row alone: with
+        the ratio rules, how many tokens a row may accept decides what it emits.
         """
         if not self._exact:
             return self.most
-        return min(self.most, max(sequence.remaining - pending(sequence) - 1, 0))
+        return min(self.most, max(request.remaining - pending(request) - 1, 0))
 
     def of(
         self,
@@ -62,9 +58,10 @@ class DraftLimits:
         bounds: Callable[[], Sequence[LengthRange]],
         pending: Pending,
     ) -> tuple[int, ...]:
-        """Draft tokens that each row may accept in a round of k; -1: it has ended.
+        """Most draft tokens that each row may accept in a round of k; -1: it has ended.
 
-        Too many, perhaps, where a row's length in flight is not known.
+        Some may be too many, as the host does not know what rounds in flight add;
+        :meth:`array` corrects them.
         """
         if not k:
             return tuple([0 if s and s.finish_reason is None else -1 for s in rows])
@@ -84,7 +81,7 @@ class DraftLimits:
         bounds: Callable[[], Sequence[LengthRange]],
         lengths: mx.array,
     ) -> mx.array:
-        """The limits on the device, exact; most rounds have those of the one before.
+        """The limits as an exact array; most rounds reuse that of the round before.
 
         Args:
             lengths: committed tokens of every row, shape (B,).

@@ -1,4 +1,4 @@
-"""A seam for whoever measures rounds: what the engine reports while it decodes."""
+"""What the engine reports about its rounds, for tools that measure them."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class RoundObserver:
     """
 
     def begun(self, num_draft_tokens: int) -> None:
-        """A round of k is about to be built; a prompt's last step is one of k = 0."""
+        """A round of k is about to be built; a prompt's last step counts as k = 0."""
 
     def built(self, part: Part, *arrays: mx.array) -> None:
-        """The graph of a part stands; ``arrays`` are what it computes."""
+        """The graph of a part was built; ``arrays`` are what it computes."""
 
     def read(self, num_draft_tokens: int, rows: Sequence[Request]) -> None:
-        """A round of k was read and committed, for ``rows``: those that still ran.
+        """A round of k was read; ``rows`` are those that had not ended before it.
 
-        Their counts (``rounds``, ``drafted``, ``accepted``, ``tokens``) have the
-        round in them; ``rounds`` stays where it was a prompt's last step.
+        Their counts (``rounds``, ``drafted``, ``accepted``, ``tokens``) include the
+        round. A prompt's last step does not count in ``rounds``.
         """

@@ -1,4 +1,4 @@
-"""Chooses k for the rounds of a batch, and shows the policy what they brought."""
+"""Asks the draft-length policy for k, and shows it what rounds brought."""
 
 from __future__ import annotations
 
@@ -12,24 +12,24 @@ from ..spec_decode.draft_length import (
 )
 from .in_flight import InFlight
 
-# Rounds without a draft after which it is asked again whether rows that join get one.
+# After this many rounds without a draft, the policy decides anew for joining rows.
 IDLE = 64
 
 
 class Pacing:
-    """One batch's view of a draft length: asks it for k, times rounds, reports them.
+    """What a batch tells its draft-length policy: its state, and its rounds, timed.
 
     Args:
         length: chooses k.
-        peek_rows: rows up to which a round that does not draft may look at what a
-            draft would have brought; ``None``: any number.
+        peek_rows: the most rows with which a round that does not draft may peek at
+            what the drafter would propose; ``None``: any number.
     """
 
     def __init__(self, length: DraftLength, peek_rows: int | None):
         self._length, self._peek_rows = length, peek_rows
         self._timer, self._shadow = StepTimer(), ShadowAcceptance()
-        self._has_room = False  # for draft tokens in the next round, in any row
-        self._idle = 0  # rounds since one drafted, or since rows came that may draft
+        self._has_room = False  # whether any row can use a draft token
+        self._idle = 0  # rounds since the last that drafted
 
     @property
     def drafts(self) -> bool:
@@ -37,7 +37,7 @@ class Pacing:
         return self._idle < IDLE
 
     def restart(self) -> None:
-        """Rows came for which is drafted."""
+        """Rows have joined that are drafted for."""
         self._idle = 0
 
     def choose(
@@ -49,14 +49,14 @@ class Pacing:
         backlog: int,
         alone: bool,
     ) -> int:
-        """k of the next round; to ask twice is as to ask once.
+        """k of the next round; asking changes nothing.
 
         Args:
-            num_rows: rows that are computed.
-            room: of each running row, the most draft tokens that it can use.
-            left: tokens that each running row may still emit, by its number.
-            backlog: tokens of a row that the drafter has to take in first.
-            alone: whether no other request waits for a place.
+            num_rows: rows that are computed, idle slots included.
+            room: the most draft tokens that each running row can use.
+            left: tokens that each running row may still emit, by the row's number.
+            backlog: tokens of a row, on average, that the drafter has to take in first.
+            alone: whether no request waits for a free row.
         """
         self._has_room = any(room)
         if not self._has_room:
@@ -74,11 +74,11 @@ class Pacing:
         """Note that a round is about to be built.
 
         Args:
-            limits: tokens that each row may accept; -1 for an idle slot.
-            rows: their numbers.
+            limits: draft tokens that each slot may accept; -1 for an idle slot.
+            rows: numbers of the rows in the slots.
 
         Returns:
-            Whether the round is to look at what a draft would have brought.
+            Whether the round is to peek at what the drafter would propose.
         """
         self._idle = 0 if k else self._idle + 1
         forced = not self._has_room
@@ -87,18 +87,18 @@ class Pacing:
         return not k and few and self._has_room and self._shadow.due()
 
     def look(self) -> None:
-        """Note that the round just begun does look."""
+        """Note that the round just begun peeks."""
         self._timer.look()
 
     def interrupt(self, *, new_shape: bool = False) -> None:
-        """Note that other work ran, or that a round of new shapes was built."""
+        """Note that other work was dispatched, or that a round had new shapes."""
         self._timer.interrupt(new_shape=new_shape)
 
     def read(self, in_flight: InFlight, kept: Sequence[int | None]) -> None:
-        """Report a round, which was the oldest in flight.
+        """Report the oldest round in flight, once it was read.
 
         Args:
-            kept: tokens of each slot; ``None`` where no row was running.
+            kept: tokens that each slot kept; ``None`` where no row was running.
         """
         shadow: list[tuple[int, int]] = []
         if in_flight.num_draft_tokens:

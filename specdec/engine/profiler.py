@@ -41,49 +41,49 @@ from .led import LedLength
 
 log = logging.getLogger("specdec.engine")
 
-# Tokens of the verify forwards that are timed, and those proposed by the round that
-# says what a draft step takes.
+# The numbers of tokens of the verify forwards that are timed, and how many tokens are
+# proposed to time a draft step.
 VERIFIED, PROPOSED = (1, 2, 5), 3
 BUDGET_SECONDS = 1.5
-# What takes less than this share of the budget is timed as rounds run, MANY at a time,
-# in so many sweeps.
-QUICK, MANY, SWEEPS = 1 / 16, 8, 4
-# A run that takes less than this share of the one before may still be compiling; it is
-# run again, so often at most, and not where it takes longer than so many seconds.
+# Runs that take less than the share QUICK of the budget are timed as rounds run, MANY
+# in each of SWEEPS sweeps.
+QUICK, MANY, SWEEPS = 1 / 16, 7, 4
+# A run that takes less than the share SETTLED of the one before may still be compiling.
+# It is run again, MOST_SETTLING times at most, unless it takes too many seconds.
 SETTLED, MOST_SETTLING, MOST_SETTLING_SECONDS = 0.7, 4, 6.0
-# Where kernels are compiled, for seconds each, what seems to take that long is timed so
-# many times more once all else has run: a plain step that is too dear by a kernel makes
-# drafting look free.
+# Where kernels are compiled, which takes seconds each, slow runs are timed this many
+# times more after all others: a plain step that included a kernel's compilation would
+# make drafting look free.
 SECOND_LOOKS = 2
 
 Run = Callable[[], Sequence[mx.array]]
 
 
 class _Stopwatch:
-    """Times work that is built and dispatched, within a budget."""
+    """Times runs within a budget of seconds."""
 
     def __init__(self, clock: Callable[[], float], budget: float):
         self._clock, self._budget = clock, budget
         self._begun = clock()
 
     def late(self, seconds: float) -> bool:
-        """Whether so many more would be beyond the budget."""
+        """Whether so many more seconds would exceed the budget."""
         return self._clock() - self._begun + seconds > self._budget
 
     def once(self, run: Run) -> float:
         """Seconds of one run, waited for."""
         start = self._clock()
-        mx.eval(*run())
+        mx.eval(run())
         return self._clock() - start
 
     def settled(self, run: Run, likely: float) -> float:
-        """Seconds of a run, once it compiles nothing any more.
+        """Seconds of a run, once it no longer compiles anything.
 
-        Compiling is not taken off the budget: rounds would compile the same.
+        Compiling is not charged to the budget, since rounds would compile the same.
 
         Args:
-            likely: what it takes if nothing is compiled. A first run that is slow, and
-                no slower than that, counts.
+            likely: seconds expected without compiling. A slow first run that is no
+                slower than this counts.
         """
         times = [self.once(run)]
         if self._budget / 8 < times[0] < likely:
@@ -97,25 +97,38 @@ class _Stopwatch:
         return min(times[1:])
 
     def again(self, run: Run, known: float) -> float:
-        """Median time from one end to the next, each built while one is running.
+        """Median seconds of runs that overlap, as rounds do.
 
-        So it is in rounds. Waited for one by one, launching and reading count too,
-        which on a GPU take as long as a draft step. What is slow, or would be late,
-        takes what is ``known``.
+        If each were waited for, launching and reading would count too, which on a GPU
+        take as long as a draft step. For a slow run, and beyond the budget, it is the
+        ``known`` time.
         """
-        if known > self._budget * QUICK or self.late((MANY + 1) * known):
+        if known > self._budget * QUICK or self.late((MANY + 2) * known):
             return known
-        waiting: Sequence[mx.array] = run()
-        mx.async_eval(*waiting)
-        ends = []
-        for _ in range(MANY):
-            following = run()
-            mx.async_eval(*following)
-            mx.eval(*waiting)
-            ends.append(self._clock())
-            waiting = following
-        mx.eval(*waiting)
-        return statistics.median(b - a for a, b in itertools.pairwise(ends))
+        return statistics.median(pipelined(run, MANY, self._clock))
+
+
+def pipelined(
+    run: Callable[[], Any], repeat: int, clock: Callable[[], float] = time.perf_counter
+) -> list[float]:
+    """Seconds of ``repeat`` runs, from the end of one to the end of the next.
+
+    Each is built while the one before is computed, as rounds are.
+
+    Args:
+        run: builds arrays, or lists of arrays.
+    """
+    waiting = run()
+    mx.async_eval(waiting)
+    ends = []
+    for _ in range(repeat + 1):
+        following = run()
+        mx.async_eval(following)
+        mx.eval(waiting)
+        ends.append(clock())
+        waiting = following
+    mx.eval(waiting)
+    return [b - a for a, b in itertools.pairwise(ends)]
 
 
 @CompiledForwards.at_once()
@@ -131,17 +144,16 @@ def measure_forwards(
     """Time a plain step, a draft step, and verify forwards of 2 and 5 tokens.
 
     Tokens are all different, so that experts are spread as in rounds. Each forward
-    runs until it compiles nothing any more. Then all are timed as rounds run, in
-    several sweeps of which the fastest counts: other load may last for one of them.
-    What takes long is run once or twice, and the last verify forward only while there
-    is time.
+    runs until it no longer compiles anything. Then all are timed as rounds run, in
+    several sweeps, and the fastest counts: other load may slow one of them down.
+    Slow forwards run once or twice, and the last verify forward only if there is time.
 
     Raises:
-        DrafterError: the drafter raised something.
+        DrafterError: the drafter raised an error.
     """
     watch = _Stopwatch(clock, budget_seconds)
     widest = max_draft_tokens + 1
-    # Without prompts, nothing is looked up in a prefix store, nor kept there.
+    # Without prompts, nothing is looked up in the prefix store, or kept there.
     rows = target.rows(
         [()] * num_rows, max_round=widest, max_length=4 * widest, single_stays=True
     )
@@ -157,8 +169,8 @@ def measure_forwards(
         rows.trim_per_sequence(counts, num_tokens)
         return [chosen, rows.offset]
 
-    # By what they time: 0 is drafting, -1 drafting one token (more of them may cost
-    # hardly more), else the tokens of a verify forward.
+    # What each run times: 0 is drafting, -1 drafting one token (a block head drafts
+    # more at nearly the same cost); else the number of tokens of a verify forward.
     runs: dict[int, Run] = {1: lambda: verify(1)}
     plain = watch.settled(runs[1], 0.0)
     seconds = {1: plain}
@@ -174,7 +186,7 @@ def measure_forwards(
             runs[-1] = alone.propose
             seconds[-1] = watch.settled(runs[-1], 2 * plain)
         for s in VERIFIED[1:]:
-            # At worst, tokens cost as much together as one by one.
+            # At worst, S tokens take as long as S forwards of one.
             if s <= widest and (s == 2 or not watch.late(s * plain)):
                 runs[s] = partial(verify, s)
                 seconds[s] = watch.settled(runs[s], 1.5 * s * plain)
@@ -198,10 +210,10 @@ def measure_forwards(
 
 
 def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
-    """Seconds by tokens, none of them more than what more tokens took.
+    """Seconds by number of tokens, made to grow with it.
 
-    Other load only adds time. A single token keeps its own: on some backends it is
-    computed in another way, which may take longer than two.
+    Other load only adds time, so no number of tokens takes longer than a larger one. A
+    single token is left as it is: some backends compute it in another, slower way.
     """
     cleared: dict[int, float] = {}
     least = math.inf
@@ -212,10 +224,9 @@ def without_noise(seconds: Mapping[int, float]) -> dict[int, float]:
 
 
 class SpreadTokens:
-    """Tokens far apart in the vocabulary, each another, and others every time.
+    """Tokens far apart in the vocabulary, all different.
 
-    Where each token is computed by a few of many experts, those of one token repeated
-    would be all that a forward reads.
+    In a mixture of experts, a token that is repeated would only read its own experts.
     """
 
     def __init__(self, vocab_size: int):
@@ -226,7 +237,7 @@ class SpreadTokens:
         self._stride, self._made = stride, 0
 
     def next(self, num_rows: int, num_tokens: int) -> mx.array:
-        """Tokens of shape (num_rows, num_tokens); up to a vocabulary, none is twice."""
+        """Tokens of shape (num_rows, num_tokens); all are used before one repeats."""
         first, n = self._made, num_rows * num_tokens
         self._made += n
         ids = [i * self._stride % self._vocab_size for i in range(first, first + n)]
@@ -234,11 +245,11 @@ class SpreadTokens:
 
 
 class _Drafting:
-    """Some rows of a drafter that go through rounds without a target.
+    """Rows of a drafter that go through rounds without a target.
 
     Args:
-        hidden: what the target's layers say of a round, where that is asked for.
-        num_tokens: proposed in a round.
+        hidden: the target's hidden states of a round, if the drafter reads them.
+        num_tokens: tokens proposed in a round.
     """
 
     def __init__(
@@ -253,12 +264,12 @@ class _Drafting:
         recent = tokens.next(num_rows, 2)
         # The newest token of each row, after a prompt of the one before.
         prompts: Any = recent[:, :1].tolist()
-        sequences = [
+        requests = [
             Request(i, "", tuple(prompt), params, frozenset())
             for i, prompt in enumerate(prompts)
         ]
-        self._rules = Verifier.of(sequences, target.vocab_size)
-        most = sequences[0].max_length
+        self._rules = Verifier.of(requests, target.vocab_size)
+        most = requests[0].max_length
         self._rows = drafter.rows(prompts, max_length=most)
         for _ in self._rows.prefill():
             mx.synchronize()
@@ -269,7 +280,7 @@ class _Drafting:
         self._length = mx.full((num_rows,), 2, mx.int32)
 
     def propose(self) -> list[mx.array]:
-        """A round. Its first forward takes two tokens, and what ends it is shared."""
+        """Build one round; its first forward takes two tokens, as in decoding."""
         draws = self._rules.draws(self._length, self._num_tokens + 1)
         rules, rows = self._rules, (self._recent, self._active)
         round_ = Round(
@@ -293,12 +304,11 @@ def draft_length(
     store: CostStore | None = None,
     ranks: Ranks | None = None,
 ) -> DraftLength:
-    """What the config asks for: a fixed k, or ``auto`` with costs kept on disk.
+    """The policy that the config asks for: a fixed k, or ``auto``.
 
     Args:
-        store: where costs are kept; ``None``: the user's cache folder.
-        ranks: of the target: costs are rank 0's, and so are the clock that they are
-            measured with, and the choice.
+        store: keeps costs on disk; ``None``: in the user's cache folder.
+        ranks: the target's ranks. Costs, clock and choice are rank 0's.
     """
     if drafter is None:
         return FixedLength(0)
@@ -327,7 +337,7 @@ def draft_length(
             max_draft_tokens=k,
             clock=clock,
         ),
-        # Where tokens cost time, those of one row show what any number costs.
+        # Where time grows with tokens, one row shows what any number of rows costs.
         measured_rows=1 if defaults.costs_by_token else None,
         save=save,
     )
@@ -340,7 +350,7 @@ def cost_key(
     drafter: Drafter,
     defaults: BackendDefaults,
 ) -> str:
-    """What costs depend on: models, drafter, caches, backend, device and versions."""
+    """A hash of all that costs depend on: models, caches, device, versions."""
     described = backend.describe()
     facts = [
         _model_facts(target),
@@ -360,7 +370,7 @@ def _model_facts(runner: ModelRunner) -> object:
 
 
 def _drafter_facts(drafter: Drafter) -> object:
-    """Its kind, and whatever it holds that says what a step costs."""
+    """Its kind, and the attributes that a step's cost may depend on."""
     facts: list[object] = [type(drafter).__qualname__]
     for name, value in sorted(vars(drafter).items()):
         if isinstance(value, ModelRunner):

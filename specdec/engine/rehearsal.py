@@ -26,19 +26,19 @@ log = logging.getLogger("specdec.engine")
 
 
 class Rehearsal:
-    """Goes through all that a batch does, once, before the first request.
+    """Runs everything that a batch does once, before the first request.
 
-    MLX's CUDA backend compiles a kernel when it first meets it, which takes seconds.
-    Elsewhere nothing is rehearsed. Nothing of it is timed, counted or kept, and what
-    goes wrong is left for requests to find.
+    MLX's CUDA backend compiles a kernel when it first needs it, which takes seconds. On
+    other backends nothing is rehearsed. A rehearsal is not timed, counted or kept, and
+    its errors are ignored: a request that meets them reports them.
 
     Args:
-        backend: says whether shapes that were not met before cost.
-        alone: no other rank computes with this one; ranks meet in what requests need.
+        backend: says whether new shapes take time.
+        alone: no other rank computes with this one. Ranks do not rehearse.
     """
 
     def __init__(self, backend: BackendDefaults, *, alone: bool = True):
-        #: Whether nothing was rehearsed yet, and something should be.
+        #: Whether a rehearsal is needed and has not been run.
         self.due = alone and backend.new_shape_seconds > 0
         self._backend = backend
 
@@ -50,17 +50,25 @@ class Rehearsal:
         num_slots: int,
         max_draft_tokens: int,
         params: Sequence[SamplingParams],
+        *,
+        shrinks: bool = False,
     ) -> None:
         """Rehearse with batches of ``num_slots`` rows.
 
         Args:
             max_draft_tokens: largest k of a round.
-            params: of the rows of each batch; functions of the user's are not called.
+            params: settings of the rows, one for each batch; the user's functions in
+                them are not called.
+            shrinks: with the smaller batches too that are left when rows end.
         """
         self.due = False
+        batches = [(num_slots, p) for p in params]
+        while shrinks and num_slots > 1:
+            num_slots = (num_slots + 1) // 2
+            batches.append((num_slots, params[0]))
         shows = [
-            _Show(target, drafter, self._backend, num_slots, max_draft_tokens, p)
-            for p in params
+            _Show(target, drafter, self._backend, n, max_draft_tokens, p)
+            for n, p in batches
         ]
         try:
             warm_up.run([step for show in shows for step in show.steps()])
@@ -71,7 +79,7 @@ class Rehearsal:
 
 
 class _Show:
-    """One batch, from its prompts to a row that joins."""
+    """A rehearsal of one batch, from its prompts to a row that joins."""
 
     def __init__(
         self,
@@ -85,7 +93,7 @@ class _Show:
         self._target = target.without_prefixes()
         self._drafter, self._backend = drafter, backend
         self._most = max_draft_tokens if drafter is not None else 0
-        # Several rounds, of which none is a row's last.
+        # Enough tokens for several rounds, none of them a row's last.
         self._params = replace(
             params.seeded(),
             max_tokens=8 * (self._most + 2),
@@ -101,7 +109,7 @@ class _Show:
         self._batch: DecodeBatch | None = None
 
     def steps(self) -> Iterator[Callable[[], None]]:
-        """What is done, one after the other."""
+        """The parts of the rehearsal, in order."""
         yield self._prompts
         yield self._begin
         for k in sorted({0, self._most}):
@@ -110,7 +118,7 @@ class _Show:
             yield self._join
 
     def _row(self) -> Request:
-        # With one token nothing is looked up in a prefix store, nor kept there.
+        # A prompt of one token is not looked up in the prefix store, nor kept there.
         return Request(-1, "", (0,), self._params)
 
     def _prompts(self) -> None:

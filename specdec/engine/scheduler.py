@@ -1,4 +1,4 @@
-"""Which requests decode together: first come, first served. No mlx here."""
+"""Decides which requests decode together: first come, first served. No mlx here."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from itertools import islice
 from ..memory import largest_fitting
 from ..request import Request
 
-# Tokens that prefill computes, over those that prompts have.
+# Prompts prefilled together are padded to at most this many times their tokens.
 MOST_PADDING = 2
 
 
@@ -18,22 +18,20 @@ def _free(requests: Sequence[Request]) -> int:
 
 
 class Scheduler:
-    """Rows that wait for a place, and whether there is one.
+    """The queue of requests that wait for a row.
 
-    Nobody overtakes: a row that does not fit holds back those after it.
+    Nobody overtakes: a request that does not fit holds back those after it.
 
-    Where a join costs as much for one row as for several, and more requests wait than
-    places are free, rows join several at a time: as soon as the free places have been
-    idle for what a join costs, or half of the batch is free. That is never more than
-    twice the cost of the best times, which nobody knows before (ski rental).
+    Where a join takes as long for one request as for several, and more requests could
+    join together than rows are free, the free rows wait: until they have been idle for
+    as long as a join takes, or half of the batch is free. This costs at most twice as
+    much as joining at the best times, which are not known in advance (ski rental).
 
     Args:
-        batch_size: rows that decode together at most.
+        batch_size: the most rows that decode together.
         join_rounds: what a join costs, in rounds of the whole batch; 0: nothing.
-        budget: what the rows of a batch may cost together, in bytes; ``None``:
-            anything.
-        cost: what requests cost while they have rows together, in bytes: more for
-            more of them.
+        budget: bytes that the rows of a batch may need together; ``None``: any number.
+        cost: bytes that requests need when they have rows together.
     """
 
     def __init__(
@@ -47,46 +45,46 @@ class Scheduler:
         self.batch_size = batch_size
         self.budget = budget
         self._cost = cost or _free
-        # Rounds that free places may be idle for, and have been, added up over them.
+        # For how many rounds free rows may be idle and have been, added up over rows.
         self._may_idle, self._idle = join_rounds * batch_size, 0
         self._waiting: deque[Request] = deque()
-        # Rows last found to be too many together: while they are the same, nothing
-        # needs to be asked again.
+        # The requests that were last found not to fit together. While they are the
+        # same, there is no need to ask again.
         self._too_many: list[Request] = []
 
     @property
     def waiting(self) -> int:
-        """Rows that have no place yet."""
+        """Requests that have no row yet."""
         return len(self._waiting)
 
     @property
     def expected(self) -> int:
-        """Rows that wait for nothing but a place; none while the first lacks memory."""
+        """Requests that only wait for a free row; 0 while the first lacks memory."""
         lacks = self._too_many and self._waiting and self._too_many[-1]
         return 0 if lacks and lacks is self._waiting[0] else len(self._waiting)
 
     @property
     def first(self) -> Request:
-        """The row that gets the next place."""
+        """The request that gets the next row."""
         return self._waiting[0]
 
-    def add(self, sequence: Request) -> None:
-        """Queue a row after those that wait."""
-        self._waiting.append(sequence)
+    def add(self, request: Request) -> None:
+        """Queue a request after those that wait."""
+        self._waiting.append(request)
 
     def ended(self) -> list[Request]:
-        """Take the waiting rows that have ended (cancelled, say) off the queue."""
+        """Take waiting requests that have ended (cancelled, say) off the queue."""
         gone = [s for s in self._waiting if s.finish_reason is not None]
         if gone:
             self._waiting = deque(s for s in self._waiting if s.finish_reason is None)
         return gone
 
     def admit(self, running: Sequence[Request]) -> list[Request]:
-        """Take the rows that get a place now, in the order that they came.
+        """Take the requests that get a row now off the queue, in the order they came.
 
         Args:
-            running: the rows that have one. Where there are none, the first that
-                waits gets one whatever it costs: it will not fit better later.
+            running: requests that have a row. If there are none, the first that waits
+                gets one whatever it needs: it will not fit better later.
         """
         places = self.batch_size - len(running)
         if running and self._is_early(places):
@@ -100,27 +98,29 @@ class Scheduler:
         return admitted
 
     def _is_early(self, places: int) -> bool:
-        """Whether rows wait another round, for more to join with them."""
-        if self.waiting <= places or 2 * places >= self.batch_size:
+        """Whether to wait another round, so that more requests join together."""
+        if 2 * places >= self.batch_size:
             return False
+        if _number_alike(list(islice(self._waiting, places + 1))) <= places:
+            return False  # one more row would be of no use
         self._idle += places
         return self._idle < self._may_idle
 
     def affords(self, rows: Sequence[Request], num_slots: int) -> bool:
-        """Whether memory has so many slots, each for the longest of ``rows``."""
+        """Whether memory has room for ``num_slots``, each for the longest row."""
         if self.budget is None:
             return True
         more = max(0, num_slots - len(rows))
         return self._cost([*rows, *[rows[0]] * more]) <= self.budget
 
     def together(self) -> int:
-        """Rows at the head of the queue that may decode together, if none runs."""
+        """How many requests, the first ones, could decode together if none ran."""
         return self._number_fitting([], list(islice(self._waiting, self.batch_size)))
 
     def _number_fitting(
         self, running: Sequence[Request], rows: Sequence[Request]
     ) -> int:
-        """How many of ``rows``, the first ones, memory has beside those that run."""
+        """How many of ``rows``, the first ones, fit in memory beside those that run."""
         if self.budget is None or not rows:
             return len(rows)
         if _same([*running, *rows[:1]], self._too_many):
@@ -131,7 +131,7 @@ class Scheduler:
             batch = [*running, *rows[:number]]
             return len(batch) == 1 or self._cost(batch) <= budget
 
-        # Most often all of them fit.
+        # Usually all of them fit.
         number = len(rows)
         if not fits(number):
             number = largest_fitting(fits, number - 1)
@@ -147,7 +147,7 @@ def _number_alike(rows: Sequence[Request]) -> int:
     """How many prompts, the first ones, are read together at a fair price.
 
     They are padded to the longest of them; that may double the work, not more. Those
-    after them get their places when these have begun.
+    after them join later.
     """
     longest = tokens = 0
     for i, row in enumerate(rows):

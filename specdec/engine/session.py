@@ -21,13 +21,13 @@ from .in_flight import StepOutput
 
 @dataclass(frozen=True)
 class Bounds:
-    """What a request must fit in.
+    """The limits that every request is checked against.
 
     Args:
         vocab_size: the target's number of logits.
-        context_length: positions that the target serves; ``None``: not known.
-        preflight: knows what fits in memory; ``None``: nothing is asked.
-        grammars: compiles what outputs have to follow; ``None``: there are none.
+        context_length: positions that the target can serve; ``None``: unknown.
+        preflight: knows what fits in memory; ``None``: memory is not checked.
+        grammars: compiles grammars; ``None``: requests with a grammar are refused.
     """
 
     vocab_size: int
@@ -40,7 +40,7 @@ class Bounds:
 
         Raises:
             PromptError: the prompt is longer than the context.
-            ConfigError: a token id is none of the target's.
+            ConfigError: a token id is not in the target's vocabulary.
             MemoryLimitError: the request does not fit in memory even alone.
         """
         named = (
@@ -60,7 +60,7 @@ class Bounds:
         return params
 
     def grammar(self, params: SamplingParams) -> GrammarState | None:
-        """Where a row begins in its grammar; ``None`` for one that has none.
+        """The first state of a request's grammar; ``None`` if it has none.
 
         Raises:
             ConfigError: the grammar cannot be used.
@@ -68,11 +68,11 @@ class Bounds:
         if params.grammar is None:
             return None
         if self.grammars is None:
-            raise ConfigError("there is nothing to compile a grammar with here")
+            raise ConfigError("grammars cannot be compiled here: leave grammar out")
         return self.grammars.compile(params.grammar)
 
     def prepare(self, grammar: Grammar) -> None:
-        """Begin to compile a grammar that a request comes with soon."""
+        """Begin to compile a grammar that a request will bring soon."""
         if self.grammars is not None:
             self.grammars.begin(grammar)
 
@@ -90,8 +90,8 @@ class Bounds:
 class Session:
     """Requests that are added while others run, and cancelled at any time.
 
-    Made by :meth:`specdec.SpecDecoder.session`. Nothing runs between two calls of
-    :meth:`step`::
+    Made by :meth:`specdec.SpecDecoder.session`. It decodes only while :meth:`step`
+    runs::
 
         session = decoder.session()
         first = session.add("What is MLX?")
@@ -101,14 +101,15 @@ class Session:
 
     Not safe to be called from several threads at once.
 
-    A step that does not end (Ctrl-C, an engine that fails) leaves it unusable: the next
-    one reports what had ended in it, then everything raises :class:`SessionError`.
+    After a step that was interrupted (by Ctrl-C, or an error of the engine) it decodes
+    no more: the next step reports which requests had ended, and everything after that
+    raises :class:`SessionError`.
 
     Args:
         engine: decodes.
         tokenizer: encodes prompts.
-        bounds: what a request must fit in.
-        limit: the largest prompt.
+        bounds: the limits of every request.
+        limit: the longest prompt.
     """
 
     def __init__(
@@ -123,27 +124,27 @@ class Session:
         self._bounds = bounds
         self._limit = limit
         self._next_index = 0
-        self._broken = False  # a step did not end
+        self._broken = False  # a step was interrupted
 
     @property
     def busy(self) -> bool:
-        """Whether a request has not ended yet, or its end was not reported."""
+        """Whether a request has not ended, or its end has not been reported."""
         return self._engine.busy or bool(self._engine.unreported)
 
     @property
     def load(self) -> EngineLoad:
-        """What the engine is busy with at the moment."""
+        """What the engine is working on now."""
         return self._engine.load
 
     @property
     def stats(self) -> RunStats:
-        """What was counted and measured since the session began."""
+        """Counts and times since the session began."""
         return self._engine.stats
 
     def warm_up(self) -> None:
-        """Compile what requests will need, where a GPU's kernels are compiled.
+        """Compile the kernels that requests will need, on a GPU that compiles any.
 
-        Otherwise the first request waits for that.
+        Otherwise the first request waits for it.
         """
         self._engine.warm_up()
 
@@ -153,25 +154,25 @@ class Session:
         params: SamplingParams | None = None,
         **encoding: Unpack[Encoding],
     ) -> int:
-        """Queue a prompt; rows are given first come, first served.
+        """Queue a prompt: first come, first served.
 
         Args:
             prompt: a string, chat messages or token ids, as for
                 :meth:`specdec.SpecDecoder.generate`.
-            params: how to decode it. The seed is taken as it is; a request that
-                draws and has none gets a random one, which its result reports.
-            encoding: ``system_prompt`` and its like, as for
+            params: how to decode it. The seed is used as given; a request that samples
+                without one gets a random one, which its result reports.
+            encoding: ``system_prompt`` and the like, as for
                 :meth:`specdec.SpecDecoder.generate`.
 
         Returns:
-            The index that its events and its result carry.
+            The index by which its events and its result name it.
 
         Raises:
             PromptError: the prompt cannot be encoded, or is longer than the
                 target's context.
-            ConfigError: a token id is none of the target's, the grammar cannot be
-                used, or ``params`` are no :class:`SamplingParams`.
-            SessionError: a step did not end.
+            ConfigError: a token id is not in the target's vocabulary, the grammar
+                cannot be used, or ``params`` is not a :class:`SamplingParams`.
+            SessionError: a step was interrupted.
         """
         params = SamplingParams() if params is None else require_params(params)
         encoded = encode(self._tokenizer, prompt, limit=self._limit, **encoding)
@@ -186,7 +187,7 @@ class Session:
         """As :meth:`add`, for a prompt that is encoded already.
 
         Args:
-            grammar: that of ``params``, where it is compiled already.
+            grammar: the grammar of ``params``, if it is compiled already.
         """
         self._check_whole()
         params = self._bounds.check(prompt, self._completed(params))
@@ -198,9 +199,9 @@ class Session:
         return index
 
     def _completed(self, params: SamplingParams) -> SamplingParams:
-        """The parameters, with a seed, and what else is left to be chosen."""
+        """The parameters, with a seed and with what else is chosen for the request."""
         if params.xtc_probability > 0 and params.xtc_special_tokens is None:
-            # As mlx-lm's command line has it: texts must be able to break and end.
+            # As in mlx-lm's command line: a text must be able to break lines and end.
             newline = self._tokenizer.encode("\n", add_special_tokens=False)
             special = (*newline, *sorted(self._tokenizer.eos_token_ids))
             special = tuple(t for t in special if t < self._bounds.vocab_size)
@@ -210,7 +211,7 @@ class Session:
     def add_all(
         self, prompts: Iterable[EncodedPrompt], params: Iterable[SamplingParams]
     ) -> list[int]:
-        """Add several prompts, all of them or, when one cannot be, none."""
+        """Add several prompts: all of them, or none if one is refused."""
         checked = []
         for i, (prompt, p) in enumerate(zip(prompts, params, strict=True)):
             try:
@@ -221,13 +222,14 @@ class Session:
         return [self.add_encoded(*each) for each in checked]
 
     def cancel(self, index: int) -> bool:
-        """End a request as it is; its last event comes with the next step.
+        """End a request with the tokens it has; the next step has its last event.
 
         Returns:
-            Whether it had not ended yet; an index that is none has not either.
+            Whether there was something to cancel: ``False`` if the request had ended,
+            or no request has that index.
 
         Raises:
-            SessionError: a step did not end.
+            SessionError: a step was interrupted.
         """
         self._check_whole()
         self._broken = True
@@ -236,14 +238,14 @@ class Session:
         return cancelled
 
     def step(self) -> list[StreamEvent]:
-        """Run one chunk of prefill, one round, or both; what rows emitted.
+        """Run one chunk of prefill, one round, or both; what requests emitted.
 
-        The list is empty while the first tokens are on their way, and when
-        nothing is left to do.
+        The list is empty until the first tokens can be read, and when nothing is left
+        to do.
 
         Raises:
-            SessionError: an earlier step did not end, and what had ended in it was
-                reported.
+            SessionError: an earlier step was interrupted, and the requests that had
+                ended were reported.
         """
         if self._broken:
             events = list(map(self._event, self._engine.abandon()))
@@ -260,7 +262,7 @@ class Session:
     def _check_whole(self) -> None:
         if self._broken:
             raise SessionError(
-                "a step of this session did not end, so that it decodes no more: "
+                "a step of this session did not end, so it decodes no more: "
                 "begin another session"
             )
 

@@ -73,9 +73,9 @@ class Grammar:
             joined = _joined_terminals(self.text)
         if joined > MAX_JOINED_PATTERNS:
             raise ConfigError(
-                f"the {self.name} has {joined} patterns, of which some have to hold "
+                f"the {self.name} has {joined} patterns, and some of them have to hold "
                 f"together: give at most {MAX_JOINED_PATTERNS}, or none that join "
-                "others (allOf, & and the like)"
+                "others (such as allOf, &)"
             )
 
     def _schema(self) -> dict[str, Any]:

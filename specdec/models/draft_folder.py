@@ -55,7 +55,7 @@ def read_card(source: str | os.PathLike[str]) -> dict[str, Any] | None:
         ) from error
     if not path.with_name("config.json").exists():  # written last, removed first
         raise ModelError(
-            f"{path.parent} is half written, specdec distill was stopped there: give "
+            f"{path.parent} is half written, because specdec distill was stopped: run "
             "its command again, with --resume"
         )
     return card

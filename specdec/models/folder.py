@@ -162,7 +162,7 @@ def _check_added_tokens(path: Path) -> None:
             for field in unknown:
                 raise ModelError(
                     f"{path / name} has an added token with the field "
-                    f"{quoted(field)}, which there is not: download it again"
+                    f"{quoted(field)}, which does not exist: download it again"
                 )
 
 

@@ -145,8 +145,8 @@ def check_origin(
         )
     if ranks is not None and adapter_path is not None:
         raise ConfigError(
-            "adapter_path does not go with tensor parallelism: mlx-lm shards no "
-            "adapters; put it into the weights with mlx_lm.fuse"
+            "adapter_path does not go with tensor parallelism: mlx-lm cannot shard "
+            "adapters; merge it into the weights with mlx_lm.fuse"
         )
 
 
@@ -321,8 +321,8 @@ def check_no_adapter(draft: ModelDraft) -> None:
     """
     if draft.adapter_path is not None:
         raise ConfigError(
-            f"draft {shorten(draft.name)} takes no adapter: it is no model of its own; "
-            "leave the adapter out"
+            f"draft {shorten(draft.name)} takes no adapter: it is not a model of its "
+            "own; leave the adapter out"
         )
 
 

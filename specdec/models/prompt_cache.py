@@ -68,7 +68,7 @@ def read_prompt_cache(
     if not 0 < length <= len(tokens):
         raise CacheError(
             f"{name} holds {length} tokens and the prompt has {len(tokens)}: "
-            "give the prompt that it was made of"
+            "give the prompt that it was made from"
         )
     # As if one chunk had written it all: rings serve their very end only.
     session = prefixes.begin([tokens[:length]], max_write=0)
@@ -115,7 +115,7 @@ def write_prompt_cache(
     except (OSError, RuntimeError, ValueError) as error:
         raise CacheError(
             f"{shorten(os.fspath(file))} cannot be written ({error}): name a file "
-            "that ends in .safetensors, in a folder that is there"
+            "that ends in .safetensors, in an existing folder"
         ) from error
     return length
 

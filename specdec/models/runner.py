@@ -1,4 +1,4 @@
-"""The one place that calls a model: forwards, chunked prefill, its caches."""
+"""Runs models: forwards, chunked prefill, caches. Only this module calls them."""
 
 from __future__ import annotations
 
@@ -51,14 +51,14 @@ def cache_options(config: EngineConfig, backend: BackendDefaults) -> CacheOption
 
 
 class ModelRunner:
-    """A model, and how its rows keep keys and values.
+    """A model, and how the caches of its rows are made.
 
     Args:
         model: an mlx-lm model.
-        name: for messages.
-        config: the prefill chunk, how keys and values are kept.
-        backend: the columns that attention reads at a time.
-        prefix_store: where prefixes of prompts are kept, and looked for.
+        name: a name for messages.
+        config: prefill chunks, and how keys and values are stored.
+        backend: how to shape forwards.
+        prefix_store: stores prefixes of prompts; ``None``: none are stored.
 
     Raises:
         UnsupportedModelError: the batch caches cannot serve the model.
@@ -84,22 +84,22 @@ class ModelRunner:
             exact_alone=not single,
         )
         self.options = check_caches(model, name, self.options)
-        # An array still to be computed belongs to the thread that made it (some
-        # position embeddings' frequencies do), and servers decode in another.
+        # An array that is not computed yet belongs to the thread that made it, and
+        # servers decode in another thread.
         mx.eval(model)
         self.model, logits = without_idle(model, self.options, name)
         self._twins = twins_within(self.model)
-        #: Rows that others were placed into last, and will be again.
+        #: The rows that others were last placed into, and will be again.
         self.joined: weakref.ref[ModelRows] | None = None
         self.vocab_size = int(logits.shape[-1])
-        #: Listens to layers, see :meth:`recording`.
+        #: Records the outputs of layers, see :meth:`recording`.
         self.recorder: HiddenStates | None = None
         self.backend = backend
         self.compiled: CompiledForwards | None = None
         if backend.compile_after is not None:
             self.compiled = CompiledForwards(self.model, after=backend.compile_after)
         self.prefixes: ModelPrefixes | None = None
-        #: What keeps an entry for each token beside this model's, see `recording`.
+        #: A model whose caches are stored with this one's, see :meth:`recording`.
         self.beside: ModelRunner | None = None
         if prefix_store is not None:
             self.prefixes = ModelPrefixes(
@@ -107,7 +107,7 @@ class ModelRunner:
             )
 
     def _written_caches(self) -> list[Any]:
-        """The caches of a row after a token; a graph is built, nothing is computed."""
+        """The caches of a row after one token, not computed."""
         caches = make_batch_caches(self.model, 1, self.options, self.name)
         self.model(mx.array([[0]]), cache=caches)
         return caches
@@ -115,20 +115,20 @@ class ModelRunner:
     def recording(
         self, layers: Sequence[int], beside: ModelRunner | None = None
     ) -> ModelRunner:
-        """The same, with the outputs of some layers beside the logits.
+        """A runner that also gives the outputs of some layers.
 
-        Of a prefix that is reused there are no hidden states. So prefixes are stored,
-        and looked for, with the caches of what has been made of these states; not at
-        all where nobody keeps such caches.
+        A prefix that is reused has no hidden states. So prefixes are stored together
+        with the caches of the draft head that has read these states. Without such
+        caches, no prefixes are stored.
 
         Args:
-            layers: counted from 0, or from the last with -1, -2, ...; none of them
-                changes nothing.
-            beside: a model whose caches have an entry for each token of this one's.
+            layers: counted from 0, or from the last with -1, -2, ... With none, this
+                runner is returned.
+            beside: the draft head, whose caches have an entry for each token.
 
         Raises:
-            UnsupportedModelError: the model has no such layer, or its architecture
-                is none of those whose layers can be listened to.
+            UnsupportedModelError: the model has no such layer, or layers of its
+                architecture cannot be recorded.
         """
         if not layers:
             return self
@@ -153,7 +153,7 @@ class ModelRunner:
         return runner
 
     def without_prefixes(self) -> ModelRunner:
-        """The same; prefixes of prompts are neither stored nor looked for."""
+        """A runner that neither stores nor reuses prefixes."""
         runner = copy.copy(self)
         runner.prefixes = None
         return runner
@@ -168,16 +168,16 @@ class ModelRunner:
         reuses: bool = True,
         single_stays: bool = False,
     ) -> ModelRows:
-        """Rows for ``prompts``, nothing computed yet.
+        """Rows for ``prompts``; nothing is computed yet.
 
         Args:
-            max_round: most tokens that a decode round writes.
-            max_length: most tokens that a row can ever hold, padding of prefill
-                left out.
-            last: the token after each prompt, if it is known.
-            reuses: whether prefixes are looked for, and stored.
-            single_stays: whether only rows that have ended lose a token which was
-                written alone.
+            max_round: the most tokens that a decode round writes.
+            max_length: the most tokens that a row can ever hold, without prefill's
+                padding.
+            last: the token after each prompt, if known.
+            reuses: whether prefixes are stored and reused.
+            single_stays: whether a token that was written alone is taken back only
+                from rows that have ended.
         """
         share_weights(self._twins)
         if self.compiled is not None:
@@ -200,7 +200,7 @@ class ModelRunner:
     def _known_as(
         self, prompts: Sequence[Sequence[int]], last: Sequence[int] | None
     ) -> Sequence[Sequence[int]]:
-        """What prefixes are found by: tokens, or pairs where an entry reads two."""
+        """Keys of prefixes: tokens, or pairs of tokens if a head's entry reads two."""
         beside = self.beside
         if beside is None or not getattr(beside.model, "reads_following", False):
             return prompts
@@ -211,19 +211,19 @@ class ModelRunner:
         ]
 
     def chunk(self, remaining: int) -> int:
-        """Width of the prefill chunk that begins ``remaining`` tokens of a row."""
+        """The width of the next prefill chunk of a row with ``remaining`` tokens."""
         return chunk_width(remaining, self.prefill_step_size, self.options.read_bucket)
 
     def _bound(self, length: int) -> int:
-        """The bound that caches get for rows of up to ``length``.
+        """The most slots of caches for rows of up to ``length`` tokens.
 
-        Capacity ends there. In multiples of what is read, it is the same for many
-        requests, and so are the shapes of their forwards.
+        It is a multiple of the read bucket, so that many requests have the same bound,
+        and their forwards the same shapes.
         """
         return round_up(length, self.options.read_bucket)
 
     def _padded(self, length: int) -> int:
-        """Slots that prefill touches for a row of ``length`` tokens."""
+        """Slots that prefill writes for a row of ``length`` tokens."""
         if self.prefixes is not None:  # a chunk can begin after any prefix
             return length + self.prefill_step_size
         return padded_length(length, self.prefill_step_size, self.options.read_bucket)
@@ -250,18 +250,17 @@ class ModelRows:
             for cache, other in zip(self._caches, beside._caches, strict=True):
                 cache.begin_like(other)
         self._max_round = max_round
-        #: Hidden states of the last forward, shape (B, S, D), where layers are
-        #: listened to.
+        #: Hidden states of the last forward, shape (B, S, D), if layers are recorded.
         self.hidden: mx.array | None = None
-        #: Tokens of every row that the last chunk of prefill wrote, and that the
-        #: caches have since.
+        #: Tokens of every row that the last prefill chunk wrote, and that all chunks
+        #: so far have written.
         self.written: Sequence[int] = [0] * len(prompts)
         self.done: Sequence[int] = [0] * len(prompts)
-        #: Tokens of every row that prefill found in the prefix store.
+        #: Tokens of every row that were found in the prefix store.
         self.reused = [0] * len(prompts)
         #: Finds and stores prefixes.
         self.session: PrefixSession | None = None
-        #: Rows of :attr:`ModelRunner.beside`: prefixes are theirs as well.
+        #: The rows of :attr:`ModelRunner.beside`, stored in the same prefixes.
         self.beside: ModelRows | None = None
 
     def separate(self, salts: Sequence[str | None]) -> None:
@@ -282,7 +281,7 @@ class ModelRows:
 
     @property
     def new_shapes(self) -> int:
-        """Forwards of the model so far whose shapes were not ready, see `compiled`."""
+        """Forwards of the model so far whose shapes were new to `compiled`."""
         return 0 if self.runner.compiled is None else self.runner.compiled.new_shapes
 
     @property
@@ -291,10 +290,10 @@ class ModelRows:
         return sum(c.nbytes for c in self._caches)
 
     def prefill(self) -> Iterator[bool]:
-        """Write the prompts, of any lengths (0 too): hand them over chunk by chunk.
+        """Hand the prompts to the device, chunk by chunk. They may be empty.
 
-        Rows are padded on the right to the chunk's width; a row that has ended
-        writes padding that is taken back at once. Logits are never computed.
+        Rows are padded on the right to the chunk's width. A row whose prompt is
+        complete writes padding, which is taken back at once. Logits are not computed.
 
         Yields:
             After each chunk, whether another one follows.
@@ -321,26 +320,26 @@ class ModelRows:
             if self.beside is None:
                 self._record(before, done, width)
             yield done != lengths
-            if self.beside is not None:  # which has taken in the chunk meanwhile
+            if self.beside is not None:  # by now it has taken in the chunk
                 self._record(before, done, width)
         self.note_lengths(max(lengths), min(lengths))
-        # Rings, and masks as wide as a chunk, give back what only prefill needed.
+        # Rings and masks are as wide as a chunk; free what only prefill needed.
         self.resize(self._max_round)
         self._memo.clear()
 
     def resize(self, max_write: int) -> None:
-        """Prepare for writes of up to ``max_write`` tokens (rings re-lay theirs)."""
-        # A ring must be able to take padding back beside all of a round's tokens.
+        """Prepare for writes of up to ``max_write`` tokens (rings change size)."""
+        # A ring must be able to take back padding and all of a round's tokens.
         max_write += self.runner.backend.pad_single_token
         for cache in self._caches:
             cache.resize(max_write)
 
     def evaluate(self) -> None:
-        """Hand what was written to the device, without waiting for it."""
+        """Start computing what was written, without waiting for it."""
         mx.async_eval([c.state for c in self._caches])
 
     def _restore(self) -> Iterator[None]:
-        """Begin with what the prefix store has; yields while that is read."""
+        """Begin with a prefix from the store; yields while it is read."""
         if self.session is None:
             return
         yield from self.session.find()
@@ -351,19 +350,19 @@ class ModelRows:
             self.beside._caches, self.beside.done = others, self.reused
 
     def _every_cache(self) -> list[Any]:
-        """Those of this model, then those that are kept with them."""
+        """The caches of this model, then those that are stored with them."""
         others = [] if self.beside is None else self.beside._caches
         return [*self._caches, *others]
 
     def _record(self, before: Sequence[int], after: Sequence[int], width: int) -> None:
-        """Store what a chunk has completed, in step with what is beside it."""
+        """Store the prefixes that a chunk has completed."""
         if self.beside is not None and list(self.beside.done) != list(after):
             self.session = None
         if self.session is not None:
             self.session.record(self._every_cache(), before, after, width)
 
     def _before_stops(self, rest: list[int], done: Sequence[int]) -> list[int]:
-        """Of ``rest`` tokens of each row, those up to where a chunk has to end."""
+        """How many of the ``rest`` tokens come before a point where chunks end."""
         if self.session is None:
             return rest
         stops = self.session.stops
@@ -394,13 +393,13 @@ class ModelRows:
         return logits
 
     def _padded_forward(self, tokens: mx.array, valid: Sequence[int]) -> mx.array:
-        """Write the first ``valid[i]`` tokens of row ``i``; those after are padding."""
+        """Write the first ``valid[i]`` tokens of row ``i``; the rest is padding."""
         with self._padded(valid):
             return self._forward(tokens)
 
     @contextmanager
     def _padded(self, valid: Sequence[int]) -> Iterator[None]:
-        """Of what is written within, row ``i`` keeps the first ``valid[i]`` tokens."""
+        """Within it, row ``i`` keeps the first ``valid[i]`` tokens of a write."""
         for cache in self._caches:
             cache.prepare(lengths=valid)
         yield
@@ -410,11 +409,10 @@ class ModelRows:
     def call(
         self, name: str, *arrays: mx.array, lengths: Sequence[int] | None = None
     ) -> Any:
-        """Call a method of the model that takes arrays, and then the caches.
+        """Call a method of the model with ``arrays`` and the caches.
 
         Args:
-            lengths: tokens of each row that it keeps of what is written; ``None``:
-                all of them.
+            lengths: how many of the written tokens each row keeps; ``None``: all.
         """
         method = getattr(self.runner.model, name)
         if lengths is None:
@@ -429,50 +427,49 @@ class ModelRows:
         return found
 
     def checkpoint(self) -> None:
-        """Let the next trim take back all that several forwards from now on write."""
+        """Let the next trim take back all that the forwards from now on write."""
         for cache in self._caches:
             cache.checkpoint()
 
     def fits(self, num_tokens: int) -> bool:
-        """Whether so many tokens have room after every row."""
-        # All are asked: what one looks at on the device, the others have to know too.
+        """Whether every row has room for so many more tokens."""
+        # All are asked, since each may learn its rows' lengths by looking.
         found = [cache.fits(num_tokens) for cache in self._caches]
         return all(found)
 
     def trim_per_sequence(
         self, n: mx.array | Sequence[int], at_most: int, fewest: int = 0
     ) -> None:
-        """Take back ``n[i]`` tokens of row ``i``, ``fewest`` to ``at_most`` of any."""
+        """Take back ``n[i]`` tokens of row ``i``: from ``fewest`` to ``at_most``."""
         for cache in self._caches:
             cache.trim_per_sequence(n, at_most, fewest)
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Pass on to the caches what the host knows of the rows' lengths."""
+        """Tell the caches how long their rows are, as far as the host knows."""
         for cache in self._caches:
             cache.note_lengths(longest=longest, shortest=shortest)
         maybe_quantize(self._caches, self.runner.options, longest)
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows, in that order; what the others held is free.
+        """Keep only the given rows, in that order, and free the memory of the others.
 
-        Waits for the device: a layer's copy is made when the one before it has
-        taken its place, and nothing is left to the next round, before which other
-        rows may want the memory.
+        This waits for the device after each layer, so that only one layer is held
+        twice, and the memory is free before other rows need it.
         """
         for cache in self._caches:
             cache.filter(rows)
             mx.eval(cache.state)
 
     def place(self, rows: Sequence[int], other: ModelRows) -> None:
-        """Put the rows of ``other``, which should not be used any more, into others."""
+        """Put the rows of ``other``, which is not used afterwards, into ``rows``."""
         place_caches(self._caches, rows, other._caches)
         self.runner.joined = weakref.ref(self)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """Let the given rows hold nothing."""
+        """Empty the given rows."""
         for cache in self._caches:
             cache.reset(rows)
 
     def extend(self, other: ModelRows) -> None:
-        """Append the rows of ``other``, which should not be used any more."""
+        """Append the rows of ``other``, which is not used afterwards."""
         extend_caches(self._caches, other._caches)

@@ -26,6 +26,10 @@ from .stage import Worker
 
 # Seconds that a cluster has to answer.
 _REACHING = 2.0
+# How a client of HTTP/2 begins: its preface, and a frame of settings, which is empty.
+# A server's first frame is one of settings, too. Ray speaks gRPC, which is HTTP/2.
+_HELLO = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes((0, 0, 0, 4, 0, 0, 0, 0, 0))
+_FRAME_HEAD, _SETTINGS = 9, 4
 #: A prompt of a job, with its index in it.
 Asked = tuple[int, Prompt, SamplingParams]
 
@@ -93,7 +97,7 @@ class RayJob:
         except Exception as error:  # of many kinds
             raise ConfigError(
                 f"there is no Ray cluster at {address} ({one_line(str(error))}): "
-                "start one with ray start --head, or say --ray local"
+                "start one with ray start --head, or use --ray local"
             ) from error
         self._began = time.monotonic()
         return self
@@ -184,13 +188,20 @@ def _check_reachable(address: str) -> None:
     """Connect to a cluster, where its address is known: Ray tries for minutes.
 
     Raises:
-        OSError: nobody answers there.
+        OSError: nobody answers there, or something else than Ray.
     """
     if address == "auto":
         address = os.environ.get("RAY_ADDRESS", address)
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
-        socket.create_connection((host.strip("[]"), int(port)), _REACHING).close()
+        there = host.strip("[]"), int(port)
+        with socket.create_connection(there, _REACHING) as connection:
+            if os.environ.get("RAY_USE_TLS", "0").lower() in ("1", "true"):
+                return  # it begins with a handshake that is Ray's to make
+            connection.sendall(_HELLO)
+            head = connection.makefile("rb").read(_FRAME_HEAD)
+        if len(head) < _FRAME_HEAD or head[3] != _SETTINGS:
+            raise OSError("something else answers there")
 
 
 @contextmanager

@@ -249,7 +249,7 @@ class _Forwarded(Response):
         try:
             match answer.headers.get(ENDS_HEADER.decode()):
                 case "stopping":
-                    raise httpx.ConnectError("it takes no requests any more")
+                    raise httpx.ConnectError("it accepts no more requests")
                 case "engine_failed":
                     raise httpx.RemoteProtocolError("its engine has failed")
             head = _passed_on(answer.headers.raw)

@@ -26,7 +26,6 @@ from .routing import BILLING
 from .sampling import MORE, constraint, sampling, stops
 from .service import Service
 
-_CACHE = (dict, None)
 #: What describes a prompt.
 PROMPT: Table = {
     "model": Parameter(str, required=True),

@@ -106,7 +106,7 @@ def check_parts(given: Mapping[str, Any], table: Table, where: str) -> None:
 def read(body: Any, table: Table) -> dict[str, Any]:
     """The values of all parameters of the table."""
     if not isinstance(body, dict):
-        raise Refusal("the body is no JSON object: send one", code="invalid_type")
+        raise Refusal("the body is not a JSON object: send one", code="invalid_type")
     values = {}
     for name, value in body.items():
         if name not in table:
@@ -114,7 +114,7 @@ def read(body: Any, table: Table) -> dict[str, Any]:
             near = near if near in table else None
             meant = f": {near} is meant?" if near else ": leave it out"
             raise Refusal(
-                f"{quoted(name)} is no parameter of this endpoint{meant}",
+                f"{quoted(name)} is not a parameter of this endpoint{meant}",
                 param=name[:100],
                 code="unknown_parameter",
             )

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any, Self
 
 from ..errors import ConfigError, MemoryLimitError, PromptError, SpecdecError
+from ..sampling_params import SamplingParams
 from ..utils.printable import one_line
 
 #: Kinds of errors by status, as OpenAI and Anthropic call them.
@@ -99,7 +100,8 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
     """What an error of the engine's says to a client.
 
     Args:
-        names: parameters of the protocol, by the fields of ``SamplingParams``.
+        names: parameters of the protocol, by the fields of ``SamplingParams``; those
+            of the same name may be left out.
     """
     if isinstance(error, Refusal):
         return error
@@ -120,7 +122,8 @@ def refusal_of(error: Exception, names: Mapping[str, str]) -> Refusal:
         found = re.match(r"\w+", text)
         field = found.group() if found else ""
         param = names.get(field, field)
-        known = param in names.values()
+        own = field in SamplingParams.__dataclass_fields__ and field not in names
+        known = own or param in names.values()
         text = param + text[len(field) :] if known else text
         return Refusal(text, param=param if known else None, code="invalid_value")
     if isinstance(error, MemoryLimitError):

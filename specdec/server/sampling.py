@@ -165,7 +165,7 @@ def sampling(
             found = {k: v for k, v in found.items() if k not in FILTERS}
         return SamplingParams(**found)
     except Exception as error:
-        raise refusal_of(error, {**{n: n for n in values}, **names}) from error
+        raise refusal_of(error, names) from error
 
 
 def _salt(values: Mapping[str, Any]) -> str:

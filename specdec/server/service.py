@@ -122,7 +122,8 @@ class Service:
             )
         if self._rows + rows > most:
             raise Refusal(
-                f"{self._rows} requests run or wait, as many as may: try again later",
+                f"{self._rows} requests run or wait, which is the limit: try again "
+                "later",
                 status=429,
                 code="queue_full",
                 retry_after=self._retry_after(),

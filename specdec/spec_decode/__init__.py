@@ -1,4 +1,4 @@
-"""Where proposals come from; docs/drafters.md shows how to add one."""
+"""Drafters, and what is done with their proposals; see docs/drafters.md."""
 
 from .chain import ChainDrafter
 from .draft_model import DraftModel

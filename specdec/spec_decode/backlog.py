@@ -1,4 +1,4 @@
-"""What rounds without proposals committed, for a draft's cache to catch up with."""
+"""The tokens of rounds without a draft, for a draft's cache to catch up with."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from itertools import pairwise
 
 import mlx.core as mx
 
-# Rounds whose tokens are kept as they came, before they become one array.
+# After so many rounds, their tokens are joined to one array.
 _COMPACT = 64
 
 
 @dataclass(frozen=True)
 class Piece:
-    """What is written with one forward.
+    """What one forward writes.
 
     Args:
-        tokens: of every row, shape (B, S).
-        valid: how many of them are a row's own, the first ones; what follows is
+        tokens: shape (B, S).
+        valid: how many tokens of each row are its own. They come first; the rest is
             padding, which has to be taken back.
     """
 
@@ -27,22 +27,21 @@ class Piece:
 
     @property
     def width(self) -> int:
-        """S, tokens of every row, padding included."""
+        """S: tokens of every row, padding included."""
         return int(self.tokens.shape[1])
 
 
 class Backlog:
-    """One token per row and round; rows that joined later missed fewer rounds.
+    """The missed tokens: one per row and round. Rows that joined later missed fewer.
 
-    Nothing is computed while it grows: it holds on to arrays that the rounds have
-    anyhow, a token's id of each.
+    Nothing is computed while it grows: it refers to arrays that the rounds have anyway.
 
     Args:
         num_rows: number of rows.
     """
 
     def __init__(self, num_rows: int):
-        #: Rounds that each row missed; 0 for one that nobody needs (:meth:`reset`).
+        #: Rounds that each row missed; 0 for rows that have ended (:meth:`reset`).
         self.counts = [0] * num_rows
         self._idle: set[int] = set()
         self._tokens: list[mx.array] = []
@@ -60,14 +59,16 @@ class Backlog:
 
     @property
     def _begun(self) -> list[int]:
-        """The counts, idle rows taking whatever the others need: it is taken back."""
+        """The counts, where idle rows count as the longest: theirs is taken back."""
         width = self.width
         return [width if i in self._idle else n for i, n in enumerate(self.counts)]
 
     def add(self, tail: mx.array) -> None:
-        """Note a round, by the last two tokens of each row when it began, (B, 2).
+        """Note a round without a draft.
 
-        A cache that lagged by two tokens before it now lacks the first of them.
+        Args:
+            tail: each row's last two tokens before the round, shape (B, 2). The next
+                round's tail begins with the second, so the first is noted.
         """
         self._tokens.append(tail)
         self.counts = [n + (i not in self._idle) for i, n in enumerate(self.counts)]
@@ -91,11 +92,11 @@ class Backlog:
         self.counts = [0] * len(self.counts)
 
     def pieces(self, narrow: int, wide: int) -> Iterator[tuple[int, int]]:
-        """Columns (first, last + 1) to write at a time, where each one costs.
+        """Columns (first, last + 1) of each piece, where every column costs time.
 
-        No row's tokens begin within a piece. As long as there are rows whose own
-        have not begun, pieces are ``narrow``: what is written for those rows is
-        padding, for which there is little room. Then they are ``wide``.
+        No row's tokens begin within a piece. While some rows' tokens have not begun,
+        pieces are ``narrow``, since those rows get padding and have little room for it.
+        After that they are ``wide``.
         """
         width, counts = self.width, self._begun
         begins = sorted({width - n for n in counts} | {0, width})
@@ -105,7 +106,7 @@ class Backlog:
                 yield first, min(first + step, end)
 
     def exact(self, narrow: int, wide: int) -> Iterator[Piece]:
-        """All of it, as :meth:`pieces` says: rows have all of a piece, or nothing."""
+        """All tokens, cut as :meth:`pieces` says: a row has all of a piece or none."""
         tokens, width = self._compact(), self.width
         for first, end in self.pieces(narrow, wide):
             came = [first >= width - n for n in self._begun]
@@ -114,14 +115,14 @@ class Backlog:
     def padded(
         self, narrow: int, wide: int, fits: Callable[[int], bool]
     ) -> Iterator[Piece]:
-        """All of it in two widths, where new ones cost: ``narrow`` for a short rest.
+        """All tokens in pieces of two widths, since new widths take time.
 
-        All rows begin with the first piece, and have padding after what they missed.
+        All rows begin with the first piece, and are padded at their end.
 
         Args:
-            fits: whether so many tokens have room after what every row has now.
-                Where wide padding has none, pieces are narrow; where narrow padding
-                has none, there is none.
+            fits: whether every row's cache has room for so many more tokens. Without
+                room for a wide piece, pieces are narrow; without room for a narrow
+                one, there is no padding.
         """
         tokens, width = self._compact(), self.width
         begins = mx.array([[width - n] for n in self._begun])
@@ -139,7 +140,7 @@ class Backlog:
             first += step
 
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows."""
+        """Keep only the given rows."""
         before = self.width
         self.counts = [self.counts[i] for i in rows]
         self._idle = {new for new, i in enumerate(rows) if i in self._idle}
@@ -160,14 +161,14 @@ class Backlog:
         )
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows have ended: nobody needs what they miss."""
+        """The given rows have ended: what they missed is not needed."""
         self._idle |= set(rows)
         if self.width:
             counts = [0 if i in rows else n for i, n in enumerate(self.counts)]
             self._aligned(self._compact(), counts)
 
     def place(self, rows: Sequence[int], other: Backlog) -> None:
-        """Put the rows of ``other`` into the given ones."""
+        """Put the rows of ``other`` in the place of the given ones."""
         self._idle -= set(rows)
         self._idle |= {row for i, row in enumerate(rows) if i in other._idle}
         counts = list(self.counts)
@@ -183,7 +184,7 @@ class Backlog:
             self._aligned(mx.put_along_axis(tokens, at, new, axis=0), counts)
 
     def _aligned(self, tokens: mx.array, counts: list[int]) -> None:
-        """Hold ``tokens``, right-aligned, of which ``counts`` are each row's own."""
+        """Hold right-aligned ``tokens``; ``counts`` are each row's own."""
         self.counts = counts
         self._hold(tokens[:, tokens.shape[1] - self.width :])
 

@@ -1,4 +1,4 @@
-"""One drafter where it has something to say, another one elsewhere, row by row."""
+"""Two drafters in a chain: each row takes from the first, then from the second."""
 
 from __future__ import annotations
 
@@ -17,19 +17,18 @@ from .vetting import ours, vetted
 class ChainDrafter(Drafter):
     """Proposes what ``first`` proposes, and after that what ``second`` does.
 
-    The second continues from the tokens of the first, so that what it has seen of
-    a row (a draft model's cache) is right whoever proposed.
+    The second continues from the tokens of the first. So what it has seen of a row (a
+    draft model's cache) is right, whichever of the two proposed.
 
     Args:
-        first: may propose fewer tokens than it was asked for, or none; of
-            n-grams, those that match.
-        second: for the rest.
+        first: may propose fewer tokens than asked for, or none, as n-grams do.
+        second: proposes the rest.
 
     Attributes:
-        context_length: the smaller of the two.
-        hidden_layers: those of the first, then those of the second; each is shown
+        context_length: the smaller of both.
+        hidden_layers: those of the first, then those of the second. Each is shown only
             its own.
-        max_proposals: the larger of the two.
+        max_proposals: the larger of both.
         vocabulary_share: that of the second, which proposes where the first does not.
     """
 
@@ -57,7 +56,7 @@ class ChainDrafter(Drafter):
 
 
 def _both(name: str) -> Callable[..., None]:
-    """A method that calls that of both."""
+    """A method that calls the method of both rows."""
 
     def call(self: ChainRows, *args: Any) -> None:
         getattr(self._first, name)(*args)
@@ -68,11 +67,11 @@ def _both(name: str) -> Callable[..., None]:
 
 @ours
 class ChainRows(DraftRows):
-    """The same rows, twice.
+    """The same rows, known by two drafters.
 
     Args:
         first, second: rows of the two drafters.
-        num_layers: how many hidden layers each of them asked for.
+        num_layers: how many hidden layers each drafter asked for.
     """
 
     def __init__(
@@ -87,13 +86,13 @@ class ChainRows(DraftRows):
 
     @property
     def context(self) -> ModelRows | None:
-        """Of the one that reads hidden states."""
+        """That of the drafter that reads hidden states."""
         first, _ = self._num_layers
         return (self._first if first else self._second).context
 
     @property
     def backlog(self) -> int:
-        """Of the one that has more."""
+        """The larger of both."""
         return max(self._first.backlog, self._second.backlog)
 
     @property
@@ -116,7 +115,7 @@ class ChainRows(DraftRows):
     def _shared_out(
         self, hidden: mx.array | None
     ) -> tuple[mx.array | None, mx.array | None]:
-        """The states of each one's layers; ``None`` for one that asked for none."""
+        """The states of each drafter's layers; ``None`` if it asked for none."""
         first, second = self._num_layers
         if hidden is None or not first:
             return None, hidden
@@ -153,7 +152,7 @@ class ChainRows(DraftRows):
 
 
 def continued(first: Proposals, second: Proposals, vocab_size: int) -> Proposals:
-    """Of every row what ``first`` means, and after that what ``second`` proposes."""
+    """For each row, what ``first`` proposes, and after that what ``second`` does."""
     meant = first.meant
     probabilities = None
     if first.probabilities is not None or second.probabilities is not None:

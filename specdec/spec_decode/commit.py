@@ -1,6 +1,6 @@
-"""What a round commits: each row's newest tokens, and what the host is to read.
+"""What follows from a round: each row's newest tokens, and what the host reads.
 
-By MLX's operations, or by one CUDA kernel in their place.
+MLX's operations do it, or one CUDA kernel in their place.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Committed:
 
     Args:
         recent: the newest tokens, the last one last, shape (B, W), int32; -1 in
-            front of a row that has fewer. Of one that has ended they mean nothing.
+            front of a row that has fewer. For rows that have ended they mean nothing.
         lengths: tokens of every row, the prompt included, shape (B,), int32.
     """
 
@@ -31,7 +31,7 @@ class Committed:
 
     @classmethod
     def of(cls, prompts: Sequence[Sequence[int]], width: int) -> Committed:
-        """Prompts, with the newest ``width`` tokens of each."""
+        """Prompts as committed tokens, with the newest ``width`` of each."""
         newest = [list(p[-width:]) for p in prompts]
         recent = [[-1] * (width - len(p)) + p for p in newest]
         return cls(
@@ -44,7 +44,7 @@ class Committed:
         return self.recent[:, -1:]
 
     def placed(self, rows: Sequence[int], other: Committed) -> Committed:
-        """These, with ``other`` in the given rows."""
+        """A copy with ``other`` in the given rows."""
         width = max(self.recent.shape[1], other.recent.shape[1])
         at, new = mx.array(list(rows), mx.int32), other.within(width).recent
         index = mx.broadcast_to(at[:, None], new.shape)
@@ -67,7 +67,7 @@ class Committed:
         return Committed(self.recent[which], self.lengths[which])
 
     def within(self, width: int) -> Committed:
-        """The same with the newest ``width`` tokens of each row."""
+        """A copy with the newest ``width`` tokens of each row."""
         missing = width - self.recent.shape[1]
         if not missing:
             return self
@@ -86,15 +86,15 @@ Compute = Callable[
 
 @dataclass(frozen=True)
 class CommitResult:
-    """A round's accepted, and what follows from it; on the device.
+    """What a round accepts, and what follows from it; on the device.
 
     Args:
         accepted: what every row commits.
-        limit: most draft tokens that each row could accept, of those that were meant;
-            -1 where it had ended, shape (B,), int32.
-        rejected: inputs of the round that do not stand, shape (B,), int32.
+        limit: the most draft tokens that each row could accept, of those proposed for
+            it; -1 if it had ended; shape (B,), int32.
+        rejected: how many of the round's inputs are taken back, shape (B,), int32.
         packed: for the host, shape (B, k + 3), int32: how many tokens each row keeps,
-            ``limit``, and the k + 1 that were chosen.
+            ``limit``, and the k + 1 chosen tokens.
         committed: what is committed after the round.
     """
 
@@ -114,7 +114,7 @@ class CommitResult:
         meant: mx.array | None,
         committed: Committed,
     ) -> CommitResult:
-        """What follows from a round where equality decides.
+        """The result of a round that is decided by equality.
 
         Args:
             inputs, chosen, limit, meant: as for :func:`commit`.
@@ -130,7 +130,7 @@ class CommitResult:
     def of(
         cls, accepted: Accepted, limit: mx.array, committed: Committed
     ) -> CommitResult:
-        """What follows from ``accepted``.
+        """The result of a round that accepts ``accepted``.
 
         Args:
             limit: as above.
@@ -143,7 +143,7 @@ class CommitResult:
 
 
 def committer() -> Compute:
-    """What commits rounds here: the kernel if the backend wants it and it is proven."""
+    """The kernel if the backend uses it and it is proven; else :func:`commit`."""
     if not defaults().kernels:
         return commit
     with kept_proofs():
@@ -159,14 +159,14 @@ def commit(
     recent: mx.array,
     lengths: mx.array,
 ) -> tuple[mx.array, ...]:
-    """What follows from a round, by MLX's operations.
+    """Compute what follows from a round, by MLX's operations.
 
     Args:
-        inputs: what the target was given: the newest token, then the draft tokens,
-            shape (B, k + 1).
+        inputs: the target's inputs: the newest token, then the draft tokens, shape
+            (B, k + 1).
         chosen: the target's tokens, shape (B, k + 1), int32.
         limit: see :func:`~specdec.spec_decode.rejection_sampler.count_kept`.
-        meant: draft tokens that each row's drafter means, shape (B,); ``None``: all.
+        meant: how many draft tokens are real proposals, shape (B,); ``None``: all.
         recent, lengths: of :class:`Committed`, before the round.
 
     Returns:
@@ -191,7 +191,7 @@ def _after(
     if chosen.shape[1] > 1:
         recent = next_recent(recent, chosen, kept)
     else:
-        # Plain rounds: those of a row that has ended are never read, and to leave them
-        # as they were takes a third more of the time of everything that follows.
+        # Plain rounds: tokens of rows that have ended are never read, and keeping them
+        # would make what follows a third slower.
         recent = mx.concatenate([recent[:, 1:], chosen], axis=1)
     return rejected, packed, recent, lengths + kept

@@ -1,8 +1,8 @@
-"""Rows whose tokens are chosen by the user's own functions, one token after another.
+"""Chooses the tokens of rows with functions of the user's, one token after another.
 
-A logits processor or a sampler sees every token of its row exactly once and in
-order, though the round verifies several: it is called for a position only when all
-draft tokens before it were kept, with the tokens that were kept.
+A logits processor or a sampler sees every token of its row exactly once and in order,
+though a round verifies several. It is called for a position only if all draft tokens
+before it were accepted.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class Stepped:
     Args:
         tokens: accepted draft tokens, then the extra token.
         logits: what the processors left at each of them, each of shape (1, V).
-        error: what went wrong after them, if anything did.
+        error: what went wrong after them; ``None``: nothing.
     """
 
     tokens: list[int]
@@ -34,7 +34,7 @@ class Stepped:
 
 
 def choose_stepwise(
-    sequence: Request,
+    request: Request,
     logits: mx.array,
     draws: Draws,
     proposed: list[int],
@@ -43,15 +43,15 @@ def choose_stepwise(
     """Choose the tokens of one row's round.
 
     Args:
-        sequence: the row, with all its committed tokens.
-        logits: after bias and penalties, shape (1, k + 1, V).
-        draws: of the row's positions, batch size 1.
+        request: the row, with all its committed tokens.
+        logits: logits after bias and penalties, shape (1, k + 1, V).
+        draws: the draws of the row's positions, batch size 1.
         proposed: the draft tokens that it may accept.
-        sampling: how the row, alone, chooses from what its processors leave.
+        sampling: how the row chooses from what its processors leave.
     """
-    params = sequence.params
-    history = [*sequence.prompt_tokens, *sequence.tokens]
-    proposed = proposed[: sequence.remaining - 1]
+    params = request.params
+    history = [*request.prompt_tokens, *request.tokens]
+    proposed = proposed[: request.remaining - 1]
     done = Stepped([], [])
     try:
         for j in range(len(proposed) + 1):
@@ -66,12 +66,12 @@ def choose_stepwise(
                 token = _sample(params.sampler, row, params.seed_key, position)
             done.tokens.append(token)
             done.logits.append(row)
-            if token in sequence.end_tokens or [token] != proposed[j : j + 1]:
+            if token in request.end_tokens or [token] != proposed[j : j + 1]:
                 break
-    except BaseException as error:  # it is the user's function: this row's loss alone
+    except BaseException as error:  # the user's function may raise anything
         if isinstance(error, KeyboardInterrupt) and _may_be_ctrl_c():
             raise
-        at = len(sequence.tokens) + len(done.tokens)
+        at = len(request.tokens) + len(done.tokens)
         what = reason_of(error)
         error_line = f"its sampler or a logits processor failed at token {at}: {what}"
         return replace(done, error=error_line)
@@ -79,7 +79,7 @@ def choose_stepwise(
 
 
 def _may_be_ctrl_c() -> bool:
-    """Whether Python runs signal handlers here: it does in no other thread."""
+    """Whether this is the main thread, the only one that runs signal handlers."""
     return threading.current_thread() is threading.main_thread()
 
 
@@ -91,7 +91,7 @@ def _checked(processed: Any, logits: mx.array) -> mx.array:
 
 
 def _sample(sampler: Any, logits: mx.array, seed: int, position: int) -> int:
-    mx.eval(logits)  # an error in what processors left belongs to this row
+    mx.eval(logits)  # errors of the processors' arrays surface here, in this row
     # The key that mx.random.key makes of this number is [seed, position].
     mx.random.seed(seed << 32 | position)
     logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)

@@ -1,4 +1,4 @@
-"""A draft model: a smaller model, or the target quantized, proposing in lockstep."""
+"""A draft model: a smaller model, or the target quantized, proposes the tokens."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ class DraftModel(Drafter):
 
     Args:
         runner: the draft model.
-        vocab_size: the target's number of logits; nothing beyond is proposed.
+        vocab_size: the target's number of logits; no token beyond it is proposed.
         max_draft_tokens: largest k of any round.
         context_length: positions that the draft model was made for, if known.
-        vocabulary: its tokens for those of the target, where they differ.
+        vocabulary: maps the target's tokens to its own, if they differ.
 
     Attributes:
-        vocabulary_share: of the target's tokens, those that it can propose; ``None``
-            where the models have one vocabulary.
+        vocabulary_share: the share of the target's tokens that it can propose;
+            ``None`` if both models have the same vocabulary.
     """
 
     def __init__(
@@ -46,8 +46,8 @@ class DraftModel(Drafter):
         self.vocab_size = min(vocab_size, runner.vocab_size)
         # The target has more tokens than the draft has embeddings.
         self._lacks = vocabulary is None and runner.vocab_size < vocab_size
-        # What the draft reads for each target token, on the host and on the device,
-        # and whether it may propose it; ``None``: the token itself, all that it has.
+        # For each of the target's tokens, the token that the draft reads (on the host
+        # and on the device) and whether it may propose it; ``None``: the same tokens.
         self._host_reads: npt.NDArray[np.int32] | None = None
         self._reads: mx.array | None = None
         self._proposes: mx.array | None = None
@@ -72,16 +72,16 @@ class DraftModel(Drafter):
         return DraftModelRows(self, rows)
 
     def read(self, tokens: mx.array) -> mx.array:
-        """The draft's tokens for those of the target."""
+        """The draft's tokens for the target's."""
         if self._reads is not None:
             return self._reads[tokens]
         return mx.minimum(tokens, self.vocab_size - 1) if self._lacks else tokens
 
     def proposable(self, logits: mx.array) -> mx.array:
-        """The draft's logits by target id, minus infinity at what it cannot propose.
+        """The draft's logits by the target's ids; minus infinity for other tokens.
 
-        So it chooses, like the target, by target ids: bias, filters, noise and
-        grammars are the same, and probabilities add up to 1 over what it can propose.
+        So it chooses by the target's ids, as the target does: with the same bias,
+        filters, noise and grammars. Probabilities add up to 1 over its own tokens.
         """
         if self._proposes is None or self._reads is None:
             return logits[..., : self.vocab_size]
@@ -93,16 +93,16 @@ class DraftModel(Drafter):
 class DraftModelRows(DraftRows):
     """Rows of a draft model.
 
-    The first forward of a round takes each row's last *two* committed tokens.
-    The draft has seen the first of them already, unless the round before kept
-    every proposal; writing it again changes nothing, so no round is special.
+    The first forward of a round takes each row's last *two* committed tokens. The draft
+    has seen the first of them already, unless the round before accepted every proposal.
+    Writing it again changes nothing, so no round is a special case.
     """
 
     def __init__(self, draft: DraftModel, rows: ModelRows):
         self._draft = draft
         self._rows = rows
         self._missed = Backlog(rows.num_rows)
-        # Backlog tokens that were put before the round's own.
+        # Backlog tokens in the round's first forward.
         self._ahead = 0
 
     @property
@@ -121,13 +121,13 @@ class DraftModelRows(DraftRows):
         return self._rows.nbytes
 
     def prefill(self) -> Iterator[None]:
-        """Take the prompts, but for each row's last token."""
+        """Take in the prompts, without each row's last token."""
         for more in self._rows.prefill():
             if more:
                 yield
 
     def propose(self, round_: Round) -> Proposals:
-        """Choose k tokens per row, one forward each."""
+        """Choose k tokens per row, with one forward each."""
         inputs = self._catch_up(round_)
         self._rows.checkpoint()
 
@@ -143,11 +143,11 @@ class DraftModelRows(DraftRows):
         return self._rows.forward(self._draft.read(tokens))
 
     def _catch_up(self, round_: Round) -> mx.array:
-        """Write what rounds without proposals committed.
+        """Write the tokens that rounds without a draft have committed.
 
         Returns:
             The first input of the round: the last two tokens. Where shapes need not
-            repeat, a short rest of what was missed comes before them.
+            repeat, a short rest of the missed tokens comes before them.
         """
         tokens = round_.tail
         if not self._missed.width:
@@ -168,7 +168,7 @@ class DraftModelRows(DraftRows):
         return tokens
 
     def _write(self, pieces: Sequence[Piece], active: mx.array) -> None:
-        """Write pieces, and take their padding back; rows that ended keep nothing."""
+        """Write pieces and take padding back; rows that have ended keep nothing."""
         narrow = self._draft.max_round
         widest = max((piece.width for piece in pieces), default=0)
         if widest > narrow:
@@ -185,7 +185,7 @@ class DraftModelRows(DraftRows):
             self._rows.resize(narrow)
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Keep what was accepted; remember what a round without proposals added."""
+        """Keep what was accepted; remember the token of a round without a draft."""
         if not round_.num_draft_tokens:
             self._missed.add(round_.tail)
             return

@@ -1,4 +1,4 @@
-"""What every drafter is derived from; docs/drafters.md explains it."""
+"""The base classes of drafters and the records they work with; see docs/drafters.md."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ class Proposals:
     Args:
         tokens: shape (B, k), int32.
         probabilities: what the tokens were drawn from, shape (B, k, V), float32;
-            ``None`` when all probability was on them. Used where
+            ``None`` if all probability was on them. Needed if
             :attr:`Round.needs_probabilities`.
-        lengths: how many of its k tokens each row means, 0 to k, shape (B,),
-            int32; ``None``: all. The others are never accepted nor counted.
+        lengths: how many of the k tokens are real proposals, by row, 0 to k, shape
+            (B,), int32; ``None``: all. The others are never accepted or counted.
 
     Attributes:
-        inputs: each row's newest token, then ``tokens``, shape (B, k + 1), where they
-            are one array already (:meth:`within`): to join them is a launch. Only
-            specdec's own rows are taken at their word, as nothing compares the newest
-            token (:func:`~specdec.spec_decode.vetting.vetted`).
+        inputs: each row's newest token, then ``tokens``, shape (B, k + 1), if they are
+            one array already (:meth:`within`), which saves a launch. It is used only
+            from specdec's own drafters, since nothing checks the newest token
+            (:func:`~specdec.spec_decode.vetting.vetted`).
     """
 
     tokens: mx.array
@@ -45,28 +45,28 @@ class Proposals:
         probabilities: mx.array | None = None,
         lengths: mx.array | None = None,
     ) -> Proposals:
-        """Of ``inputs``, int32, all but the first column is proposed."""
+        """Propose all but the first column of ``inputs``, int32."""
         made = cls(inputs[:, 1:], probabilities, lengths)
-        # Not by the constructor: a copy with other tokens has none.
+        # Not by the constructor, so that a copy with other tokens has none.
         object.__setattr__(made, "inputs", inputs)
         return made
 
     def after(self, newest: mx.array) -> mx.array:
-        """What the target is given: the newest tokens (B, 1), then those proposed."""
+        """The target's inputs: the newest tokens (B, 1), then the proposals."""
         if self.inputs is not None:
             return self.inputs
         return mx.concatenate([newest, self.tokens], axis=1)
 
     @property
     def meant(self) -> mx.array:
-        """Which tokens are meant, shape (B, k), boolean."""
+        """Which tokens are real proposals, shape (B, k), boolean."""
         num_rows, k = self.tokens.shape
         if self.lengths is None:
             return mx.ones((num_rows, k), mx.bool_)
         return mx.arange(k) < self.lengths[:, None]
 
     def drawn_from(self, vocab_size: int) -> mx.array:
-        """``probabilities``, made of the tokens where they are ``None``."""
+        """``probabilities``; if ``None``, 1 for each token proposed."""
         if self.probabilities is not None:
             return self.probabilities
         return (self.tokens[..., None] == mx.arange(vocab_size)).astype(mx.float32)
@@ -80,15 +80,16 @@ class Round:
         num_draft_tokens: k, how many tokens to propose for every row.
         recent: the newest committed tokens of every row, the last one last, shape
             (B, W), W at least 2; -1 in front of a row that has fewer.
-        active: rows still being decoded, shape (B,), boolean; what is proposed
-            for the others is ignored.
+        active: rows still being decoded, shape (B,), boolean. Proposals for the
+            others are ignored.
         sampling, draws: how the target will choose. A drafter that chooses with
             them (:meth:`choose`) is accepted most often.
-        needs_probabilities: whether a row's verification looks at them.
-        given: proposals that stand already, where another drafter came first:
-            continue each row after those that are meant.
+        needs_probabilities: whether some row's verification needs the probabilities
+            that proposals were drawn from.
+        given: proposals of another drafter, which come first; continue each row after
+            them.
         lengths: committed tokens of every row, the prompt included, shape (B,).
-        grammar: what the rows' grammars allow; ``None`` where no row has one.
+        grammar: what the rows' grammars allow; ``None`` if no row has one.
     """
 
     num_draft_tokens: int
@@ -109,10 +110,10 @@ class Round:
     def choose(
         self, logits: mx.array, proposed: Sequence[mx.array]
     ) -> tuple[mx.array, mx.array | None]:
-        """Choose the next proposal as the target would, from a draft's logits.
+        """Choose the next proposal from a draft's logits, as the target would.
 
-        Where a proposal is given already, it is that one. With a row that follows a
-        grammar, it waits for the proposals so far.
+        Where a proposal is given already, it is taken. If a row follows a grammar, this
+        waits for the proposals so far.
 
         Args:
             logits: of the next position, shape (B, 1, V' <= V).
@@ -120,7 +121,7 @@ class Round:
 
         Returns:
             The tokens, shape (B, 1), and what they were drawn from, shape
-            (B, 1, V), or ``None`` where no row needs it.
+            (B, 1, V), or ``None`` if no row needs it.
         """
         j = len(proposed)
         draws = self.draws.at(j)
@@ -144,11 +145,11 @@ class Round:
         """Choose ``k`` proposals with :meth:`choose`, one after the other.
 
         Args:
-            logits_after: of the position after those proposed so far.
+            logits_after: gives the logits of the position after the proposals so far.
 
         Returns:
             The tokens, each of shape (B, 1), and what they were drawn from, shape
-            (B, k, V), or ``None`` where no row needs it.
+            (B, k, V), or ``None`` if no row needs it.
         """
         tokens, drawn_from = list[mx.array](), list[mx.array]()
         for _ in range(k):
@@ -159,7 +160,7 @@ class Round:
         return tokens, mx.concatenate(drawn_from, axis=1) if drawn_from else None
 
     def choose_all(self, logits: mx.array) -> tuple[mx.array, mx.array | None]:
-        """Choose all proposals as :meth:`choose` does, where none changes the logits.
+        """Choose all proposals at once, from logits that do not depend on them.
 
         Args:
             logits: of the next positions, shape (B, k, V' <= V), k up to
@@ -167,7 +168,7 @@ class Round:
 
         Returns:
             The tokens, shape (B, k), and what they were drawn from, shape (B, k, V),
-            or ``None`` where no row needs it.
+            or ``None`` if no row needs it.
         """
         k = logits.shape[1]
         if self.sampling.adjustments is not None or self.grammar is not None:
@@ -186,27 +187,27 @@ class Round:
 
 
 class DraftRows(ABC):
-    """What a drafter knows of some rows that decode together.
+    """What a drafter knows of rows that decode together.
 
-    Once :meth:`prefill` is through, every round calls :meth:`propose` (unless k
-    is 0) and :meth:`commit`. Neither may wait for the device. A derived class has to
-    write :meth:`propose`, :meth:`filter` and :meth:`extend`; what else it does not
-    write does nothing.
+    After :meth:`prefill`, every round calls :meth:`propose` (unless k is 0) and
+    :meth:`commit`. Neither may wait for the device. A derived class must define
+    :meth:`propose`, :meth:`filter` and :meth:`extend`. The other methods do nothing
+    unless they are defined.
     """
 
     @property
     def backlog(self) -> int:
-        """Tokens of a row, on average, that the next :meth:`propose` takes in first."""
+        """Tokens of a row, on average, that :meth:`propose` has to take in first."""
         return 0
 
     @property
     def nbytes(self) -> int:
-        """Bytes that the rows keep."""
+        """Bytes of what is kept for the rows."""
         return 0
 
     @property
     def new_shapes(self) -> int:
-        """Forwards so far whose shapes were not ready: their rounds took longer."""
+        """Forwards so far whose shapes were new; their rounds took longer."""
         return 0
 
     @property
@@ -215,9 +216,9 @@ class DraftRows(ABC):
         return None
 
     def separate(self, salts: Sequence[str | None]) -> None:
-        """Share what is kept of prompts among rows of the same salt alone.
+        """Share stored prefixes only among rows of the same salt.
 
-        Called before :meth:`prefill`, where a request has a ``cache_salt``.
+        Called before :meth:`prefill` if a request has a ``cache_salt``.
         """
         return
 
@@ -226,62 +227,61 @@ class DraftRows(ABC):
     ) -> None:
         """See the target's hidden states of a chunk of the prompts.
 
-        Called before :meth:`prefill`, chunk after chunk up to the prompts' last
-        token, where the drafter asked for :attr:`Drafter.hidden_layers`.
+        Called before :meth:`prefill`, for each chunk up to the prompts' last token, if
+        the drafter asked for :attr:`Drafter.hidden_layers`.
 
         Args:
             hidden: shape (B, S, D), as in
                 :class:`~specdec.spec_decode.rejection_sampler.Accepted`.
-            following: the token after each, shape (B, S): of a prompt's last token the
-                first that the row emits.
-            lengths: tokens of the chunk that each row has; what follows them is
-                padding.
+            following: the token after each, shape (B, S). After a prompt's last token
+                it is the first one that the row emits.
+            lengths: how many tokens of the chunk are a row's own; the rest is padding.
         """
         return
 
     def prefill(self) -> Iterator[None]:
-        """Hand the prompts to the device, yielding between chunks of work."""
+        """Take in the prompts, yielding between chunks of work."""
         return iter(())
 
     @abstractmethod
     def propose(self, round_: Round) -> Proposals:
-        """``round_.num_draft_tokens`` tokens for every row."""
+        """Propose ``round_.num_draft_tokens`` tokens for every row."""
 
     def peek(self, round_: Round) -> Proposals | None:
-        """What would be proposed in a round that does not draft; ``None``: unknown.
+        """What would be proposed, in a round without a draft; ``None``: unknown.
 
-        For rows that propose at next to no cost, and not by drawing. It changes
+        For drafters that propose at next to no cost and do not sample. It must change
         nothing; :meth:`commit` follows, with k = 0.
 
         Args:
-            round_: with the k that is looked at; its draws have one position.
+            round_: has the k to peek at; its draws have one position.
         """
         return None
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Learn what the round kept; called for rounds with k = 0 too."""
+        """Learn what the round kept; called after rounds with k = 0 too."""
         return
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """Committed tokens of the longest and shortest row, as the host knows."""
+        """Learn how many committed tokens the longest and the shortest row have."""
         return
 
     @abstractmethod
     def filter(self, rows: Sequence[int]) -> None:
-        """Keep just the given rows, in that order; one may be there several times."""
+        """Keep only the given rows, in that order; a row may be given several times."""
 
     @abstractmethod
     def extend(self, other: Self) -> None:
         """Append the rows of ``other``, made by the same drafter and prefilled."""
 
     def place(self, rows: Sequence[int], other: Self, num_rows: int) -> None:
-        """Put the rows of ``other`` into the given ones, which nobody needs any more.
+        """Put the rows of ``other`` in the place of the given ones, which have ended.
 
-        A drafter that can do it without a copy of all its rows should.
+        A drafter should define it if it can do so without copying all rows.
 
         Args:
             rows: where each row of ``other`` goes.
-            num_rows: how many there are.
+            num_rows: the number of rows, before and after.
         """
         self.extend(other)
         order = list(range(num_rows))
@@ -290,30 +290,31 @@ class DraftRows(ABC):
         self.filter(order)
 
     def reset(self, rows: Sequence[int]) -> None:
-        """The given rows have ended, and others may be put into their places."""
+        """Learn that the given rows have ended; others may take their places."""
         return
 
 
 class Drafter(ABC):
-    """Proposes tokens; whatever it proposes, the output is the target's."""
+    """Proposes tokens. Whatever it proposes, the output is the target's own."""
 
-    #: Positions that the drafter can serve; ``None``: any number. A row that is
-    #: longer is not drafted for any more.
+    #: Positions that the drafter can serve; ``None``: any number. Longer rows are not
+    #: drafted for.
     context_length: int | None = None
 
     #: The most tokens that it proposes for a row in a round; ``None``: any number.
-    #: Rounds are no wider.
+    #: No round asks for more.
     max_proposals: int | None = None
 
-    #: Layers of the target whose outputs the drafter wants, counted from 0, or from
-    #: the last with -1, -2, ...
+    #: Layers of the target whose outputs the drafter reads: from 0, or from the last
+    #: one with -1, -2, ...
     hidden_layers: tuple[int, ...] = ()
 
-    #: Runs what has an entry for each token whose hidden states were observed: then
-    #: prefixes of prompts are kept with these; ``None``: they are not reused.
+    #: Runs a model with one cache entry for each token whose hidden states were
+    #: observed. Its entries are stored with prefixes of prompts; with ``None``, a
+    #: drafter that reads hidden states has no prefixes reused.
     context: ModelRunner | None = None
 
-    #: Of the target's tokens, those that it can propose, 0 to 1; ``None``: all.
+    #: The share of the target's tokens that it can propose, 0 to 1; ``None``: all.
     vocabulary_share: float | None = None
 
     @abstractmethod

@@ -1,4 +1,4 @@
-"""Drafters by name, and how a decoder gets its drafter."""
+"""Makes a decoder's drafter: by name, or by a function of the user's."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from .drafter import Drafter
 from .head_drafter import HeadDrafter
 from .ngram import NgramDrafter, NgramOptions
 
-# Beside a model that can propose as well, two tokens that occurred before are a
-# weak reason.
+# With a model that can propose as well, a match of two tokens is too weak.
 _MIN_NGRAM_BEFORE_A_MODEL = 3
 
 
@@ -53,12 +52,12 @@ DrafterFactory = Callable[[DraftContext], Drafter]
 
 @runtime_checkable
 class DescribedFactory(Protocol):
-    """A factory that says what it makes, before it does.
+    """A factory that describes the drafter before it makes one.
 
     Attributes:
-        name: for reports; of other factories, that of the function or class.
-        model: what the drafter will run, so that its memory is counted; ``None``:
-            no model. Of other factories nothing is counted.
+        name: a name for reports. Other factories go by the function's or class's name.
+        model: the model that the drafter will run, so that its memory is counted;
+            ``None``: no model. For other factories, no memory is counted.
     """
 
     @property
@@ -71,7 +70,7 @@ class DescribedFactory(Protocol):
 
 
 def ngram_of(spec: DraftSpec) -> NgramOptions | None:
-    """How the draft looks n-grams up; ``None``: it does not."""
+    """How the draft looks n-grams up; ``None`` if it does not."""
     if not spec.ngram:
         return None
     if spec.model is None:
@@ -81,14 +80,14 @@ def ngram_of(spec: DraftSpec) -> NgramOptions | None:
 
 @dataclass(frozen=True)
 class NamedDrafter:
-    """The factory of specdec's own drafters; their models are loaded.
+    """The factory of specdec's own drafters; their models are loaded already.
 
     Args:
-        name: for reports.
-        model: what proposes; ``None``: n-grams alone.
-        ngram: looked up before the model is asked; ``None``: none are.
-        vocabulary: the model's tokens for those of the target; ``None``: they are
-            looked at when the drafter is made.
+        name: a name for reports.
+        model: the model that proposes; ``None``: n-grams alone.
+        ngram: n-grams to look up before the model is asked; ``None``: none.
+        vocabulary: maps the target's tokens to the model's; ``None``: found out when
+            the drafter is made.
     """
 
     name: str
@@ -148,11 +147,12 @@ def factory_of(
     draft: LoadedModel | None,
     target: LoadedModel,
 ) -> DrafterFactory | None:
-    """The factory that a decoder was given: as it is, by name, or a draft model.
+    """The factory for what a decoder was given: a factory, a name, or a draft model.
 
     Raises:
-        ConfigError: both are given, or one is something else.
-        ModelError: see :meth:`NamedDrafter.load`, whose ConfigError it may be, too.
+        ConfigError: both are given, one has the wrong type, or see
+            :meth:`NamedDrafter.load`.
+        ModelError: see :meth:`NamedDrafter.load`.
     """
     if draft is not None and drafter is not None:
         raise ConfigError("draft and drafter are both given: leave one out")
@@ -178,12 +178,12 @@ def factory_of(
 
 
 def describe(factory: DrafterFactory) -> tuple[str, LoadedModel | None]:
-    """Its name, and the model that it says it will run.
+    """A factory's name, and the model that its drafter will run.
 
     Raises:
-        ConfigError: it says that it runs something that is no loaded model.
+        ConfigError: it names something that is not a loaded model.
     """
-    # Of a class, attributes of the same names may be its instances' properties.
+    # A class may have properties of these names, for its instances.
     if isinstance(factory, DescribedFactory) and not isinstance(factory, type):
         if not isinstance(factory.model, LoadedModel | None):
             raise ConfigError(
@@ -195,10 +195,10 @@ def describe(factory: DrafterFactory) -> tuple[str, LoadedModel | None]:
 
 
 def make_drafter(factory: DrafterFactory, context: DraftContext) -> Drafter:
-    """Call the factory, and see that a drafter comes back.
+    """Make the drafter.
 
     Raises:
-        ConfigError: it is none.
+        ConfigError: the factory returned something else.
     """
     drafter = factory(context)
     if not isinstance(drafter, Drafter):
@@ -210,13 +210,13 @@ def make_drafter(factory: DrafterFactory, context: DraftContext) -> Drafter:
 
 
 def _takes_one(factory: object) -> bool:
-    """Whether it can be called with one argument."""
+    """Whether ``factory`` can be called with one argument."""
     if not callable(factory):
         return False
     try:
         inspect.signature(factory).bind(None)
     except TypeError:
         return False
-    except ValueError:  # of something built in nothing is known
+    except ValueError:  # a built-in function may have no signature
         pass
     return True

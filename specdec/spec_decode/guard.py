@@ -1,4 +1,4 @@
-"""A drafter's failure costs its drafts alone: rows are decoded on without them."""
+"""Guards the engine against drafters that fail: decoding goes on without a draft."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ T = TypeVar("T")
 
 
 class DraftGuard:
-    """What stands between an engine and its drafters.
+    """Stands between an engine and its drafters.
 
-    Whatever a drafter raises ends drafting, for all rows: a drafter that missed what a
-    round kept knows its rows no more. One warning reports it; where it came from,
-    in a debug message of the logger ``specdec.spec_decode``.
+    Any error of a drafter ends drafting for all rows, since a drafter that missed a
+    round no longer knows its rows. One warning reports the error. Its traceback is in a
+    debug message of the logger ``specdec.spec_decode``.
 
     Attributes:
-        error: what the first failure said; ``None``: there was none.
+        error: the message of the first failure; ``None`` if there was none.
     """
 
     def __init__(self) -> None:
         self.error: str | None = None
 
     def drafter(self, drafter: Drafter) -> Drafter:
-        """The drafter, whose rows propose nothing after a failure."""
+        """The drafter, guarded: its rows propose nothing after a failure."""
         return _Guarded(drafter, self)
 
     def length(self, length: DraftLength) -> DraftLength:
-        """The choice of k: 0 after a failure."""
+        """The choice of k, guarded: 0 after a failure."""
         return _GuardedLength(length, self)
 
     def fail(self, error: Exception, what: object) -> None:
-        """Draft no more: ``what`` has raised ``error``."""
+        """Stop drafting: ``what`` has raised ``error``."""
         if self.error is not None:
             return
         self.error = str(as_drafter_error(error, what))
@@ -51,7 +51,7 @@ class DraftGuard:
 
 
 def as_drafter_error(error: Exception, what: object) -> DrafterError:
-    """The error of ours for what a drafter, or its rows, raised."""
+    """A DrafterError for an error that a drafter, or its rows, raised."""
     if isinstance(error, DrafterError):
         return error
     name, kind = type(what).__qualname__, type(error).__name__
@@ -84,7 +84,7 @@ class _Guarded(Drafter):
 
 
 def _asking(name: str) -> Callable[..., None]:
-    """A method that calls that of the rows, as long as none has failed."""
+    """A method that calls the rows' method, unless one has failed."""
 
     def call(self: _GuardedRows, *args: Any) -> None:
         self._ask(lambda rows: getattr(rows, name)(*args), None)
@@ -93,16 +93,16 @@ def _asking(name: str) -> Callable[..., None]:
 
 
 class _GuardedRows(DraftRows):
-    """Rows of a drafter that may fail; after that they are ``None``."""
+    """Rows of a drafter that may fail; after a failure they are ``None``."""
 
     def __init__(self, rows: DraftRows | None, guard: DraftGuard):
         self._rows, self._guard = rows, guard
 
     def _ask(self, ask: Callable[[DraftRows], T], otherwise: T) -> T:
-        """What ``ask`` makes of the rows; ``otherwise`` where drafting has ended."""
+        """What ``ask`` returns for the rows; ``otherwise`` if drafting has ended."""
         rows = self._rows
         if rows is None or self._guard.error is not None:
-            self._rows = None  # and their memory
+            self._rows = None  # this frees their memory
             return otherwise
         try:
             return ask(rows)

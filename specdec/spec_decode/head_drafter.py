@@ -1,8 +1,8 @@
 """Draft heads as drafters: DFlash, DSpark and EAGLE-3 in one mechanism.
 
-A row's context is one entry for each of its committed tokens but the last, in caches
-like a model's: written from the target's hidden states when they are seen, as part of
-the prompt or of a round, and taken back where the round's tokens do not stand.
+A row's context has one entry for each of its committed tokens but the last, in caches
+like a model's. Entries are written from the target's hidden states, of the prompt or of
+a round, and taken back for tokens that the round rejects.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class HeadDrafter(Drafter):
 
     Attributes:
         hidden_layers: layers of the target that the head reads.
-        context: the head.
+        context: runs the head.
         max_proposals: tokens of a block; ``None`` for a head that proposes in steps.
     """
 
@@ -63,10 +63,10 @@ class HeadDrafter(Drafter):
 
 
 class HeadRows(DraftRows):
-    """Rows of a draft head: their context, and what proposing begins with.
+    """Rows of a draft head: their context, and the state that proposing starts from.
 
     Args:
-        drafter: whose they are.
+        drafter: the drafter that they belong to.
         rows: the caches of the context.
     """
 
@@ -74,7 +74,7 @@ class HeadRows(DraftRows):
         self._drafter = drafter
         self._rows = rows
         size = drafter.head.args.sizes.hidden_size
-        # Of each row's last entry, where the head gives anything, shape (B, 1, D).
+        # The head's output for each row's last entry, if it has any, shape (B, 1, D).
         self._state = mx.zeros((rows.num_rows, 1, size))
 
     @property
@@ -91,10 +91,11 @@ class HeadRows(DraftRows):
         self._evaluate()
 
     def _keep(self, given: mx.array | None, kept: mx.array) -> None:
-        """Take what was given for the last of each row's new entries.
+        """Keep the head's output for the last of each row's new entries.
 
         Args:
-            kept: how many they are, shape (B,).
+            given: the head's output for all new entries; ``None`` if it has none.
+            kept: how many new entries each row keeps, shape (B,).
         """
         if given is None:
             return
@@ -104,17 +105,17 @@ class HeadRows(DraftRows):
         self._state = mx.where((kept > 0)[:, None, None], new, state)
 
     def _evaluate(self) -> None:
-        """Hand what was written to the device: no graph grows, no chunk is held."""
+        """Start computing what was written, so that graphs do not grow."""
         self._rows.evaluate()
         mx.async_eval(self._state)
 
     def prefill(self) -> Iterator[None]:
-        """Nothing is left to do but to give back what only prompts needed."""
+        """Give back the memory that only prompts needed."""
         self._rows.resize(self._drafter.max_round)
         return iter(())
 
     def commit(self, round_: Round, accepted: Accepted) -> None:
-        """Write the context of the round's tokens, as far as they stand."""
+        """Write the context of the tokens that the round has kept."""
         assert accepted.hidden is not None
         width = accepted.hidden.shape[1]
         given = self._rows.call("absorb", accepted.hidden, accepted.chosen)
@@ -124,7 +125,7 @@ class HeadRows(DraftRows):
             self._evaluate()
 
     def note_lengths(self, longest: int, shortest: int) -> None:
-        """The context lacks the newest token."""
+        """Pass the lengths on; the context lacks the newest token."""
         self._rows.note_lengths(longest - 1, max(shortest - 1, 0))
 
     def filter(self, rows: Sequence[int]) -> None:
@@ -163,7 +164,7 @@ class BlockRows(HeadRows):
     """Rows of a DFlash or DSpark head: all proposals in one forward."""
 
     def propose(self, round_: Round) -> Proposals:
-        """Choose up to as many tokens as a block has; the rest is not meant."""
+        """Choose as many tokens as a block has; the rest are no proposals."""
         head: Any = self._drafter.head
         wanted = round_.num_draft_tokens
         k = min(wanted, head.args.max_draft_tokens)
@@ -201,7 +202,7 @@ class ChainedRows(HeadRows):
     """Rows of an EAGLE-3 head: a step for each proposal."""
 
     def propose(self, round_: Round) -> Proposals:
-        """Choose k tokens per row, each fed back with what the step before gave."""
+        """Choose k tokens per row, each fed back with the state of the step before."""
         head: Any = self._drafter.head
         state = self._state
         self._rows.checkpoint()

@@ -1,4 +1,4 @@
-"""Prompt lookup: what followed the newest tokens when they occurred before.
+"""Prompt lookup: proposes what followed the newest tokens when they occurred before.
 
 (Saxena 2023, "Prompt lookup decoding"; Yang et al. 2023, "Inference with
 reference".) No model, and nothing leaves the device.
@@ -23,8 +23,8 @@ from .rejection_sampler import Accepted
 from .vetting import ours
 
 _MIN_CAPACITY = 256
-# Rounds that look nothing up, of which the tokens are handed over together: a hand-over
-# takes the host tens of microseconds. What lives on meanwhile are a few small arrays.
+# The tokens of so many rounds without a look-up are computed together, since each call
+# takes the host tens of microseconds. Until then a few small arrays are held.
 _TOGETHER = 8
 
 
@@ -34,8 +34,8 @@ class NgramOptions:
 
     Args:
         max_ngram, min_ngram: most and fewest of the newest tokens that must have
-            occurred before; the longest match is taken, of equals the newest.
-        max_history: newest tokens of a row that are searched. A round's cost
+            occurred before. The longest match is taken; among equal ones, the newest.
+        max_history: how many of a row's newest tokens are searched. A round's cost
             grows with ``max_ngram`` times this.
 
     Raises:
@@ -58,10 +58,10 @@ class NgramOptions:
         )
 
     def nbytes(self, num_rows: int) -> int:
-        """Most bytes that looking up takes for so many rows, measured and rounded up.
+        """The most bytes that a look-up takes for so many rows.
 
-        Comparing a slot with each of the newest tokens takes 8 bytes, what is made
-        of that 32.
+        For each slot, 8 bytes to compare it with each of the newest tokens, and 32 for
+        the results: measured, and rounded up.
         """
         return num_rows * self.max_history * (32 + 8 * self.max_ngram)
 
@@ -72,10 +72,10 @@ class NgramDrafter(Drafter):
     A row without a match proposes nothing, and nothing is counted for it.
 
     Args:
-        options: how to look.
+        options: how to look n-grams up.
 
     Raises:
-        ConfigError: ``options`` are something else.
+        ConfigError: ``options`` are not :class:`NgramOptions`.
     """
 
     def __init__(self, options: NgramOptions | None = None):
@@ -100,9 +100,9 @@ class NgramRows(DraftRows):
     """The tokens of some rows, searched in every round.
 
     Args:
-        drafter: how to look.
-        prompts: of the rows.
-        max_length: tokens that the longest row can ever hold.
+        drafter: the drafter that they belong to.
+        prompts: the rows' prompts.
+        max_length: the most tokens that a row can ever hold.
     """
 
     def __init__(
@@ -110,10 +110,10 @@ class NgramRows(DraftRows):
     ):
         self._options = drafter.options
         self._lookup = drafter.lookup
-        # Most tokens that a row can hold, its first one included.
+        # The most tokens that a row can have now, its first one included.
         self._longest = max(map(len, prompts)) + 1
         self._ring = ring_of(prompts, self._capacity(self._longest))
-        # Rounds kept since the ring was last handed over; a look-up computes it, too.
+        # Rounds since the ring was last computed; a look-up computes it too.
         self._unwritten = 0
 
     def propose(self, round_: Round) -> Proposals:
@@ -142,7 +142,7 @@ class NgramRows(DraftRows):
             self._ring, round_.lengths, round_.recent, accepted.chosen, accepted.kept
         )
         self._unwritten += 1
-        # Else the graph of every round that looks nothing up would live on.
+        # Otherwise the graphs of rounds without a look-up would pile up.
         if self._unwritten >= _TOGETHER:
             mx.async_eval(self._ring)
             self._unwritten = 0
@@ -155,7 +155,7 @@ class NgramRows(DraftRows):
 
     def extend(self, other: NgramRows) -> None:
         self._longest = max(self._longest, other._longest)
-        # A ring stays as large as a row that has left made it.
+        # A ring may be larger than its rows need, by rows that have left.
         slots = max(self._ring.shape[1], other._ring.shape[1])
         for rows in (self, other):
             rows._grow(max(slots, self._capacity(self._longest)))
@@ -182,7 +182,7 @@ class NgramRows(DraftRows):
         self._grow(self._capacity(length))
 
     def _grow(self, slots: int) -> None:
-        # Smaller than max_history nothing was overwritten: slots are positions.
+        # Below max_history nothing has been overwritten, so slots are positions.
         missing = slots - self._ring.shape[1]
         if missing > 0:
             self._ring = mx.pad(

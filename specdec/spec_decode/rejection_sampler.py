@@ -1,11 +1,11 @@
-"""What a round keeps: pure functions of proposals and what the target says of them.
+"""What a round accepts: pure functions of proposals and the target's choices.
 
-Three rules, all of which keep the target's distribution:
+There are three rules. All keep the target's distribution:
 
 coupled
-    A draft token is kept when it equals the target's own choice. Target and draft
+    A draft token is accepted if it equals the target's own choice. Target and draft
     share the noise of each position, so they agree often (Daliri, Musco and
-    Suresh 2024), and what comes out does not depend on the draft.
+    Suresh 2024). The output does not depend on the draft.
 rejection
     The ratio test of Leviathan, Kalman and Matias (2023).
 block
@@ -25,14 +25,14 @@ class Accepted:
     """What a round keeps: row ``i`` commits ``chosen[i, :kept[i]]``.
 
     Args:
-        chosen: shape (B, k + 1), int32; what is after a row's kept tokens means
+        chosen: shape (B, k + 1), int32. What follows a row's kept tokens means
             nothing.
-        kept: accepted draft tokens and the extra token, 0 for rows that have
-            ended, shape (B,), int32.
+        kept: the number of accepted draft tokens plus 1 for the extra token; 0 for
+            rows that have ended; shape (B,), int32.
         hidden: the target's hidden states at the round's inputs (the last committed
-            token, then the proposals), shape (B, k + 1, D), where the drafter asked
-            for them, else ``None``: what the layers that it asked for put out,
-            before any norm, one after the other along the last axis.
+            token, then the proposals), shape (B, k + 1, D): the outputs of the layers
+            that the drafter asked for, before any norm, joined along the last axis.
+            ``None`` if it asked for none.
     """
 
     chosen: mx.array
@@ -50,8 +50,8 @@ def count_kept(proposed: mx.array, chosen: mx.array, limit: mx.array) -> mx.arra
     Args:
         proposed: draft tokens, shape (B, k), k may be 0.
         chosen: the target's tokens, shape (B, k + 1).
-        limit: most draft tokens that each row may accept, shape (B,), int32;
-            less than 0 for rows that have ended, which keep nothing.
+        limit: the most draft tokens that each row may accept, shape (B,), int32;
+            negative for rows that have ended, which keep nothing.
 
     Returns:
         Shape (B,), int32: accepted draft tokens + 1, or 0.
@@ -67,7 +67,7 @@ def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
     """The newest committed tokens of every row after a round, shape (B, W).
 
     Args:
-        recent: those before it, shape (B, W).
+        recent: the newest tokens before the round, shape (B, W).
         chosen, kept: what the round commits, see :class:`Accepted`.
     """
     row = mx.concatenate([recent, chosen], axis=1)
@@ -77,13 +77,13 @@ def next_recent(recent: mx.array, chosen: mx.array, kept: mx.array) -> mx.array:
 
 @dataclass(frozen=True)
 class Proposed:
-    """What the ratio rules look at.
+    """The inputs of the ratio rules.
 
     Args:
         tokens: draft tokens, shape (B, k).
         draft: what each was drawn from, shape (B, k, V).
-        target: what the target would draw from at each position, and after the
-            last, shape (B, k + 1, V).
+        target: what the target draws from at each position, and after the last,
+            shape (B, k + 1, V).
         limit: see :func:`count_kept`.
     """
 
@@ -97,7 +97,7 @@ class Proposed:
         index = self.tokens[..., None]
         p = mx.take_along_axis(self.target[:, :-1], index, axis=-1)[..., 0]
         q = mx.take_along_axis(self.draft, index, axis=-1)[..., 0]
-        # A token that the draft gave nothing was not drawn from it: refuse it.
+        # A token to which the draft gave no probability cannot be its draw: refuse it.
         return mx.where(q > 0, p / mx.maximum(q, 1e-38), 0.0)
 
 

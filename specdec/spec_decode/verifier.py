@@ -1,4 +1,4 @@
-"""The decision of a round: from the target's logits to what every row commits."""
+"""Decides what every row of a round commits, from the target's logits."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .commit import CommitResult, Committed, Compute, committer
 from .custom_samplers import choose_stepwise
 from .rejection_sampler import Accepted, AcceptedPrefix, Proposed
 
-#: How the rows of idle slots choose.
+#: Parameters for idle slots.
 IDLE = SamplingParams(temperature=0.0, max_tokens=1)
 
 
@@ -27,8 +27,8 @@ class Logprobs:
     """Log-probabilities of a round's tokens, for the rows that asked for them.
 
     Args:
-        chosen: of the chosen tokens, shape (B, S).
-        top_ids, top: the likeliest tokens, the likeliest first, shape (B, S, n).
+        chosen: those of the chosen tokens, shape (B, S).
+        top_ids, top: the likeliest tokens and theirs, best first, shape (B, S, n).
     """
 
     chosen: mx.array
@@ -45,26 +45,26 @@ class Logprobs:
         num_top = min(num_top, vocab_size)
         ids = mx.zeros((*tokens.shape, 0), mx.int32)
         if num_top:
-            # Sorting a whole vocabulary takes far longer than splitting it.
+            # Sorting the whole vocabulary would take far longer than a partition.
             ids = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[..., :num_top]
             order = mx.argsort(-mx.take_along_axis(logprobs, ids, axis=-1), axis=-1)
             ids = mx.take_along_axis(ids, order, axis=-1)
         return cls(chosen, ids, mx.take_along_axis(logprobs, ids, axis=-1))
 
     def read(self, rows: Sequence[Request | None]) -> list[list[TokenLogprobs]]:
-        """An entry for each position of the rows that asked, with as many as it did."""
+        """For each row that asked, an entry for each position."""
         arrays: list[Any] = [self.chosen, self.top_ids, self.top]
         chosen, ids, top = (array.tolist() for array in arrays)
         read: list[list[TokenLogprobs]] = []
-        for i, sequence in enumerate(rows):
-            params = IDLE if sequence is None else sequence.params
+        for i, request in enumerate(rows):
+            params = IDLE if request is None else request.params
             if not params.logprobs and not params.top_logprobs:
                 read.append([])
                 continue
             entries = []
             for j, logprob in enumerate(chosen[i]):
                 likeliest = zip(ids[i][j], top[i][j], strict=True)
-                # A token that bias or a processor forbids is no alternative.
+                # A token that bias or a processor forbids is not an alternative.
                 possible = [(t, p) for t, p in likeliest if p > -inf]
                 entries.append(TokenLogprobs(logprob, possible[: params.top_logprobs]))
             read.append(entries)
@@ -73,15 +73,15 @@ class Logprobs:
 
 @dataclass(frozen=True)
 class Decision:
-    """What a round decides, on the device but for ``errors``.
+    """What a round decides; all but ``errors`` is on the device.
 
     Args:
         result: what every row commits, and what follows from that.
-        peaks: the largest logit of every position, shape (B, k + 1): NaN where any
-            of its logits is, minus infinity where no token is possible.
-        logprobs: where a row asked for them.
-        errors: by row, why its own functions or its grammar failed, after the tokens
-            that it keeps.
+        peaks: the largest logit of every position, shape (B, k + 1): NaN if any of
+            its logits is NaN, minus infinity if no token is possible.
+        logprobs: log-probabilities, if a row asked for them.
+        errors: by row, why the user's functions or the grammar failed after the tokens
+            that the row keeps.
     """
 
     result: CommitResult
@@ -92,19 +92,19 @@ class Decision:
 
 @dataclass(frozen=True)
 class Verifier:
-    """How the rows of a batch decide.
+    """Decides what the rows of a batch accept.
 
     Args:
-        rows: the rows.
-        sampling: how they choose.
-        rejection, block: rows with that verification, shape (B,), boolean;
-            ``None`` when there are none.
-        stepwise: running rows whose tokens the user's functions choose, with how
-            they sample after those functions.
+        rows: the rows; ``None`` for idle slots.
+        sampling: how the rows choose tokens.
+        rejection, block: which rows have that verification, shape (B,), boolean;
+            ``None`` if there are none.
+        stepwise: running rows whose tokens the user's functions choose, and how each
+            samples after those functions.
         grammars: running rows that follow a grammar.
-        num_top: most likely tokens that any row wants reported; ``None`` when no
-            row wants log-probabilities.
-        compute: works out what follows from a round.
+        num_top: the most alternatives that any row wants reported; ``None`` if no row
+            wants log-probabilities.
+        compute: computes what follows from a round.
     """
 
     rows: tuple[Request | None, ...]
@@ -118,11 +118,11 @@ class Verifier:
 
     @classmethod
     def of(cls, rows: Sequence[Request | None], vocab_size: int) -> Verifier:
-        """The rules of several rows; ``None`` is one whose tokens nobody reads."""
+        """The verifier of ``rows``; ``None`` stands for an idle slot."""
         params = [IDLE if s is None else s.params for s in rows]
 
         def verified_by(name: str) -> mx.array | None:
-            # At temperature 0 all rules are one, and the coupled one is cheapest.
+            # At temperature 0 all rules agree, and the coupled one is cheapest.
             found = [p.verification == name and p.temperature > 0 for p in params]
             return mx.array(found) if any(found) else None
 
@@ -153,12 +153,12 @@ class Verifier:
 
     @property
     def needs_probabilities(self) -> bool:
-        """Whether a row's verification looks at what drafts were drawn from."""
+        """Whether some row's verification needs what proposals were drawn from."""
         return self.rejection is not None or self.block is not None
 
     @property
     def needs_tokens(self) -> bool:
-        """Whether the host has to know every committed token when a round begins."""
+        """Whether the host must know every committed token before a round."""
         return bool(self.stepwise or self.grammars)
 
     def draws(self, first: mx.array, num_tokens: int) -> Draws:
@@ -179,12 +179,12 @@ class Verifier:
         active: mx.array,
         limits: Sequence[int],
     ) -> Round:
-        """What a drafter gets to know of a round of ``k``.
+        """The round of ``k`` that a drafter is asked to propose for.
 
         Args:
-            committed: before it.
+            committed: what is committed before it.
             active: rows still being decoded, shape (B,), boolean.
-            limits: most draft tokens that each row may accept.
+            limits: the most draft tokens that each row may accept.
         """
         grammar = self._masks(limits, k + 1) if self.grammars else None
         given = None
@@ -207,7 +207,7 @@ class Verifier:
         )
 
     def _masks(self, limits: Sequence[int], num_tokens: int) -> GrammarMasks:
-        """Of a round that begins now, after the rows' tokens as they were read."""
+        """The grammars' masks for a round; all tokens before it have been read."""
         states, ends = {}, {}
         for i in self.grammars:
             row = self.rows[i]
@@ -229,12 +229,12 @@ class Verifier:
 
         Args:
             round_: the round.
-            inputs: the target's: the newest token, then those proposed, shape
+            inputs: the target's inputs: the newest token, then the proposals, shape
                 (B, k + 1).
-            proposals: ``None`` when k is 0.
-            logits: the target's, shape (B, k + 1, V).
-            limit: most draft tokens that each row may accept, -1 for rows that have
-                ended, shape (B,), int32.
+            proposals: ``None`` if k is 0.
+            logits: the target's logits, shape (B, k + 1, V).
+            limit: the most draft tokens that each row may accept, -1 for rows that
+                have ended, shape (B,), int32.
         """
         draws, proposed = round_.draws, inputs[:, 1:]
         logits = self.sampling.adjusted(logits, round_.recent, proposed, draws)
@@ -268,10 +268,10 @@ class Verifier:
         draws: Draws,
         limit: mx.array,
     ) -> Accepted:
-        """What is accepted, rows with a ratio rule decided by theirs."""
+        """What is accepted, where rows with a ratio rule follow that rule."""
         sampling, k = self.sampling, proposals.tokens.shape[1]
         if proposals.probabilities is not None:
-            # What a broken draft drew says nothing: as if it had drawn nothing.
+            # A broken draft's proposals (NaN, say) are not accepted.
             sound = mx.isfinite(proposals.probabilities.sum(axis=-1)).all(axis=-1)
             limit = mx.where(sound, limit, mx.minimum(limit, 0))
         proposed = Proposed(
@@ -298,7 +298,7 @@ class Verifier:
             at = first[:, None] + mx.maximum(prefix.count, 0)[:, None]
             noise = gumbel_noise(sampling.seed, at, sampling.vocab_size, use=RESIDUAL)
             ruled = rejection_sampler.with_extra_token(proposed, prefix, noise[:, 0])
-            # One that may accept nothing is not speculating: as in a round of k = 0.
+            # A row that may accept nothing decides as in a round of k = 0.
             rows = rows & (limit > 0)
             accepted = Accepted(
                 mx.where(rows[:, None], ruled.chosen, accepted.chosen),
@@ -314,7 +314,7 @@ class Verifier:
         draws: Draws,
         limit: mx.array,
     ) -> tuple[Accepted, mx.array, dict[int, str]]:
-        """The same and the logits, stepwise rows decided by their functions."""
+        """What is accepted, and the logits, where the user's functions choose."""
         limits: list[int] = limit.tolist()  # type: ignore[assignment]
         errors: dict[int, str] = {}
         chosen = [mx.array(row) for row in accepted.chosen]

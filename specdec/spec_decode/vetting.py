@@ -1,7 +1,7 @@
-"""Proposals of drafters that are not ours are looked at before anything reads them.
+"""Checks proposals of drafters that are not specdec's before anything reads them.
 
-A token outside of the vocabulary reads memory that is not the model's, and what a
-drafter left to be computed fails where it is computed: both would end more than drafts.
+A token outside of the vocabulary would read foreign memory. An error in what a drafter
+left to be computed would surface in the target's forward. Either would end the run.
 """
 
 from __future__ import annotations
@@ -20,25 +20,20 @@ _OURS: set[type] = set()
 
 
 def ours(rows: type[T]) -> type[T]:
-    """Mark a class whose proposals are in range by construction, whatever happens.
-
-    Of a class derived from it, nobody knows what it does.
-    """
+    """Mark a class (not those derived from it) whose proposals are always in range."""
     _OURS.add(rows)
     return rows
 
 
 def check_proposals(rows: DraftRows, round_: Round, proposals: Proposals) -> None:
-    """See that proposals have the shapes and types of their protocol.
-
-    Looks at no values, and so waits for nothing.
+    """Check that proposals have the right shapes and types, without waiting for them.
 
     Args:
-        rows: whose they are.
-        round_: what they are for.
+        rows: the rows that proposed them.
+        round_: the round that they are for.
 
     Raises:
-        DrafterError: they have not.
+        DrafterError: a shape or a type is wrong.
     """
     name = type(rows).__qualname__
     if not isinstance(proposals, Proposals):
@@ -73,15 +68,15 @@ def _described(shape: Sequence[int], dtype: str) -> str:
 
 
 def vetted(rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
-    """Proposals that may be handed on; those of other classes are waited for.
+    """Checked proposals. Those of classes that are not marked are waited for.
 
     Args:
-        rows: whose they are.
-        round_: what they are for.
+        rows: the rows that proposed them.
+        round_: the round that they are for.
 
     Raises:
-        DrafterError: a shape, a type or a value is none that its protocol allows.
-        Exception: what computing them raised.
+        DrafterError: a shape, a type or a value is not allowed.
+        Exception: computing them raised it.
     """
     check_proposals(rows, round_, proposals)
     if type(rows) in _OURS:
@@ -91,7 +86,7 @@ def vetted(rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
     ranges = [("tokens", tokens, vocab_size - 1)]
     if lengths is not None:
         ranges.append(("lengths", lengths, tokens.shape[1]))
-    # Of its own type, a value may have no room for the bound.
+    # In their own type, the bound might overflow.
     wide = [(part, each.astype(mx.int64), most) for part, each, most in ranges]
     found = [(part, mx.stack([a.min(), a.max()]), most) for part, a, most in wide]
     mx.eval(proposals.probabilities, [extremes for _, extremes, _ in found])
@@ -99,9 +94,10 @@ def vetted(rows: DraftRows, round_: Round, proposals: Proposals) -> Proposals:
         least, largest = int(extremes[0]), int(extremes[1])
         if least < 0 or largest > most:
             raise DrafterError(
-                f"drafter {type(rows).__qualname__}: of the {part} that it proposed "
-                f"one is {least if least < 0 else largest}: they must be 0 to {most}"
+                f"drafter {type(rows).__qualname__}: among the {part} that it "
+                f"proposed, one is {least if least < 0 else largest}: they must be 0 "
+                f"to {most}"
             )
-    # Without `inputs`, and of no other class.
+    # A plain record, without `inputs`.
     clean = None if lengths is None else lengths.astype(mx.int32)
     return Proposals(tokens.astype(mx.int32), proposals.probabilities, clean)

@@ -1,8 +1,9 @@
-"""Frozen dataclasses from JSON that anyone may have written. No mlx here."""
+"""Dataclasses from JSON that anyone may have written; tables compared. No mlx here."""
 
 from __future__ import annotations
 
 import types
+from collections.abc import Mapping
 from dataclasses import MISSING, fields, is_dataclass
 from functools import cache
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
@@ -11,6 +12,21 @@ from .data_files import DataError, check_shape
 from .printable import quoted
 
 R = TypeVar("R")
+
+
+def first_difference(
+    before: Mapping[str, Any], now: Mapping[str, Any], missing: Any = None
+) -> tuple[str, Any, Any] | None:
+    """The first key whose values differ, and both values; ``None``: all are equal.
+
+    Args:
+        missing: stands for a value that is not there.
+    """
+    for key in sorted(before.keys() | now.keys()):
+        was, found = before.get(key, missing), now.get(key, missing)
+        if was != found:
+            return key, was, found
+    return None
 
 
 def read_record(kind: type[R], value: Any, where: str = "") -> R:

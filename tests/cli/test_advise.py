@@ -14,6 +14,7 @@ from specdec.cli import main
 from specdec.cli.advise import _advice
 from specdec.decoder import SpecDecoder
 from specdec.outputs import GenerationResult
+from specdec.spec_decode import DraftModel
 from specdec.spec_decode.draft_length import ForwardCosts, Forwards
 from specdec.tools.decoding import token_level
 
@@ -64,6 +65,18 @@ def test_json(advised: Callable[..., str]) -> None:
     assert found["verdict"].startswith(("--num-draft", "do not")) is True
 
 
+def test_a_draft_that_proposes_few_tokens(
+    advised: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A draft length that no round would have is not advised."""
+    monkeypatch.setattr(DraftModel, "max_proposals", 3)
+    for asked in ("2", "4"):
+        told = "--num-draft-tokens", asked, "--max-tokens", "12"
+        found = json.loads(advised("--json", "--batch", "1", *told))
+        (prediction,) = found["predictions"]
+        assert len(found["survival"]) == len(prediction["speedup"]) - 1 == 3
+
+
 def test_text(advised: Callable[..., str]) -> None:
     text = advised("--batch", "1", "--max-tokens", "12", "--num-prompts", "2")
     assert "2 prompts, " in text
@@ -85,18 +98,18 @@ def test_how_sure_a_verdict_is() -> None:
     costs = ForwardCosts()
     verify = {k + 1: 1e-3 * (1 + 0.05 * k) for k in range(9)}
     costs.add(Forwards(1, verify, 0.35e-3))
-    found, sure = _advice([result(50, 45)] * 20, costs, [1])
+    found, sure = _advice([result(50, 45)] * 20, costs, [1], 8)
     assert found.worth_it
     assert sure.same_verdict == 1
     low, high = sure.speedup_range
     assert low == high == max(found.predictions[0].speedup)
     assert "(sure)" in sure.words
     mixed = [result(50, 45)] * 4 + [result(50, 5)] * 4
-    found, unsure = _advice(mixed, costs, [1])
+    found, unsure = _advice(mixed, costs, [1], 8)
     low, high = unsure.speedup_range
     assert low < found.predictions[0].speedup[found.predictions[0].best] < high
     assert 0 < unsure.same_verdict < 0.9
     assert "(unsure: give more prompts)" in unsure.words
-    found, against = _advice([result(50, 5), result(50, 9)] * 6, costs, [1])
+    found, against = _advice([result(50, 5), result(50, 9)] * 6, costs, [1], 8)
     assert not found.worth_it
     assert against.speedup_range[1] < 1, "that of drafting, not of leaving it out"

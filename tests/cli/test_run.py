@@ -166,6 +166,40 @@ def test_an_interrupted_run_is_resumed(
         assert message in result.stderr
 
 
+def test_ratio_rules_are_resumed_with_the_same_draft(
+    specdec: Specdec, tmp_path: Path
+) -> None:
+    """By these rules another draft draws other texts: one file would hold two runs'.
+
+    By the other rule a run may go on with any draft.
+    """
+    path = tmp_path / "out.jsonl"
+    drawn = ("run", "-p", "a", "--output", str(path), "--temp", "1")
+    ratio = (*drawn, "--verification", "block", "--target", "a/T")
+    assert specdec(*ratio, "--draft", "ngram+a/D").exit_code == 0
+    (row,) = read_lines(path)
+    assert row["settings"]["draft"] == "ngram+a/D"
+    assert specdec(*ratio, "--draft", "ngram+a/D", "--resume").exit_code == 0
+    for more, differs in (
+        (("--draft", "a/D"), "draft ngram+a/D, not a/D"),
+        (
+            ("--draft", "ngram+a/D", "--num-draft-tokens", "2"),
+            f"num_draft_tokens {row['settings']['num_draft_tokens']}, not 2",
+        ),
+        (
+            ("--draft", "ngram+a/D", "--draft-adapter-path", str(tmp_path)),
+            f"draft_adapter_path the default, not {tmp_path}",
+        ),
+    ):
+        result = specdec(*ratio, *more, "--resume")
+        assert result.exit_code == 2
+        assert f"out.jsonl:1 was made with {differs}" in result.stderr
+    coupled = (*drawn, "--target", "a/T")
+    assert specdec(*coupled, "--draft", "a/D").exit_code == 0
+    assert "draft" not in read_lines(path)[0]["settings"]
+    assert specdec(*coupled, "--draft", "none", "--resume").exit_code == 0
+
+
 def test_options_reach_the_decoder(specdec: Specdec, decoder: FakeDecoder) -> None:
     arguments = (
         "--target a/T --draft self:4bit --batch 3 --num-draft-tokens 5 --dtype float32 "

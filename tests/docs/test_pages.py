@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import re
+from pathlib import Path
 
 import pytest
 
@@ -45,6 +46,27 @@ def test_paths_that_pages_name_exist() -> None:
         if page.name != "CHANGELOG.md"
         for path in named.findall(page.read_text("utf-8"))
         if not (ROOT / path).exists() and not elsewhere.fullmatch(path)
+    ]
+    assert not lost
+
+
+def test_headings_that_links_name_exist() -> None:
+    """A heading was reworded, and links to it end at the top of its page."""
+
+    def headings(page: Path) -> set[str]:
+        """As a forge names them in links."""
+        text = re.sub(r"^```.*?^```", "", page.read_text("utf-8"), flags=re.M | re.S)
+        found = re.findall(r"^#+ +(.+)$", text, re.MULTILINE)
+        return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in found}
+
+    pages = [*DOCS.glob("*.md"), *ROOT.glob("*.md"), ROOT / "benchmarks" / "README.md"]
+    lost = [
+        f"{page.relative_to(ROOT)}: {path}#{heading}"
+        for page in pages
+        for path, heading in re.findall(
+            r"\]\(([\w./-]+\.md)?#([^)]+)\)", page.read_text("utf-8")
+        )
+        if heading not in headings(page.parent / path if path else page)
     ]
     assert not lost
 

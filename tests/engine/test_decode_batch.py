@@ -75,8 +75,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"num_draft_tokens": 1},
     {"temperature": 1.0, "top_k": 10_000},
     {"temperature": 2.0, "min_p": 0.2},
+    {"temperature": 1.5, "min_p": 0.2},  # filtered together with the one before
     {"temperature": 3.0, "top_p": 0.9, "min_p": 0.05, "top_k": 5},
-    {},
     {},
 ]
 

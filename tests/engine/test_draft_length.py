@@ -420,7 +420,7 @@ class Device:
         self.ends[id(self.work[-1])] = self.free_at
         return [self.work[-1]]
 
-    def wait(self, *arrays: mx.array) -> None:
+    def wait(self, arrays: list[mx.array]) -> None:
         self.now = max([self.now, *(self.ends[id(a)] for a in arrays)])
 
 

@@ -131,6 +131,19 @@ def test_rows_join_together_where_a_join_is_dear() -> None:
     assert rounds_until_some_join(1) == (1, [29])
 
 
+def test_no_row_stays_idle_for_others_that_would_be_of_no_use() -> None:
+    """The next prompt is read apart, however many rows are free by then."""
+    scheduler = Scheduler(8, join_rounds=4)
+    for index, length in enumerate((*[9] * 8, 1, 1, 1000, 1, 1, 1)):
+        scheduler.add(row(index, length))
+    running = scheduler.admit([])
+    assert len(running) == 8
+    assert scheduler.admit(running[1:]) == []  # two could join, and one row is free
+    assert indices(scheduler.admit(running[2:])) == [8, 9]
+    assert scheduler.admit(running[1:]) == []
+    assert indices(scheduler.admit(running[2:])) == [10, 11]
+
+
 def test_prompts_of_very_different_length_are_not_read_together() -> None:
     """Seven short ones would be padded to a thousand tokens each."""
     scheduler = Scheduler(8)

@@ -12,13 +12,17 @@ import sys
 import threading
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import IO
 
 import httpx
 import pytest
+import uvicorn
+from starlette.applications import Starlette
 
 from specdec import SamplingParams, SpecDecoder
 from specdec.cli.serve import _show_stopping
+from specdec.server import running
 from specdec.server.config import ServerConfig
 from tests.models.folders import write_folder
 
@@ -103,15 +107,16 @@ def test_serve_and_its_end(model: Path) -> None:
         let_go(process)
 
 
-def test_a_second_signal_ends_at_once(model: Path) -> None:
-    """It is lost, or it prints where the program was; a SIGTERM sent twice is one.
+def test_a_second_signal_ends_at_once(tmp_path: Path) -> None:
+    """It is lost, or it prints where the program was.
 
     In the background of a script, where SIGINT is ignored when the server begins, and
     with an answer that nobody reads, which it would wait for.
     """
-    command = (
-        f"{sys.executable} -m specdec serve --target {model} --draft none --port 0"
-    )
+    # Greedily it never ends, and it is longer than what a connection holds.
+    write_folder(tmp_path / "long", "llama", max_position_embeddings=20_000)
+    model = f"--target {tmp_path / 'long'} --draft none --temp 0"
+    command = f"{sys.executable} -m specdec serve {model} --port 0"
     script = subprocess.Popen(
         ["bash", "-c", f"{command} --stop-timeout 600 & echo $!; wait $!; echo $?"],
         stdout=subprocess.PIPE,
@@ -135,7 +140,6 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
             assert client.recv(1)
             os.kill(server, signal.SIGTERM)
             assert "stopping: 1 answer has up to 600" in script.stderr.readline()
-            os.kill(server, signal.SIGTERM)
             os.kill(server, signal.SIGINT)
             assert int(script.stdout.readline()) == 128 + signal.SIGINT
         assert script.stderr.read() == ""
@@ -145,6 +149,28 @@ def test_a_second_signal_ends_at_once(model: Path) -> None:
         script.wait()
         script.stdout.close()
         script.stderr.close()
+
+
+def test_two_sigterms_at_once_are_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``timeout`` sends two: answers would be cut. A later one is impatience."""
+    ended, now = list[int](), 0.0
+    app = Starlette()
+
+    def at(seconds: float, number: int) -> list[int]:
+        nonlocal now
+        now = seconds
+        web.handle_exit(number, None)
+        return ended
+
+    monkeypatch.setattr(running, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(signal, "signal", lambda number, handler: None)
+    monkeypatch.setattr(signal, "raise_signal", ended.append)
+    web = running._Web(uvicorn.Config(app), app, lambda: None, lambda pending: None)
+    assert at(7.0, signal.SIGTERM) == []
+    assert web.should_exit
+    assert at(7.4, signal.SIGTERM) == []
+    assert at(7.4, signal.SIGINT) == [signal.SIGINT]
+    assert at(7.6, signal.SIGTERM) == [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize(
@@ -173,8 +199,8 @@ def test_what_cannot_be_is_said_before_a_model_is_loaded(
 
 def test_an_idle_server_says_that_it_stops(capsys: pytest.CaptureFixture[str]) -> None:
     """Ctrl-C that seems to do nothing, for the second that the end takes."""
-    for running, said in ((0, "stopping\n"), (1, "stopping: 1 answer has up to ")):
-        _show_stopping(ServerConfig(), running, quiet=False)
+    for answers, said in ((0, "stopping\n"), (1, "stopping: 1 answer has up to ")):
+        _show_stopping(ServerConfig(), answers, quiet=False)
         assert capsys.readouterr().err.startswith(f"specdec: {said}")
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, get_type_hints
 
+import httpx
 import pytest
 from anthropic.types import (
     TextBlockParam,
@@ -425,3 +426,16 @@ def test_no_part_of_an_object_is_silently_ignored(part: Any, server: Running) ->
     for name, value in refused.items():
         with pytest.raises(Refusal, match=rf"\b{name}\b"):
             parse(body_of({name: value}), server.service)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"), [("logit_bias", {"99999": 1}), ("stop_token_ids", [99999])]
+)
+def test_what_only_the_model_refuses_is_named(
+    name: str, value: Any, server: Running
+) -> None:
+    """Programs look at ``param``; it would be null."""
+    body = {"messages": [{"role": "user", "content": "a"}], name: value}
+    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == name

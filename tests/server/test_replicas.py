@@ -475,7 +475,13 @@ def test_serve_replicas(model: Path) -> None:
                 details = answer["usage"]["prompt_tokens_details"]
                 assert bool(details["cached_tokens"]) == (i >= len(prompts))
             before = sorted(children(process.pid))  # replica 0 was the first to start
-            body = {"prompt": "On", "max_tokens": 9999, "stream": True}
+            # Greedily, it does not end by chance.
+            body = {
+                "prompt": "On",
+                "max_tokens": 9999,
+                "temperature": 0,
+                "stream": True,
+            }
             with client.stream("POST", "/v1/completions", json=body) as answer_to:
                 lines = answer_to.iter_lines()
                 assert next(lines).startswith("data: ")

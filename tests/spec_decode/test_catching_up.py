@@ -9,21 +9,29 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
+from specdec.backend import BackendDefaults
 from specdec.config import EngineConfig
 from specdec.models.runner import ModelRows, ModelRunner
 from specdec.request import Request
 from specdec.sampling_params import SamplingParams
-from specdec.spec_decode import DraftModel
+from specdec.spec_decode import DraftModel, draft_model
 from specdec.spec_decode.backlog import Backlog, Piece
 from specdec.spec_decode.drafter import Round
 from specdec.spec_decode.rejection_sampler import Accepted
 from specdec.spec_decode.verifier import Verifier
 from tests.plain import BEHIND, VOCAB
-from tests.spec_decode.by_hand import build, plain_forward
+from tests.spec_decode.by_hand import build
 
-NARROW, WIDE = 5, 128
+# Wide pieces have 128 tokens otherwise: as many forwards of fewer tokens.
+NARROW, WIDE = 5, 32
 K = 2
+
+
+@pytest.fixture(autouse=True)
+def _wide(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(draft_model, "CATCH_UP_STEP", WIDE)
 
 
 @pytest.fixture(scope="module")
@@ -33,21 +41,31 @@ def model(tiny_model: Callable[..., Any]) -> Any:
 
 
 @cache
-def rules_of(num_rows: int) -> Verifier:
+def rules_of(num_rows: int, vocab_size: int) -> Verifier:
     request = Request(0, "", (1,), SamplingParams(), frozenset())
-    return Verifier.of([request] * num_rows, VOCAB)
+    return Verifier.of([request] * num_rows, vocab_size)
 
 
 class Decoding:
     """Rows of a draft model that go through rounds of which a test decides all."""
 
-    def __init__(self, model: Any, texts: Iterable[Sequence[int]], max_length: int):
+    def __init__(
+        self,
+        model: Any,
+        texts: Iterable[Sequence[int]],
+        max_length: int,
+        *,
+        backend: BackendDefaults = BEHIND,
+        prefill_step_size: int = 64,
+        seed: int = 0,
+    ):
         self.model, self.max_length = model, max_length
-        self.rng = random.Random(0)
+        self.rng = random.Random(seed)
+        config = EngineConfig(prefill_step_size=prefill_step_size)
+        runner = ModelRunner(model, "draft", config, backend)
+        self.vocab_size = runner.vocab_size
         self.draft = DraftModel(
-            ModelRunner(model, "draft", EngineConfig(prefill_step_size=64), BEHIND),
-            vocab_size=VOCAB,
-            max_draft_tokens=NARROW - 1,
+            runner, vocab_size=self.vocab_size, max_draft_tokens=NARROW - 1
         )
         self.texts = [list(text) for text in texts]
         self.ended: set[int] = set()
@@ -64,19 +82,29 @@ class Decoding:
         self.rows.extend(self._begun([text]))
         self.texts.append(list(text))
 
+    def replace(self, row: int, text: Sequence[int]) -> None:
+        self.rows.reset([row])
+        self.rows.place([row], self._begun([text]), len(self.texts))
+        self.texts[row] = list(text)
+        self.ended.discard(row)
+
+    def note_lengths(self) -> None:
+        lengths = list(map(len, self.texts))
+        self.rows.note_lengths(max(lengths), min(lengths))
+
     def filter(self, kept: Sequence[int]) -> None:
         self.rows.filter(kept)
         self.texts = [self.texts[i] for i in kept]
         self.ended = {kept.index(i) for i in self.ended if i in kept}
 
     def _round(self, k: int) -> Round:
-        rules = rules_of(len(self.texts))
+        rules = rules_of(len(self.texts), self.vocab_size)
         lengths = mx.array([len(t) for t in self.texts])
         draws = rules.draws(lengths, k + 1)
         active = mx.array([i not in self.ended for i in range(len(self.texts))])
         # Of rows that have ended, what is newest means nothing.
         newest = [
-            [self.rng.randrange(VOCAB)] * 2 if i in self.ended else t[-2:]
+            [self.rng.randrange(self.vocab_size)] * 2 if i in self.ended else t[-2:]
             for i, t in enumerate(self.texts)
         ]
         recent = mx.array(newest, mx.int32)
@@ -86,19 +114,26 @@ class Decoding:
         for _ in range(num_rounds):
             self._commit(self._round(0), [[] for _ in self.texts])
 
-    def draft_and_check(self, accepted: int = 0) -> None:
-        """A round's proposals are what the model says of the whole texts."""
-        round_ = self._round(K)
+    def draft_and_check(self, accepted: int | Sequence[int] = 0, *, k: int = K) -> None:
+        """A round's proposals are what the model says of the whole texts.
+
+        Args:
+            accepted: of them, by each row or by all.
+        """
+        round_ = self._round(k)
         proposed: Any = self.rows.propose(round_).tokens.tolist()
+        wanted = greedy_after(self.model, self.texts, proposed)
         for i, (text, tokens) in enumerate(zip(self.texts, proposed, strict=True)):
             if i not in self.ended:
-                assert tokens == self.greedy(text, tokens), (i, len(text))
-        self._commit(round_, [tokens[:accepted] for tokens in proposed])
+                assert tokens == wanted[i], (i, len(text))
+        counts = [accepted] * len(proposed) if isinstance(accepted, int) else accepted
+        each = zip(proposed, counts, strict=True)
+        self._commit(round_, [tokens[:n] for tokens, n in each])
 
     def _commit(self, round_: Round, accepted: Sequence[Sequence[int]]) -> None:
         """Each row's accepted tokens, and one that nobody foresaw."""
         width = round_.num_draft_tokens + 1
-        chosen = [[*tokens, self.rng.randrange(VOCAB)] for tokens in accepted]
+        chosen = [[*t, self.rng.randrange(self.vocab_size)] for t in accepted]
         kept = [0 if i in self.ended else len(c) for i, c in enumerate(chosen)]
         padded = [c + [0] * (width - len(c)) for c in chosen]
         self.rows.commit(
@@ -106,13 +141,6 @@ class Decoding:
         )
         for text, tokens, n in zip(self.texts, chosen, kept, strict=True):
             text += tokens[:n]
-
-    def greedy(self, text: Sequence[int], proposed: Sequence[int]) -> list[int]:
-        """Without a cache, all of the text at once."""
-        tokens = mx.array([[*text, *proposed[:-1]]])
-        logits = plain_forward(self.model, range(len(self.model.layers)), tokens)
-        found: Any = mx.argmax(logits[0, -K:], axis=-1).tolist()
-        return list(found)
 
     @property
     def held(self) -> list[int]:
@@ -124,6 +152,23 @@ class Decoding:
     def longest(self) -> int:
         """The same, as far as the host knows."""
         return max(int(c._longest) for c in self.rows._rows._caches)
+
+
+def greedy_after(
+    model: Any, texts: Sequence[Sequence[int]], proposed: Sequence[Sequence[int]]
+) -> list[list[int]]:
+    """What a model says after each text, and after each proposal but the last.
+
+    By mlx-lm's own caches, all of the texts at once: no row depends on padding that
+    comes after it.
+    """
+    k = len(proposed[0])
+    whole = [[*t, *p[:-1]] for t, p in zip(texts, proposed, strict=True)]
+    width = max(map(len, whole))
+    tokens = mx.array([[*t, *[0] * (width - len(t))] for t in whole])
+    logits = model(tokens, cache=make_prompt_cache(model))
+    said: Any = mx.argmax(logits, axis=-1).tolist()
+    return [row[len(t) - k : len(t)] for row, t in zip(said, whole, strict=True)]
 
 
 @pytest.fixture
@@ -145,7 +190,7 @@ def texts_of(*lengths: int, seed: int = 1) -> list[list[int]]:
     return [[rng.randrange(VOCAB) for _ in range(n)] for n in lengths]
 
 
-@pytest.mark.parametrize("m", [1, 10, 11, 133, 139, 270])
+@pytest.mark.parametrize("m", [1, 10, 11, WIDE + 5, WIDE + 11, 2 * WIDE + 14])
 def test_the_draft_goes_on_as_if_it_had_missed_nothing(
     model: Any, widths: list[int], m: int
 ) -> None:
@@ -167,7 +212,7 @@ def test_the_draft_goes_on_as_if_it_had_missed_nothing(
         decoding.draft_and_check()
 
 
-@pytest.mark.parametrize("m", [3, 12, 150])
+@pytest.mark.parametrize("m", [3, 12, WIDE + 22])
 def test_rows_that_joined_ended_or_left(model: Any, widths: list[int], m: int) -> None:
     """Those that joined missed less, or nothing; those that ended take in nothing."""
     decoding = Decoding(model, texts_of(20, 45, 3, 7), max_length=1500)

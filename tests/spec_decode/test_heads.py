@@ -41,6 +41,7 @@ from tests.models.draft_heads.published import LAYERS, READS, VOCAB, write_head
 from tests.models.folders import write_folder
 from tests.models.gguf_files import VOCAB as VOCABULARY
 from tests.plain import AT_ONCE, BEHIND, drafts_of, exact, greedy
+from tests.scripted import Script
 from tests.spec_decode.by_hand import layer_outputs
 from tests.spec_decode.repetitive import check_distribution, make_prompts
 
@@ -167,7 +168,7 @@ def test_proposals_are_those_of_a_plain_forward(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """In every round of rows that join, leave and begin with one token.
+    """In every round of rows that join, leave, rest and begin with one token.
 
     Features of a wrong layer or position, a context that kept what was rejected, or
     one of another row, would show here; none of them changes what is emitted.
@@ -182,6 +183,7 @@ def test_proposals_are_those_of_a_plain_forward(
     rows = exact(
         lender.model, None, prompts, lengths,
         batch_size=3, num_draft_tokens=K, backend=backend, drafter=drafter,
+        length=Script(lambda number: (K, K - 1, K, K, 0)[number % 5]),
     )  # fmt: skip
     drafted, accepted = drafts_of(rows)
     assert drafted / 4 < accepted < drafted

@@ -23,12 +23,15 @@ from tests.models.architectures import COMMON, OWN
 from tests.models.folders import tokenizer_of, write_folder
 from tests.models.gguf_files import VOCAB
 from tests.plain import AT_ONCE, exact, greedy
+from tests.scripted import Script
 from tests.spec_decode.repetitive import make_prompts
 from tests.spec_decode.test_heads import Noted
 
 K = 3
 # Of a layer like that of the head.
-PLACES = {"qwen3_5": 1, "glm4_moe": 3, "qwen3_next": 1, "qwen3_5_moe": 1}
+PLACES = {
+    "qwen3_5": 1, "glm4_moe": 3, "glm4_moe_lite": 1, "qwen3_next": 1, "qwen3_5_moe": 1,
+}  # fmt: skip
 
 
 def random(array: mx.array, key: Any = None) -> mx.array:
@@ -113,6 +116,12 @@ def write_checkpoint(path: Path, arch: str) -> dict[str, Any]:
             at + "shared_head.head.weight": arrays["lm_head.weight"],
             at + "embed_tokens.weight": arrays["model.embed_tokens.weight"],
         }
+    for key in [key for key in arrays if key.endswith("embed_q.weight")]:
+        before = key.removesuffix("embed_q.weight")
+        both = [arrays.pop(key).swapaxes(-1, -2)]
+        both.append(arrays.pop(before + "unembed_out.weight"))
+        joined = mx.concatenate(both, axis=1)
+        arrays[before + "kv_b_proj.weight"] = joined.reshape(-1, joined.shape[-1])
     for key in [key for key in arrays if "switch_mlp" in key]:
         before, _, name = key.partition("switch_mlp.")
         for i, expert in enumerate(arrays.pop(key)):
@@ -138,13 +147,18 @@ def proposals(
     for _ in range(k):
         e = trunk.embed_tokens(mx.array([following]))
         pair = mx.concatenate([norm(e, "token"), norm(feature, "state")], axis=-1)
-        h = parts["layer"](pair @ parts["fc"].T, "causal", None)
+        h = parts["layer"](pair @ parts["fc"].T, causal(pair.shape[1]), None)
         after = norm(h, "out")
         proposed.append(int(mx.argmax(owner.lm_head(after[:, -1:]))))
         following = [*following, proposed[-1]]
         given = after if arch == "qwen3_5" else h
         feature = mx.concatenate([feature, given[:, -1:]], axis=1)
     return proposed
+
+
+def causal(size: int) -> mx.array:
+    position = mx.arange(size)
+    return position[:, None] >= position
 
 
 @pytest.mark.parametrize("arch", ["qwen3_next", "qwen3_5_moe"])
@@ -162,13 +176,14 @@ def test_arrays_are_read(arch: str, tmp_path: Path) -> None:
     assert all(mx.allclose(own[n], a, atol=1e-6) for n, a in wanted.items())
 
 
-@pytest.mark.parametrize("arch", ["qwen3_5", "glm4_moe"])
+@pytest.mark.parametrize("arch", ["qwen3_5", "glm4_moe", "glm4_moe_lite"])
 def test_proposals_are_those_of_a_plain_forward(
     arch: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Of a batch whose rows join and leave, of a target with recurrent layers too.
+    """Of rows that join, leave and rest, of a target with recurrent layers too.
 
-    Norms that are stored less one, and experts one by one, would show here.
+    Norms that are stored less one, experts one by one, and keys and values that latent
+    attention has in one matrix, would show here.
     """
     parts = write_checkpoint(tmp_path / "target", arch)
     target = load(str(tmp_path / "target"))
@@ -176,7 +191,7 @@ def test_proposals_are_those_of_a_plain_forward(
     runner = ModelRunner(head, "mtp", EngineConfig(prefill_step_size=16), AT_ONCE)
     drafter = HeadDrafter(runner, vocab_size=VOCAB, max_draft_tokens=K)
     prompts = make_prompts()[:4]
-    lengths = [5 + i for i in range(len(prompts))]
+    lengths = [6 + i for i in range(len(prompts))]
     whole = [
         [*p, *greedy(target.model, p, n)] for p, n in zip(prompts, lengths, strict=True)
     ]
@@ -184,6 +199,7 @@ def test_proposals_are_those_of_a_plain_forward(
     exact(
         target.model, None, prompts, lengths,
         batch_size=3, num_draft_tokens=K, backend=AT_ONCE, drafter=drafter,
+        length=Script(lambda number: (K, 0, K - 1)[number % 3]),
     )  # fmt: skip
     assert len(noted.found) > 8
     for texts, proposed in noted.found[::2]:

@@ -185,7 +185,7 @@ LATER: dict[str, tuple[Callable[[int, int], Any], str]] = {
     "narrow": (tokens_of(-1, mx.int8), "one is -1: they"),
     "negative lengths": (
         with_lengths(lambda b: mx.full((b,), -1)),
-        "of the lengths that it proposed one is -1: they must be 0 to 2",
+        "among the lengths that it proposed, one is -1: they must be 0 to 2",
     ),
     "long lengths": (with_lengths(lambda b: mx.full((b,), 3)), "one is 3: they"),
     "lazy": (singular, r"failed \(RuntimeError: .*Inverse"),

@@ -31,7 +31,7 @@ from .loading import fill
 # By the target's architecture, as mlx-lm's modules are called: how its MTP arrays are
 # named.
 _QWEN = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
-_NEXTN = ("glm4_moe",)
+_NEXTN = ("glm4_moe", "glm4_moe_lite")
 _QWEN_ARRAY = re.compile(r"(?:^|\.)mtp\.(.+)$")
 _NEXTN_ARRAY = re.compile(r"^(?:language_model\.)?model\.layers\.(\d+)\.(.+)$")
 # Of both, the names here. Embedding and output head are the target's.
@@ -54,9 +54,11 @@ class MTPConfig(HeadConfig):
 
     Args:
         norm_output: whether what is fed back is normed.
+        latent: whether its attention is latent, which takes a mask as an array only.
     """
 
     norm_output: bool
+    latent: bool
 
 
 class MTPHead(DraftHead):
@@ -96,7 +98,7 @@ class MTPHead(DraftHead):
         """Write pairs; what the next pair's features are, (B, S, D)."""
         pair = [self.token_norm(self.embed(tokens)), self.state_norm(feature)]
         x = self.fc(mx.concatenate(pair, axis=-1))
-        mask = create_attention_mask(x, caches[0])
+        mask = create_attention_mask(x, caches[0], return_array=self.args.latent)
         h: mx.array = self.layers[0](x, mask, caches[0])
         return self.norm(h) if self.args.norm_output else h
 
@@ -154,6 +156,7 @@ def open_mtp(folder: Path, target: Described) -> DraftHead:
         vocab_size=args.vocab_size,
         draft_vocab_size=args.vocab_size,
         norm_output=ours,
+        latent=hasattr(args, "kv_lora_rank"),
     )
     head = MTPHead(config, layer, (model, place))
     head.bind(ends)

@@ -1,4 +1,4 @@
-"""How many draft tokens rows accept: by position, and row against row."""
+"""Estimates how many draft tokens rows accept: by position, and by row."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import sqrt
 
-# An observation weighs 1/e after so many rounds that drafted.
+# An observation weighs 1/e after this many rounds with a draft.
 MEMORY = 48.0
-# The newest rounds replace the estimate where they differ by so many deviations.
+# The newest rounds replace an estimate if they differ by this many deviations.
 SHORT_MEMORY, CHANGE = 8.0, 3.0
-# Each round that did not draft adds this to 1 / weight: the estimate grows doubtful.
+# Each round without a draft adds this to 1 / weight: the estimate grows doubtful.
 IDLE_DOUBT = 0.01
-# The chance at a position that was never reached, and the observations it is worth.
+# The chance at positions that were never reached, and how many observations it is
+# worth.
 PRIOR_MEAN, PRIOR_WEIGHT = 0.6, 2.0
-# A position counts as measured from so many observations on.
+# A position counts as measured after this many observations.
 MEASURED = 3.0
-# How much rows differ before it is known (the variance of their factors), the squared
-# expected tokens that this is worth, and what it is held within.
+# How much rows differ (the variance of their factors) before it is known, the squared
+# expected tokens that this assumption is worth, and the limits of the variance.
 SPREAD, SPREAD_WEIGHT, LEAST_SPREAD, MOST_SPREAD = 1 / 8, 144.0, 1 / 32, 1.0
 # Rows that are remembered.
 MOST_ROWS = 1024
@@ -25,7 +26,7 @@ MOST_ROWS = 1024
 
 @dataclass
 class _Position:
-    """The chance at one position: its mean, of how many observations, lately too."""
+    """The chance at one position: mean and weight, over all and over new rounds."""
 
     mean: float
     weight: float
@@ -52,20 +53,23 @@ class _Position:
 
 
 class Acceptance:
-    """The chance of a draft token at each position, given that those before it held.
+    """The chance of a draft token at each position, if all before it were accepted.
 
-    A row that accepts n of at most m tokens shows the first min(m, n + 1)
-    positions. The product of the chances is the share of rounds that accept so many
-    tokens (Kaplan and Meier 1958), so that rounds of different k share what they saw.
+    A row that accepts n of at most m tokens says something about the first
+    min(m, n + 1) positions. The product of the chances up to j is the share of rounds
+    that accept j tokens or more (Kaplan and Meier 1958). So rounds of every k add to
+    one estimate.
     """
 
     def __init__(self) -> None:
         self._positions: list[_Position] = []
 
     def observe(self, rows: Iterable[tuple[int, int]]) -> None:
-        """Learn from a round: of each row, (tokens that it could accept, accepted).
+        """Learn from a round.
 
-        A round that did not draft has none.
+        Args:
+            rows: (tokens that it could accept, accepted) for each row; none for a
+                round without a draft.
         """
         found: list[list[int]] = []
         for limit, accepted in rows:
@@ -87,7 +91,7 @@ class Acceptance:
                 self._positions[j].add(trials, right)
 
     def _at(self, j: int) -> tuple[float, float]:
-        """Mean and weight of a position; one never reached is like the last one."""
+        """Mean and weight at a position; one never reached is like the last one."""
         if j < len(self._positions):
             return self._positions[j].mean, self._positions[j].weight
         if not self._positions:
@@ -97,7 +101,7 @@ class Acceptance:
 
     @property
     def measured(self) -> int:
-        """Positions that were tried often enough of late."""
+        """How many positions were tried often enough, lately."""
         known = PRIOR_WEIGHT + MEASURED
         weights = [p.weight for p in self._positions]
         return next((j for j, w in enumerate(weights) if w < known), len(weights))
@@ -106,7 +110,7 @@ class Acceptance:
         """Chances that at least 1, 2, ... ``k`` draft tokens are accepted.
 
         Args:
-            doubt: standard deviations by which each position is taken to be better.
+            doubt: assume each position to be better by this many standard deviations.
         """
         survival, reached = [], 1.0
         for j in range(k):
@@ -119,15 +123,16 @@ class Acceptance:
 
 
 class RowFactors:
-    """How many draft tokens each row accepts, as a factor of what all rows do.
+    """How many draft tokens each row accepts, relative to all rows.
 
-    A factor is drawn to 1, the more the less rows differ: accepted tokens are taken for
-    Poisson counts whose means differ by gamma factors.
+    Accepted tokens are modelled as Poisson counts whose means differ by gamma factors.
+    So a row's factor stays near 1 while little is known of it, and while rows hardly
+    differ.
     """
 
     def __init__(self) -> None:
         self._seen: dict[int, tuple[float, float]] = {}
-        # Expected tokens that "this row is like the others" is worth.
+        # The expected tokens that "this row is like the others" is worth.
         self._alike = 1 / SPREAD
 
     def observe(
@@ -140,8 +145,9 @@ class RowFactors:
 
         Args:
             rows: the rows' numbers.
-            accepted: of each, (tokens that it could accept, accepted).
-            survival: chances that at least 1, 2, ... tokens are accepted, of all rows.
+            accepted: (tokens that it could accept, accepted) for each row.
+            survival: chances that at least 1, 2, ... tokens are accepted, over all
+                rows.
         """
         if len(self._seen) > MOST_ROWS:
             self._seen = {row: self._seen[row] for row in rows if row in self._seen}
@@ -152,7 +158,7 @@ class RowFactors:
                 seen * fade + count,
                 expected * fade + sum(survival[:limit]),
             )
-        # What counts vary more than Poisson's is how much rows differ.
+        # Rows differ as much as their counts vary more than Poisson counts would.
         weight, found = SPREAD_WEIGHT, SPREAD_WEIGHT * SPREAD
         for row in rows:
             seen, expected = self._seen[row]
@@ -167,7 +173,7 @@ class RowFactors:
 
 
 def tokens_per_round(survival: Iterable[float]) -> list[float]:
-    """Expected tokens of a row in a round of k = 0, 1, ...: 1 + the sum up to k."""
+    """Expected tokens of a row in a round of k = 0, 1, ...: 1 + survival up to k."""
     expected = [1.0]
     for s in survival:
         expected.append(expected[-1] + s)

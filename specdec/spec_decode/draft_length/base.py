@@ -1,4 +1,4 @@
-"""What a draft length is asked, what it is shown, and a fixed one."""
+"""The interface of a draft-length policy, its two records, and a fixed length."""
 
 from __future__ import annotations
 
@@ -9,16 +9,16 @@ from typing import Protocol
 
 @dataclass(frozen=True)
 class BatchState:
-    """A batch whose next round is about to be built.
+    """A batch before its next round.
 
     Args:
-        num_rows: rows that are computed; idle slots count.
-        room: of each running row, the most draft tokens that it can use.
-        remaining: tokens that the running rows may still emit, on average.
+        num_rows: rows that are computed, idle slots included.
+        room: the most draft tokens that each running row can use.
+        remaining: tokens that a running row may still emit, on average.
         backlog: tokens of a row that the drafter has to take in before it drafts.
-        in_flight: k of the rounds that were dispatched and not read yet.
+        in_flight: k of each round that was dispatched and not read yet.
         left: tokens that each running row may still emit, by the row's number; empty
-            where other requests wait for a place.
+            if requests wait for a row.
     """
 
     num_rows: int
@@ -31,20 +31,20 @@ class BatchState:
 
 @dataclass(frozen=True)
 class RoundTiming:
-    """A round that was read: what it took, and what its rows accepted.
+    """A round that was read: its time, and what its rows accepted.
 
     Args:
         num_rows: rows that were computed.
         num_draft_tokens: k.
-        accepted: of each running row, (draft tokens that it could accept, accepted).
-        seconds: what it took; ``None`` where other work ran meanwhile.
+        accepted: (draft tokens that it could accept, accepted) for each running row.
+        seconds: the round's time; ``None`` if other work ran meanwhile.
         fair: whether another round of the same shapes would take as long. If not,
-            the seconds hold a new shape, a look, or another k's round.
+            the seconds include a new shape, a peek, or a round of another k.
         backlog: tokens of a row that the drafter took in first.
-        rows: numbers of the rows of ``accepted``.
-        shadow: of a round that drafted nothing, (tokens compared, right) at each
+        rows: numbers of the rows in ``accepted``.
+        shadow: for a round that drafted nothing: (tokens compared, right) at each
             position of what would have been proposed.
-        forced: k was not chosen, as no row had room for a draft token.
+        forced: k was not chosen, since no row could use a draft token.
     """
 
     num_rows: int
@@ -59,25 +59,25 @@ class RoundTiming:
 
 
 class DraftLength(Protocol):
-    """Chooses k for each round. Whatever it chooses, the output is the same."""
+    """Chooses k for each round. The output does not depend on its choice."""
 
     @property
     def max_draft_tokens(self) -> int:
         """The largest k that it ever chooses."""
 
     def prepare(self, num_rows: int) -> None:
-        """Get ready for batches of ``num_rows``, before the first of them begins."""
+        """Get ready, before a batch of ``num_rows`` begins."""
 
     def may_pay(self, state: BatchState) -> bool:
-        """Whether rows that begin are worth giving to the drafter.
+        """Whether joining rows are worth the drafter's prefill.
 
         Args:
-            state: of those rows and the ones that they join. A row that is not
-                drafted for has no room; the backlog is the new rows' prompts.
+            state: the joining rows and the running ones. Rows that are not drafted
+                for have no room; the backlog is the joining rows' prompts.
         """
 
     def choose(self, state: BatchState) -> int:
-        """k of the next round; to ask twice is as to ask once."""
+        """k of the next round; asking changes nothing."""
 
     def observe(self, timing: RoundTiming) -> None:
         """Learn from a round that was read."""

@@ -1,4 +1,4 @@
-"""What a round costs by rows and k: a few timed forwards, corrected by rounds."""
+"""What a round of k costs: from a few timed forwards, corrected by timed rounds."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from dataclasses import dataclass, field
 from math import exp, log, log2, sqrt
 
 LEAST_SECONDS = 1e-7
-# Of what a new shape costs once, the share that the rounds to come must bring back:
-# later requests use it too.
+# The share of a new shape's cost that the rounds to come must bring back; later
+# requests use the shape too.
 NEW_SHAPE_SHARE = 0.2
-# Variances of natural logarithms: of a cost that no round confirmed, of what a cost
-# changes by in a round, of what the machine's pace does, of a round's time.
+# Variances of natural logarithms: of a cost that no round has confirmed; of a cost's
+# change from round to round; of the machine's pace; of a round's time.
 PRIOR, DRIFT, PACE, NOISE = 0.2**2, 0.01**2, 0.06**2, 0.08**2
 MOST_VARIANCE = 0.7**2
-# Errors of a round's time beyond this are cut: a stall says nothing.
+# Larger errors of a round's time are cut: a stall says nothing.
 MOST_ERROR = 0.3
-# Share of an error that a kind takes that did not change, over that of one that did.
+# How much of an error a (rows, k) takes if the round before had the same, relative
+# to one that had another.
 UNCHANGED = 0.25
 
 
@@ -26,9 +27,9 @@ class Forwards:
 
     Args:
         num_rows: the batch size, B.
-        verify: by S, a forward of the target of shape (B, S), S = 1 among them.
-        draft_step: what one proposed token of each row costs.
-        draft_once: what drafting costs beside, however many tokens it proposes.
+        verify: by S, the time of a target forward of shape (B, S); S = 1 is included.
+        draft_step: the time of one proposed token for each row.
+        draft_once: the time that drafting takes beside that, for any number of tokens.
     """
 
     num_rows: int
@@ -38,11 +39,11 @@ class Forwards:
 
 
 class ForwardCosts:
-    """Seconds of forwards at any batch size, from those that were measured.
+    """Seconds of forwards at any batch size, interpolated from measured ones.
 
-    Between and beyond the measured numbers of tokens they are linear. At a batch size
-    that was not measured they are linear in the number of tokens B * S of all batch
-    sizes, and a draft step grows as the target's does.
+    They are linear in the tokens between and beyond the measured numbers. At a batch
+    size that was not measured, they are linear in B * S over all measured sizes, and a
+    draft step grows with the target's.
     """
 
     def __init__(self, measured: Iterable[Forwards] = ()):
@@ -52,13 +53,13 @@ class ForwardCosts:
             self.add(forwards)
 
     def add(self, forwards: Forwards) -> None:
-        """Take a measurement in; it replaces one of the same batch size."""
+        """Add a measurement; it replaces one of the same batch size."""
         self._by_rows[forwards.num_rows] = forwards
         self._rounds.clear()
 
     @property
     def measured(self) -> list[Forwards]:
-        """The measurements, the smallest batch first."""
+        """The measurements, smallest batch first."""
         return [self._by_rows[b] for b in sorted(self._by_rows)]
 
     def covers(self, num_rows: int) -> bool:
@@ -92,7 +93,7 @@ class ForwardCosts:
         return self._by_rows[near]
 
     def _grown(self, num_rows: int) -> float:
-        """What a forward takes over one of the nearest batch size measured."""
+        """The time of a forward, relative to the nearest measured batch size."""
         near = self._near(num_rows).num_rows
         if near == num_rows:
             return 1.0
@@ -110,7 +111,7 @@ class ForwardCosts:
     def catch_up(self, num_rows: int, num_tokens: int) -> float:
         """Seconds for a drafter to take in ``num_tokens`` of each row at once.
 
-        A draft step grows with its tokens as the target's forward does.
+        A draft step is assumed to grow with its tokens as the target's forward does.
         """
         if not num_tokens:
             return 0.0
@@ -119,10 +120,10 @@ class ForwardCosts:
 
 
 def _interpolated(points: Mapping[int, float], x: int) -> float:
-    """Linear between the points, and on from the last two at either end."""
+    """Linear between the points, and beyond them along the last two."""
     xs = sorted(points)
     if len(xs) == 1 or x in points:
-        # Alone, it says what is there at least.
+        # A single point: at least as much for more tokens.
         return points[x] if x in points else points[xs[0]] * max(1.0, x / xs[0])
     i = next((i for i, right in enumerate(xs) if right >= x), len(xs) - 1)
     left, right = xs[max(i, 1) - 1], xs[max(i, 1)]
@@ -133,12 +134,12 @@ def _interpolated(points: Mapping[int, float], x: int) -> float:
 
 @dataclass
 class Correction:
-    """What rounds say of one (rows, k).
+    """What timed rounds say about one (rows, k).
 
     Args:
-        log_factor: logarithm of their time over what was worked out.
+        log_factor: logarithm of their time over the time from measured forwards.
         rounds: how many were timed.
-        seen: number of the last of them.
+        seen: the number of the last one.
     """
 
     log_factor: float = 0.0
@@ -146,7 +147,7 @@ class Correction:
     seen: int = 0
 
     def variance(self, now: int) -> float:
-        """Doubt about the factor: less by every round, and more by time."""
+        """Doubt about the factor: shrinks with every round, and grows with time."""
         doubt = PRIOR / (1 + self.rounds) + DRIFT * (now - self.seen)
         return min(MOST_VARIANCE, doubt)
 
@@ -155,14 +156,14 @@ class Correction:
 class RoundCosts:
     """Costs of rounds in plain rounds, corrected while running.
 
-    Only ratios decide which k is best. What changes while k stays is the machine's
-    pace (other load, a growing context), which all rounds share. What changes with k
-    is shared between the pace and the two kinds of rounds, by their variances.
+    Only ratios decide which k is best. A change of time while k stays is the machine's
+    pace (other load, a growing context), which all rounds share. An error when k
+    changes is divided between the pace and the costs of the two k, by their variances.
 
     Args:
         forwards: measured forwards.
         corrections: by (rows, k); the factor of plain rounds stays 1.
-        new_shape: seconds that a (rows, k) takes longer when it is met first.
+        new_shape: extra seconds of the first round of a (rows, k).
     """
 
     forwards: ForwardCosts
@@ -174,7 +175,7 @@ class RoundCosts:
     _met: set[tuple[int, int]] = field(default_factory=set)
 
     def _correction(self, num_rows: int, k: int) -> Correction:
-        """What is known of (num_rows, k), by itself or from its nearest neighbour."""
+        """The correction of (num_rows, k), or that of its nearest neighbour."""
         own = self.corrections.get((num_rows, k))
         alike = [key for key in self.corrections if key[1] and k]
         if own is not None or not alike:
@@ -187,21 +188,21 @@ class RoundCosts:
         return Correction(near.log_factor, 0, self.rounds)
 
     def relative(self, num_rows: int, k: int, *, doubt: float = 0.0) -> float:
-        """Plain rounds of as many rows that a round costs.
+        """The cost of a round, in plain rounds of as many rows.
 
         Args:
-            doubt: standard deviations by which it is taken to be cheaper.
+            doubt: assume it to be cheaper by this many standard deviations.
         """
         if not k and not doubt:
             return 1.0
         known = self._correction(num_rows, k)
         ratio = self.forwards.round(num_rows, k) / self.forwards.round(num_rows, 0)
-        # Drafting only adds work: what seems cheaper is noise.
+        # Drafting only adds work: if it seems cheaper, that is noise.
         cost = max(1.0, ratio * exp(known.log_factor))
         return cost * exp(-doubt * sqrt(known.variance(self.rounds)))
 
     def once(self, num_rows: int, k: int, backlog: int) -> float:
-        """Plain rounds that k costs once: catching up, and a share of a new shape."""
+        """What k costs once, in plain rounds: catching up, a share of a new shape."""
         if not k:
             return 0.0
         new = self.new_shape if (num_rows, k) not in self._met else 0.0
@@ -209,22 +210,25 @@ class RoundCosts:
         return self.catch_up(num_rows, backlog) + shape
 
     def catch_up(self, num_rows: int, backlog: int) -> float:
-        """Plain rounds that a drafter takes for ``backlog`` tokens of each row."""
+        """The cost of taking in ``backlog`` tokens of each row, in plain rounds."""
         seconds = self.forwards.catch_up(num_rows, backlog)
         return seconds / self.forwards.round(num_rows, 0)
 
     def plain_seconds(self, num_rows: int) -> float | None:
-        """A plain round's time at the pace of the last rounds; ``None`` before any."""
+        """Seconds of a plain round at the current pace; ``None`` before any round."""
         if self._pace is None:
             return None
         return exp(self._pace) * self.forwards.round(num_rows, 0)
 
     def observe(self, num_rows: int, k: int, seconds: float | None) -> bool:
-        """Learn from a round; ``seconds`` are given where they are fair.
+        """Learn from a round.
+
+        Args:
+            seconds: ``None`` if they are not fair.
 
         Returns:
-            Whether it is of rounds of the same shapes. The first one does not where
-            new shapes cost.
+            Whether the round's time was used. The first round of a shape is not used
+            where new shapes take time.
         """
         self.rounds += 1
         key = num_rows, k
@@ -238,8 +242,8 @@ class RoundCosts:
         if self._pace is None:
             self._pace = found
         error = max(-MOST_ERROR, min(MOST_ERROR, found - self._pace))
-        # It is shared by variances. What the kind before is to blame for, the pace has
-        # been taken to be until now.
+        # Divided by variances. If the cost of the k before is wrong, the pace has been
+        # estimated wrongly until now, by the same factor.
         of_own = of_last = 0.0
         if k:
             of_own = own.variance(self.rounds) * (UNCHANGED if key == self._last else 1)

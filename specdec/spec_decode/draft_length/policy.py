@@ -1,4 +1,4 @@
-"""Chooses k for every round: the most tokens per second, at a bounded risk."""
+"""Chooses the k with the most tokens per second, and bounds what trying may cost."""
 
 from __future__ import annotations
 
@@ -8,34 +8,35 @@ from .acceptance import Acceptance, RowFactors, tokens_per_round
 from .base import BatchState, RoundTiming
 from .costs import Forwards, RoundCosts
 
-# Few values of k, as each is a shape: 3, 5, 6 and 7 are near to their neighbours.
+# Few values of k, since each is a shape; 3, 5, 6 and 7 would bring little more.
 LADDER = (0, 1, 2, 4, 8)
-# A k is tried if it were better by PROMISE, were acceptance and costs DOUBT standard
-# deviations better. One that is known to be better by SWITCH is changed to.
+# A k is tried if it would be PROMISE times better, were acceptance and costs DOUBT
+# standard deviations better than known. The k changes if another is SWITCH times
+# better.
 PROMISE, DOUBT, SWITCH = 1.02, 1.5, 1.01
-# Rounds that a k keeps once it was chosen: until so many of them were timed, but not
-# more than so many.
+# A k that was chosen stays until TIMED of its rounds were timed, for LONGEST rounds at
+# most.
 TIMED, LONGEST = 2, 6
-# Share of the time that trying may lose.
+# The share of the time that trying may lose.
 EXPLORE = 0.01
-# In plain rounds: what may be lost at first, saved up, or by one try; what a round is
-# charged at most; and the debt beyond which nothing is charged.
+# In plain rounds: the budget at first, the most it may save up, the most that a try may
+# cost, the most that a round is charged, and the largest debt.
 FIRST, MOST_SAVED, MOST_PRICE, MOST_CHARGE, MOST_DEBT = 0.2, 8.0, 4.0, 20.0, 30.0
-# Plain rounds: what k costs once is not noticed in a round's time up to here.
+# In plain rounds: what k costs once and does not show in a round's time.
 NOTICED = 0.02
-# Costs are saved after so many rounds, and whenever they have doubled.
+# Costs are saved after this many rounds, and whenever the number has doubled.
 SAVE_AT = 64
 
 
 class TryBudget:
-    """Plain rounds that tries may lose: a share of the time that has passed."""
+    """How many plain rounds tries may lose: a share of the time that has passed."""
 
     def __init__(self) -> None:
         self.left = FIRST
 
     @property
     def reach(self) -> float:
-        """What the next try may cost; nothing while there is a debt."""
+        """The most that the next try may cost; 0 while there is a debt."""
         return max(self.left, MOST_PRICE) if self.left > 0 else 0.0
 
     def earn(self, rounds: float) -> None:
@@ -48,19 +49,19 @@ class TryBudget:
 
 
 class GoodputPolicy:
-    """The k with the most expected tokens per expected second; 0 is one of them.
+    """Chooses the k with the most expected tokens per expected second; k may be 0.
 
-    What seems worse is tried now and then, as far as a budget of ``EXPLORE`` of the
-    time reaches. Where no request waits for a place, a batch takes as long as its last
-    row: there the k counts with which that row ends soonest.
+    A k that seems worse is tried now and then, within a budget of ``EXPLORE`` of the
+    time. If no request waits for a row, a batch takes as long as its last row, and the
+    k is chosen with which that row ends soonest.
 
     Args:
-        costs: of rounds.
+        costs: the costs of rounds.
         max_draft_tokens: the largest k.
         measure: measures forwards at a batch size, before its first round.
-        measured_rows: at how many rows forwards are measured; ``None``: as many as a
+        measured_rows: the number of rows to measure with; ``None``: as many as the
             batch has.
-        save: keeps what was learnt; called now and then.
+        save: saves what was learnt; called now and then.
     """
 
     def __init__(
@@ -79,8 +80,8 @@ class GoodputPolicy:
         self._rows = RowFactors()
         self._measure, self._measured_rows, self._save = measure, measured_rows, save
         self._save_at = SAVE_AT
-        # When a round was last asked for: the rates by k, and the best k. Of the rounds
-        # read last: their k, how many in a row had it, how many of these were timed.
+        # Of the last choice: the rates by k, and the best k. Of the rounds read last:
+        # their k, how many in a row had it, and how many of these were timed.
         self._rates_known: dict[int, float] = {}
         self._best = 0
         self._run = (0, LONGEST, TIMED)
@@ -110,7 +111,7 @@ class GoodputPolicy:
         return self._worth_a_try(state, rates) if k == best else best
 
     def _ladder(self, state: BatchState) -> list[int]:
-        """Values of k that can be of use, up to a few positions never tried."""
+        """The values of k to choose from: a few positions beyond those tried."""
         room = min(self.max_draft_tokens, max(state.room, default=0))
         top = min(room, 2 * self.acceptance.measured + 1)
         ks = [k for k in LADDER if k <= top]
@@ -129,13 +130,13 @@ class GoodputPolicy:
         }
 
     def _of_mean_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
-        """Tokens of a round of k, on average over its running rows."""
+        """Tokens of a running row in a round of k, on average."""
         if min(state.room) >= k:
             return tokens[k]
         return sum(tokens[min(k, r)] for r in state.room) / len(state.room)
 
     def _of_last_row(self, state: BatchState, k: int, tokens: Sequence[float]) -> float:
-        """By how much rounds of k shorten the way to the last row's end."""
+        """How many times sooner, in rounds, the last row ends with rounds of k."""
         more = tokens[k] - 1
         rounds = max(
             n / (1 + min(k, room, self._rows.of(row) * more))
@@ -144,7 +145,7 @@ class GoodputPolicy:
         return max(state.left.values()) / rounds
 
     def _newest(self, state: BatchState) -> tuple[int, int, int]:
-        """k of the last round dispatched, rounds in a row with it, those timed."""
+        """k of the last round dispatched; rounds in a row with it; those timed."""
         k, run, timed = self._run
         for dispatched in state.in_flight:
             if dispatched != k:
@@ -153,11 +154,11 @@ class GoodputPolicy:
         return k, run, timed
 
     def _best_of(self, state: BatchState, rates: dict[int, float], last: int) -> int:
-        """The best k as far as is known; the last one, where none is clearly better."""
+        """The best k as far as is known; the last one, if none is clearly better."""
         stay = last if rates.get(last, 0.0) >= rates[0] * SWITCH else 0
         best, gained = stay, 0.0
         for k, rate in rates.items():
-            # Half of what rows may still emit has to bring back what k costs once.
+            # Half of what rows may still emit must bring back what k costs once.
             rounds = state.remaining / 2 / max(rate, rates[stay])
             gain = rounds * (rate / rates[stay] - 1)
             gain -= self.costs.once(state.num_rows, k, state.backlog)
@@ -166,14 +167,14 @@ class GoodputPolicy:
         return best
 
     def _worth_a_try(self, state: BatchState, rates: dict[int, float]) -> int:
-        """The k to try that costs least, if one may be better than the best."""
+        """The cheapest k that may be better than the best, within the budget."""
         best, reach = self._best, self.budget.reach
         if not reach:
             return best
         hopes = self._rates(state, list(rates), doubt=DOUBT)
         tried = best
         for k, hope in hopes.items():
-            # Nothing new is learnt of plain rounds while nothing is drafted.
+            # Plain rounds teach nothing new while nothing is drafted.
             if k == best or hope < rates[best] * PROMISE or (not k and state.backlog):
                 continue
             loss = max(0.0, 1 - rates[k] / rates[best])
@@ -184,13 +185,13 @@ class GoodputPolicy:
         return tried
 
     def may_pay(self, state: BatchState) -> bool:
-        """Whether half of what rows may emit could bring back what prompts cost.
+        """Whether half of what rows may emit can bring back what their prompts cost.
 
-        If only were acceptance and costs better than known, that is a try. Prompts
-        that cost next to nothing are worth it wherever a draft could pay at all.
+        If it could only with better acceptance and costs than known, that is a try.
+        Prompts that cost next to nothing are worth it wherever a draft could pay.
         """
         ks = self._ladder(state)
-        # What a shape costs once is for `choose` to weigh: rows to come use it too.
+        # `choose` weighs what a new shape costs; later rows use it too.
         once = self.costs.catch_up(state.num_rows, state.backlog)
         state = BatchState(state.num_rows, state.room, state.remaining, state.backlog)
         for doubt in (0.0, 1.0) if self.budget.left > 0 else (0.0,):
@@ -207,7 +208,7 @@ class GoodputPolicy:
     # -- learning ----------------------------------------------------------
 
     def observe(self, timing: RoundTiming) -> None:
-        """Learn what a round cost and what its rows accepted."""
+        """Learn from a round's time and from what its rows accepted."""
         num_rows, k = timing.num_rows, timing.num_draft_tokens
         once = self.costs.once(num_rows, k, timing.backlog)
         fair = timing.fair and once <= NOTICED
@@ -226,7 +227,7 @@ class GoodputPolicy:
             self._save(self.costs)
 
     def _charge(self, timing: RoundTiming, once: float) -> None:
-        """Take what a round of another k than the best lost off the budget."""
+        """Charge what a round lost by having another k than the best."""
         num_rows, k = timing.num_rows, timing.num_draft_tokens
         cost = self.costs.relative(num_rows, k)
         plain = self.costs.plain_seconds(num_rows)

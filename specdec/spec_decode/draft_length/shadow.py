@@ -1,23 +1,23 @@
-"""What would have been accepted in rounds that did not draft."""
+"""Estimates what would have been accepted in rounds without a draft."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-# A look takes time, and a round beside a look is not timed fairly. Of SELDOM rounds
-# OFTEN look in a row; one does where the last VAIN looks found nothing.
+# A peek takes time, and rounds beside it cannot be timed. Of SELDOM rounds, OFTEN peek
+# in a row; only one does if the last VAIN peeks found nothing.
 SELDOM, OFTEN, VAIN = 8, 4, 4
 
 
 @dataclass(frozen=True)
 class Peek:
-    """A row in a round that did not draft.
+    """A row in a round without a draft.
 
     Args:
         row: its number.
-        token: what it emitted.
-        proposed: what would have been proposed; ``None`` where the round did not look.
+        token: the token that it emitted.
+        proposed: what would have been proposed; ``None`` if the round did not peek.
     """
 
     row: int
@@ -28,25 +28,25 @@ class Peek:
 class ShadowAcceptance:
     """Compares what a drafter would have proposed with what rows then emit.
 
-    A proposal that has been right so far is compared at its next position with the
-    next token of its row. Where a drafter is certain of its proposals, a token is
-    right as often as it would have been accepted.
+    A proposal that was right so far is compared at its next position with the row's
+    next token. For drafters that do not sample, a token is right as often as it would
+    have been accepted.
     """
 
     def __init__(self) -> None:
-        # By row: proposals that were right so far, and how far.
+        # By row: proposals that were right so far, and up to which position.
         self._live: dict[int, list[tuple[Sequence[int], int]]] = {}
         self._vain = self._asked = 0
 
     def due(self) -> bool:
-        """Whether the next round looks."""
+        """Whether the next round peeks."""
         turn = self._asked % SELDOM
         self._asked += 1
         return turn < (1 if self._vain >= VAIN else OFTEN)
 
     @property
     def awaiting(self) -> bool:
-        """Whether a proposal is still right."""
+        """Whether some proposal was right so far."""
         return bool(self._live)
 
     def forget(self) -> None:
@@ -54,10 +54,13 @@ class ShadowAcceptance:
         self._live.clear()
 
     def compare(self, peeks: Iterable[Peek]) -> list[tuple[int, int]]:
-        """Compare a round that was read; (tokens compared, right) at each position.
+        """Compare a round that was read.
 
-        No proposal counts as a wrong one, as it does in a round that drafts. Rows
+        To propose nothing counts as wrong, as it does in a round with a draft. Rows
         that are not among the peeks are forgotten.
+
+        Returns:
+            (tokens compared, right) at each position.
         """
         positions: list[list[int]] = []
         live: dict[int, list[tuple[Sequence[int], int]]] = {}

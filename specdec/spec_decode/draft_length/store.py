@@ -1,4 +1,4 @@
-"""Costs on disk, so that they are measured once for models, backend and batch."""
+"""Keeps costs on disk, so that a pair of models is measured once on a machine."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from ...utils.kept import KeptEntries, kept_path
 from .costs import Correction, ForwardCosts, Forwards, RoundCosts
 
 VERSION = 5
-# Pairs of models that are remembered; beyond, the oldest are forgotten.
+# How many pairs of models are remembered; the oldest are forgotten.
 MOST_ENTRIES = 64
 
 
@@ -19,10 +19,10 @@ def default_path() -> Path:
 
 
 class CostStore:
-    """A JSON file of costs by key; what cannot be read or written is done without.
+    """A JSON file of costs by key. If it cannot be read or written, nothing is kept.
 
     Args:
-        path: of the file; it and its folder are made when something is saved.
+        path: the file; it and its folder are made when something is saved.
     """
 
     def __init__(self, path: Path):
@@ -30,14 +30,14 @@ class CostStore:
         self._kept = KeptEntries(path, "costs", version=VERSION, most=MOST_ENTRIES)
 
     def load(self, key: str, *, new_shape: float = 0.0) -> RoundCosts:
-        """Costs saved for ``key``; empty where there are none."""
+        """The costs saved for ``key``; empty ones if there are none."""
         try:
             return _costs_of(self._kept.load()[key], new_shape)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError):
             return RoundCosts(ForwardCosts(), new_shape=new_shape)
 
     def save(self, key: str, costs: RoundCosts) -> None:
-        """Write the file with ``costs`` added, in one step."""
+        """Add ``costs`` to the file, atomically."""
         self._kept.save(key, _entry_of(costs))
 
 

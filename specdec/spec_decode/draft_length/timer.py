@@ -1,4 +1,4 @@
-"""Times rounds for a draft length."""
+"""Times rounds."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .base import RoundTiming
 
 @dataclass
 class _Begun:
-    """A round that was dispatched; ``looks``: the drafter was asked beside it."""
+    """A round that was dispatched; ``looks``: it peeks at what would be proposed."""
 
     num_draft_tokens: int
     limits: Sequence[int]
@@ -24,11 +24,11 @@ class _Begun:
 
 
 class StepTimer:
-    """Says what rounds took.
+    """Measures how long rounds take.
 
-    A round takes from its beginning until it is read. Where the host reads one round
-    late, it takes from one read to the next, and the next round is built in that time.
-    So its time is fair only if that one has the same k, and nothing else ran.
+    A round's time is from its beginning until it is read. If the host reads one round
+    late, it is from one read to the next, and the next round is built in that time. So
+    the time is fair only if the next round has the same k and no other work ran.
 
     Args:
         clock: seconds.
@@ -38,12 +38,12 @@ class StepTimer:
         self._clock = clock
         self._begun: deque[_Begun] = deque()
         self._last_read = float("-inf")
-        # When other work ran last, and when a round of new shapes was built.
+        # When other work last ran, and when a round of new shapes was last built.
         self._interrupted = self._new_shape = float("-inf")
 
     @property
     def in_flight(self) -> list[int]:
-        """k of the rounds that were not read yet."""
+        """k of each round that was not read yet."""
         return [b.num_draft_tokens for b in self._begun]
 
     def begin(
@@ -59,8 +59,8 @@ class StepTimer:
 
         Args:
             k: tokens that it drafts.
-            limits: tokens that each row may accept; -1 for one that has ended.
-            rows: their numbers.
+            limits: draft tokens that each slot may accept; -1 if no row runs there.
+            rows: the rows' numbers.
             backlog: tokens of a row that the drafter lacks.
             forced: k was not chosen.
         """
@@ -68,11 +68,11 @@ class StepTimer:
         self._begun.append(_Begun(k, limits, rows, lag, forced, now))
 
     def look(self) -> None:
-        """Note that the round just begun asks the drafter what it would propose."""
+        """Note that the round just begun peeks."""
         self._begun[-1].looks = True
 
     def interrupt(self, *, new_shape: bool = False) -> None:
-        """Note that other work ran, or that a round of new shapes was built."""
+        """Note that other work was dispatched, or that a round had new shapes."""
         if new_shape:
             self._new_shape = self._clock()
         else:
@@ -81,10 +81,10 @@ class StepTimer:
     def read(
         self, kept: Sequence[int | None], shadow: Sequence[tuple[int, int]] = ()
     ) -> RoundTiming:
-        """Note that the oldest round was read; what it took.
+        """Note that the oldest round was read.
 
         Args:
-            kept: tokens that each row kept; ``None``: it had ended.
+            kept: tokens that each slot kept; ``None`` if no row ran there.
             shadow: see :class:`~specdec.spec_decode.draft_length.RoundTiming`.
         """
         round_, now = self._begun.popleft(), self._clock()
@@ -92,7 +92,7 @@ class StepTimer:
         overlapped = since > round_.at
         self._last_read = now
         meanwhile = self._begun
-        # One that overlaps the round before it has to overlap the next one, too.
+        # A round that overlaps the one before must overlap the next one, too.
         alike = overlapped == bool(meanwhile) and all(
             b.num_draft_tokens == k for b in meanwhile
         )

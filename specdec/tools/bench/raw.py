@@ -18,7 +18,7 @@ from ...utils.data_files import (
     read_text,
 )
 from ...utils.printable import quoted
-from ...utils.records import read_record
+from ...utils.records import first_difference, read_record
 from .cells import Cell, Unit
 from .job import JobRecord, ProfiledRound
 
@@ -167,7 +167,7 @@ class Results:
         recipe = check_shape(line, {"recipe": {"name": str}})["recipe"]
         prompts = read_record(PromptsRecord, line.get("prompts"), "prompts")
         if not prompts.tokens or len(prompts.tokens) != len(prompts.categories):
-            raise DataError("prompts are not of one number")
+            raise DataError("its lists of prompts differ in length")
         run = recipe.get("run")
         if isinstance(run, dict) and run.pop("jobs", False):
             run["profile_rounds"] = 0  # 0.1 took no rounds of jobs apart
@@ -269,14 +269,12 @@ def _drop_cut_line(path: Path) -> None:
 
 def _check_same(folder: Path, there: dict[str, Any], here: dict[str, Any]) -> None:
     """Refuse results of a recipe that differs in anything."""
-    before, now = _flat(there), _flat(here)
-    for key in sorted(before.keys() | now.keys()):
-        if before.get(key) != now.get(key):
-            raise ConfigError(
-                f"{folder} holds results of another recipe ({key} is "
-                f"{quoted(before.get(key))} there, {quoted(now.get(key))} here): "
-                "name another folder with --out"
-            )
+    if found := first_difference(_flat(there), _flat(here)):
+        key, before, now = found
+        raise ConfigError(
+            f"{folder} holds results of another recipe ({key} is {quoted(before)} "
+            f"there, {quoted(now)} here): name another folder with --out"
+        )
 
 
 def _flat(recipe: dict[str, Any]) -> dict[str, Any]:

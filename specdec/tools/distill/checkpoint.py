@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 
 from ...errors import ModelError
 from ...utils.data_files import check_shape, parse_json
-from ...utils.records import read_record
+from ...utils.records import first_difference, read_record
 from .storage import read_arrays, write_arrays
 
 FORMAT = "specdec distill checkpoint"
@@ -115,21 +115,20 @@ def _load(
     except ModelError as error:
         raise _DamagedError("it cannot be read") from error
     if meta.get("format") != FORMAT:
-        raise _DamagedError("it is no checkpoint of specdec distill")
+        raise _DamagedError("it is not a checkpoint of specdec distill")
     if meta.pop("digest", None) != _digest(arrays, meta):
-        raise _DamagedError("it is not as it was written")
+        raise _DamagedError("it was changed after it was written")
     try:
         known = check_shape(parse_json(meta["identity"]), dict)
         progress = read_record(Progress, parse_json(meta["progress"]))
     except (KeyError, TypeError, ValueError) as error:
         raise _DamagedError("it is of another version") from error
-    for key in sorted(known.keys() | identity.keys()):
-        if known.get(key) != identity.get(key):
-            raise ModelError(
-                f"{path} was made with {key} {known.get(key)}, not "
-                f"{identity.get(key)}: leave --resume out to begin anew, or use what "
-                "it was made with"
-            )
+    if found := first_difference(known, identity):
+        key, before, now = found
+        raise ModelError(
+            f"{path} was made with {key} {before}, not {now}: leave --resume out to "
+            "begin anew, or use what it was made with"
+        )
     wanted = _flat("parameters", like[0]) | _flat("optimizer", like[1])
     if _shapes(arrays) != _shapes(wanted):
         raise _DamagedError("it is of another version")

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from specdec.spec_decode.draft_length import ForwardCosts, advise, survival_of
+from specdec.spec_decode.draft_length import ForwardCosts, Forwards
+from specdec.tools.advice import advise, survival_of
 from tests.spec_decode.draft_length.simulation import Costs
 
 GPU = Costs(0.01, 0.2, 0.0001)
@@ -25,6 +28,17 @@ def test_the_closed_form() -> None:
     assert found.measured == 4
     assert found.worth_it
     assert "--num-draft-tokens 4 at --batch 1: 1.8" in found.verdict
+
+
+def test_a_head_that_proposes_a_block_takes_its_forward() -> None:
+    """Its tokens cost next to nothing one by one: drafting would look free."""
+    forwards = Forwards(1, {1: 0.01, 2: 0.01, 5: 0.01}, 0.0, draft_once=0.005)
+    found = advise([0.5, 0.25], ForwardCosts([forwards]), [1], 2)
+    (prediction,) = found.predictions
+    assert prediction.speedup == pytest.approx((1, 1.5 / 1.5, 1.75 / 1.5))
+    assert prediction.draft_once == pytest.approx(0.5)
+    slow = ForwardCosts([replace(forwards, draft_once=0.02)])
+    assert "a draft step costs too much" in advise([1.0], slow, [1], 1).verdict
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What drafting would bring by k and batch size, from acceptance and costs."""
+"""Predicts what drafting would bring, by k and batch size (`specdec advise`)."""
 
 from __future__ import annotations
 
@@ -6,28 +6,30 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 
-from .acceptance import tokens_per_round
-from .costs import ForwardCosts
+from ..spec_decode.draft_length import ForwardCosts, tokens_per_round
 
-# Below this predicted speed-up, noise and prefill of the draft eat what is won.
+# Below this predicted speed-up, the draft's prefill and noise use up the gain.
 WORTH_IT = 1.03
 
 
 @dataclass(frozen=True)
 class Prediction:
-    """What is predicted for one batch size.
+    """The prediction for one batch size.
 
     Args:
         num_rows: the batch size.
-        plain_seconds: of a plain step.
-        draft_step: cost of a proposed token of each row, in plain steps.
-        verify: cost of a verify forward by k, in plain steps.
-        speedup: over plain decoding, by k; of k = 0 it is 1.
+        plain_seconds: the time of a plain step.
+        draft_step: the cost of one proposed token for each row, in plain steps.
+        draft_once: what drafting costs in a round besides, however many tokens it
+            proposes, in plain steps.
+        verify: the cost of a verify forward by k, in plain steps.
+        speedup: the speed-up over plain decoding by k; 1 for k = 0.
     """
 
     num_rows: int
     plain_seconds: float
     draft_step: float
+    draft_once: float
     verify: tuple[float, ...]
     speedup: tuple[float, ...]
 
@@ -36,15 +38,20 @@ class Prediction:
         """The best k."""
         return max(range(len(self.speedup)), key=lambda k: self.speedup[k])
 
+    @property
+    def one_token(self) -> float:
+        """Cost of drafting one token of each row, in plain steps."""
+        return self.draft_once + self.draft_step
+
 
 @dataclass(frozen=True)
 class Advice:
-    """Predictions for several batch sizes, and what they come to.
+    """Predictions for several batch sizes, and a verdict.
 
     Args:
-        survival: share of the rounds that accepted at least 1, 2, ... tokens; at
-            positions that were not measured, continued from the last that was.
-        measured: positions that were measured.
+        survival: the share of rounds that accepted at least 1, 2, ... tokens. Beyond
+            the measured positions it is extrapolated.
+        measured: how many positions were measured.
         predictions: one for each batch size.
     """
 
@@ -75,20 +82,19 @@ class Advice:
         return f"do not speculate with this pair: {self._reason(best)}"
 
     def _reason(self, at: Prediction) -> str:
-        """Which of its three causes is to blame: even repaired, it is the bound."""
-        perfect = (2.0) / (at.draft_step + at.verify[1])
-        if perfect < WORTH_IT:
+        """Why drafting does not pay: a cost that is too high, or low acceptance."""
+        drafting, seconds = at.one_token, at.one_token + at.verify[1]
+        if 2 / seconds < WORTH_IT:
             what = "a draft step and verifying a second token"
-            if at.verify[1] - 1 > at.draft_step:
+            if at.verify[1] - 1 > drafting:
                 what = "verifying a second token"
-            elif at.draft_step > 2 * (at.verify[1] - 1):
+            elif drafting > 2 * (at.verify[1] - 1):
                 what = "a draft step"
             return (
                 f"{what} costs too much at batch {at.num_rows}: a round of one draft "
-                f"token takes {at.draft_step + at.verify[1]:.2f} plain steps and "
-                "brings 2 tokens at best"
+                f"token takes {seconds:.2f} plain steps and brings 2 tokens at best"
             )
-        needed = (at.draft_step + at.verify[1]) * WORTH_IT - 1
+        needed = seconds * WORTH_IT - 1
         return (
             f"too little is accepted at batch {at.num_rows}: the first draft token "
             f"{self.survival[0]:.2f} of the time, {needed:.2f} would be needed"
@@ -141,10 +147,14 @@ def advise(
     batch_sizes: Sequence[int],
     max_draft_tokens: int,
 ) -> Advice:
-    """Predict speed-ups: (1 + s_1 + ... + s_k) / (k c + v_k).
+    """Predict speed-ups: (1 + s_1 + ... + s_k) / (c_0 + k c + v_k).
 
     (Leviathan et al. 2023, theorem 3.8, with measured survival in place of
-    independent acceptance and a verify forward that is not free.)
+    independent acceptance and a verify forward that is not free; c_0 is what a head
+    takes that proposes a block.)
+
+    Args:
+        max_draft_tokens: the largest k, as many as the drafter can propose at most.
     """
     full = extrapolated(survival, max_draft_tokens)
     tokens = tokens_per_round(full)
@@ -152,11 +162,13 @@ def advise(
     for num_rows in batch_sizes:
         plain = costs.verify(num_rows, 1)
         step = costs.draft_step(num_rows) / plain
+        once = costs.drafting(num_rows, 1) / plain - step
         verify = tuple(
             costs.verify(num_rows, k + 1) / plain for k in range(max_draft_tokens + 1)
         )
         speedup = tuple(
-            tokens[k] / (k * step + verify[k]) for k in range(max_draft_tokens + 1)
+            tokens[k] * plain / costs.round(num_rows, k)
+            for k in range(max_draft_tokens + 1)
         )
-        predictions.append(Prediction(num_rows, plain, step, verify, speedup))
+        predictions.append(Prediction(num_rows, plain, step, once, verify, speedup))
     return Advice(full, min(len(survival), max_draft_tokens), tuple(predictions))
