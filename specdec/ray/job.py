@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from .. import errors
@@ -191,7 +192,7 @@ def _check_reachable(address: str) -> None:
         OSError: nobody answers there, or something else than Ray.
     """
     if address == "auto":
-        address = os.environ.get("RAY_ADDRESS", address)
+        address = os.environ.get("RAY_ADDRESS") or _last_cluster() or address
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if host and port.isdecimal():
         there = host.strip("[]"), int(port)
@@ -202,6 +203,15 @@ def _check_reachable(address: str) -> None:
             head = connection.makefile("rb").read(_FRAME_HEAD)
         if len(head) < _FRAME_HEAD or head[3] != _SETTINGS:
             raise OSError("something else answers there")
+
+
+def _last_cluster() -> str:
+    """The address that Ray wrote down on this machine, perhaps of one that has ended."""
+    folder = Path(os.environ.get("RAY_TMPDIR", "/tmp")) / "ray"
+    try:
+        return (folder / "ray_current_cluster").read_text("utf-8").strip()
+    except (OSError, ValueError):
+        return ""
 
 
 @contextmanager
